@@ -12,12 +12,14 @@ from millrace.engine.v1 import engine_pb2_grpc
 from engine.config import EngineConfig, load
 from engine.service.engine_process import CoreDied, EngineProcess
 from engine.service.servicer import FULL_NAME, EngineServicer
+from engine.vllm_core.client import client_of
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import Telemetry, setup
 from services import memory, tls
-from services.config import HealthConfig, ModelConfig, SecurityConfig, load_section
+from services.config import HealthConfig, SecurityConfig, load_section
 from services.main import run, say_ready
+from services.models import own_model
 from services.server import GrpcServer, wait_for_signal
 
 _log = logging.getLogger(__name__)
@@ -44,11 +46,11 @@ async def _serve(tables: dict[str, Any], observing: ObservabilityConfig) -> int:
 async def _run(tables: dict[str, Any], telemetry: Telemetry) -> int:
     """Until SIGTERM, SIGINT or the loss of the core."""
     config = load(tables)
-    model = load_section(tables, "model", ModelConfig)
+    model = own_model(tables)
     security = load_section(tables, "security", SecurityConfig)
     tls.use(security)
     health = load_section(tables, "health", HealthConfig)
-    engine = EngineProcess(config, model, telemetry, health=health)
+    engine = EngineProcess(config, model, telemetry, client_of(config.make), health)
     server = GrpcServer(config.listen)
     servicer = EngineServicer(engine, security.secret(), security.max_context_age_s)
     server.add(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer, FULL_NAME)

@@ -7,15 +7,21 @@ ModelFacts, never here.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from services.config import load_section
+from services.config import ModelConfig, load_section
 from services.errors import ConfigError
 from services.resources import num_cores
+
+MOST_RANK, MOST_SLOTS = 64, 256
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,9 +35,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     long_prefill_tokens: int = 512
     # Largest part of a step that long prompts may take together while anyone else has work.
     long_prefill_share: float = 0.5
-    # While sequences decode, prompts are computed in chunks that keep a step near this time, as measured:
-    # many prompts at once must not hold up who is being answered. 0 sets no time.
-    step_target_ms: float = 120.0
+    # While sequences decode, prompts are computed in chunks that keep a step near this time, as measured, or
+    # near twice the time of a step for one answer where that is longer: many prompts at once must not hold up
+    # who is being answered. 0 sets no time.
+    step_target_ms: float = 75.0
     # After so many preemptions a sequence keeps its place until it ends.
     max_preemptions: int = 3
     # Part of the blocks that admission leaves free, so that running sequences can grow.
@@ -129,6 +136,53 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampling: str = "auto"
 
 
+class PeakConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.peak]`: what the device can do, for metrics of the share reached. 0 is the data sheet's of
+    GPUs that are known by name, and else unknown: then no share is told.
+    """
+
+    # Dense operations in the serving type.
+    tflops: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    # Reads of the device's memory.
+    gbytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class AdaptersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.adapters]`: low-rank adapters (LoRA) that are served beside the model, in PEFT's format."""
+
+    # Name to folder, as engines see it. Folders of the checkpoint's folder `adapters` need not be named here.
+    # More can be added while the engine runs, if there are slots.
+    paths: dict[str, str] = {}
+    # Adapters that are in memory, and compute, at the same time: the others take turns. 0 is one for each of
+    # `paths`, up to 8; so none without any.
+    slots: int = 0
+    # Largest rank; memory is kept for it.
+    max_rank: int = 16
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that there really are."""
+        return self.slots or min(len(self.paths), 8)
+
+    def validate(self) -> None:
+        """Raises ConfigError."""
+        if not 1 <= self.max_rank <= MOST_RANK:
+            raise ConfigError(f"engine.adapters.max_rank = {self.max_rank}: must be in [1, {MOST_RANK}]")
+        if not 0 <= self.slots <= MOST_SLOTS:
+            raise ConfigError(f"engine.adapters.slots = {self.slots}: must be in [0, {MOST_SLOTS}]")
+        for name in self.paths:
+            problem = problem_with_adapter_name(name)
+            if problem:
+                raise ConfigError(f"engine.adapters.paths: {problem}")
+
+
+def problem_with_adapter_name(name: str) -> str:
+    """Why an adapter cannot have a name; empty where it can."""
+    if ADAPTER_NAME.fullmatch(name):
+        return ""
+    return f"{name[:80]!r} is no name of an adapter: letters, digits, '.', '_' and '-', at most 64 of them"
+
+
 class GraphsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine.graphs]`: decode steps of a GPU that are captured once and replayed."""
 
@@ -139,6 +193,32 @@ class GraphsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rows: tuple[int, ...] = ()
 
 
+class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.vllm]`: an engine whose core is vLLM's (make = "vllm"), in an environment of its own."""
+
+    # Interpreter of the environment that has vLLM; empty is the one that `millrace engine install vllm` made.
+    python: str = ""
+    # Ranks that share each layer, ranks that follow one another, and whole copies of the model; the product
+    # is the number of devices.
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    pipeline_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    # Experts are spread over the ranks, whole.
+    expert_parallel: bool = False
+    # Who starts the ranks: "mp" on one machine, "ray" on several; empty is vLLM's own choice.
+    launcher: Literal["", "mp", "ray"] = ""
+    # Tokens per KV block; 0 is vLLM's own choice (128 on a CPU).
+    block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # Leaves out torch.compile and CUDA graphs: ready sooner, slower afterwards.
+    eager: bool = False
+    # Further arguments of vLLM's AsyncEngineArgs by name, as they are.
+    options: dict[str, Any] = {}
+    # Variables of the core's process.
+    environment: dict[str, str] = {}
+    # Serve with a version of vLLM that was not tried.
+    any_version: bool = False
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine]`."""
 
@@ -147,6 +227,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_listen: str = ""
     # Label that gateways route by (tiers.<name>.pool, gateway.routing.long_lane); "" is none.
     pool: str = ""
+    # Who computes: this suite's own core, or vLLM's (see [engine.vllm]).
+    make: Literal["millrace", "vllm"] = "millrace"
     # Serve deterministic tokens without weights.
     simulated: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -175,11 +257,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: QuantizationConfig = QuantizationConfig()
     kernels: KernelsConfig = KernelsConfig()
     graphs: GraphsConfig = GraphsConfig()
+    peak: PeakConfig = PeakConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
     simulation: SimulatedConfig = SimulatedConfig()
+    vllm: VllmConfig = VllmConfig()
 
     def validate(self) -> None:
         """Raises ConfigError naming the first key whose value cannot work, its limit and the remedy."""
         self._check_counts()
+        if self.make == "vllm":
+            self._check_vllm()
         scheduler, cache = self.scheduler, self.cache
         for key, fraction in (
             ("scheduler.long_prefill_share", scheduler.long_prefill_share),
@@ -202,12 +289,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "engine.cache.host_bytes: host memory holds prefixes; set prefix_caching = true, "
                 "or host_bytes = 0"
             )
+        self.adapters.validate()
         simulation = self.simulation
         if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):
             raise ConfigError(
                 f"engine.simulation.first_token_id = {simulation.first_token_id}: must be below "
                 f"last_token_id = {simulation.last_token_id} and vocab_size = {simulation.vocab_size}"
             )
+
+    def _check_vllm(self) -> None:
+        """Nothing that was asked of this suite's own core is ignored in silence by another one."""
+        theirs = "engine.vllm.options"
+        for key, is_set, remedy in (
+            ("simulated", self.simulated, 'a simulated engine has no make: set make = "millrace"'),
+            ("quantize", self.quantize != "off", f"set {theirs}.quantization, in vLLM's terms"),
+            ("speculation.method", self.speculation.method != "off", f"set {theirs}.speculative_config"),
+            ("cache.host_bytes", self.cache.host_bytes, f"set {theirs}.kv_transfer_config"),
+            ("cache.kv_dtype", self.cache.kv_dtype != "auto", f"set {theirs}.kv_cache_dtype"),
+        ):
+            if is_set:
+                raise ConfigError(f'engine.{key}: not known to make = "vllm"; {remedy}')
 
     def _check_counts(self) -> None:
         for limit, complaint, keys in (
@@ -248,10 +349,23 @@ _NOT_NEGATIVE = (
 
 
 def load(tables: Mapping[str, Any]) -> EngineConfig:
-    """`[engine]`, checked; raises ConfigError naming the key at fault."""
+    """`[engine]`, checked, with the model's adapters and those that lie beside it; raises ConfigError naming
+    the key at fault.
+    """
     config = load_section(tables, "engine", EngineConfig)
+    model = load_section(tables, "model", ModelConfig)
+    found = adapters_beside(model.path) | {name: each.path for name, each in model.adapters.items()}
+    if found:
+        paths = found | config.adapters.paths
+        config = replace(config, adapters=replace(config.adapters, paths=paths))
     config.validate()
     return config
+
+
+def adapters_beside(model: str) -> dict[str, str]:
+    """Adapters that came with a checkpoint: folders of its folder `adapters`, by their names."""
+    found = sorted(Path(model).glob("adapters/*/adapter_config.json"))
+    return {path.parent.name: str(path.parent) for path in found}
 
 
 def num_threads(environ: Mapping[str, str] = os.environ) -> int:

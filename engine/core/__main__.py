@@ -23,6 +23,7 @@ from engine.core.memory import MemoryWatch
 from engine.core.warm_up import WarmUp
 from engine.runner.base import Builder
 from engine.scheduler import Scheduler
+from engine.scheduler.adapters import AdapterLoader, AdapterPlaces
 from engine.types import NOT_MEASURED, MeasuredSpeed, MemoryPlan, ModelFacts
 from observability.emit import logging as json_logging
 from services.config import ModelConfig
@@ -55,6 +56,7 @@ def make_scheduler(
     memory: MemoryPlan,
     facts: ModelFacts,
     speed: MeasuredSpeed = NOT_MEASURED,
+    adapters: AdapterLoader | None = None,
 ) -> Scheduler:
     """The scheduler over the memory that the runner allocated."""
     bytes_per_block = memory.kv_bytes_per_token * memory.block_size
@@ -65,7 +67,9 @@ def make_scheduler(
         model=model.path,
         num_host_blocks=config.cache.host_bytes // bytes_per_block if bytes_per_block else 0,
         window=facts.window,
+        attention_balance=facts.attention_balance,
         speed=speed,
+        adapters=None if adapters is None else AdapterPlaces(config.adapters.num_slots, adapters),
     )
 
 
@@ -118,12 +122,13 @@ def serve_core(connection: CoreSocket) -> int:
     report.count()
     if warm_up.broken:
         return _EXIT_BROKEN
-    scheduler = make_scheduler(config, model, memory, facts, speed)
+    scheduler = make_scheduler(config, model, memory, facts, speed, runner.adapters)
     loop = EngineLoop(
         scheduler,
         runner,
         connection,
         overlap=overlap,
+        work=facts.work,
         memory_use=lambda touched: watch.use(memory, max(touched, runner.num_prefaulted_blocks())),
     )
     _settle(watch)

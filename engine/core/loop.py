@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.core import messages
+from engine.core.adapter_desk import AdapterDesk
 from engine.runner.base import PendingStep, Runner, RunnerBroken
 from engine.scheduler import Scheduler
 from engine.types import MemoryUse, Request, RequestFailure, SchedulerOutput, StepResult
+from engine.types.work import UNKNOWN_WORK, ModelWork, step_work
 from observability.emit.names import Cause
 
 _log = logging.getLogger(__name__)
@@ -43,21 +45,38 @@ class Mailbox(Protocol):
 class _Launched:
     """A step on its way, or one whose launch already failed."""
 
-    def __init__(self, plan: SchedulerOutput, pending: PendingStep | None, cause: str) -> None:
+    def __init__(self, plan: SchedulerOutput, clock: Callable[[], float]) -> None:
         self.plan = plan
-        self._pending = pending
-        self._cause = cause
+        self._clock = clock
+        self._launched_s = clock()
+        self._pending: PendingStep | None = None
+        self._cause = ""
+
+    def launch(self, runner: Runner) -> None:
+        try:
+            self._pending = runner.launch(self.plan)
+        except RunnerBroken:
+            raise
+        except Exception as error:
+            _log.exception("launch of step %d failed", self.plan.step_id)
+            self._cause = f"{type(error).__name__}: {error}"
 
     def wait(self) -> StepResult:
         if self._pending is None:
-            return StepResult(self.plan.step_id, (), failure=self._cause)
+            return self._failed(self._cause)
         try:
-            return self._pending.wait()
+            result = self._pending.wait()
         except RunnerBroken:
             raise
         except Exception as error:
             _log.exception("step %d failed", self.plan.step_id)
-            return StepResult(self.plan.step_id, (), failure=f"{type(error).__name__}: {error}")
+            return self._failed(f"{type(error).__name__}: {error}")
+        return self._failed(result.failure) if result.failure else result
+
+    def _failed(self, cause: str) -> StepResult:
+        # What it took nobody says who has failed; planning of the next step may be in it.
+        seconds = self._clock() - self._launched_s
+        return StepResult(self.plan.step_id, (), compute_s=seconds, failure=cause)
 
 
 class EngineLoop:
@@ -74,6 +93,7 @@ class EngineLoop:
         overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
         memory_use: Callable[[int], MemoryUse] | None = None,
+        work: ModelWork = UNKNOWN_WORK,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -83,10 +103,12 @@ class EngineLoop:
         # Takes the number of blocks that were ever written.
         self._memory_use = memory_use
         self._memory_due_s = 0.0
+        self._work = work
         self._launched: _Launched | None = None
         # Requests whose grammars are being made, by id.
         self._early: dict[int, Request] = {}
         self._checks: list[int] = []
+        self._adapters = AdapterDesk(scheduler, runner.adapters, mailbox.send)
         self._totals: list[messages.StepTotals] = []
         self._num_failed_steps = 0
         self._last_step_id = 0
@@ -102,7 +124,8 @@ class EngineLoop:
     def step(self) -> None:
         """One turn: take commands, plan, launch, take a result in, publish."""
         patience_s = self._patience_s()
-        self._take_commands(min(patience_s, _GRAMMAR_S) if self._early else patience_s)
+        hurries = self._early or self._adapters.is_busy
+        self._take_commands(min(patience_s, _GRAMMAR_S) if hurries else patience_s)
         if self.stopped:
             return
         self._submit_ready()
@@ -118,6 +141,7 @@ class EngineLoop:
         except RunnerBroken as error:
             self._give_up(str(error))
         self.publish()
+        self._adapters.publish()
         self._answer_checks()
 
     def _patience_s(self) -> float:
@@ -150,6 +174,8 @@ class EngineLoop:
                 case messages.Fail(request_id, failure):
                     self._submit_early(request_id, now)
                     self._scheduler.fail_request(request_id, failure)
+                case messages.AddAdapter() | messages.DropAdapter():
+                    self._adapters.take(command)
                 case messages.Check(token):
                     self._checks.append(token)
                 case messages.Stop():
@@ -175,24 +201,21 @@ class EngineLoop:
         if not plan.scheduled and not plan.released:
             return None
         self._last_step_id = plan.step_id
-        try:
-            return _Launched(plan, self._runner.launch(plan), "")
-        except RunnerBroken:
-            raise
-        except Exception as error:
-            _log.exception("launch of step %d failed", plan.step_id)
-            return _Launched(plan, None, f"{type(error).__name__}: {error}")
+        launched = _Launched(plan, self._clock)
+        launched.launch(self._runner)
+        return launched
 
     def _collect(self, launched: _Launched) -> None:
         result = launched.wait()
+        if launched.plan.scheduled:
+            self._totals.append(_totals(launched.plan, result, self._work))
         if not result.failure:
             self._scheduler.update(result, self._clock())
-            if launched.plan.scheduled:
-                self._totals.append(_totals(launched.plan, result))
             return
         self._num_failed_steps += 1
         _log.warning("step %d failed: %s", result.step_id, result.failure)
-        if not self._scheduler.fail(result.step_id, result.failure, self._clock()):
+        now, seconds = self._clock(), result.compute_s
+        if not self._scheduler.fail(result.step_id, result.failure, now, seconds=seconds):
             raise RunnerBroken(result.failure)
 
     def _give_up(self, cause: str) -> None:
@@ -256,19 +279,22 @@ class EngineLoop:
         self._checks.clear()
 
 
-def _totals(plan: SchedulerOutput, result: StepResult) -> messages.StepTotals:
+def _totals(plan: SchedulerOutput, result: StepResult, work: ModelWork) -> messages.StepTotals:
     num_tokens = num_decodes = 0
     for each in plan.scheduled:
         num_tokens += each.num_tokens
         num_decodes += each.samples and each.num_tokens == 1 + len(each.draft_token_ids)
     num_sequences = len(plan.scheduled)
-    kind = "mixed"
-    if num_decodes in {0, num_sequences}:
+    kind = "failed" if result.failure else "mixed"
+    if not result.failure and num_decodes in {0, num_sequences}:
         kind = "decode" if num_decodes else "prefill"
+    flop, read_bytes = step_work(plan, work)
     return messages.StepTotals(
         kind=kind,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
         seconds=result.compute_s,
         num_halvings=result.num_halvings,
+        flop=flop,
+        read_bytes=read_bytes,
     )

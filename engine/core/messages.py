@@ -56,11 +56,25 @@ class Check(msgspec.Struct, frozen=True, tag="check"):
     token: int
 
 
+class AddAdapter(msgspec.Struct, frozen=True, tag="add_adapter"):
+    """Asks for an adapter to be served; answered by AdapterAdded."""
+
+    token: int
+    name: str
+    folder: str
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
+    """No further request asks for an adapter."""
+
+    name: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Asks the core to end."""
 
 
-Command = Start | Submit | Cancel | Fail | Check | Stop
+Command = Start | Submit | Cancel | Fail | Check | AddAdapter | DropAdapter | Stop
 
 # Core to front.
 
@@ -91,7 +105,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Size and duration of the steps that ended since the last report; for metrics."""
 
-    # "prefill", "decode" or "mixed".
+    # "prefill", "decode", "mixed" or "failed".
     kind: str
     num_tokens: int
     num_sequences: int
@@ -99,6 +113,9 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     # See StepResult.
     num_halvings: int = 0
+    # What the model's shapes say that it took; see engine.types.work.
+    flop: float = 0.0
+    read_bytes: float = 0.0
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step"):
@@ -126,10 +143,23 @@ class Checked(msgspec.Struct, frozen=True, tag="checked"):
     num_runner_states: int
 
 
+class AdapterAdded(msgspec.Struct, frozen=True, tag="adapter_added"):
+    """Answer to AddAdapter. `problem` is empty when it is served from now on."""
+
+    token: int
+    problem: str
+
+
+class AdaptersLoaded(msgspec.Struct, frozen=True, tag="adapters_loaded"):
+    """Other adapters than before are in memory."""
+
+    names: tuple[str, ...]
+
+
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
     """The runner is lost; every request was ended with STEP_FAILED and the core ends."""
 
     cause: str
 
 
-Report = Progress | Ready | Refused | StepDone | Checked | Broken
+Report = Progress | Ready | Refused | StepDone | Checked | AdapterAdded | AdaptersLoaded | Broken

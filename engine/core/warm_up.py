@@ -18,7 +18,15 @@ from engine.core import messages
 from engine.core.loop import EngineLoop
 from engine.runner.base import Runner
 from engine.scheduler import Scheduler
-from engine.types import MeasuredSpeed, MemoryPlan, ModelFacts, Request, RequestFailure, SamplingParams
+from engine.types import (
+    NOT_MEASURED,
+    MeasuredSpeed,
+    MemoryPlan,
+    ModelFacts,
+    Request,
+    RequestFailure,
+    SamplingParams,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +94,7 @@ class WarmUp:
         """How fast the engine is; 0 for what a small context or batch has no room for."""
         room = self._num_tokens - _ANSWER_TOKENS
         if room < 1:
-            return MeasuredSpeed()
+            return NOT_MEASURED
         # The first one waits for whatever is made for it.
         self._prompt_rate(min(_FIRST_TOKENS, room))
         rate = self._prompt_rate(min(_FIRST_TOKENS, room))

@@ -50,7 +50,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig = EngineConfig()
 
 
-class _StoredTensor(msgspec.Struct):
+class StoredTensor(msgspec.Struct):
     """A tensor in the header of a safetensors file."""
 
     dtype: str
@@ -80,7 +80,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     files = _files(folder)
     headers: dict[str, TensorHeader] = {}
     for file in files:
-        for name, entry in _read_header(folder / file).items():
+        for name, entry in read_stored(folder / file).items():
             if name in headers:
                 raise CheckpointError(f"{folder}: tensor {name} is in both {headers[name].file} and {file}")
             headers[name] = TensorHeader(file, entry.dtype, entry.shape)
@@ -111,7 +111,8 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _read_header(path: Path) -> dict[str, _StoredTensor]:
+def read_stored(path: Path) -> dict[str, StoredTensor]:
+    """The tensors in the header of a file that is whole. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -137,9 +138,9 @@ def _read_header(path: Path) -> dict[str, _StoredTensor]:
     return header
 
 
-def _stored_tensor(name: str, entry: msgspec.Raw) -> _StoredTensor:
+def _stored_tensor(name: str, entry: msgspec.Raw) -> StoredTensor:
     try:
-        tensor = msgspec.json.decode(entry, type=_StoredTensor)
+        tensor = msgspec.json.decode(entry, type=StoredTensor)
     except msgspec.ValidationError as error:
         raise ValueError(f"tensor {name}: {error}") from error
     tensor.check(name)

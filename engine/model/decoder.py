@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.adapters.backends import adapter_step
 from engine.kernels.attention import AttentionBackend
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.selection import Kernels
@@ -81,9 +82,9 @@ def advance(
         change = attend(attention, inner, cache, step)
     x, inner = _enter(layer, 1, x, _leave(layer, 0, change, step), feed_forward.entry, step)
     if isinstance(feed_forward, SparseFeedForward):
-        change = feed_sparse(feed_forward, inner, step.kernels)
+        change = feed_sparse(feed_forward, inner, step.kernels, step.adapters)
     else:
-        change = feed(feed_forward, inner, step.kernels)
+        change = feed(feed_forward, inner, step.kernels, step.adapters)
     return x, _leave(layer, 1, change, step)
 
 
@@ -94,7 +95,8 @@ def _enter(
     if before is None:
         x = x if change is None else x + change
         return x, x
-    return entering(before, x, change, entry, step.kernels)
+    # What is rounded on the way is not what adapters take.
+    return entering(before, x, change, None if step.adapters else entry, step.kernels)
 
 
 def _leave(layer: Layer, half: int, change: Tensor, step: StepContext) -> Tensor:
@@ -116,6 +118,8 @@ class Decoder:
         self.layers = record.layers
         self.head = record.head  # [V, E]
         self.ropes = cast("list[tuple[Tensor, Tensor]]", record.ropes)
+        # Set by who makes them (engine/adapters).
+        self.num_adapter_slots = 0
 
     @property
     def device(self) -> torch.device:
@@ -129,7 +133,8 @@ class Decoder:
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: AttentionBackend) -> Tensor:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`."""
         plan = attention.plan(batch.ragged, batch.slots.device)
-        return self.run(batch.token_ids, batch.positions, batch.slots, caches, attention, plan)
+        adapters = None if batch.adapters is None else on_device(batch.adapters, self.device)
+        return self.run(batch.token_ids, batch.positions, batch.slots, caches, attention, plan, adapters)
 
     @torch.inference_mode()
     def run(
@@ -140,9 +145,10 @@ class Decoder:
         caches: list[LayerCache],
         attention: AttentionBackend,
         attention_plan: Any,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """`forward` of tokens [T] whose attention is planned already; on a GPU without a word from the host,
-        so that it can be captured (see `captures`).
+        so that it can be captured (see `captures`). `adapters` [T] are the slots of the rows' adapters.
         """
         step = StepContext(
             kernels=self.kernels,
@@ -152,6 +158,9 @@ class Decoder:
             ],
             attention=attention,
             attention_plan=attention_plan,
+            adapters=None
+            if adapters is None
+            else adapter_step(self.kernels, adapters, self.num_adapter_slots),
         )
         x, change = self.embedding.index_select(0, token_ids), None
         if self.spec.embedding_scale != 1.0:

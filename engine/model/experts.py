@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.adapters.backends import AdapterStep
 from engine.kernels.experts.reference import route
 from engine.kernels.linear import ROW_MULTIPLE
 from engine.kernels.selection import Kernels
@@ -41,10 +42,12 @@ def experts_together(experts: list[FeedForward], kernels: Kernels) -> ExpertsTog
     return ExpertsTogether(gate_up, down, biases)
 
 
-def feed_sparse(sparse: SparseFeedForward, x: Tensor, kernels: Kernels) -> Tensor:
-    """x [T, E] -> [T, E]."""
+def feed_sparse(
+    sparse: SparseFeedForward, x: Tensor, kernels: Kernels, adapters: AdapterStep | None = None
+) -> Tensor:
+    """x [T, E] -> [T, E]; adapters change what all tokens share."""
     logits, correction = multiply(sparse.router, x.float()), cast("Tensor | None", sparse.correction)
-    shared = None if sparse.shared is None else feed(sparse.shared, x, kernels)
+    shared = None if sparse.shared is None else feed(sparse.shared, x, kernels, adapters)
     if sparse.together is not None:
         out: Tensor = sparse.together(
             x, logits, sparse.spec, correction=correction, activation=sparse.activation, shared=shared

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.kernels.attention.ragged import RaggedBatch
 
 
@@ -21,3 +24,5 @@ class ForwardBatch:
     positions: Any  # [T] int64, inside each sequence
     slots: Any  # [T] int64, block * block_size + place, where keys and values go
     ragged: RaggedBatch
+    # Slots of the rows' adapters, -1 for the base model; None where all rows are that.
+    adapters: NDArray[np.int64] | None = None  # [T]

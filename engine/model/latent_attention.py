@@ -66,9 +66,13 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
     norm, batched = step.kernels.norm.plain, step.kernels.linear.batched
     inner = x
     if attention.query_down is not None:
-        inner = norm(multiply(attention.query_down, x), cast("Tensor", attention.query_norm), INNER_NORM_EPS)
-    q = multiply(attention.query_up, inner).view(x.shape[0], attention.num_heads, -1)
-    down = multiply(attention.down, x)
+        inner = norm(
+            multiply(attention.query_down, x, step.adapters),
+            cast("Tensor", attention.query_norm),
+            INNER_NORM_EPS,
+        )
+    q = multiply(attention.query_up, inner, step.adapters).view(x.shape[0], attention.num_heads, -1)
+    down = multiply(attention.down, x, step.adapters)
     cos, sin = step.rotations[attention.rope]
     q_turned = rotate(q[..., latent.nope_dim :], cos, sin, interleaved=attention.interleaved)
     k_turned = rotate(down[:, None, latent.kv_rank :], cos, sin, interleaved=attention.interleaved)
@@ -79,4 +83,4 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
     queries = torch.cat((q_latent, q_turned.to(key_up.dtype)), dim=-1)  # [T, H, R + P]
     mixed = step.attention.run(step.attention_plan, queries, cache, attention.options)  # [T, H, R]
     values = batched(mixed.transpose(0, 1), cast("Tensor", attention.value_up)).transpose(0, 1)  # [T, H, V]
-    return multiply(attention.output, values.flatten(1).to(x.dtype))
+    return multiply(attention.output, values.flatten(1).to(x.dtype), step.adapters)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from engine.kernels.adapters.backends import AdapterStep
 from engine.kernels.attention import AttentionBackend, AttentionOptions
 from engine.kernels.linear import QuantizedRows, QuantizingProduct
 from engine.kernels.norm import QuantizingNorm
@@ -33,13 +34,19 @@ class StepContext:
     rotations: list[tuple[Tensor, Tensor]]
     attention: AttentionBackend
     attention_plan: Any
+    # Which rows have adapters; None where none has.
+    adapters: AdapterStep | None = None
 
 
 def read_linear(
     weights: WeightReader, names: list[str], outputs: list[int], inputs: int, bias: bool
 ) -> Linear:
     """One linear layer of those `names`, their outputs one after another."""
-    linear = Linear(weight=weights.linear(names, outputs, inputs, calibrates=True))
+    linear = Linear(
+        weight=weights.linear(names, outputs, inputs, calibrates=True),
+        inputs=inputs,
+        parts=tuple(zip(names, outputs, strict=True)),
+    )
     if bias:
         parts = zip(names, outputs, strict=True)
         linear.bias = torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in parts])
@@ -57,12 +64,15 @@ def read_floats(weights: WeightReader, name: str, size: int) -> Tensor:
     return weights.keep(name, (size,), dtype=torch.float32)
 
 
-def multiply(linear: Linear, x: Tensor | QuantizedRows) -> Tensor:
-    """x [T, inputs], rounded already or not -> [T, outputs]."""
+def multiply(linear: Linear, x: Tensor | QuantizedRows, adapters: AdapterStep | None = None) -> Tensor:
+    """x [T, inputs], rounded already or not -> [T, outputs], with what the rows' adapters add."""
     if isinstance(x, QuantizedRows):
+        assert adapters is None, "adapters take inputs as they are"
         return cast("QuantizingProduct", linear.product).of_rows(x, linear.bias)
     product: Tensor = linear.product(x, linear.bias)
-    return product
+    if adapters is None or linear.changes is None:
+        return product
+    return adapters.add(linear.changes, x, product)
 
 
 def normed(norm: Norm, x: Tensor, kernels: Kernels) -> Tensor:
@@ -117,7 +127,7 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     """x [T, E] -> [T, E]; writes this step's keys and values."""
     kernels, options = step.kernels, attention.options
     norms = attention.q_norm, attention.k_norm
-    q, k, v = torch.split(multiply(attention.qkv, x), list(attention.sizes), dim=-1)
+    q, k, v = torch.split(multiply(attention.qkv, x, step.adapters), list(attention.sizes), dim=-1)
     if attention.qk_norm == "full":
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))
     q = q.reshape(q.shape[0], attention.num_heads, -1)
@@ -127,7 +137,7 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     cos, sin = step.rotations[attention.rope]
     q = kernels.rope(q, k, v, cos, sin, step.slots, cache, interleaved=attention.interleaved)
     mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
-    return multiply(attention.output, mixed.flatten(1))
+    return multiply(attention.output, mixed.flatten(1), step.adapters)
 
 
 def read_feed_forward(weights: WeightReader, prefix: str, spec: ModelSpec, size: int) -> FeedForward:
@@ -142,8 +152,12 @@ def read_feed_forward(weights: WeightReader, prefix: str, spec: ModelSpec, size:
     )
 
 
-def feed(feed_forward: FeedForward, x: Tensor | QuantizedRows, kernels: Kernels) -> Tensor:
+def feed(
+    feed_forward: FeedForward,
+    x: Tensor | QuantizedRows,
+    kernels: Kernels,
+    adapters: AdapterStep | None = None,
+) -> Tensor:
     """x [T, E] -> [T, E]."""
-    return multiply(
-        feed_forward.down, kernels.gate(feed_forward.activation, multiply(feed_forward.gate_up, x))
-    )
+    gate_up = multiply(feed_forward.gate_up, x, adapters)
+    return multiply(feed_forward.down, kernels.gate(feed_forward.activation, gate_up), adapters)

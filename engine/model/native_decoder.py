@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.activation.native import SoftCapArgs
+from engine.kernels.adapters.rows import AdapterRows
 from engine.kernels.host import HOST, address_of, empty
 from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
@@ -63,6 +64,9 @@ class NativeDecoder:
         self._caches: Sequence[Storage] | None = None
         self._max_tokens = max_tokens
         self._body: Program | None = None
+        # The same with what adapters add.
+        self._adapted: Program | None = None
+        self._adapter_rows: AdapterRows | None = None
         # The batch that the step points to; its arrays may change in place from one step to the next.
         self._batch: ForwardBatch | None = None
         self._hidden = empty((0, 0))
@@ -80,13 +84,18 @@ class NativeDecoder:
         """
         ragged = batch.ragged
         num_tokens = int(ragged.query_starts[-1])
-        body = self._body
-        if body is None or num_tokens > self._max_tokens or self._caches is not caches:
-            body = self._build_body(caches, max(self._max_tokens, num_tokens))
+        if self._body is None or num_tokens > self._max_tokens or self._caches is not caches:
+            self._build_body(caches, max(self._max_tokens, num_tokens))
         if batch is not self._batch:
             self._point_to(batch, num_tokens)
-        body.run(self.pool)
+        self._body_of_step().run(self.pool)
         return self._hidden[:num_tokens]
+
+    def _body_of_step(self) -> Program:
+        """The body for the step's rows: adapters cost those nothing that have none."""
+        body = self._adapted if self._step.num_adapter_blocks else self._body
+        assert body is not None, "forward comes first"
+        return body
 
     def _point_to(self, batch: ForwardBatch, num_tokens: int) -> None:
         step, ragged = self._step, batch.ragged
@@ -99,6 +108,11 @@ class NativeDecoder:
         step.query_starts = _address(ragged.query_starts)
         step.context_lens = _address(ragged.context_lens)
         step.block_tables = _address(ragged.block_tables)
+        self._adapter_rows = rows = None if batch.adapters is None else AdapterRows.of(batch.adapters)
+        step.num_adapter_blocks = 0
+        if rows is not None:
+            step.num_adapter_blocks = len(rows.blocks)
+            step.adapter_rows, step.adapter_blocks = _address(rows.rows), _address(rows.blocks)
         self._batch = batch
 
     def point_to_rows(self, batch: ForwardBatch, rows: NDArray[np.int64]) -> Floats:
@@ -115,11 +129,10 @@ class NativeDecoder:
         """`first`, then forward and logits of the rows pointed to, then the ops `after`. These ops are the
         same in every call.
         """
-        assert self._body is not None, "forward comes first"
-        joined = self._joined
-        if joined is None or joined[0] is not self._body or joined[1] is not self._head:
-            program = Program(self.library, [first, *self._body.ops, *self._head.ops, *after])
-            self._joined = joined = (self._body, self._head, program)
+        body, joined = self._body_of_step(), self._joined
+        if joined is None or joined[0] is not body or joined[1] is not self._head:
+            program = Program(self.library, [first, *body.ops, *self._head.ops, *after])
+            self._joined = joined = (body, self._head, program)
         return joined[2]
 
     def logits_of(self, hidden: Floats, rows: NDArray[np.int64]) -> Floats:
@@ -166,16 +179,17 @@ class NativeDecoder:
         self._logits, self._head_norm, self._head = logits, head_norm, Program(library, ops)
         return self._head
 
-    def _build_body(self, caches: Sequence[Storage], max_tokens: int) -> Program:
+    def _build_body(self, caches: Sequence[Storage], max_tokens: int) -> None:
         builder = ProgramBuilder(self.model, self.library, self._step, max_tokens, self.num_threads)
         builder.embed()
         for layer, cache in zip(self.model.layers, caches, strict=True):
             builder.layer(layer, cache)
         builder.finish()
         # As for the head.
-        self._body, self._hidden = Program(self.library, builder.ops), builder.stream
+        plain = [op for op in builder.ops if not op.name.startswith("adapter_")]
+        self._body, self._hidden = Program(self.library, plain), builder.stream
+        self._adapted = Program(self.library, builder.ops)
         self._caches, self._max_tokens = caches, max_tokens
-        return self._body
 
 
 def _address(array: NDArray[np.int64]) -> int:

@@ -3,13 +3,14 @@
 The same function serves start-up, admission and `millrace plan` (`python -m engine.model.plan_command
 --config FILE [--json]`).
 
-    total = weights + workspace + headroom + KV cache (+ what is left unused)
+    total = weights + adapters + workspace + headroom + KV cache (+ what is left unused)
 
 Before loading, weights and workspace are predicted. On a GPU both are then measured (runner/cuda/build), and
 the plan is made again with the numbers found.
 
 - weights: every tensor of the checkpoint in the serving type or as it is quantized (weight_memory.py), and
   the tables of rotary angles.
+- adapters: slots of the largest rank (adapter_memory.py).
 - workspace: the largest activations of a step of max_num_batched_tokens tokens, and the logits of
   max_num_seqs rows.
 - headroom: 5 % of the total, for the allocator and the process itself.
@@ -24,6 +25,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.kernels.native import likely_level
+from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.spec import ModelSpec
@@ -171,7 +173,9 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)
-    weights = given.measured_weights_bytes or weights
+    adapters = adapter_bytes(spec, given.config.adapters, DTYPE_BYTES[given.dtype])
+    if given.measured_weights_bytes:
+        weights = given.measured_weights_bytes - adapters
     workspace = given.measured_workspace_bytes or workspace
     if given.draft is not None:
         weights += weights_bytes(given.draft.weights, given.dtype, float12=float12)
@@ -179,7 +183,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
     per_block = per_token * cache.block_size
     sequence_blocks = -(-given.max_model_len // cache.block_size)
-    left = int(given.available_bytes * cache.memory_fraction) - weights - workspace - headroom
+    left = int(given.available_bytes * cache.memory_fraction) - weights - adapters - workspace - headroom
     wanted = cache.kv_cache_bytes or left
     if not cache.kv_cache_bytes and given.device == "cpu":
         modest = min(CPU_CACHE_LIMIT_BYTES, given.available_bytes // 4)
@@ -193,9 +197,10 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     num_blocks = wanted // per_block
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
-            f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, workspace "
-            f"{human(workspace)}, headroom {human(headroom)}, which leaves {human(max(left, 0))} for the KV "
-            f"cache; {human(max(wanted, 0))} hold {max(num_blocks, 0) * cache.block_size} tokens, but one "
+            f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, slots for "
+            f"adapters {human(adapters)}, workspace {human(workspace)}, headroom {human(headroom)}, which "
+            f"leaves {human(max(left, 0))} for the KV cache; {human(max(wanted, 0))} hold "
+            f"{max(num_blocks, 0) * cache.block_size} tokens, but one "
             f"sequence of engine.max_model_len = {given.max_model_len} needs "
             f"{human(sequence_blocks * per_block)}; lower engine.max_model_len or "
             "engine.scheduler.max_num_batched_tokens, or raise engine.cache.kv_cache_bytes or memory_fraction"
@@ -210,6 +215,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         block_size=cache.block_size,
         num_blocks=num_blocks,
         max_model_len=given.max_model_len,
+        adapter_bytes=adapters,
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import EngineConfig
+from engine.config import load
 from engine.model.device import choose_device
 from engine.model.plan import PlanInput, human, make_plan, plan_input
 from engine.types import MemoryPlan
@@ -26,8 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     options, asked = _parsed(arguments)
     try:
         tables = read_tables(options.config)
-        config = load_section(tables, "engine", EngineConfig)
-        config.validate()
+        config = load(tables)
         device, available = choose_device(config)
         model = load_section(tables, "model", ModelConfig)
         given = plan_input(config, model, device=device, available_bytes=available)
@@ -35,20 +34,20 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"millrace plan: {error}", file=sys.stderr)
         return 2
-    load = asked.placed(given, plan) if asked is not None else None
+    placed = asked.placed(given, plan) if asked is not None else None
     if options.json:
         derived = {
             "capacity_tokens": plan.capacity_tokens,
             "decoding_blocks_per_sequence": decoding_blocks(given, plan),
         }
-        if load is not None:
-            derived["load"] = msgspec.to_builtins(load)
+        if placed is not None:
+            derived["load"] = msgspec.to_builtins(placed)
         print(json.dumps(_facts(given, model) | msgspec.to_builtins(plan) | derived))
     else:
         _print_table(given, model, plan)
-        if load is not None:
-            print(load.sentence)
-    return 0 if load is None or load.fits else 1
+        if placed is not None:
+            print(placed.sentence)
+    return 0 if placed is None or placed.fits else 1
 
 
 def _parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, AskedLoad | None]:
@@ -172,8 +171,11 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
     table.add_column("size", justify="right")
     table.add_column("what", overflow="fold")
     used = plan.weights_bytes + plan.workspace_bytes + plan.headroom_bytes + plan.kv_cache_bytes
+    used += plan.adapter_bytes
+    adapters = given.config.adapters
     rows = [
         ("weights", plan.weights_bytes, f"{given.num_weights / 1e6:.1f} M elements and rotary tables"),
+        ("adapters", plan.adapter_bytes, f"{adapters.num_slots} slots of rank {adapters.max_rank}"),
         (
             "workspace",
             plan.workspace_bytes,

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Callable
 
 from engine.kernels.activation.native import KINDS, ActivationArgs
+from engine.kernels.adapters.native import NativeChanges
 from engine.kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
 from engine.kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
@@ -59,6 +60,8 @@ class ProgramBuilder:
         rooms = [make_workspace(library, max_tokens, width, num_threads) for width in widths]
         self.workspace = max(rooms, key=lambda room: room.size)
         self.num_threads = num_threads
+        changes = [linear.changes for layer in model.layers for linear in layer.linears()]
+        self.adapter_width = max((each.inner_width for each in changes if each is not None), default=0)
         self.plan: AttentionPlan | None = None
         self.expert_buffers: ExpertBuffers | None = None
 
@@ -159,6 +162,11 @@ class ProgramBuilder:
             accumulate=join,
         )
         self.ops.extend(product_ops(self.library, args, weight, x, out, self.workspace))
+        if linear.changes is not None:
+            changes: NativeChanges = linear.changes
+            # Of one width for all layers: rows of fewer are dense in it.
+            inner = self.buffer("inner", self.adapter_width)
+            self.ops += changes.ops(self.library, self.step, x, out, inner)
 
     def attention(self, attention: Attention, cache: Storage, x: Floats, out: Floats, join: bool) -> None:
         """Projections, rotation, cache write, attention, output."""

@@ -33,6 +33,12 @@ class Linear:
     bias: Any = None
     # What torch multiplies with, made of the weight when it is packed for torch.
     product: Any = None
+    # What adapters know it by: its inputs, and for each tensor that was stacked its name and outputs. None
+    # where it takes no adapters.
+    inputs: int = 0
+    parts: Sequence[tuple[str, int]] = ()
+    # What the adapters that are loaded add: NativeChanges or TorchChanges (kernels/adapters).
+    changes: Any = None
 
     @property
     def packed(self) -> PackedWeight:

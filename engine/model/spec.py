@@ -151,6 +151,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Size of a head's attention output."""
         return self.latent.kv_rank if self.latent else self.head_dim
 
+    @property
+    def attention_balance(self) -> float:
+        """Positions that a token looks back on in as many products as all its linear layers have. Layers
+        with a window do not count, since theirs do not grow; nor does the head, which few tokens need.
+        """
+        num_full = sum(window is None for window in self.windows)
+        looked_at = num_full * self.num_heads * (self.query_key_dim + self.value_dim)
+        return sum(map(self._linear_products, range(self.num_layers))) / looked_at if num_full else math.inf
+
+    def _linear_products(self, layer: int) -> int:
+        experts, width = self.experts, self.intermediate_size
+        if experts is not None and layer in experts.layers:
+            width = experts.num_active * experts.intermediate_size + experts.shared_intermediate_size
+        queries, values = self.num_heads * self.head_dim, 2 * self.cache_heads * self.query_key_dim
+        return self.hidden_size * (2 * queries + values + 3 * width)
+
 
 def yarn_magnitude(factor: float, coefficient: float = 1.0) -> float:
     """YaRN's attention magnitude (arXiv 2309.00071) for a context stretched `factor` times."""

@@ -41,6 +41,25 @@ class PendingStep(Protocol):
         """
 
 
+class Adapters(Protocol):
+    """The adapters that a runner knows. Asked in one thread; steps may run meanwhile."""
+
+    def add_later(self, token: int, name: str, folder: str) -> None:
+        """Begins to make an adapter known; `answers` says what came of it."""
+
+    def answers(self) -> list[tuple[int, str]]:
+        """Tokens of additions that are done, each with why it cannot be served, else ""."""
+
+    def drop(self, name: str) -> None:
+        """Forgets one that nobody will ask for any more."""
+
+    def begin(self, slot: int, name: str) -> None:
+        """Begins to load an adapter into a slot that no step computes with."""
+
+    def finished(self) -> list[tuple[int, str]]:
+        """Slots that are loaded since the last call, each with why that failed, else ""."""
+
+
 class Runner(Protocol):
     """Executes plans in the order in which they are launched.
 
@@ -58,6 +77,10 @@ class Runner(Protocol):
         """Whether a sequence under this grammar can begin without holding up a step. What that takes is begun
         when it is first asked for; ask again.
         """
+
+    @property
+    def adapters(self) -> Adapters:
+        """What brings adapters into slots, in which rows of a plan find them."""
 
     def num_states(self) -> int:
         """Sequences that the runner holds state for (token ids, penalties, grammar matchers)."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from engine.adapters.build import make_store
 from engine.config import EngineConfig, num_threads
 from engine.kernels.host import HOST, Device
 from engine.kernels.native.library import load_native
@@ -21,6 +22,7 @@ from engine.model.device import choose_device
 from engine.model.loader import load_here, load_in_subprocess
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
+from engine.model.work import work_of
 from engine.runner.base import Progress
 from engine.runner.executors.executor import Executor
 from engine.runner.executors.native import NativeExecutor
@@ -64,6 +66,7 @@ def build(
         folder=folder, spec=spec, dtype=given.dtype, max_model_len=plan.max_model_len, config=config
     )
     decoder, attention, device = _load(given, load, request, progress)
+    adapters = make_store(decoder, config.adapters, dtype=given.dtype)
     if device.type == "cuda":
         from engine.runner.cuda.build import measured_plan
 
@@ -99,6 +102,7 @@ def build(
         )
     else:
         runner = _host_runner(config, decoder, attention, storage, grammar, proposer)
+    runner.adapters = adapters
     facts = ModelFacts(
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,
@@ -110,8 +114,19 @@ def build(
         num_layers=spec.num_layers,
         # A draft model reads the same tables, as far back as it likes.
         window=spec.window if draft is None else None,
+        work=work_of(given, plan, _name_of(device)),
+        attention_balance=spec.attention_balance,
     )
     return runner, plan, facts
+
+
+def _name_of(device: Any) -> str:
+    """As an accelerator calls itself; a core on a CPU does without torch."""
+    if device.type != "cuda":
+        return ""
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 build_here = functools.partial(build, load=load_here)

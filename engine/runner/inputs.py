@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kernels.adapters.rows import NO_ADAPTER
 from engine.kernels.attention.ragged import RaggedBatch
 from engine.kernels.transfer import on_device
 from engine.model.back_end import Model
@@ -129,4 +130,15 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         ragged=RaggedBatch(
             query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
         ),
+        adapters=_adapters_of(table, owners, rows.shape[1]),
     )
+
+
+def _adapters_of(table: SequenceTable, owners: NDArray[np.int64], num_rows: int) -> NDArray[np.int64] | None:
+    """Slots of the adapters of rows [T], which belong to `owners` and, beyond them, to nobody; None where no
+    row has one.
+    """
+    adapters = table.adapters[owners]
+    if (adapters < 0).all():
+        return None
+    return np.pad(adapters, (0, num_rows - owners.size), constant_values=NO_ADAPTER)

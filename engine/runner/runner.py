@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import msgspec
 
+from engine.adapters.store import AdapterStore
 from engine.runner.base import RunnerBroken
 from engine.runner.executors.executor import Executor, StepTooLargeError
 from engine.runner.halving import halves, joined
@@ -86,6 +87,8 @@ class ModelRunner:
         self.grammar = grammar
         self.proposer = proposer
         self._speculates = proposer.config.method != "off"
+        # Where the model has slots, who builds the runner says so.
+        self.adapters = AdapterStore.of_none()
         self._thread = thread
         self._finished_s = 0.0
         # A step that is still on the device.
@@ -116,6 +119,7 @@ class ModelRunner:
         """Ends the threads; the memory goes with the object."""
         if self._thread is not None:
             self._thread.shutdown()
+        self.adapters.close()
         self.storage.close()
         self.grammar.close()
 

@@ -50,6 +50,8 @@ class SequenceTable:
         self.blocks = np.zeros((0, 16), np.int64)  # [N, C]
         self.num_tokens = np.zeros(0, np.int64)  # [N]
         self.num_blocks = np.zeros(0, np.int64)  # [N]
+        # Slots of their adapters; -1 for the base model.
+        self.adapters = np.zeros(0, np.int64)  # [N]
         # Steps that were launched and whose tokens of this slot are not here yet.
         self.num_unread = np.zeros(0, np.int64)  # [N]
         self._free: list[int] = []
@@ -65,6 +67,7 @@ class SequenceTable:
         self.tokens[slot, : ids.size] = ids
         self.num_tokens[slot] = ids.size
         self.num_blocks[slot] = self.num_unread[slot] = 0
+        self.adapters[slot] = new.adapter_slot
         self.add_blocks(slot, new.block_ids)
         state.failure = self._problem(new, ids)
         params = SamplingParams(max_tokens=1) if state.failure else new.sampling
@@ -104,6 +107,7 @@ class SequenceTable:
                     grammar=None,
                     adapter="",
                     block_ids=tuple(self.blocks[parent.slot, :blocks].tolist()),
+                    adapter_slot=int(self.adapters[parent.slot]),
                 )
             )
             child = self.states[child_id]
@@ -179,7 +183,7 @@ class SequenceTable:
         if not self._free:
             size = self.num_tokens.size
             grown = max(8, 2 * size)
-            for name in ("tokens", "blocks", "num_tokens", "num_blocks", "num_unread"):
+            for name in ("tokens", "blocks", "num_tokens", "num_blocks", "num_unread", "adapters"):
                 held = getattr(self, name)
                 setattr(
                     self, name, np.concatenate((held, np.zeros((grown - size, *held.shape[1:]), np.int64)))

@@ -65,6 +65,35 @@ class SimulatedStep:
         return self._result
 
 
+class NamesAlone:
+    """Adapters of an engine without weights: every one can be served, and is there at once."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[int, str]] = []
+        self._loaded: list[tuple[int, str]] = []
+
+    def add_later(self, token: int, name: str, folder: str) -> None:
+        """See Adapters."""
+        self._added.append((token, ""))
+
+    def answers(self) -> list[tuple[int, str]]:
+        """See Adapters."""
+        found, self._added = self._added, []
+        return found
+
+    def drop(self, name: str) -> None:
+        """See Adapters."""
+
+    def begin(self, slot: int, name: str) -> None:
+        """See Adapters."""
+        self._loaded.append((slot, ""))
+
+    def finished(self) -> list[tuple[int, str]]:
+        """See Adapters."""
+        found, self._loaded = self._loaded, []
+        return found
+
+
 class SimulatedRunner:
     """Implements engine.runner.base.Runner. Steps take their time one after another, as on a device."""
 
@@ -73,6 +102,7 @@ class SimulatedRunner:
         self._span = min(config.last_token_id, config.vocab_size) - config.first_token_id
         self._states: dict[int, SequenceState] = {}
         self._free_s = 0.0
+        self.adapters = NamesAlone()
 
     def launch(self, plan: SchedulerOutput) -> SimulatedStep:
         """Applies the plan; the step is done when its simulated time is over."""
@@ -119,7 +149,12 @@ class SimulatedRunner:
             raise RunnerBroken("a prompt holds simulation.break_token_id")
         poisoned = self._config.poison_token_id in prompt
         return SequenceState(
-            new.sampling, new.choice_index, prompt, sum(prompt), len(new.token_ids), poisoned
+            new.sampling,
+            new.choice_index,
+            prompt,
+            sum(prompt) + sum(new.adapter.encode()),
+            len(new.token_ids),
+            poisoned,
         )
 
     def _duration(self, plan: SchedulerOutput) -> float:

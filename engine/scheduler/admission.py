@@ -8,11 +8,13 @@ door: nothing is accepted before it, and nothing that passed it is dropped.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Protocol
 
 from contract.errors import context_length
 from engine.config import SchedulerConfig
 from engine.scheduler.forecast import Forecast
-from engine.scheduler.queue import WaitingQueue
+from engine.scheduler.queue import Line
 from engine.types import MemoryPlan, Request, RequestFailure
 
 # Shortest and longest retry delay that a refusal names, in seconds.
@@ -27,6 +29,18 @@ _NEWCOMERS = 0.5
 _AIM = 0.7
 # The retry delay while nothing was measured: then no step has come back yet.
 _RETRY_UNMEASURED_S = 1.0
+
+
+class Waiting(Protocol):
+    """Who waits for a place, as far as the door must know."""
+
+    def __len__(self) -> int:
+        """How many wait."""
+        ...
+
+    def accounts_of(self, priority: int) -> Mapping[str, Line]:
+        """What waits in one tier, by tenant."""
+        ...
 
 
 def tokens_limit(request: Request, memory: MemoryPlan) -> int:
@@ -89,7 +103,7 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
 
 
 def refuse_for_now(
-    request: Request, forecast: Forecast, waiting: WaitingQueue, config: SchedulerConfig, now: float
+    request: Request, forecast: Forecast, waiting: Waiting, config: SchedulerConfig, now: float
 ) -> RequestFailure | None:
     """The refusal of a request that has no room in the queue, would be late, or would take the turn of one
     that was told to come back; None when it is accepted. When to come back: when the excess is worked off,
@@ -125,7 +139,7 @@ def refuse_for_now(
 
 
 def _refuse_without_room(
-    request: Request, forecast: Forecast, waiting: WaitingQueue, max_waiting: int
+    request: Request, forecast: Forecast, waiting: Waiting, max_waiting: int
 ) -> RequestFailure | None:
     own = waiting.accounts_of(request.priority).get(request.tenant)
     num_own, room = own.num_sequences if own else 0, max_waiting - len(waiting)

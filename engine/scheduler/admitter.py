@@ -13,8 +13,8 @@ from engine.scheduler.state import SchedulerState
 
 # Waiting sequences that one plan looks behind: for a short prompt, for one that shares nothing.
 _MAX_SKIPPED = 32
-# Part of its tokens that others must be computing already for a sequence to wait for them.
-_WORTH_WAITING = 0.25
+# And as many more for sequences whose adapters are not there: they hold up nobody.
+_MAX_COLD = 256
 
 
 class Admitter:
@@ -32,7 +32,7 @@ class Admitter:
     ) -> Sequence | None:
         """The next to admit; `allowed` restricts the choice while a failure is isolated."""
         if allowed is None:
-            if len(skipped) > _MAX_SKIPPED:
+            if len(skipped) > _MAX_SKIPPED + min(draft.num_cold, _MAX_COLD):
                 return None
             # Blocks are kept for it already, and its siblings hold theirs until it is back.
             promised = self._state.waiting_beam_with_promise(skipped)
@@ -49,8 +49,12 @@ class Admitter:
     def admit_or_skip(self, draft: PlanDraft, sequence: Sequence, skipped: set[int]) -> bool:
         """Admits the candidate, or passes over it; False when nobody behind it may be admitted either."""
         state = self._state
-        if sequence.num_pending or self._waits_for_prefix(draft, sequence):
-            # The former was displaced a moment ago while a step runs that samples its next token.
+        if (
+            # Displaced a moment ago while a step runs that samples its next token.
+            sequence.num_pending
+            or self._waits_for_prefix(draft, sequence)
+            or self._waits_for_adapter(draft, sequence)
+        ):
             skipped.add(sequence.sequence_id)
             return True
         is_full = len(state.running) >= self._config.max_num_seqs
@@ -63,7 +67,7 @@ class Admitter:
                 return True
             return self._yields_as_due(draft, sequence)
         start, prefix = self._starting_point(draft, sequence)
-        if self._rows.is_long(sequence.num_known - start) and draft.long_budget <= 0:
+        if self._rows.room(draft, sequence, sequence.num_known - start) < 1.0:
             sequence.waits_for("long_prefill", draft.now)
             skipped.add(sequence.sequence_id)
             return True
@@ -91,14 +95,23 @@ class Admitter:
         """Whether others are computing so much of the prompt that taking it from them is the shorter way."""
         if draft.under_way is None or draft.under_way.is_empty or sequence.is_beam:
             return False
-        start, prefix = self._starting_point(draft, sequence)
-        if prefix is None or sequence.needs_every_position:
-            return False
-        num_tokens = draft.under_way.num_tokens(sequence, start)
-        if not num_tokens or num_tokens < _WORTH_WAITING * (sequence.num_known - start):
-            return False
+        if not draft.under_way.goes_on(sequence):
+            start, prefix = self._starting_point(draft, sequence)
+            if prefix is None or sequence.needs_every_position:
+                return False
+            sequence.awaited = draft.under_way.awaited(sequence, start)
+            if sequence.awaited is None:
+                return False
         # Nobody delays it: computing the tokens would take as long.
         sequence.waits_for("", draft.now)
+        return True
+
+    def _waits_for_adapter(self, draft: PlanDraft, sequence: Sequence) -> bool:
+        """Whether the sequence's adapter is on its way, or waits for a slot."""
+        if self._state.admits_adapter(sequence):
+            return False
+        sequence.waits_for("cold_adapter", draft.now)
+        draft.num_cold += 1
         return True
 
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
@@ -193,6 +206,8 @@ class Admitter:
         sequence = self.candidate(draft, set(), None)
         if sequence is None or sequence.num_pending or self._waits_for_prefix(draft, sequence):
             return
+        if not self._state.admits_adapter(sequence):
+            return
         victim = next(self._victims(draft, sequence), None)
         if victim is not None and victim.is_beam:
             self._displace(draft, victim, sequence)
@@ -232,7 +247,7 @@ class Admitter:
             totals.restored_blocks += len(prefix.host_hashes)
             if prefix.host_hashes:
                 sequence.restoring = (now, len(prefix.host_hashes) * state.cache.block_size)
-        sequence.fork_parent = None
+        sequence.fork_parent = sequence.awaited = None
         state.cache.prepare_write(sequence.table, start, sequence.num_known)
         if not sequence.waiting_for:
             sequence.waiting_for = self._blocked_by

@@ -43,6 +43,10 @@ class Forecast:
     line_s: float
     # It was told to come now.
     is_back: bool
+    # Hash of its prompt, by which it is known when it comes back.
+    prompt: int
+    # Tokens of each place that it takes, by weight, as far as they can be foreseen.
+    weighted_tokens: float
 
 
 class WaitForecast:
@@ -68,16 +72,18 @@ class WaitForecast:
         running = sum(each.remaining_prefill for each in state.running if each.priority >= sequence.priority)
         prompts_s = state.speed.seconds_for(ahead.num_tokens + running)
         interval_s = self._interval_s(sequence, usual_wait_s / in_line)
+        weighted_tokens = self._weighted_tokens(sequence)
         return Forecast(
             wait_s=max(wait_s, prompts_s),
             usual_wait_s=max(usual_wait_s, prompts_s),
             prompt_s=state.speed.seconds_for(num_tokens),
-            line_s=state.turns.line_s(account, prompt, self.weighted_tokens(sequence), now, interval_s),
+            line_s=state.turns.line_s(account, prompt, weighted_tokens, now, interval_s),
             is_back=is_back,
+            prompt=prompt,
+            weighted_tokens=weighted_tokens,
         )
 
-    def weighted_tokens(self, sequence: Sequence) -> float:
-        """Tokens of each place that the request takes, by weight, as far as they can be foreseen."""
+    def _weighted_tokens(self, sequence: Sequence) -> float:
         request = sequence.group.request
         answer = min(request.sampling.max_tokens, self._state.speed.answer_tokens or math.inf)
         return (len(request.prompt_token_ids) / sequence.num_places + answer) / request.weight

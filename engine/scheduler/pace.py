@@ -14,6 +14,9 @@ LEAST_CHUNK_TOKENS = 24
 # A chunk has at least so many tokens for each sequence that decodes beside it: what they compute makes
 # prompts wait, and a burst that is cut too fine would take much longer as a whole.
 LEAST_CHUNK_PER_DECODE = 4
+# Beside answers, a step lasts at least so many times what it does for one answer alone: where reading the
+# weights takes most of it, a smaller part for prompts would make them wait for that alone.
+LEAST_STEPS_ALONE = 2.0
 # A prior counts as much as so many seconds of measuring.
 _PRIOR_S = 5.0
 # Shortest time, in seconds, that a rate of events is taken over.
@@ -21,29 +24,57 @@ _SHORTEST_S = 1.0
 
 
 class StepPace:
-    """Exponential averages over steps, in tokens per second; 0 while nothing was measured."""
+    """Exponential averages over steps, in tokens per second; 0 while nothing was measured.
 
-    def __init__(self) -> None:
+    Work is what a step computes, in tokens that look back on nothing: one that looks back on `balance`
+    positions is twice the work.
+    """
+
+    def __init__(self, balance: float = math.inf) -> None:
+        self.balance = balance
         self.prefill_tokens_per_s = 0.0
         self.decode_tokens_per_s = 0.0
         # Of steps that used up their budget: what the engine can do, not what it was asked for.
         self.full_prefill_tokens_per_s = 0.0
-        # All tokens of steps that computed a chunk of prompt.
-        self.chunk_tokens_per_s = 0.0
+        # All work of steps that computed a chunk of prompt, per second.
+        self.chunk_work_per_s = 0.0
+        # A step of one answer alone, as first measured.
+        self.step_alone_s = 0.0
         # From one result to the next while there is work: an answer's time for a token.
         self.step_s = 0.0
         # Length of answers that ended, in tokens.
         self.answer_tokens = 0.0
 
     @classmethod
-    def of(cls, speed: MeasuredSpeed) -> StepPace:
+    def of(cls, speed: MeasuredSpeed, balance: float = math.inf) -> StepPace:
         """As measured before the first request."""
-        pace = cls()
+        pace = cls(balance)
         pace.prefill_tokens_per_s = pace.full_prefill_tokens_per_s = speed.prompt_tokens_per_s
-        pace.chunk_tokens_per_s = speed.prompt_tokens_per_s
+        pace.chunk_work_per_s = speed.prompt_tokens_per_s
         pace.decode_tokens_per_s = speed.tokens_per_s_alone
         pace.step_s = 1 / speed.tokens_per_s_alone if speed.tokens_per_s_alone else 0.0
+        pace.step_alone_s = pace.step_s
         return pace
+
+    def work(self, start: int, num_tokens: int) -> float:
+        """Work of so many tokens from position `start` on."""
+        return num_tokens * (1.0 + (start + num_tokens / 2) / self.balance)
+
+    def tokens_for(self, work: float, start: int) -> int:
+        """Most tokens from position `start` on that are no more work than that; one at least if that is 1."""
+        each, grows = 1.0 + start / self.balance, 2.0 / self.balance
+        # The positive root of n * each + n * n * grows / 4, in a form that no device rounds away.
+        if work < 1.0:
+            return 0
+        return max(1, int(2.0 * work / (each + math.sqrt(each * each + grows * work))))
+
+    def chunk_work(self, target_s: float, decodes: float, num_decodes: int) -> float:
+        """Work of prompts that brings a step with so much work of decodes to its target time."""
+        if not target_s or not self.chunk_work_per_s:
+            return math.inf
+        least = max(LEAST_CHUNK_TOKENS, LEAST_CHUNK_PER_DECODE * num_decodes)
+        target_s = max(target_s, LEAST_STEPS_ALONE * self.step_alone_s)
+        return max(least, target_s * self.chunk_work_per_s - decodes)
 
     def stepped(self, seconds: float) -> None:
         """Books the whole duration of a step, planning included."""
@@ -53,7 +84,7 @@ class StepPace:
         """Books the length of an answer."""
         self.answer_tokens = _average(self.answer_tokens, num_tokens)
 
-    def observe(self, prefill: int, decode: int, seconds: float, *, full: bool = False) -> None:
+    def observe(self, prefill: int, decode: int, seconds: float, *, work: float, full: bool = False) -> None:
         """Books one step that computed so many prefill and decode tokens in `seconds`."""
         if seconds <= 0:
             return
@@ -63,8 +94,7 @@ class StepPace:
                 rate = prefill / seconds
                 self.full_prefill_tokens_per_s = _average(self.full_prefill_tokens_per_s, rate)
             if prefill >= LEAST_CHUNK_TOKENS:
-                rate = (prefill + decode) / seconds
-                self.chunk_tokens_per_s = _average(self.chunk_tokens_per_s, rate)
+                self.chunk_work_per_s = _average(self.chunk_work_per_s, work / seconds)
         if decode:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, decode / seconds)
 

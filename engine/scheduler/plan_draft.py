@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
+from engine.scheduler.fairness import Account
+from engine.scheduler.prompt_work import PromptWork
 from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState
@@ -23,6 +27,8 @@ class PlanDraft:
         self.under_way = under_way
         self.budget = self.whole_budget = budget
         self.long_budget = long_budget
+        # What prompts may add to the step beside answers.
+        self.work = PromptWork()
         self.rows: dict[int, Row] = {}
         self.new: dict[int, NewSequence] = {}
         self.new_blocks: dict[int, tuple[int, ...]] = {}
@@ -37,17 +43,38 @@ class PlanDraft:
         self.someone_blocked = False
         # A due request found no place: until one comes free, higher tiers go on.
         self.due_blocked = False
+        # Sequences that were passed over because their adapters are not there.
+        self.num_cold = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether prompts may still be added."""
+        return self.budget > 0 and not self.work.is_used_up
 
     def add(self, row: Row) -> None:
         """Takes the row's tokens out of the budget."""
         self.rows[row.sequence.sequence_id] = row
         self.budget -= row.num_tokens
+        self._count_work(row, row.work)
         if row.is_long:
             self.long_budget -= row.num_tokens
 
-    def limit(self, num_tokens: int, long_share: float) -> None:
-        """Lets prompts take no more than so many of the tokens that are left."""
-        cut = max(0, self.budget - num_tokens)
+    @property
+    def num_possible(self) -> int:
+        """Tokens that the step could have had."""
+        return self.whole_budget - (0 if self.has_room else self.budget)
+
+    def _count_work(self, row: Row, work: float) -> None:
+        if row.is_prefill:
+            self.work.take(account_of(row.sequence), work, is_long=row.is_long)
+
+    def limit(self, work: float, long_share: float, sharers: Collection[Account]) -> None:
+        """Lets prompts take no more than so much work, and so no more tokens, of the budget that is left, and
+        those of one of the sharers no more than its part.
+        """
+        self.work = PromptWork(work, long_share, sharers)
+        num_tokens = int(min(work, self.budget))
+        cut = self.budget - num_tokens
         self.budget -= cut
         self.whole_budget -= cut
         self.long_budget = min(self.long_budget, max(1, int(num_tokens * long_share)))
@@ -58,6 +85,7 @@ class PlanDraft:
         if row is not None:
             self.new_blocks.pop(sequence.sequence_id, None)
             self.budget += row.num_tokens
+            self._count_work(row, -row.work)
             if row.is_long:
                 self.long_budget += row.num_tokens
             if row.samples:
@@ -84,6 +112,15 @@ class RowWriter:
         """Whether so many tokens left to compute make a prompt long."""
         return num_tokens > self._long_prefill_tokens
 
+    def room(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> float:
+        """Work that the sequence may add to the step if it has so many tokens left to compute; less than 1
+        where there is no room for it.
+        """
+        is_long = self.is_long(num_tokens)
+        if is_long and draft.long_budget <= 0:
+            return 0.0
+        return draft.work.room(account_of(sequence), is_long=is_long)
+
     def add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
         """As much of the prompt as the budgets allow; nothing for one that lost its place meanwhile."""
         if sequence.status is not Status.RUNNING:
@@ -91,6 +128,9 @@ class RowWriter:
         num_tokens = min(sequence.remaining_prefill, draft.budget)
         if self.is_long(sequence.remaining_prefill):
             num_tokens = min(num_tokens, draft.long_budget)
+        if draft.work.is_limited:
+            work = self.room(draft, sequence, sequence.remaining_prefill)
+            num_tokens = min(num_tokens, self._state.speed.tokens_for(work, sequence.num_computed))
         if num_tokens > 0:
             self.add(draft, sequence, num_tokens, ())
 
@@ -132,6 +172,7 @@ class RowWriter:
             request.grammar,
             request.adapter,
             block_ids,
+            self._state.adapters.slot_of(request.adapter),
         )
 
     @staticmethod
@@ -166,9 +207,11 @@ class RowWriter:
             draft_token_ids=drafts,
             is_prefill=remaining_prefill > 0,
             is_long=self.is_long(remaining_prefill),
+            num_recomputed=num_tokens - fresh,
             num_given_up=num_given_up,
         )
         if row.is_prefill:
+            row.work = state.speed.work(start, num_tokens)
             sequence.took.recomputed_tokens += num_tokens - fresh
             state.totals.recomputed_tokens += num_tokens - fresh
             state.totals.computed_prompt_tokens += fresh

@@ -13,8 +13,9 @@ promised to it: so the number of preemptions is bounded, and whoever is left can
 from __future__ import annotations
 
 from engine.scheduler.admitter import Admitter
-from engine.scheduler.pace import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS
+from engine.scheduler.fairness import Account
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
+from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState, StepInFlight
 from engine.scheduler.under_way import BlocksUnderWay
@@ -35,6 +36,8 @@ class Planner:
         """The next step. Empty when nobody can compute anything and nothing needs to be released."""
         state = self._state
         state.cache.begin_step()
+        for name, problem in state.adapters.begin_step().items():
+            state.fail_adapter(name, problem)
         budget = self._config.max_num_batched_tokens
         contended = len(state.running) + len(state.waiting) > 1
         long_budget = max(1, int(budget * self._config.long_prefill_share)) if contended else budget
@@ -52,23 +55,29 @@ class Planner:
         prefills = self._plan_decodes(draft, allowed)
         if prefills or state.waiting:
             if draft.rows:
-                draft.limit(self._chunk_tokens(draft), self._config.long_prefill_share if contended else 1.0)
+                long_share = self._config.long_prefill_share if contended else 1.0
+                draft.limit(self._chunk_work(draft), long_share, self._sharers(prefills))
             self._plan_prefills(draft, prefills, allowed)
-        if draft.budget > 0 or draft.someone_blocked:
+        if draft.has_room or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
             state.turnover.run(now, running=draft.someone_blocked)
         if state.running and not draft.rows and not state.in_flight and allowed is None:
             state.retreat(now)
         return self._seal(draft)
 
-    def _chunk_tokens(self, draft: PlanDraft) -> int:
-        """Prompt tokens that bring a step with the draft's decodes to its target time."""
-        target_s, rate = self._config.step_target_ms / 1000, self._state.speed.chunk_tokens_per_s
-        if not target_s or not rate:
-            return draft.budget
+    def _chunk_work(self, draft: PlanDraft) -> float:
+        """Work of prompts that brings a step with the draft's decodes to its target time."""
+        speed = self._state.speed
+        decodes = sum(speed.work(row.start, row.num_tokens) for row in draft.rows.values())
         num_decodes = draft.whole_budget - draft.budget
-        least = max(LEAST_CHUNK_TOKENS, LEAST_CHUNK_PER_DECODE * num_decodes)
-        return max(least, int(target_s * rate) - num_decodes)
+        return speed.chunk_work(self._config.step_target_ms / 1000, decodes, num_decodes)
+
+    def _sharers(self, prefills: list[Sequence]) -> set[Account]:
+        """Whose prompts are computed, or wait with a place left for them."""
+        accounts = {account_of(each) for each in prefills}
+        if len(self._state.running) < self._config.max_num_seqs:
+            accounts |= self._state.waiting.accounts
+        return accounts
 
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:
         state = self._state
@@ -102,7 +111,7 @@ class Planner:
             # The runner drops states before it copies them, so copied ones go with the next plan.
             state.released = [each for each in state.outlived if each in copied]
             state.outlived.clear()
-            state.in_flight.append(StepInFlight(draft.step_id, draft.now, draft.rows, draft.whole_budget))
+            state.in_flight.append(StepInFlight(draft.step_id, draft.now, draft.rows, draft.num_possible))
             self._next_step_id += 1
         return plan
 
@@ -174,7 +183,7 @@ class Planner:
         skipped: set[int] = set()
         running = iter(prefills)
         chunk = next(running, None)
-        while draft.budget > 0:
+        while draft.has_room:
             # New work is not taken in while running work is short of blocks.
             candidate = (
                 None if draft.preempted_for_blocks else self._admitter.candidate(draft, skipped, allowed)
@@ -184,6 +193,6 @@ class Planner:
                 chunk = next(running, None)
             elif candidate is None or not self._admitter.admit_or_skip(draft, candidate, skipped):
                 break
-        while chunk is not None and draft.budget > 0:
+        while chunk is not None and draft.has_room:
             self._rows.add_chunk(draft, chunk)
             chunk = next(running, None)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,6 +95,11 @@ class WaitingQueue:
             num_places=sum(line.num_places for line in lines),
             num_tokens=sum(line.num_tokens for line in lines),
         )
+
+    @property
+    def accounts(self) -> Set[Account]:
+        """Who waits."""
+        return self._lines.keys()
 
     def accounts_of(self, priority: int) -> dict[str, Line]:
         """What waits in one tier, by tenant."""

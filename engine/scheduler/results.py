@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.scheduler.beams import BeamSearch
+from engine.scheduler.costs import StepCosts
 from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState, StepInFlight
@@ -26,6 +27,7 @@ class ResultHandler:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._last_result_s = 0.0
+        self.costs = StepCosts(state.speed)
 
     def apply(self, step: StepInFlight, result: StepResult, now: float) -> None:
         """Books every row of the step that still concerns someone."""
@@ -34,17 +36,21 @@ class ResultHandler:
         self._last_result_s = now
         seconds = result.compute_s or now - started
         self._state.speed.stepped(now - started)
-        prefill = total = long = 0
+        prefill = total = long = looked_back = 0
         for row in step.rows.values():
             total += row.num_tokens
+            looked_back += row.num_tokens * (2 * row.start + row.num_tokens)
             if row.is_prefill:
                 prefill += row.num_tokens
             if row.is_long:
                 long += row.num_tokens
         full = total >= _FULL_SHARE * step.budget
-        self._state.speed.observe(prefill, total - prefill, seconds, full=full)
+        speed = self._state.speed
+        work = total + looked_back / (2.0 * speed.balance)
+        speed.observe(prefill, total - prefill, seconds, work=work, full=full)
         long_share = long / total if total else 0.0
         results = {each.sequence_id: each for each in result.results}
+        self.costs.book(step, results, result.compute_s)
         prefill_end = max(started, now - result.sampling_s)
         for sequence_id, row in step.rows.items():
             sequence = row.sequence

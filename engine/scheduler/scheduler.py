@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 import msgspec
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.kv import KvCache, PrefixHasher
 from engine.scheduler import admission
+from engine.scheduler.adapters import AdapterPlaces
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.forecast import WaitForecast
 from engine.scheduler.isolation import FailureIsolation
@@ -39,7 +41,8 @@ class Scheduler:
 
     Call order: any number of submit and cancel, then `schedule`, then `update` (or `fail`) with the result of
     the oldest plan not yet answered. With overlap, one more plan may be made before the answer. Events
-    collect in between and are taken with `take_events`. `window` is the model's (see ModelFacts).
+    collect in between and are taken with `take_events`. `window` and `attention_balance` are the model's (see
+    ModelFacts).
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Scheduler:
         num_host_blocks: int = 0,
         window: int | None = None,
         speed: MeasuredSpeed = NOT_MEASURED,
+        adapters: AdapterPlaces | None = None,
+        attention_balance: float = math.inf,
     ) -> None:
         cache = KvCache(
             num_blocks=memory.num_blocks,
@@ -65,9 +70,11 @@ class Scheduler:
             memory,
             cache,
             model,
-            speed=StepPace.of(speed),
+            speed=StepPace.of(speed, attention_balance),
             host_bytes_per_s=cache_config.host_bytes_per_s,
         )
+        if adapters is not None:
+            self._state.adapters = adapters
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
         self._isolation = FailureIsolation(self._state)
@@ -100,6 +107,8 @@ class Scheduler:
         self._state.groups[request.request_id] = group
         self._state.counters.enter(account_of(first))
         self._state.arrived(first, now)
+        if request.adapter:
+            self._state.adapters.expect(request.adapter)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
@@ -153,15 +162,19 @@ class Scheduler:
         assert step.step_id == result.step_id, f"result of step {result.step_id}, expected {step.step_id}"
         assert not result.failure, "a failed step goes to fail()"
         if step.void:
+            self._results.costs.book_lost(step, result.compute_s)
             return
         if step.rows:
             self._isolation.succeeded()
         self._results.apply(step, result, now)
 
-    def fail(self, step_id: int, cause: str, now: float) -> bool:
-        """Takes in that the oldest plan not yet answered failed as a whole; False: the runner is broken."""
+    def fail(self, step_id: int, cause: str, now: float, *, seconds: float = 0.0) -> bool:
+        """Takes in that the oldest plan not yet answered failed as a whole, after so many seconds; False: the
+        runner is broken.
+        """
         step = self._state.in_flight.popleft()
         assert step.step_id == step_id, f"failure of step {step_id}, expected {step.step_id}"
+        self._results.costs.book_lost(step, seconds)
         if step.void:
             return True
         return self._isolation.failed(step, cause, now)
@@ -195,6 +208,20 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a plan made now could contain anything."""
         return bool(self._state.groups or self._state.released or self._state.outlived)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether an adapter is on its way, for which somebody may wait."""
+        return self._state.adapters.is_loading
+
+    @property
+    def loaded_adapters(self) -> tuple[str, ...]:
+        """Adapters that are in slots."""
+        return self._state.adapters.names
+
+    def adapters_asked_for(self) -> set[str]:
+        """Adapters of the requests that have not ended."""
+        return {group.request.adapter for group in self._state.groups.values()}
 
     def next_deadline_s(self) -> float | None:
         """Moment at which `schedule` must be called though nothing else happens."""
@@ -276,13 +303,12 @@ class Scheduler:
         first = group.sequences[0]
         forecast, account = self._forecast.of(first, now), account_of(first)
         failure = admission.refuse_for_now(request, forecast, state.waiting, config, now)
-        prompt = hash(request.prompt_token_ids)
+        prompt, turns = forecast.prompt, state.turns
         if failure is not None:
             assert failure.retry_after_s is not None, "who is refused for now is told when to come"
-            state.turns.refuse(account, prompt, first.num_places, now + failure.retry_after_s, now)
+            turns.refuse(account, prompt, first.num_places, now + failure.retry_after_s, now)
         else:
-            num_tokens = self._forecast.weighted_tokens(first)
-            state.turns.accept(account, prompt, first.num_places, num_tokens, now)
+            turns.accept(account, prompt, first.num_places, forecast.weighted_tokens, now)
         return failure
 
     def _expire(self, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from engine.kv.block_table import BlockTable
 from engine.kv.hashing import PrefixHasher
@@ -10,6 +11,7 @@ from engine.scheduler.best_of import BestOf
 from engine.types import (
     ChoiceHistory,
     ChoiceStatistics,
+    EngineTime,
     FirstTokenTimings,
     Request,
     SamplingParams,
@@ -38,11 +40,18 @@ class RequestGroup:
         self.cached_prompt_tokens = 0
         self.prefill_chunks: list[tuple[float, float, int]] = []
         self.first_token_reported = False
+        # What steps took of it, since that was told last.
+        self.engine_time = EngineTime()
         sampling = request.sampling
         self.is_beam_search = sampling.beam_width > 0
         # Only where more choices are generated than returned.
         competes = sampling.best_of > sampling.n and not self.is_beam_search
         self.best_of = BestOf(sampling.n, request.choice_index) if competes else None
+
+    def take_engine_time(self) -> EngineTime:
+        """What was spent on the request since the last call."""
+        taken, self.engine_time = self.engine_time, EngineTime()
+        return taken
 
     def take_first_token_timings(self, prefill_end_s: float, now: float) -> FirstTokenTimings | None:
         """Timings for the request's first token; None ever after."""
@@ -58,6 +67,17 @@ class RequestGroup:
             cached_prompt_tokens=self.cached_prompt_tokens,
             prefill_chunks=tuple(self.prefill_chunks),
         )
+
+
+class Awaited(NamedTuple):
+    """Prompt blocks that a waiting sequence leaves to one that computes them already."""
+
+    owner: Sequence
+    # Of the owner: it goes up when its blocks are lost.
+    epoch: int
+    # Positions from which on and up to which they lie.
+    start: int
+    end: int
 
 
 class Sequence:
@@ -110,6 +130,8 @@ class Sequence:
         self.awaits_promise = False
         # Parent whose prompt blocks the first admission may share.
         self.fork_parent: Sequence | None = None
+        # Whom it waits for, while it has no place.
+        self.awaited: Awaited | None = None
         # Order of submission; the second number tells beams of one request apart.
         self.order = (sequence_id, 0)
         # Whether the runner has state for it.
@@ -153,6 +175,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far, on whichever engine."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def adapter(self) -> str:
+        """Its adapter; empty for the base model."""
+        return self.group.request.adapter
 
     @property
     def priority(self) -> int:

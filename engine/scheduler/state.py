@@ -5,9 +5,12 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import chain
 
+from contract.errors import Reason
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
+from engine.scheduler.adapters import AdapterPlaces, NoAdapters
 from engine.scheduler.beams import BeamSearch, Candidate
 from engine.scheduler.fairness import Places, VirtualTokenCounters
 from engine.scheduler.pace import EventRate, StepPace
@@ -15,7 +18,14 @@ from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.scheduler.turns import Turns
 from engine.scheduler.under_way import BlocksUnderWay
-from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
+from engine.types import (
+    ChoiceHistory,
+    FinishReason,
+    MemoryPlan,
+    RequestFailure,
+    SchedulerCounters,
+    TokenEvent,
+)
 
 # Seconds over which places that come free, and requests for them, are averaged.
 _RATE_MEMORY_S = 10.0
@@ -35,6 +45,10 @@ class Row:
     draft_token_ids: tuple[int, ...] = ()
     is_prefill: bool = False
     is_long: bool = False
+    # Of its tokens, those that were computed before.
+    num_recomputed: int = 0
+    # Of a prompt's row, as `StepPace` counts it.
+    work: float = 0.0
     # Leading blocks that the runner hears of as given up.
     num_given_up: int = 0
 
@@ -60,6 +74,7 @@ class SchedulerState:
     memory: MemoryPlan
     cache: KvCache
     model: str
+    adapters: AdapterPlaces = field(default_factory=lambda: AdapterPlaces(0, NoAdapters()))
     counters: VirtualTokenCounters = field(init=False)
     places: Places = field(default_factory=Places)
     turns: Turns = field(default_factory=Turns)
@@ -122,6 +137,22 @@ class SchedulerState:
         """Whether copying a token's keys and values from the host beats computing them, as measured."""
         computing_s = 1 / self.speed.prefill_tokens_per_s if self.speed.prefill_tokens_per_s else float("inf")
         return self.memory.kv_bytes_per_token / self.host_bytes_per_s < computing_s
+
+    def adapters_in_use(self) -> set[str]:
+        """Adapters that steps compute with: those of sequences that run, or left during a step."""
+        rows = (row.sequence for step in self.in_flight for row in step.rows.values())
+        return {each.adapter for each in chain(self.running, rows) if each.adapter}
+
+    def admits_adapter(self, sequence: Sequence) -> bool:
+        """Whether the sequence's adapter is there; else it is brought."""
+        name = sequence.adapter
+        return not name or self.adapters.admits(name, self.adapters_in_use())
+
+    def fail_adapter(self, name: str, problem: str) -> None:
+        """Ends every request for an adapter that could not be loaded."""
+        failure = RequestFailure(reason=Reason.ENGINE_UNAVAILABLE.value, message=problem, field="adapter")
+        for group in [each for each in self.groups.values() if each.request.adapter == name]:
+            self.fail_group(group, failure)
 
     def arrived(self, sequence: Sequence, now: float) -> None:
         """A request joins the queue with its first sequence."""
@@ -245,14 +276,17 @@ class SchedulerState:
         self.report(group, event)
         if group.num_finished == len(group.sequences):
             if group.best_of is not None:
-                self.events += group.best_of.results(
+                results = group.best_of.results(
                     {each.choice_index: each.mean_logprob for each in group.sequences}, reason
                 )
+                _tell_engine_time(group, results[0])
+                self.events += results
             self._end_group(group)
 
     def report(self, group: RequestGroup, event: TokenEvent) -> None:
         """Sends an event out, or keeps it until the best choices are known."""
         if group.best_of is None:
+            _tell_engine_time(group, event)
             self.events.append(event)
         else:
             group.best_of.take(event)
@@ -263,7 +297,9 @@ class SchedulerState:
         for sequence in group.sequences:
             if sequence.status is not Status.FINISHED:
                 self._remove(sequence)
-        self.events.append(TokenEvent.of_failure(group.request, failure))
+        event = TokenEvent.of_failure(group.request, failure, ChoiceHistory())
+        _tell_engine_time(group, event)
+        self.events.append(event)
         self._end_group(group)
 
     def release_held(self, group: RequestGroup, now: float) -> None:
@@ -310,6 +346,7 @@ class SchedulerState:
             if sequence.status is Status.RUNNING:
                 self.turnover.count(now)
             self._remove(sequence)
+        _tell_engine_time(group, events[0])
         self.events += events
         self._end_group(group)
 
@@ -349,6 +386,7 @@ class SchedulerState:
         assert {id(s) for s in running} == {id(s) for s in self.running}, "running list and statuses differ"
         assert len(running) == len(self.running) <= self.config.max_num_seqs, "too many running sequences"
         assert {id(s) for s in waiting} == {id(s) for s in self.waiting}, "queue and statuses differ"
+        self.adapters.check_invariants(self.adapters_in_use())
         held = Counter(map(account_of, self.running))
         assert held == self.places._held, "places and running sequences differ"
         ranks = [sequence.rank for sequence in self.running]
@@ -368,3 +406,9 @@ class SchedulerState:
         self.cache.check_invariants(sequence.table for sequence in live)
         reserved = self.num_reserved_blocks()
         assert reserved <= self.cache.num_available, f"{reserved} blocks promised, too few are available"
+
+
+def _tell_engine_time(group: RequestGroup, event: TokenEvent) -> None:
+    """The end of a choice, or of all, tells what was spent on the request up to here."""
+    if event.statistics is not None:
+        event.statistics.engine_time = group.take_engine_time()

@@ -7,7 +7,10 @@ share a prompt would all compute it; instead one of them does, and the others wa
 from __future__ import annotations
 
 from engine.kv import BlockHash
-from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.sequence import Awaited, Sequence, Status
+
+# Part of its tokens that others must be computing already for a sequence to wait for them.
+_WORTH_WAITING = 0.25
 
 
 class BlocksUnderWay:
@@ -35,16 +38,46 @@ class BlocksUnderWay:
         """Whether nobody computes a block that could be shared."""
         return not self._owners
 
-    def num_tokens(self, sequence: Sequence, start: int) -> int:
-        """Tokens of the waiting sequence from position `start` on that others are computing, in one piece.
+    def awaited(self, sequence: Sequence, start: int) -> Awaited | None:
+        """What the waiting sequence, which would compute from position `start` on, had better wait for:
+        tokens that others are computing, in one piece. None where computing them would take as long.
 
         Those of a lower rank do not count: they may be held up by what waits behind the sequence. The last
         token is left to compute, as for every cached prefix.
         """
-        first, count = start // self._block_size, 0
-        for block_hash in sequence.hasher.hashes[first : (sequence.num_known - 1) // self._block_size]:
-            owner = self._owners.get(block_hash)
-            if owner is None or owner.status is not Status.RUNNING or owner.rank[:2] > sequence.rank[:2]:
-                break
+        first, last = start // self._block_size, (sequence.num_known - 1) // self._block_size
+        rank, own, count = sequence.rank[:2], 0, 0
+        head: Sequence | None = None
+        owner: Sequence | None = None
+        for block_hash in sequence.hasher.hashes[first:last]:
+            found = self._owners.get(block_hash)
+            if found is not owner:
+                # A prompt has few owners, and many blocks.
+                if found is None or found.status is not Status.RUNNING or found.rank[:2] > rank:
+                    break
+                owner, head = found, head or found
+            own += owner is head
             count += 1
-        return count * self._block_size
+        if head is None or not _is_worth_waiting(count * self._block_size, sequence, start):
+            return None
+        return Awaited(head, head.epoch, start, start + own * self._block_size)
+
+    def goes_on(self, sequence: Sequence) -> bool:
+        """Whether what the sequence was found to wait for is still being computed, and worth waiting for.
+        Known without a look at each block, which would take milliseconds of every step where many wait.
+        """
+        awaited = sequence.awaited
+        if awaited is None:
+            return False
+        owner = awaited.owner
+        if owner.status is not Status.RUNNING or owner.epoch != awaited.epoch:
+            return False
+        if owner.rank[:2] > sequence.rank[:2]:
+            return False
+        start = max(awaited.start, owner.table.num_registered * self._block_size)
+        return _is_worth_waiting(awaited.end - start, sequence, start)
+
+
+def _is_worth_waiting(num_tokens: int, sequence: Sequence, start: int) -> bool:
+    """Whether so many tokens are a large part of what the sequence has to compute from `start` on."""
+    return num_tokens > 0 and num_tokens >= _WORTH_WAITING * (sequence.num_known - start)

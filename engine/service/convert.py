@@ -15,6 +15,7 @@ from contract.proto.grammar import grammar
 from contract.proto.status import to_detail
 from contract.sampling import SamplingParams, check, check_ids, check_token_ids
 from engine.config import EngineConfig
+from engine.service.adapters import ServedAdapters
 from engine.types import MemoryPlan, ModelFacts, Request, TokenEvent
 
 # A message's fields by their names. Messages inside messages are given so: protobuf copies a message into
@@ -29,6 +30,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     # Longest prompt plus completion that fits into the KV cache as well.
     max_tokens_total: int
     simulated: bool
+    adapters: ServedAdapters
 
 
 def to_request(
@@ -49,8 +51,6 @@ def to_request(
     output = tuple(submit.output_token_ids)
     check_ids("prompt_token_ids", prompt, limits.facts.vocab_size, invalid)
     check_ids("output_token_ids", output, limits.facts.vocab_size, invalid)
-    if submit.adapter:
-        raise unsupported("adapter", "this engine serves the base model only; leave the adapter empty")
     if submit.HasField("grammar") and limits.simulated:
         raise unsupported("grammar", "the simulated engine has no grammar; use a real model")
     sampling = to_sampling(submit.sampling, limits, num_prompt_tokens=len(prompt))
@@ -69,6 +69,7 @@ def to_request(
         output_token_ids=output,
         choice_index=submit.choice_index,
         grammar=grammar(submit.grammar) if submit.HasField("grammar") else None,
+        adapter=limits.adapters.inside(submit.adapter) if submit.adapter else "",
         tenant=context.tenant,
         tier=context.tier,
         priority=context.priority,
@@ -118,20 +119,26 @@ def to_info(
     *,
     engine_id: str,
     model: str,
+    revision: str = "",
     fingerprint: str,
+    adapters: tuple[str, ...] = (),
+    unsupported_options: tuple[str, ...] = (),
 ) -> engine_pb2.EngineInfo:
     """What this engine is."""
     parts = {field.name: getattr(memory, field.name) for field in engine_pb2.MemoryPlan.DESCRIPTOR.fields}
     return engine_pb2.EngineInfo(
         engine_id=engine_id,
         model=model,
+        revision=revision,
         vocabulary_fingerprint=fingerprint,
         max_model_len=memory.max_model_len,
         block_size=memory.block_size,
         num_blocks=memory.num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        adapters=adapters,
         pool=config.pool,
+        unsupported=unsupported_options,
         dtype=facts.dtype,
         attention_backend=facts.attention_backend,
         device=facts.device,

@@ -23,9 +23,12 @@ _STOP_GRACE_S = 5.0
 class CoreClient:
     """Starts the core and passes its reports to `on_report`, in order, on the event loop."""
 
+    # Sampling options that a core of this make refuses.
+    unsupported_options: tuple[str, ...] = ()
+
     def __init__(self, start: messages.Start, *, log_level: str = "info") -> None:
         self._start = start
-        self._log_level = log_level
+        self.log_level = log_level
         self._process: asyncio.subprocess.Process | None = None
         self._socket: _CoreSocket | None = None
         self._decoder = msgspec.msgpack.Decoder(messages.Report)
@@ -46,12 +49,16 @@ class CoreClient:
         """Spawns the process and sends it the configuration; readiness arrives as a report."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        arguments = ("-m", "engine.core", "--fd", str(theirs.fileno()), "--log-level", self._log_level)
+        arguments, environment = self.command(theirs.fileno())
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL
+            *arguments, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, env=environment
         )
         theirs.close()
         await self.connect(ours)
+
+    def command(self, fd: int) -> tuple[tuple[str, ...], dict[str, str] | None]:
+        """The core's command line, and its variables; None: those of this process."""
+        return (sys.executable, "-m", "engine.core", "--fd", str(fd), "--log-level", self.log_level), None
 
     async def connect(self, ours: socket.socket) -> None:
         """Takes this side's end of the socket pair, and begins."""
@@ -81,7 +88,11 @@ class CoreClient:
     def _take(self, payload: bytes) -> None:
         if self._silence is not None:
             self._silence.heard()
-        self.on_report(self._decoder.decode(payload))
+        self.heard(self._decoder.decode(payload))
+
+    def heard(self, report: messages.Report) -> None:
+        """Passes a report of the core on."""
+        self.on_report(report)
 
     async def listen(self) -> None:
         """Returns when the core has ended; sets `ended`. Reports are passed on as they come."""

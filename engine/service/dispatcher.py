@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,7 +15,7 @@ from engine.service import convert
 from engine.service.held_blocks import HeldBlocks
 from engine.service.neighbours import RecentWork
 from engine.service.spans import RequestTrace
-from engine.service.streams import GatewayStream
+from engine.service.streams import MAX_ENDED, GatewayStream
 from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
 from observability.emit.tracing import Telemetry
 from services.deferred import Deferred
@@ -33,6 +34,9 @@ class OpenRequest:
     stream: GatewayStream
     handle: int
     num_open_choices: int
+    # Row of the gateway's ledger.
+    entry_id: str = ""
+    num_tokens: int = 0
     trace: RequestTrace | None = None
 
 
@@ -60,6 +64,10 @@ class Dispatcher:
         self.draining = False
         self.load: SchedulerLoad | None = None
         self._held = HeldBlocks()
+        # What gateways were told of adapters; None where there never were any.
+        self._adapters: convert.Fields | None = None
+        # What was computed for gateways that are gone; one that attaches may be their heir.
+        self._unclaimed: deque[convert.Fields] = deque(maxlen=MAX_ENDED)
         # Set while no request is open.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -74,6 +82,8 @@ class Dispatcher:
     def open(self, stream: GatewayStream) -> None:
         """A gateway has attached. The first it hears is the load, and which prefixes are cached."""
         self.streams.add(stream)
+        stream.adapters = self._adapters
+        stream.unclaimed += self._unclaimed
         if self.load is None:
             return
         now, batch = time.monotonic(), 0
@@ -87,16 +97,18 @@ class Dispatcher:
 
     def close(self, stream: GatewayStream) -> None:
         """The stream has ended: its requests are cancelled, its messages dropped. May be called again."""
-        self.streams.discard(stream)
+        if stream in self.streams:
+            self.streams.discard(stream)
+            self._tell_unclaimed(stream.ended)
         stream.end()
         for request_id in list(stream.requests.values()):
             self._send(messages.Cancel(request_id))
         stream.requests.clear()
 
-    def submit(self, stream: GatewayStream, handle: int, request: Request) -> None:
-        """Hands a validated request to the core."""
+    def submit(self, stream: GatewayStream, handle: int, request: Request, entry_id: str = "") -> None:
+        """Hands a validated request to the core; `entry_id` is its row in the gateway's ledger."""
         self._send(messages.Submit(request))
-        opened = OpenRequest(request, stream, handle, request.sampling.n)
+        opened = OpenRequest(request, stream, handle, request.sampling.n, entry_id)
         self.requests[request.request_id] = opened
         stream.requests[handle] = request.request_id
         self.idle.clear()
@@ -143,6 +155,16 @@ class Dispatcher:
         if seen:
             self._deferred.call(self._trace, seen, now)
 
+    def tell_adapters(self, served: Sequence[str], loaded: Sequence[str]) -> None:
+        """Gateways hear which adapters are served, and which of them are in memory."""
+        self._adapters = {"served": served, "loaded": loaded}
+        now = time.monotonic()
+        for stream in list(self.streams):
+            stream.adapters = self._adapters
+            stream.put(self._last_step_id, [], None, now)
+            if not stream.is_open:
+                self.close(stream)
+
     def beat(self, quiet_s: float) -> None:
         """Says the load again to gateways that have heard nothing for `quiet_s` seconds."""
         now = time.monotonic()
@@ -166,6 +188,9 @@ class Dispatcher:
 
     def _take_in(self, opened: OpenRequest, event: TokenEvent) -> bool:
         """Whether the request has ended with it."""
+        opened.num_tokens += len(event.token_ids)
+        if event.statistics is not None:
+            opened.num_tokens += event.statistics.candidate_tokens
         if event.failure is not None:
             opened.num_open_choices = 0
         elif event.finish_reason is not None:
@@ -174,9 +199,26 @@ class Dispatcher:
         if ended:
             del self.requests[opened.request.request_id]
             opened.stream.requests.pop(opened.handle, None)
+            self._note_computed(opened)
             if not self.requests:
                 self.idle.set()
         return ended
+
+    def _note_computed(self, opened: OpenRequest) -> None:
+        if not opened.entry_id:
+            return
+        num_tokens = len(opened.request.output_token_ids) + opened.num_tokens
+        computed: convert.Fields = {"entry_id": opened.entry_id, "num_tokens": num_tokens}
+        if opened.stream in self.streams:
+            # Whether its gateway takes that is known when it goes.
+            opened.stream.ended.append(computed)
+        else:
+            self._tell_unclaimed([computed])
+
+    def _tell_unclaimed(self, computed: Sequence[convert.Fields]) -> None:
+        self._unclaimed.extend(computed)
+        for stream in self.streams:
+            stream.unclaimed += computed
 
     def _trace(self, seen: Sequence[_Seen], now: float) -> None:
         for opened, event, ended in seen:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from millrace.engine.v1 import engine_pb2
@@ -14,6 +15,7 @@ from contract.errors import MillraceError, Reason, RequestFailure
 from engine.config import EngineConfig
 from engine.core import messages
 from engine.service import convert
+from engine.service.adapters import ServedAdapters
 from engine.service.core_client import CoreClient
 from engine.service.dispatcher import Dispatcher
 from engine.service.metrics import EngineMetrics
@@ -38,7 +40,7 @@ class EngineProcess:
         config: EngineConfig,
         model: ModelConfig,
         telemetry: Telemetry,
-        core_client: type[CoreClient] = CoreClient,
+        core_client: Callable[..., CoreClient] = CoreClient,
         health: HealthConfig | None = None,
     ) -> None:
         self.config = config
@@ -50,6 +52,7 @@ class EngineProcess:
         # Spans and counters of steps.
         self._deferred = Deferred()
         self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id, self._deferred)
+        self.adapters = ServedAdapters(config.adapters, self.core.send, self._tell_adapters)
         self.metrics = EngineMetrics(Metrics(max_label_values=telemetry.config.max_tenant_labels))
         self.lost = asyncio.Event()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
@@ -99,7 +102,7 @@ class EngineProcess:
         """What is served; raises VOCABULARY_MISMATCH when a gateway decodes with another vocabulary."""
         ready = self._require_ready()
         fingerprint = self._fingerprint or accept_fingerprint or ""
-        if accept_fingerprint is not None and accept_fingerprint != fingerprint:
+        if accept_fingerprint and accept_fingerprint != fingerprint:
             raise MillraceError(
                 Reason.VOCABULARY_MISMATCH,
                 f"the gateway decodes with vocabulary {accept_fingerprint or '(none)'}, this engine's is "
@@ -113,7 +116,10 @@ class EngineProcess:
             self.config,
             engine_id=self.engine_id,
             model=self.model.served_name,
+            revision=self.model.served_revision,
             fingerprint=fingerprint,
+            adapters=self.adapters.names,
+            unsupported_options=self.core.unsupported_options,
         )
 
     def expected(self) -> dict[str, str]:
@@ -124,6 +130,7 @@ class EngineProcess:
             return {}
         return {
             "kernels": ready.facts.level or ready.facts.attention_backend,
+            "quantize": self.config.quantize,
             "alone": f"{speed.tokens_per_s_alone:.0f}",
             "together": f"{speed.tokens_per_s_together:.0f}",
             "streams": str(speed.num_together),
@@ -137,7 +144,13 @@ class EngineProcess:
             facts=ready.facts,
             max_tokens_total=min(ready.memory.max_model_len, ready.memory.capacity_tokens),
             simulated=self.config.simulated,
+            adapters=self.adapters,
         )
+
+    def _tell_adapters(self) -> None:
+        self.dispatcher.tell_adapters(self.adapters.names, self.adapters.loaded)
+        if self._ready.done() and self.config.adapters.num_slots:
+            self.metrics.adapters(self.config.adapters.num_slots, self.adapters.loaded)
 
     def refuse_if_draining(self) -> None:
         """Raises DRAINING when new requests are not taken any more."""
@@ -203,6 +216,10 @@ class EngineProcess:
                 answer = self._checks.pop(report.token, None)
                 if answer is not None and not answer.done():
                     answer.set_result(report)
+            case messages.AdapterAdded():
+                self.adapters.answered(report)
+            case messages.AdaptersLoaded(names):
+                self.adapters.are_loaded(names)
             case messages.Progress(stage, fraction):
                 _log.info("loading", extra={"stage": stage, "fraction": round(fraction, 3)})
             case messages.Ready():
@@ -254,6 +271,7 @@ class EngineProcess:
             if not answer.done():
                 answer.set_exception(error)
         self._checks.clear()
+        self.adapters.core_lost(error)
         self.lost.set()
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
+import msgspec
 import psutil
 
 from engine.core import messages
@@ -29,7 +30,7 @@ _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadl
 _FAILURES = {"STEP_FAILED": names.STEP_FAILURES, "POISONED_REQUEST": names.ISOLATED}
 _FROM_ZERO = (
     *(*_FAILURES.values(), names.FAILED_STEPS, names.STEP_HALVINGS, names.EVICTIONS),
-    *(names.DRAFTED, names.ACCEPTED, names.GRAMMAR_SECONDS),
+    *(names.DRAFTED, names.ACCEPTED, names.GRAMMAR_SECONDS, names.MODEL_FLOP, names.MODEL_READ),
 )
 
 # Metric and labels of each number that the scheduler counts.
@@ -59,6 +60,7 @@ class EngineMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self._counted = SchedulerCounters()
+        self._adapter_labels: dict[str, str] = {}
         # Counters exist from the start: Prometheus does not see the first event of one that begins with it.
         for family in _FROM_ZERO:
             metrics.add(family, 0)
@@ -70,6 +72,9 @@ class EngineMetrics:
         memory = report.memory
         for stage, seconds in report.stages_s.items():
             self.metrics.set(names.STARTUP_SECONDS, seconds, stage=stage)
+        for of in ("flop", "read_bytes"):
+            if peak := getattr(report.facts.work, f"peak_{of}"):
+                self.metrics.set(names.PEAK, peak, of=of)
         core = psutil.Process(core_pid)
         self.metrics.set_function(names.MEMORY_PLAN, lambda: _resident_bytes(core), part="resident")
         version = metadata.version("millrace")
@@ -78,15 +83,20 @@ class EngineMetrics:
             names.CACHE_INFO, 1, block_size=str(memory.block_size), num_blocks=str(memory.num_blocks)
         )
         # The endpoint picker wants the family even where no adapter is served.
-        self.metrics.set(
-            names.ADAPTERS_INFO,
-            time.time(),
-            max_lora="0",
-            running_lora_adapters="",
-            waiting_lora_adapters="",
-        )
-        for part in ("weights", "workspace", "headroom", "kv_cache"):
+        self.adapters(0, ())
+        for part in ("weights", "workspace", "headroom", "kv_cache", "adapter"):
             self.metrics.set(names.MEMORY_PLAN, getattr(memory, f"{part}_bytes"), part=part)
+
+    def adapters(self, num_slots: int, loaded: Sequence[str]) -> None:
+        """Other adapters than before are in memory."""
+        if self._adapter_labels:
+            self.metrics.remove(names.ADAPTERS_INFO, **self._adapter_labels)
+        self._adapter_labels = {
+            "max_lora": str(num_slots),
+            "running_lora_adapters": ",".join(loaded),
+            "waiting_lora_adapters": "",
+        }
+        self.metrics.set(names.ADAPTERS_INFO, time.time(), **self._adapter_labels)
 
     def steps_done(self, steps: Sequence[tuple[messages.StepDone, Mapping[int, str]]]) -> None:
         """Takes in reports, at least one, each with the tiers of the requests that it names; the tier of
@@ -109,6 +119,10 @@ class EngineMetrics:
             self.metrics.add(names.FAILED_STEPS, step.num_failed_steps)
         for totals in step.totals:
             self.metrics.observe(names.STEP_SECONDS, totals.seconds, span=NO_EXEMPLAR, kind=totals.kind)
+            if totals.kind == "failed":
+                continue
+            self.metrics.add(names.MODEL_FLOP, totals.flop)
+            self.metrics.add(names.MODEL_READ, totals.read_bytes)
             self.metrics.observe(names.STEP_TOKENS, totals.num_tokens, span=NO_EXEMPLAR)
             self.metrics.observe(names.STEP_SEQUENCES, totals.num_sequences, span=NO_EXEMPLAR)
             if totals.num_halvings:
@@ -147,6 +161,9 @@ class EngineMetrics:
             self.metrics.observe(names.QUEUE_SECONDS, parts.queue_s, span=NO_EXEMPLAR, tier=tier)
             self.metrics.observe(names.PREFILL_SECONDS, parts.prefill_s, span=NO_EXEMPLAR, tier=tier)
         if event.statistics is not None:
+            for use, seconds in msgspec.structs.asdict(event.statistics.engine_time).items():
+                self.metrics.add(names.ENGINE_SECONDS, seconds, use=use.removesuffix("_s"), tier=tier)
+        if event.statistics is not None and event.failure is None:
             self._take_statistics(event.statistics, tier)
         if event.finish_reason in _CANCELLED:
             self.metrics.add(names.ENGINE_CANCELLED, reason=_CANCELLED[event.finish_reason])

@@ -130,7 +130,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         except MillraceError as error:
             dispatcher.refuse(stream, submit.handle, RequestFailure.of(error))
             return
-        dispatcher.submit(stream, submit.handle, request)
+        dispatcher.submit(stream, submit.handle, request, submit.entry_id)
 
     async def GetInfo(
         self, request: engine_pb2.GetInfoRequest, context: Context
@@ -155,6 +155,32 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             num_total_blocks=checked.num_total_blocks,
             num_requests=checked.num_requests,
             num_runner_states=checked.num_runner_states,
+        )
+
+    async def AddAdapter(
+        self, request: engine_pb2.AddAdapterRequest, context: Context
+    ) -> engine_pb2.AddAdapterResponse:
+        """See engine.proto."""
+        await self._engine.adapters.add(request.name, request.path)
+        return engine_pb2.AddAdapterResponse()
+
+    async def RemoveAdapter(
+        self, request: engine_pb2.RemoveAdapterRequest, context: Context
+    ) -> engine_pb2.RemoveAdapterResponse:
+        """See engine.proto."""
+        self._engine.adapters.remove(request.name)
+        return engine_pb2.RemoveAdapterResponse()
+
+    async def ListAdapters(
+        self, request: engine_pb2.ListAdaptersRequest, context: Context
+    ) -> engine_pb2.ListAdaptersResponse:
+        """See engine.proto."""
+        adapters = self._engine.adapters
+        return engine_pb2.ListAdaptersResponse(
+            adapters=[
+                engine_pb2.Adapter(name=name, path=adapters.path_of(name), loaded=name in adapters.loaded)
+                for name in adapters.names
+            ]
         )
 
     async def Drain(self, request: engine_pb2.DrainRequest, context: Context) -> engine_pb2.DrainResponse:

@@ -44,7 +44,7 @@ class RequestTrace:
         if event.first_token is not None:
             self._first = event.first_token
             self._record_first_token(event.first_token)
-        if event.statistics is not None and self._first is not None:
+        if event.statistics is not None and event.failure is None and self._first is not None:
             self._record_decode(event.choice_index, event.statistics, now)
 
     def end(self, event: TokenEvent, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from engine.service.convert import Fields
 from services.outbox import MAX_WAITING_BYTES, Outbox, OutboxFull
 
 _log = logging.getLogger(__name__)
+
+# Requests that have ended, of which the gateway may not have taken the end.
+MAX_ENDED = 4096
 
 
 class GatewayStream:
@@ -24,6 +28,12 @@ class GatewayStream:
         self.requests: dict[int, int] = {}
         self.last_sent_s = 0.0
         self.kv_events: list[engine_pb2.KvEvent] = []
+        # To be told with the next step.
+        self.adapters: Fields | None = None
+        # What was computed for gateways that are gone, to be said with the next message; and for this one,
+        # which others hear if it goes.
+        self.unclaimed: list[Fields] = []
+        self.ended: deque[Fields] = deque(maxlen=MAX_ENDED)
         self._max_backlog = max_backlog
         # A step's outputs are one message; steps that end while one is written go together.
         self._outbox: Outbox[engine_pb2.AttachResponse] = Outbox(
@@ -54,9 +64,17 @@ class GatewayStream:
         """Queues one step's message, with the cache events that have gathered."""
         if not self.is_open:
             return
-        step: Any = {"step_id": step_id, "outputs": outputs, "kv_events": self.kv_events, "load": load}
+        step: Any = {
+            "step_id": step_id,
+            "outputs": outputs,
+            "kv_events": self.kv_events,
+            "load": load,
+            "unclaimed": self.unclaimed,
+        }
+        if self.adapters is not None:
+            step["adapters"], self.adapters = self.adapters, None
         response = engine_pb2.AttachResponse(outputs=step)
-        self.kv_events = []
+        self.kv_events, self.unclaimed = [], []
         self.last_sent_s = now
         try:
             self._outbox.put(response)
@@ -97,6 +115,9 @@ def _joined(steps: list[engine_pb2.AttachResponse]) -> engine_pb2.AttachResponse
         into.step_id = step.outputs.step_id
         into.outputs.extend(step.outputs.outputs)
         into.kv_events.extend(step.outputs.kv_events)
+        into.unclaimed.extend(step.outputs.unclaimed)
         if step.outputs.HasField("load"):
             into.load.CopyFrom(step.outputs.load)
+        if step.outputs.HasField("adapters"):
+            into.adapters.CopyFrom(step.outputs.adapters)
     return first

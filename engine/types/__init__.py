@@ -7,7 +7,7 @@ process without a second declaration. Times are seconds of CLOCK_MONOTONIC unles
 from contract.engines import BlocksEvicted, BlocksStored, KvEvent
 from contract.errors import RequestFailure
 from contract.grammar import GrammarSpec
-from contract.outputs import ChoiceStatistics, FinishReason, TokenLogprobs
+from contract.outputs import ChoiceStatistics, EngineTime, FinishReason, TokenLogprobs
 from contract.sampling import SamplingParams
 from engine.types.events import ChoiceHistory, FirstTokenTimings, TokenEvent
 from engine.types.load import SchedulerCounters, SchedulerLoad
@@ -22,6 +22,7 @@ __all__ = [
     "BlocksStored",
     "ChoiceHistory",
     "ChoiceStatistics",
+    "EngineTime",
     "FinishReason",
     "FirstTokenTimings",
     "GrammarSpec",

@@ -62,11 +62,14 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     withheld_tokens: int = 0
 
     @classmethod
-    def of_failure(cls, request: Request, failure: RequestFailure) -> TokenEvent:
-        """The end of a whole request with an error."""
+    def of_failure(
+        cls, request: Request, failure: RequestFailure, statistics: ChoiceHistory | None = None
+    ) -> TokenEvent:
+        """The end of a whole request with an error; of its statistics, what was spent on it counts."""
         return cls(
             request_id=request.request_id,
             choice_index=request.choice_index,
             finish_reason=FinishReason.ERROR,
             failure=failure,
+            statistics=statistics,
         )

@@ -17,6 +17,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     max_model_len: int
+    # Slots for adapters.
+    adapter_bytes: int = 0
 
     @property
     def capacity_tokens(self) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+from engine.types.work import UNKNOWN_WORK, ModelWork
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +27,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     # Positions that any layer looks back on, the own included: what lies before is never read again. None
     # where some layer, or a draft model, looks at everything.
     window: int | None = None
+    work: ModelWork = UNKNOWN_WORK
+    # A token that looks back on so many positions is twice the work of one that looks back on none.
+    attention_balance: float = math.inf
 
 
 class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):

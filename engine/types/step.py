@@ -28,6 +28,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     adapter: str
     # Whole block table so far, cached prefix included.
     block_ids: tuple[int, ...]
+    # Where the adapter is, which stays there while the sequence runs; -1 for the base model.
+    adapter_slot: int = -1
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
+from engine.kernels.adapters.backends import captures_adapters
 from engine.kernels.attention import AttentionBackend, CapturedAttention, RaggedBatch
 from engine.kernels.transfer import on_device
 from engine.model.decoder import Decoder
@@ -50,6 +51,8 @@ def why_not_captured(config: EngineConfig, model: Decoder, attention: AttentionB
         return "engine.graphs.decode is off"
     if not isinstance(attention, CapturedAttention):
         return f"attention back end {attention.name} asks the host"
+    if model.num_adapter_slots and not captures_adapters(model.kernels):
+        return "engine.kernels.linear = 'torch' sorts adapters on the host"
     if not model.captures:
         return "experts of this format are sorted on the host"
     return ""

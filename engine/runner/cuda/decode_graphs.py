@@ -137,7 +137,8 @@ class DecodeGraphs:
             blocks = block_tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
             places = blocks * block_size + positions % block_size
             attention.begin(plan)
-            hidden = model.run(tokens, positions, places, self.caches, attention, plan)
+            adapters = table.device_adapters.index_select(0, slots) if model.num_adapter_slots else None
+            hidden = model.run(tokens, positions, places, self.caches, attention, plan, adapters)
             self.hidden[:rows].copy_(hidden)
 
         return work

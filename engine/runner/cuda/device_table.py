@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.adapters.rows import NO_ADAPTER
 from engine.kernels.transfer import on_device
 from engine.runner.sequence_table import SequenceTable
 from engine.types import NewSequence
@@ -36,6 +37,10 @@ class DeviceTable(SequenceTable):
         # has not read what became of them.
         self.num_rejected = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # [N + 1]
         self.unread_drafts = np.zeros(num_rows, np.int64)  # [N]
+        # Slots of the sequences' adapters.
+        self.device_adapters = torch.full((num_rows + 1,), NO_ADAPTER, dtype=torch.int64, device=device)
+        self._told_adapters = np.full(num_rows, NO_ADAPTER, np.int64)  # [N]
+        self._changed_adapters: set[int] = set()
         self._changes: list[tuple[int, int, tuple[int, ...]]] = []
 
     @property
@@ -48,6 +53,9 @@ class DeviceTable(SequenceTable):
         slot = self.states[new.sequence_id].slot
         if slot < self.num_rows:
             self.unread_drafts[slot] = 0
+            if self.adapters[slot] != self._told_adapters[slot]:
+                self._told_adapters[slot] = self.adapters[slot]
+                self._changed_adapters.add(slot)
 
     def add_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
         if block_ids and slot < self.num_rows:
@@ -55,7 +63,12 @@ class DeviceTable(SequenceTable):
         super().add_blocks(slot, block_ids)
 
     def flush(self) -> None:
-        """Queues what changed in block tables to the device."""
+        """Queues what changed in block tables, and of adapters, to the device."""
+        if self._changed_adapters:
+            slots = np.array(sorted(self._changed_adapters), np.int64)
+            self._changed_adapters.clear()
+            there = on_device(np.stack((slots, self._told_adapters[slots])), self.device)
+            self.device_adapters.index_put_((there[0],), there[1])
         if not self._changes:
             return
         total = sum(len(block_ids) for _, _, block_ids in self._changes)

@@ -1,0 +1,139 @@
+"""The adapters that an engine knows, and the slots in which some of them are. No torch.
+
+Who schedules says which adapter goes into which slot, and uses none that is still on its way: so a thread
+reads and converts an adapter while steps compute with the others. An adapter's name here stands for the files
+that were checked under it; other files have another name (engine/service/adapters.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from engine.adapters.peft import AdapterError, AdapterFile, Module, check_adapter
+from engine.kernels.adapters.low_rank import Change
+from engine.model.records import Linear, ModelRecord
+
+_log = logging.getLogger(__name__)
+
+
+class Changes(Protocol):
+    """What the adapters of all slots add to one linear layer."""
+
+    def put(self, slot: int, parts: Sequence[Change | None]) -> None:
+        """Puts an adapter in a slot; None where it leaves a part alone."""
+
+
+def with_slots(record: ModelRecord, make: Callable[[int, Sequence[int]], Changes]) -> list[Linear]:
+    """The linear layers that take adapters, with the slots that `make` gives for their inputs and the outputs
+    of their parts.
+    """
+    linears = [linear for layer in record.layers for linear in layer.linears() if linear.parts]
+    for linear in linears:
+        linear.changes = make(linear.inputs, [size for _, size in linear.parts])
+    return linears
+
+
+class AdapterStore:
+    """Knows adapters by name and reads them into slots. Asked in one thread."""
+
+    def __init__(self, linears: Sequence[Linear], *, max_rank: int) -> None:
+        """Of linear layers that have slots."""
+        self._linears = linears
+        self.modules: Mapping[str, Module] = {
+            name: Module(linear.inputs, size) for linear in self._linears for name, size in linear.parts
+        }
+        self._max_rank = max_rank
+        self._files: dict[str, AdapterFile] = {}
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        # (slot, why it failed or ""), as they were done.
+        self._finished: deque[tuple[int, str]] = deque()
+        # (token of an addition, why it cannot be served or "").
+        self._answers: deque[tuple[int, str]] = deque()
+
+    @classmethod
+    def of_none(cls) -> AdapterStore:
+        """Of a model without slots."""
+        return cls((), max_rank=0)
+
+    def add_later(self, token: int, name: str, folder: str) -> None:
+        """As `add`, in the thread; `answers` says what came of it."""
+        self._thread.submit(self._add, token, name, folder)
+
+    def answers(self) -> list[tuple[int, str]]:
+        """Additions that are done since the last call, each with why it cannot be served, else ""."""
+        return _taken(self._answers)
+
+    def _add(self, token: int, name: str, folder: str) -> None:
+        problem = ""
+        try:
+            self.add(name, folder)
+        except AdapterError as error:
+            problem = str(error)
+        except Exception as error:
+            _log.exception("adapter %r was not added", name)
+            problem = f"adapter {name!r}: {type(error).__name__}: {error}"
+        self._answers.append((token, problem))
+
+    def _check(self, name: str, folder: str) -> AdapterFile:
+        """The adapter in a folder, if it can be served. Raises AdapterError."""
+        if not self.modules:
+            raise AdapterError(
+                f"adapter {name!r}: engine.adapters.slots = 0: this engine keeps no memory for adapters; "
+                "set how many may be in memory at a time"
+            )
+        return check_adapter(name, Path(folder), self.modules, max_rank=self._max_rank)
+
+    def add(self, name: str, folder: str) -> None:
+        """Makes an adapter known; nothing but headers is read. Raises AdapterError."""
+        self._files[name] = self._check(name, folder)
+
+    def drop(self, name: str) -> None:
+        """Forgets an adapter that nobody will ask for any more. What is in a slot stays there."""
+        self._files.pop(name, None)
+
+    def begin(self, slot: int, name: str) -> None:
+        """Begins to read an adapter into a slot that nobody computes with."""
+        self._thread.submit(self._load, slot, name)
+
+    def finished(self) -> list[tuple[int, str]]:
+        """Slots that are read since the last call, each with why that failed, else ""."""
+        return _taken(self._finished)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _load(self, slot: int, name: str) -> None:
+        problem, began_s = "", time.monotonic()
+        try:
+            self._read(slot, name)
+        except AdapterError as error:
+            problem = str(error)
+        except Exception as error:
+            _log.exception("adapter %r was not loaded", name)
+            problem = f"adapter {name!r} was not loaded: {type(error).__name__}: {error}"
+        else:
+            _log.info(
+                "adapter %r is in slot %d after %.0f ms", name, slot, 1e3 * (time.monotonic() - began_s)
+            )
+        self._finished.append((slot, problem))
+
+    def _read(self, slot: int, name: str) -> None:
+        file = self._files.get(name)
+        if file is None:
+            raise AdapterError(f"adapter {name!r} was removed before it was loaded")
+        file.check_unchanged()
+        for linear in self._linears:
+            linear.changes.put(slot, [file.change_of(module) for module, _ in linear.parts])
+        file.check_unchanged()
+
+
+def _taken(line: deque[tuple[int, str]]) -> list[tuple[int, str]]:
+    """What is in it now; more may join at the other end meanwhile."""
+    return [line.popleft() for _ in range(len(line))]

@@ -1,0 +1,51 @@
+"""Bytes that slots for adapters take: for each linear layer of the decoder that all tokens pass, both ways of
+the largest rank. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.config import AdaptersConfig
+from engine.model.spec import ModelSpec
+
+# Ranks are rounded up to a multiple of this (kernels/adapters).
+WIDTH_MULTIPLE = 16
+
+
+def adapter_bytes(spec: ModelSpec, config: AdaptersConfig, element_bytes: int) -> int:
+    """All slots, of elements of so many bytes."""
+    width = -(-config.max_rank // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    elements = sum(
+        width * (inputs * len(outputs) + sum(outputs))
+        for index in range(spec.num_layers)
+        for inputs, outputs in _linears(spec, index)
+    )
+    return config.num_slots * elements * element_bytes
+
+
+def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
+    """Inputs, and outputs of the parts, of the linear layers of a layer that take adapters."""
+    hidden = spec.hidden_size
+    if spec.latent is not None:
+        latent, inputs = spec.latent, hidden
+        if latent.query_rank:
+            yield hidden, [latent.query_rank]
+            inputs = latent.query_rank
+        yield inputs, [spec.num_heads * (latent.nope_dim + latent.rope_dim)]
+        yield hidden, [latent.kv_rank + latent.rope_dim]
+        yield spec.num_heads * latent.value_dim, [hidden]
+    else:
+        queries = spec.num_heads * spec.head_dim
+        yield hidden, _stored(spec, [queries, *[spec.num_kv_heads * spec.head_dim] * 2])
+        yield queries, [hidden]
+    experts, size = spec.experts, spec.intermediate_size
+    if experts is not None and index in experts.layers:
+        size = experts.shared_intermediate_size
+    if size:
+        yield hidden, _stored(spec, [size, size])
+        yield size, [hidden]
+
+
+def _stored(spec: ModelSpec, outputs: list[int]) -> list[int]:
+    return [sum(outputs)] if spec.fused_projections else outputs

@@ -1,0 +1,50 @@
+"""The counts that shares of a device's peak are made of, from a model's shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine.model.plan import PlanInput
+from engine.types import MemoryPlan
+from engine.types.work import ModelWork
+
+# Dense bfloat16 operations and bytes of memory a second, by data sheet, for names of devices that begin so
+# after the maker's; the first that fits counts.
+_DATA_SHEETS = {
+    "H100 PCIe": (756e12, 2.0e12),
+    "H100": (989e12, 3.35e12),
+    "H200": (989e12, 4.8e12),
+    "A100": (312e12, 2.0e12),
+    "L40S": (362e12, 0.864e12),
+    "L4": (121e12, 0.3e12),
+    "A10": (125e12, 0.6e12),
+}
+_TERA, _GIGA = 1e12, 1e9
+
+
+def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelWork:
+    """Of a model under its plan, on a device that calls itself so."""
+    spec, peak = given.spec, given.config.peak
+    flop, read_bytes = _data_sheet(device_name)
+    multiplied = given.num_weights
+    if not spec.tied_embeddings:
+        # Looked up, not multiplied; where they are tied the head is multiplied with them.
+        multiplied -= spec.vocab_size * spec.hidden_size
+    if spec.experts is not None:
+        idle = spec.experts.num_experts - spec.experts.num_active
+        per_expert = 3 * spec.hidden_size * spec.experts.intermediate_size
+        multiplied -= len(spec.experts.layers) * idle * per_expert
+    return ModelWork(
+        flop_per_token=2.0 * multiplied,
+        flop_per_position=2.0 * spec.num_heads * (spec.query_key_dim + spec.value_dim),
+        layers=tuple(Counter(window or 0 for window in spec.windows).items()),
+        weights_bytes=plan.weights_bytes,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
+        peak_flop=peak.tflops * _TERA or flop,
+        peak_read_bytes=peak.gbytes_per_s * _GIGA or read_bytes,
+    )
+
+
+def _data_sheet(device_name: str) -> tuple[float, float]:
+    name = device_name.removeprefix("NVIDIA ")
+    return next((known for start, known in _DATA_SHEETS.items() if name.startswith(start)), (0.0, 0.0))
