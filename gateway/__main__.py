@@ -18,6 +18,7 @@ from services.server import wait_for_signal
 
 
 async def _serve(tables: dict[str, Any], config: ObservabilityConfig) -> int:
+    memory.return_large_pieces()
     settings = load_settings(tables)
     tls.use(settings.security)
     telemetry = tracing.setup(names.GATEWAY, config)

@@ -21,18 +21,25 @@ from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
 from gateway.grpc_face.unread import grpc_server
 from gateway.http.app import build_app
 from gateway.http.server import HttpServer
+from gateway.models.catalog import Catalog
+from gateway.models.keeper import ModelKeeper
 from gateway.pipeline.intake import Intake
 from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.shadow import Shadows
 from gateway.settings import Settings
 from gateway.tokenizer.client import TokenizerClient
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
+from services.models import source
+from services.server import MODEL_HEALTH
 
 _log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
+# How long a gateway that can serve waits for engines of further models before it says so.
+_ALL_MODELS_S = 10.0
 # What it may take to tell every client that its stream ends here.
 _FAREWELL_S = 2.0
 
@@ -45,8 +52,6 @@ class Gateway:
         self._config = settings.gateway
         self._telemetry = telemetry
         self._metrics = metrics
-        self._pipeline: Pipeline | None = None
-        self._fleet: Fleet | None = None
         self._leaving = False
         self._lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
         self._tokenizer = TokenizerClient(
@@ -54,28 +59,59 @@ class Gateway:
         )
         self._edge = Edge(settings, telemetry, metrics)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
-        self._recorder = OutcomeRecorder(metrics, telemetry, self._edge.ledger)
+        self._catalog = Catalog(settings.models, self._edge.tiers)
+        self._fleet = self._catalog.fleet = Fleet(
+            gateway=f"{socket.gethostname()}-{os.getpid()}",
+            fingerprint=self._catalog.fingerprint,
+            check=self._catalog.check_engine,
+            routing=self._config.routing,
+            silence_limit_s=settings.health.silence_limit_s,
+            on_change=self._catalog.promote,
+            on_unclaimed=self._edge.note_unclaimed,
+        )
+        self._keeper = ModelKeeper(settings, self._catalog, self._tokenizer, self._edge.prices)
         self.grpc = grpc_server(self._config)
-        http_callers = HttpCallers(self._edge.authorizer, self._callers)
         self._intake = Intake(self._config.request)
-        self.http = HttpServer(
+        self._shadows = Shadows(self._catalog, self._tokenizer, self._callers, self._edge.prices, metrics)
+        self._pipeline = self._build_pipeline()
+        self.http = self._build_http()
+        self._add_servicers()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _build_pipeline(self) -> Pipeline:
+        edge = self._edge
+        return Pipeline(
+            catalog=self._catalog,
+            tokenizer=self._tokenizer,
+            limiter=edge.limiter,
+            tiers=edge.tiers,
+            callers=self._callers,
+            recorder=OutcomeRecorder(self._metrics, self._telemetry, edge.ledger),
+            telemetry=self._telemetry,
+            deferred=edge.deferred,
+            intake=self._intake,
+            shadows=self._shadows,
+        )
+
+    def _build_http(self) -> HttpServer:
+        edge, callers = self._edge, HttpCallers(self._edge.authorizer, self._callers)
+        return HttpServer(
             build_app(
                 self._current_pipeline,
-                http_callers,
-                self._edge.counter,
-                self._edge.authorizer,
-                metrics,
-                self._edge.deferred,
+                callers,
+                edge.counter,
+                edge.authorizer,
+                self._metrics,
+                edge.deferred,
                 self.not_ready,
-                self._edge.health,
+                edge.health,
+                self._config.admin_tenants,
             ),
             self._config.http_listen,
             max_body_bytes=self._config.max_body_bytes,
-            callers=http_callers,
+            callers=callers,
             intake=self._intake,
         )
-        self._add_servicers()
-        self._tasks: list[asyncio.Task[None]] = []
 
     def _add_servicers(self) -> None:
         register = partial(add_to_server, intake=self._intake)
@@ -84,36 +120,34 @@ class Gateway:
 
     async def start(self) -> None:
         """Listens, and begins to look for the tokenizer service and engines. Health is NOT_SERVING."""
-        version, model = metadata.version("millrace"), self._settings.model.served_name
-        self._metrics.set(names.BUILD_INFO, 1, service=names.GATEWAY, version=version, model=model)
+        version, models = metadata.version("millrace"), ",".join(self._settings.models.models)
+        self._metrics.set(names.BUILD_INFO, 1, service=names.GATEWAY, version=version, model=models)
         self._metrics.set_function(names.ENGINES_UP, self._num_engines)
         await self._edge.start()
         await self.grpc.start()
         await self.http.start()
-        self._tasks.append(asyncio.create_task(self._connect(), name="connect"))
+        keeping = self._keeper.run(source(), self._fleet.note_change)
+        self._tasks += [
+            asyncio.create_task(keeping, name="keep models"),
+            asyncio.create_task(self._connect(), name="connect"),
+        ]
 
     async def wait_ready(self) -> None:
-        """Returns when the vocabulary is there and an engine is attached; raises what makes it impossible."""
-        connect = self._tasks[0]
+        """Returns when requests can be served: of every model that can be loaded, if its engines are near."""
         while self.not_ready():
-            if connect.done():
-                connect.result()
-            waiting = self._fleet
-            if waiting is None:
-                await asyncio.wait([connect], timeout=_DRAIN_POLL_S)
-            else:
-                await waiting.wait_change(1.0)
+            await self._fleet.wait_change(1.0)
+        ends_s = time.monotonic() + _ALL_MODELS_S
+        while not self._catalog.complete and (left_s := ends_s - time.monotonic()) > 0:
+            await self._fleet.wait_change(left_s)
         self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
 
     def not_ready(self) -> str:
         """What is missing to serve; "" when nothing is."""
         if self._leaving:
             return "nothing: it is shutting down"
-        if self._pipeline is None:
+        if not self._catalog.served:
             return f"the vocabulary of the tokenizer service at {self._config.tokenizer}"
-        if not self._pipeline.fleet.ready:
-            return self._pipeline.fleet.unavailable().message
-        return ""
+        return "" if self._catalog.ready else self._fleet.unavailable().message
 
     async def drain(self) -> None:
         """Says that it leaves, and takes requests until that is known; then refuses what is new and waits for
@@ -122,8 +156,6 @@ class Gateway:
         self._leaving = True
         await self.grpc.set_serving(False)
         pipeline = self._pipeline
-        if pipeline is None:
-            return
         await asyncio.sleep(self._config.drain_notice_s)
         pipeline.draining = True
         limit_s = self._config.drain_limit_s
@@ -146,61 +178,44 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._shadows.close()
         await self.grpc.stop(0.5)
         await self.http.stop()
-        if self._fleet is not None:
-            await self._fleet.stop()
+        await self._fleet.stop()
         await self._tokenizer.close()
         await self._edge.close()
 
     async def _connect(self) -> None:
-        vocabulary = await self._tokenizer.wait_for_vocabulary(self._settings.model.served_name)
-        fleet = Fleet(
-            gateway=f"{socket.gethostname()}-{os.getpid()}",
-            fingerprint=vocabulary.fingerprint,
-            model=self._settings.model.path,
-            served_model=self._settings.model.served_name,
-            routing=self._config.routing,
-            silence_limit_s=self._settings.health.silence_limit_s,
-        )
-        self._pipeline = Pipeline(
-            model=self._settings.model,
-            vocabulary=vocabulary,
-            tokenizer=self._tokenizer,
-            fleet=fleet,
-            limiter=self._edge.limiter,
-            tiers=self._edge.tiers,
-            callers=self._callers,
-            recorder=self._recorder,
-            telemetry=self._telemetry,
-            deferred=self._edge.deferred,
-            intake=self._intake,
-        )
-        self._fleet = fleet
-        await discovery.follow(self._lookup, fleet.set_targets, self._config.discovery_interval_s)
+        while not self._catalog.served:
+            # An engine that is asked before would have to be asked again.
+            await self._fleet.wait_change(1.0)
+        await discovery.follow(self._lookup, self._fleet.set_targets, self._config.discovery_interval_s)
 
     async def _follow_readiness(self) -> None:
-        assert self._fleet is not None, "readiness is followed once it was reached"
-        serving = False
+        serving, told = False, set[str]()
         while True:
             ready = not self.not_ready()
             if ready is not serving:
                 await self.grpc.set_serving(ready)
                 serving = ready
+            askable = self._catalog.askable
+            for key in told ^ askable:
+                await self.grpc.set_health(f"{MODEL_HEALTH}{key}", key in askable)
+            told = askable
             await self._fleet.wait_change(1.0)
 
     @property
     def num_open(self) -> int:
         """Accepted requests that have not ended."""
-        return 0 if self._pipeline is None else self._pipeline.num_open
+        return self._pipeline.num_open
 
     @property
     def fleet(self) -> Fleet:
-        """The engines; raises while there is no vocabulary to attach them with."""
-        return self._current_pipeline().fleet
+        """The engines."""
+        return self._fleet
 
     def _current_pipeline(self) -> Pipeline:
-        if self._pipeline is None:
+        if not self._catalog.served:
             raise MillraceError(
                 Reason.TOKENIZER_UNAVAILABLE,
                 f"this gateway is starting and waits for {self.not_ready()}; try again",
@@ -209,7 +224,7 @@ class Gateway:
         return self._pipeline
 
     def _num_engines(self) -> float:
-        return 0.0 if self._fleet is None else float(len(self._fleet.ready))
+        return float(len(self._fleet.ready))
 
 
 async def _ended(pipeline: Pipeline, within_s: float) -> bool:

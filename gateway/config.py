@@ -58,6 +58,9 @@ class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt: NonNegativeFloat = 0.0
     cached_prompt: NonNegativeFloat = 0.0
     completion: NonNegativeFloat = 0.0
+    # What an hour of an engine costs you, in currency units: `millrace usage` shows what requests took of it
+    # beside what they were charged. Nobody is charged by it.
+    engine_hour: NonNegativeFloat = 0.0
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,10 +97,10 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_depth: PositiveInt = 512
     # Answers that are computed: prompts times the larger of n and best_of.
     max_answers: PositiveInt = 256
-    # Bytes of large bodies that are read, and of the requests in them until they are answered, counted twice
-    # for what is made of them; and of answers with log-probabilities. A tenant may have as much as is left
-    # free after it: half of this, where no other has any.
-    max_held_bytes: PositiveInt = 128 * 1024 * 1024
+    # Bytes of large bodies that are read, and of the requests in them until they are answered, counted three
+    # times for what is made of them; and of answers with log-probabilities. A tenant may have as much as is
+    # left free after it: half of this, where no other has any.
+    max_held_bytes: PositiveInt = 104 * 1024 * 1024
     # Tokens, and log-probabilities with their alternatives, that an answer may be ahead of its client beyond
     # what is on the way to it; and all answers of a tenant together. Then the answer is ended.
     max_unread: PositiveInt = 32 * 1024
@@ -134,6 +137,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # Largest request body. Envoy refuses larger ones by their declared length, the gateway by what arrives.
     max_body_bytes: PositiveInt = 16 * 1024 * 1024
     request: RequestConfig = DEFAULT_REQUEST_LIMITS
+    # Tenants whose keys may change what is served, such as adapters. The development key's tenant may, too.
+    admin_tenants: tuple[str, ...] = ()
     # Tier of tenants that name none.
     default_tier: str = DEFAULT_TIER
     limits: LimitsConfig = LimitsConfig()
@@ -145,6 +150,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tiers.<name>]`: one service level, promised to every request under it."""
 
+    # OpenAI's word for it: requests may ask for the tier by it as well, and answers of the OpenAI API say it.
+    # Clients that know OpenAI's words alone read no other. "" says the tier's own name.
+    openai_name: Literal["", "default", "flex", "priority", "scale"] = ""
     # A higher number is served first.
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
     # Fair-share weight, multiplied with the tenant's.
@@ -163,6 +171,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_concurrency: PositiveInt | None = None
     # Prompt plus completion.
     max_context_tokens: PositiveInt | None = None
+    # Model that answers where this one would be refused for its load ("*": any other one).
+    fallback: dict[str, str] = {}
 
     @property
     def accepted_within_ms(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
@@ -28,7 +28,7 @@ from gateway.limits.resilient import ResilientLimitStore
 from gateway.limits.servicer import RateLimitServicer
 from gateway.limits.store import LimitStore
 from gateway.pipeline.ports import FinishedRequest, Ledger, OpenEntry
-from gateway.settings import Settings
+from gateway.settings import Settings, priced
 from gateway.tiers import Tiers
 from observability.emit import names
 from observability.emit.metrics import Metrics
@@ -48,7 +48,7 @@ class Edge:
         self.tiers = Tiers(settings)
         self.directory = KeyDirectory(settings)
         self._key_watch = _key_watch(settings, self.directory)
-        self.prices = Prices(settings.gateway.prices)
+        self.prices = Prices(priced(settings.gateway, settings.models))
         self.ledger = ledger(settings.gateway.ledger, self.prices, metrics)
         # What is told of requests: spans, counters, ledger.
         self.deferred = Deferred()
@@ -106,6 +106,7 @@ class Edge:
             try:
                 if await self._recover(ledger):
                     await self._store.raise_meters(await self._month_sums())
+                await asyncio.to_thread(ledger.unclaimed.write)
             except (OSError, SQLAlchemyError) as error:
                 _log.error("ledger: what others have left cannot be taken in, will retry: %s", error)
 
@@ -129,6 +130,11 @@ class Edge:
         return (
             await asyncio.to_thread(self.ledger.month_sums) if isinstance(self.ledger, LedgerWriter) else {}
         )
+
+    def note_unclaimed(self, computed: Mapping[str, int]) -> None:
+        """What an engine has computed for gateways that are gone, by entries of the ledger."""
+        if isinstance(self.ledger, LedgerWriter):
+            self.ledger.unclaimed.note(computed)
 
     def health(self) -> dict[str, str]:
         """Details for the health page: how the shared limit store is, where there is one."""

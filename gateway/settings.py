@@ -11,25 +11,32 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from contract.errors import MillraceError, invalid
+from contract.sampling import OPTIONS, SamplingParams, check
 from gateway.config import (
     EnvoyConfig,
     GatewayConfig,
     KeyEntry,
     KeysConfig,
     LimitValues,
+    PriceConfig,
     TenantConfig,
     TierConfig,
 )
 from services.addresses import is_this_machine
 from services.config import HealthConfig, ModelConfig, SecurityConfig, decode_table, load_section
 from services.errors import ConfigError
+from services.models import Models, load_models
 
 # Names travel in headers, Redis keys and metric labels.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
-# Values of OpenAI's `service_tier` that mean "the caller's own tier" and therefore cannot name one.
+# Values of OpenAI's `service_tier` that mean "the caller's own tier" and therefore cannot name one; a tier
+# may declare "default" as its word (`openai_name`).
 OWN_TIER_ALIASES = frozenset({"auto", "default"})
+# In [tiers.<name>.fallback]: any model.
+ANY_MODEL = "*"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     envoy: EnvoyConfig
     security: SecurityConfig
     health: HealthConfig
-    model: ModelConfig
+    models: Models
 
 
 def load_settings(tables: Mapping[str, Any]) -> Settings:
@@ -55,17 +62,68 @@ def load_settings(tables: Mapping[str, Any]) -> Settings:
         envoy=load_section(tables, "envoy", EnvoyConfig),
         security=load_section(tables, "security", SecurityConfig),
         health=load_section(tables, "health", HealthConfig),
-        model=load_section(tables, "model", ModelConfig),
+        models=load_models(tables),
     )
     settings = _with_defaults(settings)
     _check_addresses(settings)
     _check_tiers(settings)
     _check_tenants(settings)
+    check_models(settings.models, settings)
     check_keys(settings.keys.entries, settings.tenants, settings.tiers, settings.gateway.default_tier)
     _check_development_key(settings)
     _check_jwt(settings)
     _check_limits(settings)
     return settings
+
+
+def load_live(tables: Mapping[str, Any], settings: Settings) -> Models:
+    """What may change while a gateway runs, checked against what does not; raises ConfigError."""
+    models = load_models(tables)
+    check_models(models, settings)
+    return models
+
+
+def priced(gateway: GatewayConfig, models: Models) -> dict[str, PriceConfig]:
+    """All prices, by the names that clients ask for; a model's own go before `[gateway.prices]`."""
+    found = dict(gateway.prices)
+    for name, model in models.models.items():
+        if model.prices:
+            own = decode_table(f"models.{name}.prices", model.prices, PriceConfig)
+            found |= dict.fromkeys(model.names, own)
+    return found
+
+
+def check_models(models: Models, settings: Settings) -> None:
+    """Raises ConfigError for a model's prices, defaults, tenants or tiers that cannot be meant."""
+    priced(settings.gateway, models)
+    for name, model in models.models.items():
+        key = f"models.{name}"
+        for field, names, known in (
+            ("tenants", model.tenants, settings.tenants),
+            ("tiers", model.tiers, settings.tiers),
+        ):
+            for each in names:
+                if each not in known:
+                    raise ConfigError(f"{key}.{field}: there is no [{field}.{each}]; known: {_known(known)}")
+        _check_defaults(key, model)
+    for tier, config in settings.tiers.items():
+        for each in (*(name for name in config.fallback if name != ANY_MODEL), *config.fallback.values()):
+            if not any(each in model.names for model in models.models.values()):
+                raise ConfigError(
+                    f"tiers.{tier}.fallback: there is no model {each!r}; known: {_known(models.models)}"
+                )
+
+
+def _check_defaults(key: str, model: ModelConfig) -> None:
+    for name, value in model.defaults.items():
+        option = OPTIONS.get(name)
+        if option is None or option.limits.per != "token" or option.kind not in (int, float):
+            raise ConfigError(f"{key}.defaults.{name}: it is no sampling option with a number; leave it out")
+        try:
+            given: dict[str, Any] = {name: option.kind(value)}
+            check(SamplingParams(**given), invalid)
+        except (MillraceError, TypeError, ValueError) as error:
+            raise ConfigError(f"{key}.defaults.{name}: {error}") from error
 
 
 def check_name(key: str, name: str) -> None:
@@ -126,16 +184,18 @@ def _load_map(tables: Mapping[str, Any], name: str, kind: type[Item]) -> dict[st
 def _with_defaults(settings: Settings) -> Settings:
     tiers = settings.tiers or {settings.gateway.default_tier: TierConfig()}
     tenants = settings.tenants
-    development = settings.keys.development_tenant
-    if settings.keys.development_hash and development not in tenants:
-        tenants = {**tenants, development: TenantConfig(allowed_tiers=tuple(tiers))}
-    return msgspec.structs.replace(settings, tiers=tiers, tenants=tenants)
+    development, gateway = settings.keys.development_tenant, settings.gateway
+    if settings.keys.development_hash:
+        tenants = {development: TenantConfig(allowed_tiers=tuple(tiers)), **tenants}
+        gateway = msgspec.structs.replace(gateway, admin_tenants=(*gateway.admin_tenants, development))
+    return msgspec.structs.replace(settings, gateway=gateway, tiers=tiers, tenants=tenants)
 
 
 def _check_tiers(settings: Settings) -> None:
     for name in settings.tiers:
         if name in OWN_TIER_ALIASES:
             raise ConfigError(f"[tiers.{name}]: 'auto' and 'default' mean the tenant's own tier; rename it")
+    _check_openai_names(settings.tiers)
     default = settings.gateway.default_tier
     if default not in settings.tiers:
         raise ConfigError(
@@ -143,7 +203,21 @@ def _check_tiers(settings: Settings) -> None:
         )
 
 
+def _check_openai_names(tiers: Mapping[str, TierConfig]) -> None:
+    owners = {name: name for name in tiers}
+    for name, tier in tiers.items():
+        owner = owners.setdefault(tier.openai_name or name, name)
+        if owner != name:
+            raise ConfigError(
+                f"tiers.{name}.openai_name: {tier.openai_name!r} leads to [tiers.{owner}] already; "
+                "every tier needs its own"
+            )
+
+
 def _check_tenants(settings: Settings) -> None:
+    for name in settings.gateway.admin_tenants:
+        if name not in settings.tenants:
+            raise ConfigError(f"gateway.admin_tenants: there is no [tenants.{name}]; add it")
     for name, tenant in settings.tenants.items():
         for tier in filter(None, (tenant.tier, *tenant.allowed_tiers)):
             if tier not in settings.tiers:
@@ -191,12 +265,13 @@ def _check_limits(settings: Settings) -> None:
     owners = {f"tenants.{name}": tenant.limits for name, tenant in settings.tenants.items()}
     owners |= {f"keys.entries ({entry.id})": entry.limits for entry in settings.keys.entries}
     for owner, limits in owners.items():
-        check_budget(f"{owner}.monthly_budget", limits, settings.gateway)
+        is_priced = any(model.prices for model in settings.models.models.values())
+        check_budget(f"{owner}.monthly_budget", limits, settings.gateway, is_priced=is_priced)
 
 
-def check_budget(key: str, limits: LimitValues, gateway: GatewayConfig) -> None:
+def check_budget(key: str, limits: LimitValues, gateway: GatewayConfig, *, is_priced: bool = False) -> None:
     """Raises ConfigError for a budget that nothing could be counted against."""
-    if limits.monthly_budget is not None and not gateway.prices:
+    if limits.monthly_budget is not None and not (gateway.prices or is_priced):
         raise ConfigError(
             f'{key}: a budget needs prices; add [gateway.prices."*"], or use monthly tokens instead'
         )

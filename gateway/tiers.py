@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +23,11 @@ class Tier:
     config: TierConfig
 
     @property
+    def openai_name(self) -> str:
+        """What the OpenAI API calls it."""
+        return self.config.openai_name or self.name
+
+    @property
     def accepted(self) -> Tier:
         """The tier under which an accepted request goes on: it is not refused for its wait any more."""
         config = msgspec.structs.replace(self.config, admission="best_effort", queue_limit_ms=None)
@@ -34,6 +39,7 @@ class Tiers:
 
     def __init__(self, settings: Settings) -> None:
         self._tiers = {name: Tier(name, config) for name, config in settings.tiers.items()}
+        self._own_names = {tier.openai_name: name for name, tier in self._tiers.items()}
         self._tenants = settings.tenants
         self._default = settings.gateway.default_tier
 
@@ -60,12 +66,15 @@ class Tiers:
         return tuple(dict.fromkeys((identity.tier, self.own_tier(identity.tenant), *agreed)))
 
     def resolve(self, identity: Identity, requested: str) -> Tier:
-        """The tier of a request; "", "auto" and "default" give the caller's own.
+        """The tier of a request, by its own name or OpenAI's. "" and "auto" give the caller's own, and so
+        does "default" where no tier is called so.
 
         Raises TIER_NOT_ALLOWED for a tier that the tenant may not use, and for one that does not exist: a
         caller does not learn the names of tiers beyond the own ones.
         """
-        name = identity.tier if not requested or requested in OWN_TIER_ALIASES else requested
+        name = self._own_names.get(requested, requested)
+        if not name or name in OWN_TIER_ALIASES:
+            name = identity.tier
         if name == identity.tier and name in self._tiers:
             return self._tiers[name]
         allowed = self.allowed(identity)
@@ -73,8 +82,14 @@ class Tiers:
             raise MillraceError(
                 Reason.TIER_NOT_ALLOWED,
                 f"service_tier {requested!r} is not available to tenant {identity.tenant}; "
-                f"use one of: auto, default, {', '.join(allowed)}",
+                f"use one of: {', '.join(self._words(allowed))}",
                 field="service_tier",
                 metadata={"allowed_tiers": ",".join(allowed)},
             )
         return self._tiers[name]
+
+    def _words(self, allowed: Iterable[str]) -> dict[str, None]:
+        """Values of `service_tier` that lead to one of these tiers."""
+        aliases = sorted(OWN_TIER_ALIASES - self._own_names.keys())
+        named = [self._tiers[name].openai_name for name in allowed if name in self._tiers]
+        return dict.fromkeys((*aliases, *allowed, *named))

@@ -29,15 +29,16 @@ class HttpCallers:
         Raises MISSING_CREDENTIALS, INVALID_CREDENTIALS, TENANT_NOT_ALLOWED, TIER_NOT_ALLOWED and
         CONTEXT_SIGNATURE_INVALID.
         """
-        traceparent, tracestate, client_request_id = (
+        traceparent, tracestate, client_request_id, retries = (
             headers.get(name, b"").decode("latin-1")
-            for name in (b"traceparent", b"tracestate", b"x-client-request-id")
+            for name in (b"traceparent", b"tracestate", b"x-client-request-id", b"x-stainless-retry-count")
         )
         arrival = Arrival(
             received_s=received_s,
             traceparent=traceparent,
             tracestate=tracestate,
             client_request_id=client_request_id,
+            retries=retries,
         )
         signed = headers.get(_CONTEXT)
         if signed is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import msgspec
@@ -16,6 +17,9 @@ from observability.emit.tracing import RemoteSpan, RequestIdentity
 from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 
+# What is longer is no count of retries.
+_IS_COUNT = re.compile(r"[0-9]{1,4}").fullmatch
+
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """When a call came, and with which headers."""
@@ -25,6 +29,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""
     tracestate: str = ""
     client_request_id: str = ""
+    # As SDKs count: a number in digits.
+    retries: str = ""
     # The client's own deadline, from now; the earlier of it and the edge's counts.
     timeout_s: float | None = None
 
@@ -77,11 +83,16 @@ class CallerVerifier:
             ),
             deadline_s=deadline_s,
             client_request_id=client_request_id,
+            num_retries=int(arrival.retries) if _IS_COUNT(arrival.retries) else 0,
             context=context,
         )
 
-    def sign(self, caller: Caller, tier: Tier, traceparent: tuple[str, str]) -> context_pb2.SignedContext:
-        """The context under the effective tier, with the caller's deadline, below the given span."""
+    def sign(
+        self, caller: Caller, tier: Tier, traceparent: tuple[str, str], model: str = ""
+    ) -> context_pb2.SignedContext:
+        """The context under the effective tier, with the caller's deadline, below the given span; for `model`
+        alone, where the caller may not use all.
+        """
         weight = self._tiers.tenant_weight(caller.identity.tenant)
         now_unix_ms = time.time_ns() // 1_000_000
         if caller.context is None:
@@ -91,6 +102,9 @@ class CallerVerifier:
             context.CopyFrom(caller.context)
             write_tier(context, tier, tenant_weight=weight)
             context.issued_unix_ms = now_unix_ms
+        if model and context.allowed_models:
+            # An alias or an adapter is what was allowed, this is what it stands for.
+            context.allowed_models[:] = [model]
         context.client_request_id = caller.client_request_id
         context.traceparent, context.tracestate = traceparent
         if caller.deadline_s is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,6 +16,7 @@ from millrace.engine.v1 import engine_pb2
 
 from contract.engines import CancelReason, EngineInfo, EngineLoad, KvEvent
 from contract.errors import MillraceError, Reason
+from contract.outputs import EngineTime
 from contract.proto import engine as wire
 from gateway.engines import convert
 from gateway.engines.mailbox import Mailbox
@@ -56,7 +58,7 @@ Inbox: TypeAlias = Mailbox["EngineOutput | Lost | EngineReady | MillraceError"]
 
 
 class Computed(msgspec.Struct):
-    """What an engine has computed for a submission that was taken back before anything of it came."""
+    """What an engine has computed for a submission, by what came after that was taken back."""
 
     # The prompt, or a part of it.
     has_begun: bool = False
@@ -69,7 +71,9 @@ class Leg:
     __slots__ = (
         "attachment",
         "choice_index",
+        "computed",
         "connection",
+        "engine_time",
         "handle",
         "inbox",
         "num_open_choices",
@@ -89,53 +93,64 @@ class Leg:
         # A leg of one choice names it itself; otherwise the engine's numbers count from the first.
         self.choice_index = submission.choice_index if submission.sampling.n == 1 else None
         self.started = False
-        # Of one that was taken back before anything of it came: what the engine had computed for it.
-        self.worked: asyncio.Future[Computed] | None = None
+        # What the engine has spent on it, as far as it has said so.
+        self.engine_time = EngineTime()
+        # Of one that was taken back: what came after that, and the engine's last word.
+        self.computed = Computed()
+        self.worked: asyncio.Future[None] | None = None
 
     def cancel(self, reason: CancelReason) -> None:
-        """Takes the request back; nothing of it arrives any more, but for the answer to `worked`."""
+        """Takes the request back: nothing of it arrives in the inbox; `worked` ends with the last word."""
         self.attachment.cancel(self.handle, reason)
 
 
 class Attachment:
     """Keeps one engine attached: connects, checks what it serves, demultiplexes, reconnects with backoff."""
 
+    _is_stuck = False
+    _retiring = False
+
     def __init__(
         self,
         target: str,
         *,
         gateway: str,
-        fingerprint: str,
-        model: str = "",
+        fingerprint: Callable[[], str] = str,
+        check: Callable[[str, EngineInfo], None] = lambda target, info: None,
         on_change: Callable[[Attachment], None] = lambda attachment: None,
         on_kv_events: Callable[[Attachment, list[KvEvent]], None] | None = None,
+        on_unclaimed: Callable[[Mapping[str, int]], object] | None = None,
         silence_limit_s: float = math.inf,
     ) -> None:
         self.target = target
         self.state = EngineState.CONNECTING
         self.info: EngineInfo | None = None
         self.load = EngineLoad()
-        # Prompt tokens of own submissions that have not produced a token yet.
+        # Adapters that it has in memory.
+        self.loaded_adapters: frozenset[str] = frozenset()
+        # Prompt tokens of own submissions without a token yet.
         self.unstarted_tokens = 0
         # Why the last connection ended, for people.
         self.last_failure = ""
         self.num_losses = 0
         self._gateway = gateway
+        # The vocabulary that the engine is told; "" leaves it to `check`.
         self._fingerprint = fingerprint
-        # Name under which the model is served; "" takes every model of the vocabulary.
-        self._model = model
+        # Raises what keeps an engine of this description from being used.
+        self._check = check
         # An engine that says nothing for so long is gone.
         self._silence_limit_s = silence_limit_s
         self._on_change = on_change
         self._on_kv_events = on_kv_events
+        self._on_unclaimed = on_unclaimed
         self._handles = itertools.count(1)
         self._legs: dict[int, Leg] = {}
-        # Taken back before anything of them came, and what the engine says to that.
-        self._taken_back: dict[int, asyncio.Future[Computed]] = {}
+        # Taken back, until the engine has said its last word.
+        self._taken_back: dict[int, Leg] = {}
         self._outbox = _outbox()
-        self._is_stuck = False
         self._task: asyncio.Task[None] | None = None
-        self._retiring = False
+        # Ends the pause before the next connection.
+        self._again = asyncio.Event()
 
     @property
     def num_open(self) -> int:
@@ -145,6 +160,10 @@ class Attachment:
     def start(self) -> None:
         """Begins to connect, in the background, until `stop`."""
         self._task = asyncio.create_task(self._keep_attached(), name=f"attach {self.target}")
+
+    def reconsider(self) -> None:
+        """Asks an engine again at once that cannot be used; what may be used has changed."""
+        self._again.set()
 
     def retire(self) -> None:
         """Takes nothing new; the stream is closed when the last open request has ended."""
@@ -175,9 +194,8 @@ class Attachment:
         if leg is not None:
             self._close(leg)
             self._send(convert.cancel(handle, reason))
-            if not leg.started:
-                leg.worked = asyncio.get_running_loop().create_future()
-                self._taken_back[handle] = leg.worked
+            leg.worked = asyncio.get_running_loop().create_future()
+            self._taken_back[handle] = leg
 
     def _send(self, message: engine_pb2.AttachRequest) -> None:
         try:
@@ -215,7 +233,10 @@ class Attachment:
             self._detach()
             backoff_s = FIRST_BACKOFF_S if was_attached else min(backoff_s * 2, LAST_BACKOFF_S)
             # Spread out, so that gateways do not come back all at once.
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            self._again.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff_s * random.uniform(0.5, 1.0)):
+                    await self._again.wait()
 
     def _note_failure(self, error: MillraceError) -> None:
         if error.reason in _INCOMPATIBLE:
@@ -227,7 +248,7 @@ class Attachment:
     async def _attach_once(self) -> None:
         self._is_stuck = False
         self._outbox = _outbox()
-        self._outbox.put(convert.hello(self._gateway, self._fingerprint))
+        self._outbox.put(convert.hello(self._gateway, self._fingerprint()))
         await run_stream(
             self.target,
             _METHOD,
@@ -244,20 +265,10 @@ class Attachment:
             )
 
     def _welcome(self, info: EngineInfo) -> None:
-        if info.vocabulary_fingerprint != self._fingerprint:
-            raise MillraceError(
-                Reason.VOCABULARY_MISMATCH,
-                f"engine {self.target} has vocabulary {info.vocabulary_fingerprint[:12]}…, the tokenizer "
-                f"service has {self._fingerprint[:12]}…; serve the same checkpoint with both",
-            )
-        if self._model and info.model != self._model:
-            raise MillraceError(
-                Reason.MODEL_NOT_FOUND,
-                f"engine {self.target} serves model {info.model!r}, this gateway {self._model!r}; give all "
-                "services the same [model] name and path",
-            )
+        self._check(self.target, info)
         self.info = info
         self.load = EngineLoad()
+        self.loaded_adapters = frozenset()
         self.last_failure = ""
         self._set_state(EngineState.READY)
 
@@ -273,23 +284,29 @@ class Attachment:
         step = message.outputs
         if step.HasField("load"):
             self._set_load(wire.load(step.load))
+        if step.HasField("adapters"):
+            self.info = msgspec.structs.replace(self.info, adapters=tuple(step.adapters.served))
+            self.loaded_adapters = frozenset(step.adapters.loaded)
+            self._on_change(self)
         self._dispatch(step.outputs)
         if step.kv_events and self._on_kv_events is not None:
             self._on_kv_events(self, [wire.kv_event(event) for event in step.kv_events])
+        if step.unclaimed and self._on_unclaimed is not None:
+            self._on_unclaimed({each.entry_id: each.num_tokens for each in step.unclaimed})
 
     def _dispatch(self, outputs: Any) -> None:
         legs = self._legs
         to_domain = convert.output
-        # The news of one submission come together.
-        taken_back: dict[int, Computed] = {}
         for message in outputs:
             leg = legs.get(message.handle)
             if leg is None:
                 # Cancelled here: on its way when the engine did not know yet, or its answer.
                 if message.handle in self._taken_back and not message.withheld_tokens:
-                    _note_taken_back(taken_back.setdefault(message.handle, Computed()), message)
+                    self._note_taken_back(message)
                 continue
             output = to_domain(message)
+            if output.statistics is not None:
+                leg.engine_time += output.statistics.engine_time
             if output.error is not None:
                 self._close(leg)
                 leg.inbox.put_last(Lost(leg, output.error))
@@ -304,10 +321,17 @@ class Attachment:
                 if leg.num_open_choices <= 0:
                     self._close(leg)
             leg.inbox.put(output)
-        for handle, computed in taken_back.items():
-            worked = self._taken_back.pop(handle)
-            if not worked.done():
-                worked.set_result(computed)
+
+    def _note_taken_back(self, message: Any) -> None:
+        leg = self._taken_back[message.handle]
+        num_tokens = len(message.token_ids) + message.statistics.candidate_tokens
+        leg.computed.num_tokens += num_tokens
+        leg.computed.has_begun |= bool(num_tokens) or message.statistics.num_steps > 0
+        leg.engine_time += wire.engine_time(message.statistics)
+        leg.num_open_choices -= bool(message.finish_reason)
+        if leg.num_open_choices <= 0 or message.HasField("error"):
+            del self._taken_back[message.handle]
+            _hear(leg)
 
     def _set_load(self, load: EngineLoad) -> None:
         self.load = load
@@ -334,9 +358,8 @@ class Attachment:
         for leg in lost.values():
             leg.inbox.put_last(Lost(leg))
         silent, self._taken_back = self._taken_back, {}
-        for worked in silent.values():
-            if not worked.done():
-                worked.set_result(Computed())
+        for leg in silent.values():
+            _hear(leg)
         self._stop_if_retired()
 
     def _set_state(self, state: EngineState) -> None:
@@ -345,10 +368,10 @@ class Attachment:
             self._on_change(self)
 
 
-def _note_taken_back(computed: Computed, message: Any) -> None:
-    num_tokens = len(message.token_ids) + message.statistics.candidate_tokens
-    computed.num_tokens += num_tokens
-    computed.has_begun |= bool(num_tokens) or message.statistics.num_steps > 0
+def _hear(leg: Leg) -> None:
+    """Nothing more is heard of a leg that was taken back."""
+    if leg.worked is not None and not leg.worked.done():
+        leg.worked.set_result(None)
 
 
 def _outbox() -> Outbox[engine_pb2.AttachRequest]:

@@ -17,6 +17,7 @@ import msgspec
 
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
+from contract.outputs import EngineTime
 from gateway.engines.attachment import Computed, EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Backlog, Mailbox
@@ -74,8 +75,10 @@ class ContinuousStream:
         self._has_output = False
         self._stranded: list[_Stranded] = []
         self._wait: asyncio.Task[None] | None = None
-        # What engines will say of legs that were taken back before anything of them came.
-        self._worked: list[asyncio.Future[Computed]] = []
+        # All legs there ever were.
+        self._all_legs: list[Leg] = []
+        # Kept, so that it is not collected while it waits.
+        self._telling: asyncio.Task[Any] | None = None
         # Connections that were lost, in order; several choices on one are one loss.
         self._losses: dict[tuple[str, int], None] = {}
         # Moments, in monotonic seconds, at which an engine was lost and at which work went on.
@@ -84,6 +87,11 @@ class ContinuousStream:
         self.route: Route | None = None
         self.engine = ""
         self.pool = ""
+
+    @property
+    def seed(self) -> int:
+        """By which tokens are drawn, on whatever engine."""
+        return self._submission.sampling.seed
 
     @property
     def num_losses(self) -> int:
@@ -129,8 +137,6 @@ class ContinuousStream:
         self._inbox.close()
         for leg in self._legs:
             leg.cancel(reason)
-            if leg.worked is not None:
-                self._worked.append(leg.worked)
         self._legs.clear()
         self._stranded.clear()
         if self._wait is not None:
@@ -142,14 +148,38 @@ class ContinuousStream:
 
         Nothing, of an engine that has not said so after ten seconds.
         """
-        if self._worked:
-            await asyncio.wait(self._worked, timeout=_ANSWER_S)
-        told = [each.result() for each in self._worked if each.done()]
+        unheard = self._unheard()
+        if unheard:
+            await asyncio.wait(unheard, timeout=_ANSWER_S)
+        told = [leg.computed for leg in self._all_legs if leg.worked is not None]
         is_ranked = self._submission.sampling.ranks_at_the_end
         return Computed(
             has_begun=any(each.has_begun for each in told),
             num_tokens=sum(each.num_tokens for each in told) if is_ranked else 0,
         )
+
+    def when_told(self, call: Callable[[], object]) -> None:
+        """Has `call` made when engines have said all of what was taken back: at once where nothing was, and
+        after ten seconds in any case.
+        """
+        unheard = self._unheard()
+        if not unheard:
+            call()
+            return
+        self._telling = asyncio.create_task(asyncio.wait(unheard, timeout=_ANSWER_S), name="last word")
+        self._telling.add_done_callback(lambda _: call())
+
+    @property
+    def engine_time(self) -> EngineTime:
+        """What engines have spent on it, as far as they have said so; one that was lost says nothing."""
+        spent = EngineTime()
+        for leg in self._all_legs:
+            spent += leg.engine_time
+        return spent
+
+    def _unheard(self) -> list[asyncio.Future[None]]:
+        worked = (leg.worked for leg in self._all_legs)
+        return [each for each in worked if each is not None and not each.done()]
 
     def end_choice(self, index: int, reason: CancelReason) -> None:
         """Forgets one choice; cancels on the engine when it was the last one or has a leg of its own."""
@@ -197,6 +227,7 @@ class ContinuousStream:
         self.pool = info.pool if info is not None else ""
         leg = route.attachment.submit(submission, self._inbox)
         self._legs[leg] = num_losses
+        self._all_legs.append(leg)
 
     def _resume(self) -> None:
         """Submits what has no engine, or sees to it that this is tried again when there is one."""

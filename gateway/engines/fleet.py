@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 
 import msgspec
 
-from contract.engines import KvEvent
-from contract.errors import MillraceError, Reason
+from contract.engines import EngineInfo, KvEvent
+from contract.errors import MillraceError, Reason, unsupported
+from contract.sampling import special_needs
 from gateway.config import RoutingConfig
 from gateway.engines.attachment import Attachment
 from gateway.engines.prefix import PrefixIndex, PromptHashes
@@ -30,26 +31,29 @@ class Route(msgspec.Struct, frozen=True):
 class Fleet:
     """Attachments by target. `set_targets` may be called at any time: new engines join, others leave.
 
-    `model` is the root of the engines' prefix hashes: the path in `[model]`, which all services share.
-    `served_model` is the name that engines must serve; "" takes every engine of the vocabulary.
+    Engines say which model they serve; `check` raises what keeps one from being used, and `fingerprint` is
+    the vocabulary that they are told, "" where there are several. `on_change` hears of those that come or go,
+    `on_unclaimed` what engines have computed for gateways that are gone, by entries of the ledger.
     """
 
     def __init__(
         self,
         *,
         gateway: str,
-        fingerprint: str,
-        model: str = "",
-        served_model: str = "",
+        fingerprint: Callable[[], str] = str,
+        check: Callable[[str, EngineInfo], None] = lambda target, info: None,
         routing: RoutingConfig,
         silence_limit_s: float = math.inf,
+        on_change: Callable[[], None] = lambda: None,
+        on_unclaimed: Callable[[Mapping[str, int]], object] | None = None,
     ) -> None:
         self._gateway = gateway
         self._fingerprint = fingerprint
-        self._model = model
-        self._served_model = served_model
+        self._check = check
+        self._on_change = on_change
         self.routing = routing
         self._silence_limit_s = silence_limit_s
+        self._on_unclaimed = on_unclaimed
         self._use_prefixes = routing.policy == "prefix"
         self._attachments: dict[str, Attachment] = {}
         self._prefixes: dict[str, PrefixIndex] = {}
@@ -67,19 +71,25 @@ class Fleet:
         """Engines that take new requests."""
         return [each for each in self._attachments.values() if each.state is EngineState.READY]
 
-    @property
-    def adapters(self) -> list[str]:
-        """Names of the adapters that attached engines serve."""
-        return sorted({name for each in self.attachments if each.info for name in each.info.adapters})
+    def of(self, model: str) -> list[Attachment]:
+        """Engines of a version of a model that are attached; "" is any."""
+        return [each for each in self.attachments if each.info and model in ("", each.info.model_key)]
+
+    def serving(self, model: str) -> bool:
+        """Whether an engine takes new requests for a version of a model."""
+        return any(each.state is EngineState.READY for each in self.of(model))
+
+    def adapters(self, model: str) -> list[str]:
+        """Names of the adapters that a model's engines serve."""
+        return sorted({name for each in self.of(model) if each.info for name in each.info.adapters})
 
     def takers(self, submission: Submission) -> list[Attachment]:
         """Engines that take this submission now."""
         return [each for each in self.ready if _fits(each, submission)]
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus completion that every attached engine takes; 0 when none is attached."""
-        return min((each.info.max_model_len for each in self.attachments if each.info), default=0)
+    def max_model_len(self, model: str) -> int:
+        """Longest prompt plus completion that all of a model's engines take; 0 when none is attached."""
+        return min((each.info.max_model_len for each in self.of(model) if each.info), default=0)
 
     async def set_targets(self, targets: Sequence[str]) -> None:
         """Attaches engines that are new in `targets`; those that are missing finish what they have."""
@@ -89,10 +99,11 @@ class Fleet:
                     target,
                     gateway=self._gateway,
                     fingerprint=self._fingerprint,
-                    model=self._served_model,
+                    check=self._check,
                     silence_limit_s=self._silence_limit_s,
                     on_change=self._note_change,
                     on_kv_events=self._note_kv_events if self._use_prefixes else None,
+                    on_unclaimed=self._on_unclaimed,
                 )
                 self._attachments[target] = attachment
                 self._prefixes[target] = PrefixIndex()
@@ -114,7 +125,9 @@ class Fleet:
         """Waits until some engine's state changes; False when none did in time."""
         self._changed.clear()
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            # Not `wait_for`: it forgets that it was cancelled when the change comes in the same moment.
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
         except TimeoutError:
             return False
         return True
@@ -123,14 +136,14 @@ class Fleet:
         """The engine for `submission`, one outside `avoid` where there is one; raises ENGINE_UNAVAILABLE."""
         ready = self.takers(submission)
         if not ready:
-            raise self.unavailable(submission)
+            raise self._lacking(submission) or self.unavailable(submission)
         if avoid:
             ready = [each for each in ready if each.target not in avoid] or ready
-        if len(ready) == 1 and len(self._attachments) == 1:
+        if len(ready) == 1 and len(self.of(submission.model)) == 1:
             return Route(ready[0], RouteReason.ONLY)
         hashes = self._hashes(submission, ready[0]) if self._use_prefixes else None
         home = _home(submission, ready)
-        candidates = [self._candidate(each, hashes, is_home=each is home) for each in ready]
+        candidates = [self._candidate(each, hashes, submission, is_home=each is home) for each in ready]
         tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
         choice = choose(candidates, tokens, self.routing)
         chosen = ready[choice.index]
@@ -139,19 +152,35 @@ class Fleet:
             self._prefixes[chosen.target].expect(hashes)
         return Route(chosen, choice.reason, candidates[choice.index].cached_tokens)
 
+    def _lacking(self, submission: Submission) -> MillraceError | None:
+        """What no engine has that would take the submission otherwise; None where that is not the reason."""
+        needs = special_needs(submission.sampling)
+        if not any(_fits(each, submission, needs=set()) for each in self.ready):
+            return None
+        names = sorted(name for name in needs if all(name in _lacks(each) for each in self.ready))
+        field = (names or sorted(needs))[0]
+        return unsupported(field, "leave it out", "engines of this make have no such option")
+
     def _hashes(self, submission: Submission, attachment: Attachment) -> PromptHashes | None:
         info = attachment.info
         if info is None or not info.block_size:
             return None
         return PromptHashes(
             submission.prompt_token_ids,
-            model=self._model,
+            model=submission.checkpoint,
             adapter=submission.adapter,
             salt=submission.cache_salt,
             block_size=info.block_size,
         )
 
-    def _candidate(self, attachment: Attachment, hashes: PromptHashes | None, *, is_home: bool) -> Candidate:
+    def _candidate(
+        self,
+        attachment: Attachment,
+        hashes: PromptHashes | None,
+        submission: Submission,
+        *,
+        is_home: bool,
+    ) -> Candidate:
         load, info = attachment.load, attachment.info
         used = load.num_total_blocks - load.num_free_blocks
         cached_blocks = 0
@@ -164,6 +193,7 @@ class Fleet:
             cached_tokens=cached_blocks * (info.block_size if info else 0),
             kv_usage=used / load.num_total_blocks if load.num_total_blocks else 0.0,
             is_home=is_home,
+            is_cold=bool(submission.adapter) and submission.adapter not in attachment.loaded_adapters,
             long_lane=attachment.target in self.routing.long_lane
             or (info is not None and info.pool in self.routing.long_lane),
             last_chosen=self._last_chosen.get(attachment.target, 0),
@@ -172,6 +202,16 @@ class Fleet:
     def _note_change(self, attachment: Attachment) -> None:
         if attachment.info is None and attachment.target in self._prefixes:
             self._prefixes[attachment.target].clear()
+        self._on_change()
+        self._changed.set()
+
+    def reconsider(self) -> None:
+        """Asks engines again that could not be used."""
+        for each in self.attachments:
+            each.reconsider()
+
+    def note_change(self) -> None:
+        """Something changed that `wait_change` is about."""
         self._changed.set()
 
     def _note_kv_events(self, attachment: Attachment, events: list[KvEvent]) -> None:
@@ -181,7 +221,7 @@ class Fleet:
 
     def unavailable(self, submission: Submission | None = None) -> MillraceError:
         """ENGINE_UNAVAILABLE with the state of every engine."""
-        wanted = ""
+        wanted = f" for model {submission.model!r}" if submission is not None and submission.model else ""
         if submission is not None and submission.adapter:
             wanted += f" for adapter {submission.adapter!r}"
         if submission is not None and submission.pool:
@@ -200,25 +240,35 @@ class Fleet:
 
 
 def _home(submission: Submission, attachments: Sequence[Attachment]) -> Attachment | None:
-    """The engine that a prompt cache key leads to, the same for every gateway: the one with the highest hash.
+    """The engine that a prompt cache key leads to, the same for every gateway: the one with the highest hash;
+    without a key, an adapter's name does, which is then loaded where it has been before.
 
     When an engine comes or goes, the keys of the others stay where they are. Tenants do not share keys.
     """
-    if not submission.affinity:
+    if not submission.affinity and not submission.adapter:
         return None
-    key = submission.affinity.encode()
+    key, salt = (submission.affinity or submission.adapter).encode(), b""
+    if submission.affinity:
+        salt = submission.cache_salt[:64]
 
     def height(attachment: Attachment) -> bytes:
-        return blake2b(
-            key + attachment.target.encode(), digest_size=8, key=submission.cache_salt[:64]
-        ).digest()
+        return blake2b(key + attachment.target.encode(), digest_size=8, key=salt).digest()
 
     return max(attachments, key=height)
 
 
-def _fits(attachment: Attachment, submission: Submission) -> bool:
+def _lacks(attachment: Attachment) -> tuple[str, ...]:
+    return attachment.info.unsupported if attachment.info is not None else ()
+
+
+def _fits(attachment: Attachment, submission: Submission, needs: set[str] | None = None) -> bool:
     info = attachment.info
     if info is None:
         return False
+    if info.unsupported and not (special_needs(submission.sampling) if needs is None else needs).isdisjoint(
+        info.unsupported
+    ):
+        return False
     has_adapter = not submission.adapter or submission.adapter in info.adapters
-    return has_adapter and submission.pool in ("", info.pool)
+    is_of_model = submission.model in ("", info.model_key)
+    return is_of_model and has_adapter and submission.pool in ("", info.pool)

@@ -36,6 +36,8 @@ class Candidate(msgspec.Struct, frozen=True):
     kv_usage: float = 0.0
     # The prompt cache key of the request leads here.
     is_home: bool = False
+    # The request's adapter must be loaded first.
+    is_cold: bool = False
     # Serves long prompts only.
     long_lane: bool = False
     # Grows each time the engine is chosen; the smaller one wins a tie.
@@ -45,6 +47,8 @@ class Candidate(msgspec.Struct, frozen=True):
 # What a prompt cache key is worth, in prompt tokens: requests that share one probably share more than is
 # known here.
 _HOME_TOKENS = 512.0
+# What loading an adapter costs, in prompt tokens; the one whose place it takes must be loaded again, too.
+_TOKENS_OF_COLD_ADAPTER = 512.0
 # What one running request costs a new one, in prompt tokens: its share of every step.
 _TOKENS_PER_RUNNING_REQUEST = 64.0
 # Added at full KV cache, where preemption threatens; grows with the square of the usage.
@@ -74,6 +78,7 @@ def choose(candidates: Sequence[Candidate], prompt_tokens: int, config: RoutingC
             candidate.pending_tokens
             + own
             - (_HOME_TOKENS if with_home and near and candidate.is_home else 0.0)
+            + (_TOKENS_OF_COLD_ADAPTER if candidate.is_cold else 0.0)
             + candidate.num_requests * _TOKENS_PER_RUNNING_REQUEST
             + candidate.kv_usage**2 * _TOKENS_AT_FULL_CACHE
         )

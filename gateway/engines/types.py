@@ -40,6 +40,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarSpec | None = None
     # What people see in traces and logs.
     request_id: str = ""
+    # Its row in the ledger; engines say it again if this gateway goes.
+    entry_id: str = ""
     # Tokens that were generated already, on another engine.
     output_token_ids: tuple[int, ...] = ()
     # Choice that alone is submitted; the first one otherwise.
@@ -52,6 +54,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     affinity: str = ""
     # Label that the engine must have; "" takes every engine.
     pool: str = ""
+    # Version of the model that the engine must serve, as `contract.engines.model_key` writes it.
+    model: str = ""
+    # Path of its checkpoint, which engines' hashes of prefixes begin with.
+    checkpoint: str = ""
 
 
 class EngineState(StrEnum):

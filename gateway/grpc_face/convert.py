@@ -84,6 +84,7 @@ def _request(
         service_tier=message.service_tier,
         prompt_cache_key=message.prompt_cache_key,
         metadata=dict(message.metadata),
+        allow_fallback=not message.refuse_fallback,
         echo=echo,
         face="grpc",
         field_names={**names, "response_format": f"response_format.{kind}"} if kind else names,

@@ -37,8 +37,39 @@ def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server, intake: 
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(FULL_NAME, handlers),))
 
 
+class Unparsed:
+    """A large message's bytes. gRPC keeps what its deserializer returned until the call has ended, which is
+    this, and not the bytes: they are dropped as soon as they are parsed.
+    """
+
+    __slots__ = ("_data", "_when_dropped")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._when_dropped: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    @property
+    def data(self) -> bytes:
+        """The bytes, until they are dropped."""
+        return self._data
+
+    def when_dropped(self, call: Callable[[], None]) -> None:
+        """Has `call` called then."""
+        self._when_dropped = call
+
+    def drop(self) -> None:
+        """Forgets the bytes."""
+        self._data = b""
+        call, self._when_dropped = self._when_dropped, None
+        if call is not None:
+            call()
+
+
 def _if_small(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    return lambda data: data if len(data) > LARGE_BYTES else parse(data)
+    return lambda data: Unparsed(data) if len(data) > LARGE_BYTES else parse(data)
 
 
 class _Parser:
@@ -53,25 +84,27 @@ class _Parser:
         """Who calls."""
         return self._servicer.caller(context).identity.tenant
 
-    async def parsed(self, data: bytes, tenant: str) -> Any:
-        """The message, in the tenant's turn."""
+    async def parsed(self, message: Unparsed, tenant: str) -> Any:
+        """The message, in the tenant's turn; its bytes are dropped."""
         kind = self._kind
         async with self.intake.turn(tenant) as slices:
-            for _ in counted(data, kind.DESCRIPTOR, self.intake.limits):
-                await slices.breathe()
             try:
-                return kind.FromString(data)
+                for _ in counted(message.data, kind.DESCRIPTOR, self.intake.limits):
+                    await slices.breathe()
+                return kind.FromString(message.data)
             except DecodeError as error:
                 raise MillraceError(
                     Reason.MALFORMED_BODY,
                     f"the bytes of the request are no {kind.DESCRIPTOR.full_name}; generate the client from "
                     "proto/",
                 ) from error
+            finally:
+                message.drop()
 
 
 def _unary(behavior: Callable[[Any, Any], Awaitable[Any]], parser: _Parser) -> Callable[[Any, Any], Any]:
     async def call(request: Any, context: Any) -> Any:
-        if not isinstance(request, bytes):
+        if not isinstance(request, Unparsed):
             return await behavior(request, context)
         tenant = parser.tenant(context)
         with parser.intake.hold(tenant) as hold:
@@ -84,7 +117,7 @@ def _unary(behavior: Callable[[Any, Any], Awaitable[Any]], parser: _Parser) -> C
 def _streaming(
     behavior: Callable[[Any, Any], AsyncIterator[Any]], parser: _Parser
 ) -> Callable[[Any, Any], Any]:
-    async def large(request: bytes, context: Any) -> AsyncIterator[Any]:
+    async def large(request: Unparsed, context: Any) -> AsyncIterator[Any]:
         tenant = parser.tenant(context)
         with parser.intake.hold(tenant) as hold:
             hold.grow_by_body(len(request))
@@ -93,6 +126,6 @@ def _streaming(
 
     def call(request: Any, context: Any) -> AsyncIterator[Any]:
         # Not in between where it is small: each message would pass one generator more.
-        return large(request, context) if isinstance(request, bytes) else behavior(request, context)
+        return large(request, context) if isinstance(request, Unparsed) else behavior(request, context)
 
     return call

@@ -36,17 +36,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.ChatResponse]:
         """Answers a conversation."""
         caller, pipeline = self.caller(context), self._pipeline()
-        vocabulary = pipeline.vocabulary
         asked = convert.chat_request(request, pipeline.intake.limits)
+        # It may be megabytes, and answers take minutes.
+        include_timing = request.include_timing
+        del request
         async with await pipeline.begin(caller, asked) as generation:
-            info = generation.info
+            info, vocabulary = generation.info, generation.reader.vocabulary
             response = _response(inference_pb2.ChatResponse, info, info.enforcement)
             while deltas := await generation.take():
                 response.choices.extend(convert.chat_choice(delta, vocabulary) for delta in by_choice(deltas))
                 yield response
                 generation.first_chunk_written()
                 response = _response(inference_pb2.ChatResponse, info)
-            response.usage.CopyFrom(convert.usage_message(generation.usage(), timing=request.include_timing))
+            response.usage.CopyFrom(convert.usage_message(generation.usage(), timing=include_timing))
             yield response
 
     async def Generate(
@@ -54,10 +56,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Continues a text or token ids."""
         caller = self.caller(context)
-        vocabulary = self._pipeline().vocabulary
         async with await self._pipeline().begin(caller, convert.generate_request(request)) as generation:
-            info = generation.info
-            echo = decode(self._pipeline().texts, info.prompt_token_ids) if request.echo else ""
+            info, vocabulary = generation.info, generation.reader.vocabulary
+            echo = decode(generation.reader.texts, info.prompt_token_ids) if request.echo else ""
             if request.echo and request.WhichOneof("prompt") == "text":
                 echo = request.text
             to_echo = dict.fromkeys(range(info.num_choices), echo)
@@ -78,8 +79,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.CountTokensResponse:
         """Counts without generating."""
         pipeline, caller = self._pipeline(), self.caller(context)
-        pipeline.check_model(caller, request.model)
-        ids = await pipeline.encode(caller, convert.prompt_request(request, pipeline.intake.limits))
+        served = pipeline.model(caller, request.model)
+        ids = await pipeline.encode(caller, served, convert.prompt_request(request, pipeline.intake.limits))
         return inference_pb2.CountTokensResponse(num_tokens=len(ids))
 
     async def Tokenize(
@@ -87,11 +88,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Encodes without generating."""
         pipeline, caller = self._pipeline(), self.caller(context)
-        pipeline.check_model(caller, request.model)
+        served = pipeline.model(caller, request.model)
         asked = convert.prompt_request(request, pipeline.intake.limits)
-        ids = await pipeline.encode(caller, asked, convert.special_tokens(request))
-        response = inference_pb2.TokenizeResponse(max_model_len=pipeline.fleet.max_model_len)
-        slices, text_of = Slices(), pipeline.vocabulary.token_text
+        ids = await pipeline.encode(caller, served, asked, convert.special_tokens(request))
+        response = inference_pb2.TokenizeResponse(max_model_len=pipeline.max_model_len(served))
+        slices, text_of = Slices(), served.vocabulary.token_text
         for start in range(0, len(ids), _TOGETHER):
             some = ids[start : start + _TOGETHER]
             response.token_ids.extend(some)
@@ -105,26 +106,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """Decodes token ids."""
         pipeline, caller = self._pipeline(), self.caller(context)
-        pipeline.check_model(caller, request.model)
-        text = await pipeline.decode(caller, request.token_ids, "token_ids")
+        served = pipeline.model(caller, request.model)
+        text = await pipeline.decode(caller, served, request.token_ids, "token_ids")
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
         """Models that the key may use."""
-        pipeline = self._pipeline()
-        return inference_pb2.ListModelsResponse(
-            models=[
-                inference_pb2.Model(
-                    id=name,
-                    max_model_len=pipeline.fleet.max_model_len,
-                    created_unix_s=pipeline.created_unix_s,
-                    owned_by="millrace",
-                )
-                for name in pipeline.served_names(self.caller(context))
-            ]
-        )
+        pipeline, response = self._pipeline(), inference_pb2.ListModelsResponse()
+        for name in pipeline.catalog.names(self.caller(context).identity):
+            served = pipeline.catalog.any_of(name)
+            response.models.add(
+                id=name,
+                max_model_len=pipeline.max_model_len(served) if served else 0,
+                created_unix_s=served.created_unix_s if served else 0,
+                owned_by="millrace",
+            )
+        return response
 
     def caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         """Who calls; raises MISSING_CREDENTIALS or CONTEXT_SIGNATURE_INVALID."""
@@ -136,6 +135,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             traceparent=metadata.get("traceparent", ""),
             tracestate=metadata.get("tracestate", ""),
             client_request_id=metadata.get("x-client-request-id", ""),
+            retries=metadata.get("grpc-previous-rpc-attempts") or metadata.get("x-stainless-retry-count", ""),
             timeout_s=context.time_remaining(),
         )
         return self._pipeline().callers.verify(metadata.get(CONTEXT_HEADER), arrival)

@@ -1,5 +1,6 @@
 """Messages on their way. gRPC's core keeps each whole before anybody can see how large it is, so a call waits
 for room before its message is asked for: until then its sender gets no further than the window of a stream.
+A large message keeps what it takes of the room until it is parsed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import grpc
 
 from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import GatewayConfig
+from gateway.grpc_face.large import Unparsed
 from gateway.grpc_face.servicer import FULL_NAME
 from gateway.tokenizer.room import Room
 from services.interceptors import ServerInterceptor
@@ -56,17 +58,25 @@ class UnreadMessages(ServerInterceptor):
         return handler._replace(request_deserializer=self._reading(tenant, handler.request_deserializer))
 
     def _reading(self, tenant: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        is_unread = True
+        num_held = self._max_message_bytes
+
+        def shrink(num_bytes: int) -> None:
+            nonlocal num_held
+            freed, num_held = num_held - num_bytes, num_bytes
+            if freed:
+                self._room.release(tenant, freed)
 
         def give(_: Any = None) -> None:
-            nonlocal is_unread
-            if is_unread:
-                is_unread = False
-                self._room.release(tenant, self._max_message_bytes)
+            shrink(0)
 
         def read(data: bytes) -> Any:
-            give()
-            return parse(data)
+            message = parse(data)
+            if isinstance(message, Unparsed):
+                shrink(len(data))
+                message.when_dropped(give)
+            else:
+                give()
+            return message
 
         # A call may end before its message is there.
         task = asyncio.current_task()

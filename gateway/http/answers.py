@@ -125,7 +125,7 @@ class Answer:
             "object": kind,
             "created": self._info.created_unix_s,
             "model": self._info.model,
-            "service_tier": self._info.service_tier,
+            "service_tier": self._info.openai_tier,
         }
 
     def _choice(self, delta: ChoiceDelta, *, whole: bool) -> dict[str, Any]:

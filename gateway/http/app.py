@@ -11,6 +11,7 @@ from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorizer
 from gateway.auth.callers import HttpCallers
 from gateway.http import openapi
+from gateway.http.adapters import AdapterEndpoints
 from gateway.http.errors import not_found
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.generate import GenerateEndpoints
@@ -117,6 +118,7 @@ def build_app(
     deferred: Deferred,
     not_ready: Callable[[], str],
     details: Callable[[], dict[str, str]],
+    admin_tenants: tuple[str, ...] = (),
 ) -> Application:
     """The application of one gateway process.
 
@@ -124,7 +126,7 @@ def build_app(
     nothing; `details` is shown on the health page.
     """
     generate = GenerateEndpoints(pipeline)
-    inspect = InspectEndpoints(pipeline)
+    inspect, adapters = InspectEndpoints(pipeline), AdapterEndpoints(pipeline, admin_tenants)
 
     async def health(exchange: Exchange) -> None:
         missing = not_ready()
@@ -148,6 +150,9 @@ def build_app(
             ("POST", "/v1/chat/completions"): ours(generate.chat),
             ("POST", "/v1/completions"): ours(generate.complete),
             ("GET", "/v1/models"): ours(inspect.models),
+            ("GET", "/v1/lora_adapters"): ours(adapters.list),
+            ("POST", "/v1/load_lora_adapter"): ours(adapters.load),
+            ("POST", "/v1/unload_lora_adapter"): ours(adapters.unload),
             ("POST", "/tokenize"): ours(inspect.tokenize),
             ("POST", "/detokenize"): ours(inspect.detokenize),
             ("GET", "/health"): health,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -137,14 +137,14 @@ CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options
 
 
 def chat_request(
-    body: ChatBody, *, reasons: bool, limits: RequestConfig = DEFAULT_REQUEST_LIMITS
+    body: ChatBody, *, reasons: Callable[[str], bool], limits: RequestConfig = DEFAULT_REQUEST_LIMITS
 ) -> GenerationRequest:
-    """The domain request. `reasons` says whether the model can think, for reasoning_effort."""
+    """The domain request. `reasons` says whether the model of a name can think, for reasoning_effort."""
     check_common(body)
     max_tokens, max_field = _max_tokens(body)
     return generation_request(
         body,
-        conversation(body, reasons=reasons, limits=limits),
+        conversation(body, reasons=reasons(body.model), limits=limits),
         sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
         names={**CONVERSATION_NAMES, "max_tokens": max_field, "logprobs": "top_logprobs"},
         safety_identifier=body.safety_identifier,

@@ -39,7 +39,7 @@ class GenerateEndpoints:
         pipeline = self._pipeline()
         convert = partial(
             chat.chat_request,
-            reasons=bool(pipeline.vocabulary.reasoning_format),
+            reasons=pipeline.reasons,
             limits=pipeline.intake.limits,
         )
         body, request = await read(exchange, pipeline.intake, chat.DECODER, convert)
@@ -66,7 +66,7 @@ class GenerateEndpoints:
             answers = [
                 kind(
                     generation.info,
-                    pipeline.vocabulary,
+                    generation.reader.vocabulary,
                     include_usage=body.include_usage,
                     logprobs=request.sampling.logprobs is not None,
                     first_index=index * generation.info.num_choices,
@@ -91,7 +91,7 @@ class GenerateEndpoints:
             return None
         if isinstance(request.prompt, TextPrompt):
             return request.prompt.text
-        return decode_ids(self._pipeline().texts, generation.info.prompt_token_ids)
+        return decode_ids(generation.reader.texts, generation.info.prompt_token_ids)
 
 
 def _warn(exchange: Exchange, body: CommonBody) -> None:

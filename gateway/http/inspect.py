@@ -59,7 +59,7 @@ class InspectEndpoints:
 
     async def models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
-        names = self._pipeline().served_names(exchange.verified_caller)
+        names = self._pipeline().catalog.names(exchange.verified_caller.identity)
         models = [self._model(name) for name in names]
         await exchange.respond(200, _encode({"object": "list", "data": models}))
 
@@ -70,16 +70,18 @@ class InspectEndpoints:
             # /v1/models/ is what some clients make of a base URL.
             await self.models(exchange)
             return
-        self._pipeline().check_model(exchange.verified_caller, name)
+        self._pipeline().catalog.check(exchange.verified_caller.identity, name)
         await exchange.respond(200, _encode(self._model(name)))
 
     def _model(self, name: str) -> dict[str, Any]:
+        pipeline = self._pipeline()
+        served = pipeline.catalog.any_of(name)
         return {
             "id": name,
             "object": "model",
-            "created": self._pipeline().created_unix_s,
+            "created": 0 if served is None else served.created_unix_s,
             "owned_by": "millrace",
-            "max_model_len": self._pipeline().fleet.max_model_len or None,
+            "max_model_len": (pipeline.max_model_len(served) if served else 0) or None,
         }
 
     async def tokenize(self, exchange: Exchange) -> None:
@@ -87,15 +89,15 @@ class InspectEndpoints:
         pipeline, caller = self._pipeline(), exchange.verified_caller
         convert = partial(_prompt_request, limits=pipeline.intake.limits)
         body, request = await read(exchange, pipeline.intake, _TOKENIZE, convert)
-        self._check_model(exchange, body.model)
-        ids = await pipeline.encode(caller, request, body.add_special_tokens)
+        served = pipeline.model(caller, body.model)
+        ids = await pipeline.encode(caller, served, request, body.add_special_tokens)
         parts = [b'"tokens":[' + await _encoded(ids, list) + b"]"]
         if body.return_token_strs:
-            text_of = pipeline.vocabulary.token_text
+            text_of = served.vocabulary.token_text
             parts.append(
                 b'"token_strs":[' + await _encoded(ids, lambda some: list(map(text_of, some))) + b"]"
             )
-        head = _encode({"count": len(ids), "max_model_len": pipeline.fleet.max_model_len or None})
+        head = _encode({"count": len(ids), "max_model_len": pipeline.max_model_len(served) or None})
         await exchange.respond(200, b",".join([head[:-1], *parts]) + b"}")
 
     async def detokenize(self, exchange: Exchange) -> None:
@@ -103,15 +105,10 @@ class InspectEndpoints:
         pipeline = self._pipeline()
         convert = partial(_check_num_ids, limits=pipeline.intake.limits)
         body, _ = await read(exchange, pipeline.intake, _DETOKENIZE, convert)
-        self._check_model(exchange, body.model)
-        text = await pipeline.decode(exchange.verified_caller, body.tokens, "tokens")
+        caller = exchange.verified_caller
+        served = pipeline.model(caller, body.model)
+        text = await pipeline.decode(caller, served, body.tokens, "tokens")
         await exchange.respond(200, _encode({"prompt": text}))
-
-    def _check_model(self, exchange: Exchange, name: str | None) -> None:
-        pipeline, caller = self._pipeline(), exchange.verified_caller
-        # All names stand for one vocabulary: without a name, any that the caller may use will do.
-        usable = next(iter(pipeline.served_names(caller)), pipeline.model.served_name)
-        pipeline.check_model(caller, usable if name is None else name)
 
 
 async def _encoded(ids: Sequence[int], shown: Callable[[Iterable[int]], list[Any]]) -> bytes:

@@ -32,11 +32,11 @@ from gateway.http.requests import (
     StreamOptions,
     StructuredOutputs,
 )
+from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
     MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
-    MAX_MODEL_NAME,
     MAX_PROMPT_CACHE_KEY,
     NAME,
 )

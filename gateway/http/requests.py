@@ -85,6 +85,8 @@ class CommonBody(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    # False: refused under load rather than answered by a cheaper model.
+    allow_fallback: bool | None = None
     # Report the parts of the time to the first token in usage.
     include_timing: bool | None = None
 
@@ -162,6 +164,7 @@ def generation_request(
         service_tier=body.service_tier or "",
         prompt_cache_key=body.prompt_cache_key or "",
         metadata=_labels(body, safety_identifier),
+        allow_fallback=body.allow_fallback is not False,
         echo=echo,
         streaming=bool(body.stream),
         face="http",

@@ -69,11 +69,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _print_table(by: list[str], rows: list[UsageRow]) -> None:
     table = Table(*by, box=None, header_style="bold")
-    for name in NUMBERS:
+    # A column of zeros says nothing, and there are many columns.
+    shown = [name for name in NUMBERS if any(row.numbers[name] for row in rows)]
+    for name in shown:
         head = name.removesuffix("_tokens").replace("_", " ")
         table.add_column(_HEADS.get(name, head), justify="right")
     for row in rows:
-        table.add_row(*_group(by, row), *map(_text, row.numbers.values()))
+        table.add_row(*_group(by, row), *(_text(row.numbers[name]) for name in shown))
     # Piped into a file, a table is as wide as it needs to be.
     Console(width=None if sys.stdout.isatty() else 250).print(table)
 

@@ -6,6 +6,7 @@ from functools import partial
 
 from sqlalchemy import BigInteger, Column, Engine, Float, Integer, MetaData, String, Table, Text
 
+from contract.outputs import EngineTime
 from gateway.database import open_database
 from gateway.ledger.migrations import migrate
 
@@ -26,18 +27,34 @@ REQUESTS = Table(
     Column("key_id", String(128), nullable=False),
     Column("tier", String(63), nullable=False),
     Column("model", String(256), nullable=False),
+    # Version of the model; empty where none is told apart.
+    Column("revision", String(128), nullable=False),
     Column("face", String(8), nullable=False),
+    # The client's own id, and how often it had sent the request before.
+    Column("client_request_id", String(128), nullable=False, server_default=""),
+    Column("num_retries", Integer, nullable=False, server_default="0"),
+    Column("guided", String(16), nullable=False, server_default=""),
+    Column("adapter", String(256), nullable=False, server_default=""),
+    # What it took beside the plain way.
+    Column("path", String(80), nullable=False, server_default=""),
     Column("outcome", String(64), nullable=False),
     Column("prompt_tokens", Integer, nullable=False),
     Column("cached_prompt_tokens", Integer, nullable=False, info=_SUMMED),
     Column("completion_tokens", Integer, nullable=False, info=_SUMMED),
     # Computed for candidates and beams, and not returned; they cost as completion tokens do.
     Column("candidate_tokens", Integer, nullable=False, info=_SUMMED),
+    # Computed for a gateway that was killed, or stood still, and told nobody; they cost nothing.
+    Column("unclaimed_tokens", Integer, nullable=False, server_default="0", info=_SUMMED),
     Column("reasoning_tokens", Integer, nullable=False),
     # Tokens drafted and thrown away.
     Column("speculative_waste_tokens", Integer, nullable=False, info=_SUMMED),
     # Tokens computed a second time after preemptions.
     Column("recomputed_tokens", Integer, nullable=False, info=_SUMMED),
+    # Seconds of engines: engine_prefill_s, ...
+    *(
+        Column(f"engine_{name}", Float, nullable=False, server_default="0", info=_SUMMED)
+        for name in EngineTime.__struct_fields__
+    ),
     Column("num_choices", Integer, nullable=False),
     Column("num_preemptions", Integer, nullable=False),
     Column("num_engines_lost", Integer, nullable=False),
@@ -45,7 +62,9 @@ REQUESTS = Table(
     Column("queue_ms", Float, nullable=False, info=_SUMMED),
     Column("ttft_ms", Float),
     Column("duration_ms", Float, nullable=False),
+    # By the prices of tokens, and of an hour of an engine.
     Column("cost_nanos", BigInteger, nullable=False),
+    Column("engine_cost_nanos", BigInteger, nullable=False, server_default="0"),
     # The request's free labels as JSON.
     Column("labels", Text, nullable=False),
 )

@@ -1,4 +1,4 @@
-"""Sums over the ledger: what was used and what it cost, by tenant, tier, model, key, outcome or day."""
+"""Sums over the ledger: what was used and what it cost, by tenant, tier, model, path, day and more."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Engine, func, literal_column, select
+from sqlalchemy import BigInteger, ColumnElement, Engine, Integer, case, func, literal_column, select
 
 from gateway.ledger.tables import REQUESTS
 from gateway.limits.prices import NANOS_PER_UNIT
 from gateway.limits.scopes import meter_key
+from observability.emit.names import LENGTH_BOUNDS, length_bucket
 
 # Written into the statement: PostgreSQL must see the same expression in SELECT and GROUP BY.
 _DAY_MS: ColumnElement[int] = literal_column(str(24 * 3600 * 1000), BigInteger)
+
+_BUCKET: ColumnElement[str] = case(
+    *(
+        (
+            REQUESTS.c.prompt_tokens <= literal_column(str(bound), Integer),
+            literal_column(f"'{length_bucket(bound)}'"),
+        )
+        for bound in LENGTH_BOUNDS
+    ),
+    else_=literal_column(f"'{length_bucket(LENGTH_BOUNDS[-1] + 1)}'"),
+)
 
 # What rows can be grouped by. Days are whole days since the epoch, in UTC.
 DIMENSIONS: dict[str, ColumnElement[Any]] = {
@@ -24,6 +36,13 @@ DIMENSIONS: dict[str, ColumnElement[Any]] = {
     "key": REQUESTS.c.key_id,
     "outcome": REQUESTS.c.outcome,
     "face": REQUESTS.c.face,
+    "path": REQUESTS.c.path,
+    "guided": REQUESTS.c.guided,
+    "adapter": REQUESTS.c.adapter,
+    "retries": REQUESTS.c.num_retries,
+    "client-request": REQUESTS.c.client_request_id,
+    # Of the prompt's length.
+    "bucket": _BUCKET,
     "day": REQUESTS.c.ended_unix_ms - REQUESTS.c.ended_unix_ms % _DAY_MS,
 }
 
@@ -39,6 +58,7 @@ NUMBERS: dict[str, tuple[ColumnElement[Any], Callable[[Any], int | float]]] = {
         if column.info.get("is_summed")
     },
     "cost": (func.sum(_C.cost_nanos), lambda nanos: int(nanos) / NANOS_PER_UNIT),
+    "engine_cost": (func.sum(_C.engine_cost_nanos), lambda nanos: int(nanos) / NANOS_PER_UNIT),
 }
 
 

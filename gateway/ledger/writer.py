@@ -17,6 +17,7 @@ from gateway.config import LedgerConfig
 from gateway.database import database_url
 from gateway.ledger.journal import Journal, Left, left_behind
 from gateway.ledger.tables import REQUESTS
+from gateway.ledger.unclaimed import UnclaimedTokens
 from gateway.ledger.usage import month_sums
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.limits.reservation import Holds
@@ -81,6 +82,7 @@ class LedgerWriter:
         self._prices = prices
         self._config = config
         self._metrics = metrics
+        self.unclaimed = UnclaimedTokens(engine)
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -246,8 +248,12 @@ class LedgerWriter:
             cached_prompt_tokens=request.cached_prompt_tokens,
             completion_tokens=request.completion_tokens + request.candidate_tokens,
         )
+        row = msgspec.structs.asdict(request)
+        spent = row.pop("engine_time")
         return {
-            **msgspec.structs.asdict(request),
+            **row,
+            **{f"engine_{name}": seconds for name, seconds in msgspec.structs.asdict(spent).items()},
             "cost_nanos": cost_nanos,
+            "engine_cost_nanos": self._prices.engine_nanos(request.model, spent.total_s),
             "labels": msgspec.json.encode(dict(request.labels)).decode(),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.config import PriceConfig
+from services.models import ADAPTER_SEPARATOR
 
 NANOS_PER_UNIT = 1_000_000_000
 # Prices are given per million tokens.
@@ -19,9 +20,16 @@ class Prices:
     def __init__(self, prices: Mapping[str, PriceConfig]) -> None:
         self._prices = dict(prices)
 
+    def replace(self, prices: Mapping[str, PriceConfig]) -> None:
+        """Sets other prices, for what ends from now on."""
+        self._prices = dict(prices)
+
     def of(self, model: str) -> PriceConfig:
-        """Prices of `model`, in currency units per million tokens."""
-        return self._prices.get(model) or self._prices.get(ANY_MODEL) or _FREE
+        """Prices of `model`, in currency units per million tokens, and for an hour of an engine."""
+        prices = self._prices
+        # An adapter's tokens cost what its model's do, unless they have prices of their own.
+        base = model.rpartition(ADAPTER_SEPARATOR)[0]
+        return prices.get(model) or prices.get(base) or prices.get(ANY_MODEL) or _FREE
 
     def per_token_nanos(self, model: str) -> tuple[int, int, int]:
         """Billionths of a currency unit for one (prompt, cached prompt, completion) token."""
@@ -35,6 +43,10 @@ class Prices:
         prompt, cached, completion = self.per_token_nanos(model)
         computed_tokens = prompt_tokens - cached_prompt_tokens
         return computed_tokens * prompt + cached_prompt_tokens * cached + completion_tokens * completion
+
+    def engine_nanos(self, model: str, seconds: float) -> int:
+        """What so many seconds of an engine cost."""
+        return round(self.of(model).engine_hour * NANOS_PER_UNIT * seconds / 3600)
 
 
 def _nanos(price: float) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from gateway.engines.fleet import Fleet
 
 
-def expected_wait_s(fleet: Fleet, pool: str) -> float:
-    """Seconds that the prompts before a new request take, at the engine that is through with them first, of
-    `pool` if one is named; 0 while nothing was measured.
+def expected_wait_s(fleet: Fleet, model: str, pool: str) -> float:
+    """Seconds that the prompts before a new request for a version of a model take, at the engine that is
+    through with them first, of `pool` if one is named; 0 while nothing was measured.
     """
     return min(
         (
@@ -16,7 +16,7 @@ def expected_wait_s(fleet: Fleet, pool: str) -> float:
             else 0.0
             for attachment in fleet.ready
             # An engine is ready after it has told what it is.
-            if (info := attachment.info) is not None and pool in ("", info.pool)
+            if (info := attachment.info) is not None and info.model_key == model and pool in ("", info.pool)
         ),
         default=0.0,
     )

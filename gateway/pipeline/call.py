@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
+from gateway.models.catalog import Target
 from gateway.tiers import Tier
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
@@ -19,15 +21,40 @@ from observability.emit.tracing import Telemetry, traceparent_of
 class Call:
     """What the steps of one request share, and what is told of them once it is accepted or refused."""
 
-    __slots__ = ("_telemetry", "_untold", "caller", "request", "span", "tier", "traceparent")
+    __slots__ = (
+        "_telemetry",
+        "_untold",
+        "caller",
+        "entry_id",
+        "fallback_from",
+        "is_told",
+        "request",
+        "span",
+        "target",
+        "tier",
+        "traceparent",
+    )
 
     def __init__(
-        self, caller: Caller, request: GenerationRequest, tier: Tier, span: Span, telemetry: Telemetry
+        self,
+        caller: Caller,
+        request: GenerationRequest,
+        tier: Tier,
+        target: Target,
+        span: Span,
+        telemetry: Telemetry,
     ) -> None:
         self.caller = caller
         self.request = request
         self.tier = tier
+        # The model that answers, and the one that had no room for it.
+        self.target = target
+        self.fallback_from = ""
+        # Whether its outcome is told by its generation, which no face has got.
+        self.is_told = False
         self.span = span
+        # Of its row in the ledger.
+        self.entry_id = secrets.token_hex(16)
         # What other services do for it is below its span.
         self.traceparent = traceparent_of(span)
         self._telemetry = telemetry

@@ -77,11 +77,15 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     model: str
+    # Version of it; "" where none is told apart.
+    revision: str = ""
     # LoRA adapter that answers; "" for the base model.
     adapter: str = ""
     created_unix_s: int
     # Tier that the request is really served under.
     service_tier: str
+    # What the OpenAI API calls it.
+    openai_tier: str
     prompt_token_ids: tuple[int, ...]
     num_choices: int
     enforcement: EnforcementReport | None = None

@@ -21,6 +21,7 @@ from gateway.pipeline.intake import Slices
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
+from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
 
 # Outputs after which it is asked whether others had better go on: some tenths of a millisecond.
@@ -45,10 +46,17 @@ class Generation:
     happened.
     """
 
+    # Its tokens, where another model's are compared with them afterwards.
+    kept_ids: list[int] | None = None
+    # What came before it was asked for.
+    _first: Sequence[EngineOutput] = ()
+    _refused: MillraceError | None = None
+
     def __init__(
         self,
         *,
         info: AnswerInfo,
+        reader: AnswerReader,
         stream: ContinuousStream,
         choices: dict[int, ChoiceStream],
         reservation: Reservation,
@@ -60,6 +68,8 @@ class Generation:
         transcript: Transcript | None = None,
     ) -> None:
         self.info = info
+        # Of the model that answers.
+        self.reader = reader
         self.meter = meter
         # Judges complete answers whose schema is not enforced wholly.
         self.judge = judge
@@ -156,14 +166,40 @@ class Generation:
             ttft=meter.ttft(),
         )
 
+    def tool_calls(self) -> list[tuple[str, str]]:
+        """(name, arguments' JSON text) of every call in the answers so far, as it came."""
+        return [call for choice in self._choices.values() for call in choice.text.tool_calls()]
+
+    async def refusal(self) -> MillraceError | None:
+        """Waits until an engine works on the request, or refuses it; `take` goes on from there."""
+        if not self._first:
+            try:
+                self._first = await self.stream.take()
+            except MillraceError as error:
+                self._refused = error
+        return self._refused
+
+    async def let_go(self) -> None:
+        """Gives back what a refused request holds; it is settled by `close`, or goes on elsewhere."""
+        self.stream.cancel(CancelReason.CLIENT)
+        await self._reservation.cancel()
+
+    def replaced(self) -> None:
+        """It goes on elsewhere, under its entry in the ledger."""
+        self._settled = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+
     async def take(self) -> list[ChoiceDelta]:
         """Deltas of everything that has come, one per output; empty when all choices have ended.
 
         Raises the MillraceError that ended the request.
         """
         deltas: list[ChoiceDelta] = []
+        if self._refused is not None:
+            raise self._refused
         while self._open and not deltas:
-            outputs = await self.stream.take()
+            outputs, self._first = self._first or await self.stream.take(), ()
             budget = self._reservation.remaining_completion_budget()
             if budget is not None:
                 budget = await self._pay(outputs, budget)
@@ -182,6 +218,9 @@ class Generation:
                     deltas.append(delta)
             if budget is not None and self.meter.completion_tokens >= budget and self._open:
                 await self._meet_budget(deltas)
+            if self.kept_ids is not None:
+                for delta in deltas:
+                    self.kept_ids += delta.token_ids
             if self.judge is not None:
                 await self.judge.see(deltas)
             if self.transcript is not None:

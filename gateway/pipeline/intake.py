@@ -13,17 +13,15 @@ from contract.errors import MillraceError, Reason
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.engines.mailbox import Backlog
 from gateway.tokenizer.room import Shares
-from services.memory import give_back
+from services.memory import GiveBack
 
 # Smaller requests are parsed as they come: the worst of them takes some milliseconds.
 LARGE_BYTES = 64 * 1024
-# Until a large request is prepared there are its bytes and what was made of them: they count so often.
-_BODY_COPIES = 2
+# Until a large request is prepared there are what was parsed of it, the message to the tokenizer service, and
+# that message on its way: its bytes count so often.
+_BODY_COPIES = 3
 # After so much work on a large request it is the turn of others.
 _SLICE_S = 0.002
-# Freed memory goes back to the system so long after the last large request, in seconds: pages that are wanted
-# again soon are kept.
-_GIVE_BACK_AFTER_S = 1.0
 
 
 class Intake:
@@ -34,7 +32,7 @@ class Intake:
         self._held = Shares(limits.max_held_bytes)
         # Tenants with a large request that is being parsed, or waits for that, and how many.
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
-        self._giving_back: asyncio.TimerHandle | None = None
+        self._give_back = GiveBack()
         # Of tenants with requests under way.
         self._backlogs: WeakValueDictionary[str, Backlog] = WeakValueDictionary()
 
@@ -75,14 +73,7 @@ class Intake:
     def give(self, tenant: str, num_bytes: int) -> None:
         """Takes `take` back."""
         self._held.give(tenant, num_bytes)
-        if self._giving_back is None:
-            loop = asyncio.get_running_loop()
-            self._giving_back = loop.call_later(_GIVE_BACK_AFTER_S, self._give_back)
-
-    def _give_back(self) -> None:
-        self._giving_back = None
-        # It takes milliseconds where much is free, with the lock of an interpreter that others could use.
-        asyncio.get_running_loop().run_in_executor(None, give_back)
+        self._give_back.soon()
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[Slices]:

@@ -54,6 +54,13 @@ class Meter:
             self.has_worked |= output.statistics.num_steps > 0
         self.has_worked |= bool(output.token_ids)
 
+    @property
+    def engine_ttft_s(self) -> float | None:
+        """From the submission to the first output."""
+        if self.first_output_s is None or self.submitted_s is None:
+            return None
+        return self.first_output_s - self.submitted_s
+
     def ttft(self) -> TimeToFirstToken | None:
         """The parts of the time to the first token, once there is one.
 

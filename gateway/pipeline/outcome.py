@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 import time
+from typing import Any
 
 import msgspec
 from opentelemetry.trace import Span
 
+from contract.chat import Conversation
 from contract.errors import MillraceError, Reason
 from gateway.limits.reservation import Holds
 from gateway.pipeline import span_attributes
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import Usage
+from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import CANCELLED, Generation, Outcome
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Ledger, OpenEntry
 from gateway.pipeline.span_attributes import ttft_parts
@@ -94,29 +95,24 @@ class OutcomeRecorder:
             told.details[names.RETRY_AFTER_S] = error.retry_after_s
         self._telemetry.end(span, end_s=end_s, attributes=told.attributes, details=told.details, error=reason)
 
-    def begun(self, call: Call, num_choices: int, holds: Holds) -> OpenEntry:
+    def begun(self, call: Call, info: AnswerInfo, holds: Holds) -> OpenEntry:
         """An accepted request goes to an engine."""
-        identity, request = call.caller.identity, call.request
         return self._ledger.begin(
             FinishedRequest(
-                entry_id=secrets.token_hex(16),
-                request_id=identity.request_id,
+                **_accepted(call, info),
+                entry_id=call.entry_id,
                 ended_unix_ms=time.time_ns() // 1_000_000,
-                tenant=identity.tenant,
-                key_id=identity.key_id,
-                tier=call.tier.name,
-                model=request.model,
-                face=request.face,
                 outcome=INTERRUPTED,
-                num_choices=num_choices,
-                labels=request.metadata,
             ),
             holds,
         )
 
     def ended(self, end: Ended) -> None:
         """An accepted request, with its one outcome."""
-        self._count(end.call.caller, end.call.request, end.call.request.model, end.call.tier.name, end.group)
+        info = end.generation.info
+        self._count(
+            end.call.caller, end.call.request, info.model, end.call.tier.name, end.group, info.revision
+        )
         form, judge = end.call.request.response_format, end.generation.judge
         if form is not None and end.group == "ok":
             # Every token was allowed by the grammar: an answer that ended by itself is complete, one that was
@@ -127,15 +123,25 @@ class OutcomeRecorder:
         self._observe(end)
         self._observe_gen_ai(end)
         self._count_tokens(end)
+        self._count_calls(end)
         self._judge(end)
         self._end_span(end)
-        self._ledger.record(_entry(end))
+        end.generation.stream.when_told(lambda: self._ledger.record(_entry(end)))
 
-    def _count(self, caller: Caller, request: GenerationRequest, model: str, tier: str, group: str) -> None:
+    def _count(
+        self,
+        caller: Caller,
+        request: GenerationRequest,
+        model: str,
+        tier: str,
+        group: str,
+        revision: str = "",
+    ) -> None:
         self.metrics.add(
             names.REQUESTS,
             face=request.face,
             model=model,
+            revision=revision,
             tier=tier,
             tenant=caller.identity.tenant,
             outcome=group,
@@ -143,19 +149,13 @@ class OutcomeRecorder:
 
     def _observe(self, end: Ended) -> None:
         observe = self.metrics.observe
-        request, usage, pool = end.call.request, end.usage, end.generation.pool
-        of = {"model": request.model, "tier": end.call.tier.name}
+        request, usage, info = end.call.request, end.usage, end.generation.info
+        of = {"model": info.model, "revision": info.revision, "tier": end.call.tier.name}
         observe(names.E2E, end.duration_s, span=NO_EXEMPLAR, **of, face=request.face)
+        of |= _slices(end)
         if end.tpot_s is not None:
-            observe(
-                names.TPOT,
-                end.tpot_s,
-                span=NO_EXEMPLAR,
-                **of,
-                output_bucket=length_bucket(usage.completion_tokens),
-                speculative=str(end.generation.meter.statistics.drafted_tokens > 0).lower(),
-                pool=pool,
-            )
+            bucket = length_bucket(usage.completion_tokens)
+            observe(names.TPOT, end.tpot_s, span=NO_EXEMPLAR, **of, output_bucket=bucket)
         if usage.ttft is None:
             return
         observe(
@@ -164,18 +164,13 @@ class OutcomeRecorder:
             # The trace that a slow first token leads to.
             span=end.call.span.get_span_context() if end.call.span.is_recording() else NO_EXEMPLAR,
             **of,
-            prompt_bucket=length_bucket(usage.prompt_tokens),
-            cache="hit" if usage.cached_prompt_tokens else "miss",
-            guided=str(request.response_format is not None).lower(),
-            adapter=end.generation.info.adapter,
-            pool=pool,
         )
         for part, seconds in ttft_parts(usage.ttft).items():
             observe(names.TTFT_PART, seconds, span=NO_EXEMPLAR, part=part.value, tier=end.call.tier.name)
 
     def _observe_gen_ai(self, end: Ended) -> None:
         """The same times as other makers' servers report them."""
-        observe, labels = self.metrics.observe, _gen_ai_labels(end.call.request, end.call.request.model)
+        observe, labels = self.metrics.observe, _gen_ai_labels(end.call.request, end.generation.info.model)
         error = "" if end.group == "ok" else end.outcome.name
         observe(names.GEN_AI_DURATION, end.duration_s, span=NO_EXEMPLAR, **labels, error_type=error)
         if error:
@@ -188,7 +183,8 @@ class OutcomeRecorder:
     def _count_tokens(self, end: Ended) -> None:
         usage = end.usage
         labels = {
-            "model": end.call.request.model,
+            "model": end.generation.info.model,
+            "revision": end.generation.info.revision,
             "tier": end.call.tier.name,
             "tenant": end.call.caller.identity.tenant,
         }
@@ -202,9 +198,17 @@ class OutcomeRecorder:
             if amount > 0:
                 self.metrics.add(names.TOKENS, amount, kind=kind, **labels)
 
+    def _count_calls(self, end: Ended) -> None:
+        prompt = end.call.request.prompt
+        offered = {tool.name for tool in prompt.tools} if isinstance(prompt, Conversation) else set()
+        for name, arguments in end.generation.tool_calls():
+            valid = str(name in offered and _is_object(arguments)).lower()
+            self.metrics.add(names.TOOL_CALLS, model=end.generation.info.model, valid=valid)
+
     def _judge(self, end: Ended) -> None:
         targets, ttft, completed = end.call.tier.config, end.usage.ttft, end.group == "ok"
         labels = {"tier": end.call.tier.name, "tenant": end.call.caller.identity.tenant}
+        all_met: list[bool] = []
         for objective, target_ms, value_s in (
             ("ttft", targets.ttft_target_ms, None if ttft is None else ttft.total_s),
             ("tpot", targets.tpot_target_ms, end.tpot_s),
@@ -213,6 +217,10 @@ class OutcomeRecorder:
                 continue
             met = completed and value_s is not None and value_s * 1000 <= target_ms
             self.metrics.add(names.SLO, 1, **labels, objective=objective, met=str(met).lower())
+            all_met.append(met)
+        if all_met and end.group != "cancelled":
+            model, kept = end.generation.info.model, str(all(all_met)).lower()
+            self.metrics.add(names.GOODPUT, tier=end.call.tier.name, model=model, met=kept)
 
     def _end_span(self, end: Ended) -> None:
         if not end.call.span.is_recording():
@@ -222,6 +230,7 @@ class OutcomeRecorder:
             self._telemetry,
             end.call.request,
             end.call.tier,
+            end.call.fallback_from,
             end.generation,
             end.usage,
             end.outcome,
@@ -237,6 +246,13 @@ class OutcomeRecorder:
         )
 
 
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.DecodeError:
+        return False
+
+
 def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:
     return {
         "gen_ai_operation_name": span_attributes.operation(request),
@@ -246,37 +262,78 @@ def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:
     }
 
 
+def _slices(end: Ended) -> dict[str, str]:
+    """Labels of the times to a token, but for model and tier."""
+    generation, usage = end.generation, end.usage
+    return {
+        "tenant": end.call.caller.identity.tenant,
+        "revision": generation.info.revision,
+        "prompt_bucket": length_bucket(usage.prompt_tokens),
+        "cache": "hit" if usage.cached_prompt_tokens else "miss",
+        "guided": str(end.call.request.response_format is not None).lower(),
+        "speculative": str(generation.meter.statistics.drafted_tokens > 0).lower(),
+        "adapter": generation.info.adapter,
+        "pool": generation.pool,
+    }
+
+
+def _accepted(call: Call, info: AnswerInfo) -> dict[str, Any]:
+    """What the ledger keeps of a request as it was accepted."""
+    caller, request = call.caller, call.request
+    form = request.response_format
+    return {
+        "request_id": caller.identity.request_id,
+        "client_request_id": caller.client_request_id,
+        "num_retries": caller.num_retries,
+        "tenant": caller.identity.tenant,
+        "key_id": caller.identity.key_id,
+        "tier": call.tier.name,
+        "model": info.model,
+        "revision": info.revision,
+        "face": request.face,
+        "guided": "" if form is None else span_attributes.GUIDED_KINDS[type(form)],
+        "adapter": info.adapter,
+        "num_choices": info.num_choices,
+        "labels": request.metadata,
+    }
+
+
 def _entry(end: Ended) -> FinishedRequest:
-    identity, request, usage, generation = (
-        end.call.caller.identity,
-        end.call.request,
-        end.usage,
-        end.generation,
-    )
+    usage, generation = end.usage, end.generation
     took = generation.meter.statistics
     return FinishedRequest(
+        **_accepted(end.call, generation.info),
         entry_id=generation.entry.entry_id,
-        request_id=identity.request_id,
         ended_unix_ms=round(end.unix_s * 1000),
-        tenant=identity.tenant,
-        key_id=identity.key_id,
-        tier=end.call.tier.name,
-        model=request.model,
-        face=request.face,
         outcome=end.outcome.name,
+        path=path_of(end),
         prompt_tokens=usage.prompt_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
         completion_tokens=usage.completion_tokens - usage.candidate_tokens,
         candidate_tokens=usage.candidate_tokens,
         reasoning_tokens=usage.reasoning_tokens,
-        num_choices=generation.info.num_choices,
         num_engines_lost=generation.stream.num_losses,
         speculative_waste_tokens=took.drafted_tokens - took.accepted_tokens,
         recomputed_tokens=took.recomputed_tokens,
         num_preemptions=took.num_preemptions,
+        engine_time=generation.stream.engine_time,
         grammar_ms=took.grammar_s * 1000,
         queue_ms=generation.meter.first_token.queue_s * 1000,
         ttft_ms=None if usage.ttft is None else usage.ttft.total_s * 1000,
         duration_ms=end.duration_s * 1000,
-        labels=request.metadata,
     )
+
+
+def path_of(end: Ended) -> str:
+    """What a request took beside the plain way, in one order, as in "cached+guided"; "plain" if nothing."""
+    took, stream = end.generation.meter.statistics, end.generation.stream
+    taken = {
+        "cached": end.usage.cached_prompt_tokens > 0,
+        "guided": end.call.request.response_format is not None,
+        "speculative": took.drafted_tokens > 0,
+        "adapter": bool(end.generation.info.adapter),
+        "candidates": end.usage.candidate_tokens > 0,
+        "preempted": took.num_preemptions > 0,
+        "continued": stream.num_losses > 0,
+    }
+    return "+".join(name for name, is_taken in taken.items() if is_taken) or "plain"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from opentelemetry.trace import SpanKind
 
@@ -18,13 +19,15 @@ from contract.errors import MillraceError, Reason, invalid
 from contract.sampling import SamplingParams, outside
 from gateway.auth.verifier import CallerVerifier
 from gateway.engines.continuation import ContinuousStream
-from gateway.engines.fleet import Fleet, Route
+from gateway.engines.fleet import Route
 from gateway.engines.types import Submission
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.reservation import Reservation
+from gateway.models.catalog import Catalog, ServedModel, Target
+from gateway.pipeline import fallback
 from gateway.pipeline.admission import expected_wait_s
 from gateway.pipeline.call import Call
-from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, shortened, token_limit
+from gateway.pipeline.defaults import complete, completion_limit, shortened, token_limit
 from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.intake import Intake
@@ -32,10 +35,10 @@ from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import Ended, OutcomeRecorder
 from gateway.pipeline.reading import AnswerReader
+from gateway.pipeline.shadow import Shadows
 from gateway.pipeline.transcript import Transcript
-from gateway.pipeline.validate import check_model_name, check_vocabulary, ranked_tokens, validate
+from gateway.pipeline.validate import check_vocabulary, ranked_tokens, validate
 from gateway.text.detokenizer import detokenizer
-from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
 from gateway.tokenizer.client import TokenizerClient
 from gateway.types.caller import Caller
@@ -43,7 +46,6 @@ from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
 from observability.emit import names
 from observability.emit.tracing import Telemetry
-from services.config import ModelConfig
 from services.deferred import Deferred
 
 # Token ids that become text at once, in less than a millisecond.
@@ -51,15 +53,13 @@ _DECODED_AT_ONCE = 4096
 
 
 class Pipeline:
-    """Turns requests into generations. Built once the vocabulary is known."""
+    """Turns requests into generations."""
 
     def __init__(
         self,
         *,
-        model: ModelConfig,
-        vocabulary: Vocabulary,
+        catalog: Catalog,
         tokenizer: TokenizerClient,
-        fleet: Fleet,
         limiter: TokenLimiter,
         tiers: Tiers,
         callers: CallerVerifier,
@@ -67,15 +67,15 @@ class Pipeline:
         telemetry: Telemetry,
         deferred: Deferred,
         intake: Intake,
+        shadows: Shadows,
     ) -> None:
-        self.model = model
+        self.catalog = catalog
         self.intake = intake
-        self.vocabulary = vocabulary
+        self.shadows = shadows
         self.tokenizer = tokenizer
-        self.fleet = fleet
+        self.fleet = catalog.fleet
         self.limiter = limiter
         self.callers = callers
-        self.created_unix_s = int(time.time())
         # Refuses what is new; what runs goes on.
         self.draining = False
         self._open: set[Generation] = set()
@@ -87,10 +87,8 @@ class Pipeline:
         self._recorder = recorder
         self._metrics = recorder.metrics
         self._telemetry = telemetry
-        self._own_names = frozenset((model.served_name, *model.aliases))
-        self._checkpoint = checkpoint_defaults(vocabulary.generation_config)
-        self._reader = AnswerReader(vocabulary)
-        self.texts = self._reader.texts
+        # By model: one that is served no more is forgotten with its last request.
+        self._readers: WeakKeyDictionary[ServedModel, AnswerReader] = WeakKeyDictionary()
 
     @property
     def num_open(self) -> int:
@@ -102,56 +100,60 @@ class Pipeline:
         for generation in list(self._open):
             generation.end(error)
 
-    def served_names(self, caller: Caller) -> list[str]:
-        """Names of models that the caller may ask for."""
-        served = self._all_names()
-        allowed = caller.identity.allowed_models
-        return [name for name in served if not allowed or name in allowed]
+    def reader(self, served: ServedModel) -> AnswerReader:
+        """How answers of a model are read."""
+        found = self._readers.get(served)
+        if found is None:
+            found = self._readers[served] = AnswerReader(served)
+        return found
 
-    def check_model(self, caller: Caller, name: str) -> None:
-        """Raises MODEL_NOT_FOUND or MODEL_NOT_ALLOWED."""
-        if name in self._own_names and not caller.identity.allowed_models:
-            return
-        check_model_name(name)
-        usable = self.served_names(caller)
-        if name in usable:
-            return
-        if name not in self._all_names():
-            reason, problem = Reason.MODEL_NOT_FOUND, f"model {name!r} is not served here"
-        else:
-            reason = Reason.MODEL_NOT_ALLOWED
-            problem = f"key {caller.identity.key_id} may not use model {name!r}"
-        raise MillraceError(reason, f"{problem}; available: {', '.join(usable) or 'none'}", field="model")
+    def model(self, caller: Caller, name: str | None) -> ServedModel:
+        """The model for what generates nothing; without a name any that the caller may use. Raises
+        MODEL_NOT_FOUND or MODEL_NOT_ALLOWED.
+        """
+        if name is None:
+            name = next(iter(self.catalog.names(caller.identity)), next(iter(self.catalog.served), ""))
+        self.catalog.check(caller.identity, name)
+        found = self.catalog.any_of(name)
+        if found is None:
+            raise self.fleet.unavailable()
+        return found
 
-    def _all_names(self) -> tuple[str, ...]:
-        # Adapters are asked for by their own names, as models.
-        return (self.model.served_name, *self.model.aliases, *self.fleet.adapters)
+    def reasons(self, name: str) -> bool:
+        """Whether what is asked for under a name reasons before it answers."""
+        found = self.catalog.any_of(name)
+        return found is not None and bool(found.vocabulary.reasoning_format)
 
-    def _adapter(self, name: str) -> str:
-        return "" if name in self._own_names else name
+    def max_model_len(self, served: ServedModel) -> int:
+        """Longest prompt plus completion of a model; 0 while no engine is attached."""
+        of_engines, of_model = self.fleet.max_model_len(served.key), served.config.max_context_tokens
+        return min(of_engines, of_model) if of_model else of_engines
 
     async def encode(
-        self, caller: Caller, request: GenerationRequest, special_tokens: bool | None = None
+        self,
+        caller: Caller,
+        served: ServedModel,
+        request: GenerationRequest,
+        special_tokens: bool | None = None,
     ) -> Sequence[int]:
-        """Token ids of a request's prompt, which nothing is generated for."""
+        """A model's token ids of a request's prompt, which nothing is generated for."""
         prompt = request.prompt
         assert not isinstance(prompt, TokenPrompt), "what is encoded already needs no encoding"
         tier = self._tiers.resolve(caller.identity, "")
         try:
-            # All names stand for one vocabulary.
             return await self.tokenizer.tokenize(
-                self.model.served_name,
+                served.key,
                 prompt,
                 add_special_tokens=special_tokens,
-                context=self.callers.sign(caller, tier, ("", "")),
+                context=self.callers.sign(caller, tier, ("", ""), served.key),
             )
         except MillraceError as error:
             raise request.tell(error) from error
 
-    async def decode(self, caller: Caller, token_ids: Sequence[int], field: str) -> str:
+    async def decode(self, caller: Caller, served: ServedModel, token_ids: Sequence[int], field: str) -> str:
         """Text of token ids; raises INVALID_ARGUMENT below `field` for one that the model does not have."""
-        size = self.vocabulary.size
-        decoder, pieces = detokenizer(self.texts), []
+        size = served.vocabulary.size
+        decoder, pieces = detokenizer(self.reader(served).texts), []
         async with self.intake.turn(caller.identity.tenant) as slices:
             for start in range(0, len(token_ids), _DECODED_AT_ONCE):
                 some = token_ids[start : start + _DECODED_AT_ONCE]
@@ -177,27 +179,22 @@ class Pipeline:
                     retry_after_s=1.0,
                 )
             validate(request, self.intake.limits)
-            self.check_model(caller, request.model)
-            check_vocabulary(request, self.vocabulary.size)
-            self._reader.check(request)
+            self.catalog.check(caller.identity, request.model)
             tier = self._tiers.resolve(caller.identity, request.service_tier)
             tier_name = tier.name
-            call = Call(caller, request, tier, span, self._telemetry)
-            generation = await self._accept(call)
+            target = self.catalog.resolve(
+                caller.identity, request.model, tier=tier.name, cache_key=request.prompt_cache_key
+            )
+            call = Call(caller, request, tier, target, span, self._telemetry)
+            generation = await self._accept_or_fall_back(call)
         except BaseException as error:
             if call is not None:
                 self._deferred.call(call.tell)
-            self._deferred.call(
-                self._recorder.refused,
-                span,
-                caller,
-                request,
-                tier_name,
+            if call is None or not call.is_told:
                 # A name that is not served is a client's own word.
-                request.model if request.model in self._all_names() else "",
-                error,
-                time.monotonic(),
-            )
+                model, end_s = request.model if self.catalog.knows(request.model) else "", time.monotonic()
+                refused = partial(self._recorder.refused, span, caller, request, tier_name)
+                self._deferred.call(refused, model, error, end_s)
             told = request.tell(error) if isinstance(error, MillraceError) else error
             if told is error:
                 raise
@@ -206,26 +203,103 @@ class Pipeline:
         self._deferred.call(call.tell)
         return generation
 
+    async def _accept_or_fall_back(self, call: Call) -> Generation:
+        other = fallback.cheaper(self.catalog, call)
+        if other is None:
+            return await self._accept(call)
+        refused = None
+        try:
+            refused = await self._accept(call)
+            refusal = await refused.refusal()
+        except MillraceError as error:
+            refusal = error
+            if not fallback.is_overload(error):
+                raise
+        except BaseException as error:
+            if refused is not None:
+                await self._abandon(call, refused, error)
+            raise
+        if refusal is not None and fallback.is_overload(refusal):
+            return await self._fall_back(call, other, refused, refusal)
+        assert refused is not None, "it was accepted, or its refusal was raised"
+        return refused
+
+    async def _fall_back(
+        self, call: Call, other: Target, refused: Generation | None, refusal: MillraceError
+    ) -> Generation:
+        """The other model's answer; where that refuses too, what the first one said is told."""
+        asked = call.target
+        if refused is not None:
+            await refused.let_go()
+        call.target, call.fallback_from = other, asked.told
+        try:
+            generation = await self._accept(call)
+        except BaseException as error:
+            call.target, call.fallback_from = asked, ""
+            if not isinstance(error, MillraceError):
+                if refused is not None:
+                    await self._abandon(call, refused, error)
+                raise
+            if refused is None:
+                raise refusal from error
+            return refused
+        if refused is not None and await self._refuses_too(call, generation):
+            self._supersede(call, generation)
+            await generation.let_go()
+            call.target, call.fallback_from = asked, ""
+            return refused
+        if refused is not None:
+            self._supersede(call, refused)
+        self._metrics.add(
+            names.FALLBACKS,
+            model=asked.told,
+            fallback=other.told,
+            tier=call.tier.name,
+            reason=refusal.reason.value,
+        )
+        return generation
+
+    async def _refuses_too(self, call: Call, generation: Generation) -> bool:
+        try:
+            return await generation.refusal() is not None
+        except BaseException as error:
+            await self._abandon(call, generation, error)
+            raise
+
+    def _supersede(self, call: Call, generation: Generation) -> None:
+        """Another one has its place, and its entry in the ledger."""
+        generation.replaced()
+        self._open.discard(generation)
+        self._count_active(call.tier, -1)
+
+    async def _abandon(self, call: Call, generation: Generation, error: BaseException) -> None:
+        """Settles what no face has got; that is all that is told of it."""
+        call.is_told = True
+        await generation.close(error)
+
     async def _accept(self, call: Call) -> Generation:
-        caller, request = call.caller, call.request
-        context = self.callers.sign(caller, call.tier, call.traceparent)
+        caller, request, served = call.caller, call.request, call.target.served
+        reader = self.reader(served)
+        check_vocabulary(request, served.vocabulary.size)
+        reader.check(request)
+        context = self.callers.sign(caller, call.tier, call.traceparent, served.key)
         prepared = await self._prepare(call, context)
         num_prompt_tokens = len(prepared.token_ids)
-        limit = token_limit(self._model_limit(), call.tier.config.max_context_tokens)
+        limit = token_limit(self._model_limit(served), call.tier.config.max_context_tokens)
         max_tokens = completion_limit(request, num_prompt_tokens, limit)
         max_tokens = ranked_tokens(request, max_tokens, self.intake.limits)
         sampling = complete(
             request.sampling,
-            checkpoint=self._checkpoint,
+            checkpoint={**reader.checkpoint, **served.config.defaults},
             max_tokens=max_tokens,
-            eos_token_ids=self.vocabulary.eos_token_ids,
+            eos_token_ids=served.vocabulary.eos_token_ids,
         )
         reservation = await self._reserve(call, num_prompt_tokens, sampling)
         try:
             if sampling.ranks_at_the_end and reservation.is_short:
                 sampling = shortened(sampling, reservation.tokens_per_sequence)
             with call.step(names.GATEWAY_ADMIT) as step:
-                wait_s = expected_wait_s(self.fleet, call.tier.config.pool)
+                wait_s = expected_wait_s(self.fleet, served.key, call.tier.config.pool)
                 call.later(self._note_wait, step.attributes, wait_s, call.tier.name)
             with call.step(names.GATEWAY_ROUTE) as routing:
                 stream = self._route(call, prepared, sampling, context)
@@ -242,24 +316,27 @@ class Pipeline:
         self._metrics.set(names.EXPECTED_WAIT, wait_s, tier=tier)
 
     async def _prepare(self, call: Call, context: Any) -> Prepared:
+        served = call.target.served
         with call.step(names.GATEWAY_PREPARE) as step:
             prepared = await self.tokenizer.prepare(
                 # An adapter has the vocabulary of the model that it adapts.
-                model=self.model.served_name if self._adapter(call.request.model) else call.request.model,
+                model=served.key,
                 prompt=call.request.prompt,
                 response_format=call.request.response_format,
                 context=context,
                 tenant=call.caller.identity.tenant,
                 traceparent=call.traceparent,
                 timeout_s=call.caller.remaining_s(),
-                max_prompt_tokens=token_limit(self.fleet.max_model_len, call.tier.config.max_context_tokens),
+                max_prompt_tokens=token_limit(
+                    self.max_model_len(served), call.tier.config.max_context_tokens
+                ),
             )
         call.later(self._metrics.observe, names.PREPARE_SECONDS, step.end_s - step.start_s)
-        if prepared.vocabulary_fingerprint != self.vocabulary.fingerprint:
+        if prepared.vocabulary_fingerprint != served.vocabulary.fingerprint:
             raise MillraceError(
                 Reason.VOCABULARY_MISMATCH,
-                "the tokenizer service serves another vocabulary than when this gateway started; "
-                "restart the gateway",
+                f"the tokenizer service has another vocabulary of model {served.key!r} than when this "
+                "gateway asked for it; give what has changed another revision, or restart the gateway",
             )
         return prepared
 
@@ -276,14 +353,14 @@ class Pipeline:
                 num_prompt_tokens,
                 asked,
                 num_sequences=num_sequences,
-                model=call.request.model,
+                model=call.target.told,
                 tier=call.tier,
             )
 
     def _route(
         self, call: Call, prepared: Prepared, sampling: SamplingParams, context: Any
     ) -> ContinuousStream:
-        caller, tier = call.caller, call.tier
+        caller, tier, served = call.caller, call.tier, call.target.served
         stream = ContinuousStream(
             self.fleet,
             Submission(
@@ -292,12 +369,15 @@ class Pipeline:
                 sampling=sampling,
                 grammar=prepared.grammar,
                 request_id=caller.identity.request_id,
+                entry_id=call.entry_id,
                 cache_salt=caller.identity.cache_salt,
-                adapter=self._adapter(call.request.model),
+                adapter=call.target.adapter,
                 pool=tier.config.pool,
+                model=served.key,
+                checkpoint=served.config.path,
                 affinity=call.request.prompt_cache_key,
             ),
-            renew=lambda: self.callers.sign(caller, tier.accepted, call.traceparent),
+            renew=lambda: self.callers.sign(caller, tier.accepted, call.traceparent, served.key),
             tell=call.request.tell,
             backlog=self.intake.backlog(caller.identity.tenant),
         )
@@ -321,31 +401,38 @@ class Pipeline:
         reservation: Reservation,
         context: Any,
     ) -> Generation:
-        caller, request = call.caller, call.request
-        observe_gap = self._metrics.observer(names.ITL, model=request.model, tier=call.tier.name)
+        caller, request, target = call.caller, call.request, call.target
+        reader = self.reader(target.served)
+        observe_gap = self._metrics.observer(names.ITL, model=target.told, tier=call.tier.name)
         meter = Meter(caller.received_s, observe_gap)
         meter.submitted_s = submitted_s
+        info = AnswerInfo(
+            request_id=caller.identity.request_id,
+            model=target.told,
+            revision=target.served.revision,
+            adapter=target.adapter,
+            created_unix_s=int(time.time()),
+            service_tier=call.tier.name,
+            openai_tier=call.tier.openai_name,
+            prompt_token_ids=prepared.token_ids,
+            num_choices=sampling.n,
+            enforcement=prepared.enforcement,
+        )
         generation = Generation(
-            info=AnswerInfo(
-                request_id=caller.identity.request_id,
-                model=request.model,
-                adapter=self._adapter(request.model),
-                created_unix_s=int(time.time()),
-                service_tier=call.tier.name,
-                prompt_token_ids=prepared.token_ids,
-                num_choices=sampling.n,
-                enforcement=prepared.enforcement,
-            ),
+            info=info,
+            reader=reader,
             stream=stream,
-            choices=self._reader.choices(request, prepared, caller.identity.request_id, sampling.n),
+            choices=reader.choices(request, prepared, caller.identity.request_id, sampling.n),
             reservation=reservation,
             meter=meter,
-            entry=self._recorder.begun(call, sampling.n, reservation.holds),
+            entry=self._recorder.begun(call, info, reservation.holds),
             discard_tokens=request.sampling.max_tokens == 0,
             settle=partial(self._settled, call),
             judge=self._judge(call, prepared, context),
             transcript=Transcript() if self._telemetry.config.capture_content else None,
         )
+        if self.shadows.wants(call):
+            generation.kept_ids = []
         self._open.add(generation)
         self._count_active(call.tier, 1)
         if caller.deadline_s is not None:
@@ -358,7 +445,7 @@ class Pipeline:
             return None
         if not (report.approximated or report.unenforced):
             return None
-        model, schema_json = call.request.model, form.schema_json
+        model, schema_json = call.target.served.key, form.schema_json
         return OutputJudge(lambda text: self.tokenizer.validate(model, schema_json, text, context=context))
 
     def _count_active(self, tier: Tier, change: int) -> None:
@@ -391,6 +478,7 @@ class Pipeline:
                 names.GATEWAY_STREAM, of=end.call.span, start_s=first_s, end_s=end.monotonic_s
             )
         self._recorder.ended(end)
+        self.shadows.offer(end)
 
     def _note_continuations(self, call: Call, generation: Generation, outcome: Outcome) -> None:
         result = "failed" if outcome.name == Reason.ENGINE_LOST.value else "continued"
@@ -398,8 +486,8 @@ class Pipeline:
         for start_s, end_s in generation.stream.interruptions:
             self._telemetry.record(names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=call.span)
 
-    def _model_limit(self) -> int:
-        limit = self.fleet.max_model_len
+    def _model_limit(self, served: ServedModel) -> int:
+        limit = self.max_model_len(served)
         if not limit:
             raise self.fleet.unavailable()
         return limit

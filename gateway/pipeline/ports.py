@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from contract.outputs import EngineTime
 from gateway.limits.reservation import Holds
 
 # Outcome of a request whose gateway was killed.
@@ -24,7 +25,17 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str
     tier: str
     model: str
+    # Version of the model; "" where none is told apart.
+    revision: str = ""
     face: str
+    # The client's own id, and how often it had sent the request before, by its own word.
+    client_request_id: str = ""
+    num_retries: int = 0
+    # Kind of output constraint, "" without one; LoRA adapter, "" for the base model.
+    guided: str = ""
+    adapter: str = ""
+    # What the request took beside the plain way, for sums of cost; see outcome.path_of.
+    path: str = ""
     # Finish reason of the first choice in lower case, or a reason of the error table.
     outcome: str
     num_choices: int
@@ -39,6 +50,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     speculative_waste_tokens: int = 0
     recomputed_tokens: int = 0
     num_preemptions: int = 0
+    # Of all engines that have lived to tell it.
+    engine_time: EngineTime = msgspec.field(default_factory=EngineTime)
     grammar_ms: float = 0.0
     queue_ms: float = 0.0
     ttft_ms: float | None = None

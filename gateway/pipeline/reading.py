@@ -6,22 +6,26 @@ import hashlib
 from collections.abc import Callable, Mapping
 
 from contract.chat import Conversation
+from gateway.models.catalog import ServedModel
 from gateway.pipeline.choice import ChoiceStream
+from gateway.pipeline.defaults import checkpoint_defaults
 from gateway.pipeline.validate import refuse
 from gateway.text.choice import TextOptions, shown_ids
 from gateway.text.detokenizer import TokenTexts
 from gateway.text.tool_calls import PARSERS
 from gateway.text.tool_calls.parser import CallIds
-from gateway.text.vocabulary import Vocabulary
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
 
 
 class AnswerReader:
-    """Makes the choices of a request."""
+    """Makes the choices of a model's requests."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, served: ServedModel) -> None:
+        vocabulary = served.vocabulary
+        self.vocabulary = self._vocabulary = vocabulary
+        # What its checkpoint recommends.
+        self.checkpoint = checkpoint_defaults(vocabulary.generation_config)
         self._tool_format = vocabulary.tool_call_format if vocabulary.tool_call_format in PARSERS else ""
         # Without any marker shown.
         self.texts = TokenTexts(vocabulary)

@@ -93,6 +93,7 @@ def answered(
     telemetry: Telemetry,
     request: GenerationRequest,
     tier: Tier,
+    fallback_from: str,
     generation: Generation,
     usage: Usage,
     outcome: Outcome,
@@ -103,10 +104,10 @@ def answered(
     """Of a request that was accepted. Lengths are the conventions' attributes."""
     statistics = generation.meter.statistics
     # Every span has the tier; the convention's answers who asked for one.
-    served_tier = tier.name if request.service_tier else ""
+    served_tier = tier.openai_name if request.service_tier else ""
     attributes = genai.of_generation(
         {
-            genai.RESPONSE_MODEL: request.model,
+            genai.RESPONSE_MODEL: generation.info.model,
             genai.RESPONSE_ID: _response_id(request, generation.info.request_id),
             genai.FINISH_REASONS: None if outcome.is_failure else (outcome.name,),
             genai.INPUT_TOKENS: usage.prompt_tokens,
@@ -135,6 +136,8 @@ def answered(
         # Absent for the base model, and for tiers that are served by every engine.
         (names.ADAPTER, generation.info.adapter or None),
         (names.POOL, generation.pool or None),
+        (names.FALLBACK_FROM, fallback_from or None),
+        (names.REVISION, generation.info.revision or None),
     )
     details |= {key: value for key, value in optional if value is not None}
     if usage.ttft is not None:

@@ -31,7 +31,6 @@ from contract.sampling import (
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.types.request import GenerationRequest
 
-MAX_MODEL_NAME = 256
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -64,12 +63,6 @@ def validate(request: GenerationRequest, limits: RequestConfig = DEFAULT_REQUEST
     _check_format(request, refused)
     if (length := len(request.prompt_cache_key)) > MAX_PROMPT_CACHE_KEY:
         raise refused("prompt_cache_key", f"{length} characters; the limit is {MAX_PROMPT_CACHE_KEY}")
-
-
-def check_model_name(name: str) -> None:
-    """Raises INVALID_ARGUMENT for a name that is no model's: it would be told back. Both faces call it so."""
-    if len(name) > MAX_MODEL_NAME:
-        raise invalid("model", f"{len(name)} characters; the limit is {MAX_MODEL_NAME}")
 
 
 def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestConfig) -> None:

@@ -82,6 +82,10 @@ class ChoiceText:
         """Whether a tool call has begun."""
         return self._calls is not None and self._calls.num_calls > 0
 
+    def tool_calls(self) -> list[tuple[str, str]]:
+        """(name, arguments) of the calls so far."""
+        return [] if self._calls is None else self._calls.calls()
+
     @property
     def may_end(self) -> bool:
         """Whether the text can be over before the engine says so."""

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -54,8 +54,10 @@ class TokenizerClient:
         await self._prepare.close()
         await self._channel.close(None)
 
-    async def wait_for_vocabulary(self, model: str) -> Vocabulary:
-        """The vocabulary, as soon as the service answers; tries until it does."""
+    async def wait_for_vocabulary(
+        self, model: str, failed: Callable[[str], None] = lambda why: None
+    ) -> Vocabulary:
+        """The vocabulary, as soon as the service answers; tries until it does. `failed` is told why not."""
         failure = ""
         while True:
             try:
@@ -64,7 +66,8 @@ class TokenizerClient:
             except grpc.RpcError as error:
                 message = from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE).message
                 if message != failure:
-                    _log.warning("tokenizer service at %s does not answer yet: %s", self.target, message)
+                    _log.warning("tokenizer service at %s has no %s yet: %s", self.target, model, message)
+                    failed(message)
                 failure = message
             await asyncio.sleep(_RETRY_S * random.uniform(0.5, 1.0))
 

@@ -154,9 +154,12 @@ class PrepareStream:
             timeout_s=max(timeout_s, 0.001),
         )
         # Put together here: protobuf copies a message into another by writing and reading it.
-        wire = _field(_CALL_REQUEST, request.SerializeToString())
+        wire = request.SerializeToString()
+        parts = (head.SerializeToString(), _head(_CALL_REQUEST, len(wire)), wire)
+        call = b"".join((_head(_CALLS, sum(map(len, parts))), *parts))
+        del wire, parts
         try:
-            return self._outbox.put(_field(_CALLS, head.SerializeToString(), wire))
+            return self._outbox.put(call)
         except OutboxFull as error:
             raise MillraceError(
                 Reason.TOKENIZER_UNAVAILABLE, "it does not take what is sent to it", retry_after_s=1.0
@@ -202,14 +205,14 @@ class PrepareStream:
                 answer.set_exception(Unanswered(failure, was_sent=was_sent))
 
 
-def _field(number: int, *parts: bytes) -> bytes:
-    """A field of a message that is serialized already, in parts."""
-    left, length = sum(map(len, parts)), bytearray()
-    while left > 127:
-        length.append(left & 127 | 128)
-        left >>= 7
-    length.append(left)
-    return b"".join((bytes([number << 3 | 2]), length, *parts))
+def _head(number: int, num_bytes: int) -> bytes:
+    """What stands before a message of so many bytes that is a field of another."""
+    head = bytearray([number << 3 | 2])
+    while num_bytes > 127:
+        head.append(num_bytes & 127 | 128)
+        num_bytes >>= 7
+    head.append(num_bytes)
+    return bytes(head)
 
 
 def _too_large(request: tokenizer_pb2.PrepareRequest) -> MillraceError:

@@ -24,6 +24,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     # The client's own x-request-id, cut to a length that every span can carry.
     client_request_id: str = ""
+    # How often the client has sent it before, by its own word.
+    num_retries: int = 0
     # The context as it came (a message, which `auth` alone reads), of a call that somebody in front has
     # authenticated, counted and signed.
     context: Any = None

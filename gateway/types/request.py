@@ -24,6 +24,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Requests with the same one had better meet on one engine.
     prompt_cache_key: str = ""
     metadata: Mapping[str, str] = {}
+    # Whether a cheaper model may answer before the request is refused for load.
+    allow_fallback: bool = True
     # Return the prompt before the completion.
     echo: bool = False
     streaming: bool = True

@@ -17,16 +17,20 @@ class CallSink:
     def __init__(self, call_id: CallIds) -> None:
         self.num_begun = 0
         self.delta = TextDelta()
+        # Name and pieces of the arguments of each call, for whoever counts the valid ones.
+        self.calls: list[tuple[str, list[str]]] = []
         self._call_id = call_id
 
     def begin(self, name: str) -> None:
         """A call's name is known."""
         index = self.num_begun
         self.num_begun += 1
+        self.calls.append((name, []))
         self.delta.add_call(ToolCallDelta(index=index, id=self._call_id(index), name=name))
 
     def argue(self, piece: str) -> None:
         """A piece of the arguments of the call that began last."""
+        self.calls[-1][1].append(piece)
         self.delta.add_call(ToolCallDelta(index=self.num_begun - 1, arguments=piece))
 
     def content(self, text: str) -> None:
@@ -52,6 +56,10 @@ class ToolCallParser:
     def num_calls(self) -> int:
         """Calls begun so far."""
         return self._sink.num_begun
+
+    def calls(self) -> list[tuple[str, str]]:
+        """(name, arguments) of each, as far as it has come."""
+        return [(name, "".join(pieces)) for name, pieces in self._sink.calls]
 
     def feed(self, text: str, delta: TextDelta) -> None:
         """Adds content and pieces of calls that are certain."""

@@ -1,0 +1,1 @@
+"""Which models are served, what stands for them, and who may use them; followed while requests run."""
