@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import Any
 
@@ -11,15 +12,13 @@ from observability.emit.metrics import Metrics
 from services import memory, tls
 from services.deferred import Deferred
 from services.main import run, say_ready
+from services.models import load_models, source
 from services.server import GrpcServer, wait_for_signal
 from tokenizer_svc.config import load
-from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.messages.wire import SERVICE_NAME, add_to_server
-from tokenizer_svc.service.compiler import GrammarCompiler
-from tokenizer_svc.service.prepare import Preparer
+from tokenizer_svc.service.loading import Loader
 from tokenizer_svc.service.servicer import TokenizerServicer
-from tokenizer_svc.text.checkpoint import load_checkpoint, locate
-from tokenizer_svc.workers.pool import WorkerPool
+from tokenizer_svc.service.shelf import Shelf
 
 _SWITCH_INTERVAL_S = 0.0005
 # Messages of megabytes reuse the memory of those before: getting it from the kernel anew takes longer than
@@ -35,35 +34,11 @@ async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> 
     tls.use(config.security)
     telemetry = tracing.setup(names.TOKENIZER, observability)
     metrics = Metrics(max_label_values=observability.max_tenant_labels)
-    checkpoint = load_checkpoint(locate(config.model, simulated=settings.simulated), config.model)
-    pool = WorkerPool(
-        settings.compile,
-        WorkerSetup(
-            checkpoint=checkpoint,
-            limits=settings.limits,
-            memory_limit_bytes=settings.compile.memory_limit_bytes,
-        ),
-        silence_limit_s=config.health.silence_limit_s,
-    )
-    metrics.set_function(names.COMPILES_WAITING, lambda: pool.num_waiting)
-    compiler = GrammarCompiler(
-        pool,
-        fingerprint=checkpoint.vocabulary.fingerprint,
-        cache_bytes=settings.compile.cache_bytes,
-        shared=settings.compile.shared,
-    )
-    preparer = Preparer(
-        checkpoint,
-        compiler,
-        telemetry,
-        metrics,
-        limits=settings.limits,
-        turn_cache_tokens=settings.turn_cache_tokens,
-    )
+    shelf = Shelf(Loader(config, telemetry, metrics))
+    metrics.set_function(names.COMPILES_WAITING, lambda: shelf.num_waiting)
     deferred = Deferred()
     servicer = TokenizerServicer(
-        preparer,
-        config.model,
+        shelf,
         telemetry,
         deferred,
         secret=secret,
@@ -72,6 +47,7 @@ async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> 
         prepare_limit_s=settings.limits.max_prepare_s,
         beat_s=config.health.beat_s,
     )
+    await shelf.start(config.models)
     # Threads that handle texts give way to the event loop sooner than after Python's 5 ms.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # A vocabulary's tables among it.
@@ -80,15 +56,16 @@ async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> 
     server.add(add_to_server, servicer, SERVICE_NAME)
     await server.start()
     exposed = metrics.serve(settings.metrics_listen, "tokenizer.metrics_listen")
+    following = asyncio.create_task(source().follow(lambda tables: shelf.apply(load_models(tables))))
     try:
-        await pool.start()
+        await shelf.start_workers()
         await server.set_serving(True)
         say_ready("tokenizer", grpc=server.address, metrics=exposed)
         await wait_for_signal()
         await server.stop(settings.drain_limit_s)
     finally:
-        preparer.close()
-        await pool.close()
+        following.cancel()
+        await shelf.close()
         metrics.close()
         deferred.flush()
         telemetry.shutdown()

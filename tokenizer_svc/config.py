@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from services.config import HealthConfig, ModelConfig, SecurityConfig, load_section
+from services.config import HealthConfig, SecurityConfig, load_section
 from services.errors import ConfigError
+from services.models import Models, load_models
 
 # Checkpoint whose tokenizer stands in when none is at hand.
 BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "millrace-nano"
@@ -78,7 +79,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All tables that this service reads."""
 
     tokenizer: TokenizerConfig
-    model: ModelConfig
+    models: Models
     security: SecurityConfig
     health: HealthConfig
 
@@ -87,13 +88,14 @@ def load(tables: dict[str, Any]) -> ServiceConfig:
     """Decodes the service's tables; raises ConfigError naming the key at fault."""
     config = ServiceConfig(
         tokenizer=load_section(tables, "tokenizer", TokenizerConfig),
-        model=load_section(tables, "model", ModelConfig),
+        models=load_models(tables),
         security=load_section(tables, "security", SecurityConfig),
         health=load_section(tables, "health", HealthConfig),
     )
-    template = config.model.chat_template
-    if template and not Path(template).is_file():
-        raise ConfigError(f"model.chat_template: {template} is no file; give that of a Jinja template")
+    for name, model in config.models.models.items():
+        template, key = model.chat_template, f"models.{name}" if tables.get("models") else "model"
+        if template and not Path(template).is_file():
+            raise ConfigError(f"{key}.chat_template: {template} is no file; give that of a Jinja template")
     compile_config = config.tokenizer.compile
     if compile_config.workers < 1:
         raise ConfigError("tokenizer.compile.workers: at least 1 process is needed to compile grammars")

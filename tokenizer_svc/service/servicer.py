@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from millrace.common.v1 import context_pb2
@@ -24,7 +25,6 @@ from observability.emit.tracing import (
     context_from_traceparent,
     with_identity,
 )
-from services.config import ModelConfig
 from services.context import verify
 from services.deferred import Deferred
 from tokenizer_svc.grammar.request import Prepared, Prompted
@@ -32,6 +32,7 @@ from tokenizer_svc.messages import convert
 from tokenizer_svc.messages.wire import Call, Head, LargeAnswer, LargeRequest
 from tokenizer_svc.refusals import no_input
 from tokenizer_svc.service.prepare import Preparer, is_short
+from tokenizer_svc.service.shelf import Served, Shelf
 from tokenizer_svc.service.stream import Calls, CallStream
 from tokenizer_svc.types import Compiled
 
@@ -40,12 +41,11 @@ _ANSWER_AT = 0.9
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Serves one checkpoint under its name and aliases."""
+    """Serves every checkpoint under its names."""
 
     def __init__(
         self,
-        preparer: Preparer,
-        model: ModelConfig,
+        shelf: Shelf,
         telemetry: Telemetry,
         deferred: Deferred,
         *,
@@ -55,9 +55,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         prepare_limit_s: float,
         beat_s: float,
     ) -> None:
-        self._preparer = preparer
-        self._model = model
-        self._names = frozenset({"", model.served_name, *model.aliases})
+        self._shelf = shelf
         self._telemetry = telemetry
         # What is told of requests that are answered already.
         self._deferred = deferred
@@ -66,7 +64,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._allow_unsigned = allow_unsigned
         self._limit_s = prepare_limit_s
         self._beat_s = beat_s
-        self._vocabulary = convert.vocabulary_response(preparer.checkpoint)
 
     async def Prepare(  # type: ignore[override]
         self, request: tokenizer_pb2.PrepareRequest | LargeRequest, context: Any
@@ -98,20 +95,22 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         begin_s = time.monotonic()
         try:
             who = self._verify(request)
-            self._check_model(request.model, who)
+            served = self._served(request.model, who)
             length = convert.length_limit(request, who)
-            short = self._preparer.prepare_short(request, tenant=who.tenant, length=length)
+            short = served.preparer.prepare_short(request, tenant=who.tenant, length=length)
         except Exception:
             return None
         if short is None:
             return None
-        self._deferred.call(self._tell_short, call.head, who, begin_s, time.monotonic(), short)
-        return convert.short_answer(short, self._vocabulary.fingerprint)
+        tell = partial(self._tell_short, call.head, who, served.preparer)
+        self._deferred.call(tell, begin_s, time.monotonic(), short)
+        return convert.short_answer(short, served.fingerprint)
 
     def _tell_short(
         self,
         head: Head,
         who: context_pb2.RequestContext,
+        preparer: Preparer,
         begin_s: float,
         end_s: float,
         prompted: Prompted,
@@ -121,7 +120,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         span = self._telemetry.start(
             names.TOKENIZER_PREPARE, kind=SpanKind.SERVER, start_s=begin_s, parent=parent
         )
-        self._preparer.tell_short(prompted, span)
+        preparer.tell_short(prompted, span)
         self._telemetry.end(span, end_s=end_s)
 
     async def _answer(
@@ -132,13 +131,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
         head = request.head if isinstance(request, LargeRequest) else request
         who = self._verify(head)
-        self._check_model(head.model, who)
+        served = self._served(head.model, who)
         identity = RequestIdentity(who.request_id, who.client_request_id)
         parent = with_identity(identity, trace)
         with self._telemetry.span(names.TOKENIZER_PREPARE, parent=parent, kind=SpanKind.SERVER):
-            work = self._preparer.prepare(request, tenant=who.tenant, length=convert.length_limit(head, who))
+            work = served.preparer.prepare(request, tenant=who.tenant, length=convert.length_limit(head, who))
             prepared = await self._within_limit(work, timeout_s)
-        return convert.prepare_answer(prepared, self._vocabulary.fingerprint)
+        return convert.prepare_answer(prepared, served.fingerprint)
 
     async def _within_limit(self, work: Awaitable[Prepared], timeout_s: float | None) -> Prepared:
         # Somewhat before the caller gives up, so that it is told why.
@@ -159,14 +158,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.GetVocabularyRequest, context: Any
     ) -> tokenizer_pb2.GetVocabularyResponse:
         """See the proto."""
-        self._check_model(request.model)
-        return self._vocabulary
+        return self._served(request.model).vocabulary
 
     async def Tokenize(  # type: ignore[override]
         self, request: tokenizer_pb2.TokenizeRequest, context: Any
     ) -> tokenizer_pb2.TokenizeResponse | LargeAnswer:
         """See the proto."""
-        self._check_model(request.model)
+        preparer = self._served(request.model).preparer
         match request.WhichOneof("input"):
             case "conversation":
                 prompt = tokenizer_pb2.PrepareRequest(conversation=request.conversation)
@@ -176,7 +174,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 raise no_input()
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         tenant = self._verify(request).tenant if request.HasField("context") else None
-        ids = await self._preparer.encode(prompt, tenant=tenant, add_special_tokens=special)
+        ids = await preparer.encode(prompt, tenant=tenant, add_special_tokens=special)
         if isinstance(ids, memoryview):
             # Packed ids are the whole answer.
             return LargeAnswer((ids,))
@@ -186,9 +184,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.EncodeBatchRequest, context: Any
     ) -> tokenizer_pb2.EncodeBatchResponse:
         """See the proto."""
-        self._check_model(request.model)
+        preparer = self._served(request.model).preparer
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        encoded = await self._preparer.encode_batch(list(request.texts), add_special_tokens=special)
+        encoded = await preparer.encode_batch(list(request.texts), add_special_tokens=special)
         prompts = [tokenizer_pb2.EncodedPrompt(ids=ids) for ids in encoded]
         return tokenizer_pb2.EncodeBatchResponse(prompts=prompts)
 
@@ -196,16 +194,16 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.DetokenizeRequest, context: Any
     ) -> tokenizer_pb2.DetokenizeResponse:
         """See the proto."""
-        self._check_model(request.model)
-        self._preparer.check_num_ids(len(request.token_ids), "token_ids")
-        text = await self._preparer.decode(list(request.token_ids))
+        preparer = self._served(request.model).preparer
+        preparer.check_num_ids(len(request.token_ids), "token_ids")
+        text = await preparer.decode(list(request.token_ids))
         return tokenizer_pb2.DetokenizeResponse(text=text)
 
     async def CheckSchema(
         self, request: tokenizer_pb2.CheckSchemaRequest, context: Any
     ) -> tokenizer_pb2.CheckSchemaResponse:
         """See the proto."""
-        self._check_model(request.model)
+        preparer = self._served(request.model).preparer
         form = convert.response_format(request.response_format)
         if form is None:
             raise MillraceError(
@@ -219,7 +217,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         refusal = ""
         for each in forms:
             try:
-                compiled, _ = await self._preparer.compile_format(each, tenant="")
+                compiled, _ = await preparer.compile_format(each, tenant="")
                 found.append(compiled)
                 break
             except MillraceError as error:
@@ -241,8 +239,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.ValidateOutputResponse:
         """See the proto."""
         who = self._verify(request)
-        self._check_model(request.model, who)
-        verdicts = await self._preparer.validate(request.schema_json, list(request.texts), tenant=who.tenant)
+        preparer = self._served(request.model, who).preparer
+        verdicts = await preparer.validate(request.schema_json, list(request.texts), tenant=who.tenant)
         return tokenizer_pb2.ValidateOutputResponse(verdicts=map(verdict_message, verdicts))
 
     def _verify(
@@ -267,17 +265,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             field="context",
         )
 
-    def _check_model(self, name: str, who: context_pb2.RequestContext | None = None) -> None:
-        if name not in self._names:
-            raise MillraceError(
-                Reason.MODEL_NOT_FOUND,
-                f"model {name!r} is not served; ask for {self._model.served_name!r}",
-                field="model",
-            )
+    def _served(self, name: str, who: context_pb2.RequestContext | None = None) -> Served:
+        served = self._shelf.find(name)
         allowed = tuple(who.allowed_models) if who is not None else ()
-        if allowed and name and self._model.served_name not in allowed and name not in allowed:
+        if allowed and name and name not in allowed and served.model.served_name not in allowed:
             raise MillraceError(
                 Reason.MODEL_NOT_ALLOWED,
                 f"this key may not use {name!r}; it may use {', '.join(allowed)}",
                 field="model",
             )
+        return served

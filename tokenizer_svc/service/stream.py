@@ -16,9 +16,11 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
+from services.memory import GiveBack
 from services.outbox import Outbox
 from tokenizer_svc.messages.wire import (
     MAX_CALLS,
+    MAX_PARSED_BYTES,
     NO_REQUEST,
     Call,
     LargeAnswer,
@@ -65,6 +67,7 @@ class CallStream:
         )
         # Bytes of the calls that have no answer yet.
         self._num_bytes = 0
+        self._give_back = GiveBack()
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -127,6 +130,8 @@ class CallStream:
             self._outbox.put(await self._answered(call))
         finally:
             self._num_bytes -= call.num_bytes
+            if call.num_bytes > MAX_PARSED_BYTES:
+                self._give_back.soon()
 
     async def _answered(self, call: Call) -> bytes:
         try:
