@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from observability.analysis.receiver import SERVICE_NAME, TraceReceiver, add_to_server
-from observability.analysis.store import SpanStore, StoreError
+from observability.analysis.source import StoreError
+from observability.analysis.store import SpanStore
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
 from services.errors import ConfigError

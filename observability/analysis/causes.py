@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from observability.analysis.store import SpanReader, StoredSpan
+from observability.analysis.decode import StoredSpan
+from observability.analysis.source import SpanSource
 from observability.analysis.tree import delays_of, request_span, ttft_of
 from observability.emit import genai, names
 from observability.emit.names import Cause, TtftPart
@@ -120,6 +121,10 @@ def _refusal(spans: Sequence[StoredSpan], outcome: str) -> str:
     return f"it failed with {outcome}{advice}"
 
 
+# For which engines keep a request in the queue.
+_KEEPS_FROM_QUEUE = (Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL, Cause.COLD_ADAPTER)
+
+
 def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
     """Measured delays, and those that follow from spans that only exist when something went wrong."""
     found = dict(delays_of(spans))
@@ -137,9 +142,7 @@ def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
     if compiled_ms:
         found[Cause.GRAMMAR_COMPILE] = explained_ms + compiled_ms
     _charge_preemption(found, spans)
-    explained_ms += sum(
-        found.get(cause, 0.0) for cause in (Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL)
-    )
+    explained_ms += sum(found.get(cause, 0.0) for cause in _KEEPS_FROM_QUEUE)
     ttft = ttft_of(spans)
     if ttft is not None:
         # Time in the queue that no cause accounts for: the queue was simply not empty.
@@ -196,7 +199,7 @@ def _work(spans: Sequence[StoredSpan]) -> list[Finding]:
     return [finding for finding in found if finding.milliseconds > 0]
 
 
-def find_neighbours(reader: SpanReader, spans: Sequence[StoredSpan]) -> list[Neighbour]:
+def find_neighbours(reader: SpanSource, spans: Sequence[StoredSpan]) -> list[Neighbour]:
     """Requests whose prefill overlapped with this one's time in the same engine, the longest first."""
     mine = next((span for span in spans if span.name == names.ENGINE_REQUEST), None)
     if mine is None:

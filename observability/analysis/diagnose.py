@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from observability.analysis.store import SpanReader, StoredSpan, StoreError
+from observability.analysis.decode import StoredSpan
+from observability.analysis.source import SpanSource, StoreError
 from observability.analysis.terminal import run, table
 from observability.emit import genai, names
 from observability.emit.names import Attribute, length_bucket
@@ -60,6 +61,7 @@ DIMENSIONS: Mapping[str, Value] = {
     "tenant": _text(names.TENANT),
     "tier": _text(names.TIER),
     "model": _text(genai.REQUEST_MODEL),
+    "revision": _text(names.REVISION),
     "face": _text(names.FACE),
     "streaming": _text(names.STREAMING),
     "engine": _text(names.ENGINE_ID),
@@ -206,7 +208,7 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     return Group(*lines)
 
 
-def _answer(reader: SpanReader, parsed: argparse.Namespace) -> RenderableType:
+def _answer(reader: SpanSource, parsed: argparse.Namespace) -> RenderableType:
     since_ns = time.time_ns() - round(parsed.minutes * 60e9)
     return render(diagnose(reader.spans_named(names.GATEWAY_REQUEST, since_ns=since_ns), parsed.metric))
 

@@ -12,11 +12,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from contract.chat import CHAT_ID, COMPLETION_ID
 from observability.analysis.decode import StoredSpan, decode
+from observability.analysis.source import LATE_NS, SpanSource, StoreError
 from observability.emit import names
-
-__all__ = ["SpanReader", "SpanStore", "StoreError", "StoredSpan"]
 
 # Share of a limit that is left when it was passed, so that it is not passed again at once.
 _KEPT_SHARE = 0.9
@@ -25,8 +23,6 @@ _SCHEMA_VERSION = 2
 _CHECK_EVERY = 16
 # Messages that are looked through for the newest request.
 _NEWEST_MESSAGES = 64
-# How much later than its start a span may be received: the longest stream, and the exporter's delay.
-_LATE_NS = 1_800 * 1_000_000_000
 _TRACE_ID_BYTES = 16
 
 _SCHEMA = """
@@ -39,10 +35,6 @@ CREATE TABLE IF NOT EXISTS messages (
 );
 CREATE INDEX IF NOT EXISTS messages_by_time ON messages (received_ns);
 """
-
-
-class StoreError(Exception):
-    """The store cannot answer; the message says why and what to do."""
 
 
 class SpanStore:
@@ -118,7 +110,7 @@ class SpanStore:
         return int((pages - free) * size)
 
 
-class SpanReader:
+class SpanReader(SpanSource):
     """Reads a store that a receiver may be writing."""
 
     def __init__(self, path: Path) -> None:
@@ -139,7 +131,7 @@ class SpanReader:
         self._db.close()
 
     def trace(self, trace_id: str) -> list[StoredSpan]:
-        """All spans of a trace by start time; empty when it is not there. One that came twice counts once."""
+        """See SpanSource."""
         try:
             wanted = bytes.fromhex(trace_id)
         except ValueError:
@@ -152,10 +144,7 @@ class SpanReader:
         return sorted(found.values(), key=lambda span: span.start_ns)
 
     def traces_of_request(self, request_id: str) -> list[str]:
-        """Ids of the traces of a request, by our id or by the one that its client gave it, the newest first.
-
-        Ours comes first: clients may send any id, that of somebody else's request too.
-        """
+        """See SpanSource."""
         if not request_id:
             return []
         newest: dict[str, tuple[bool, int]] = {}
@@ -168,7 +157,7 @@ class SpanReader:
         return sorted(newest, key=lambda trace_id: newest[trace_id], reverse=True)
 
     def last_trace(self) -> str:
-        """Id of the trace of the newest request; "" when there is none. Failed requests count too."""
+        """See SpanSource."""
         for name in (names.GATEWAY_REQUEST, names.ENVOY_INGRESS):
             found = [
                 span
@@ -181,30 +170,8 @@ class SpanReader:
             return next((span.trace_id for span in decode(data)), "")
         return ""
 
-    def find(self, what: str) -> list[StoredSpan]:
-        """Spans of the trace that `what` names: "last", a request id (ours, an answer's or the client's own)
-        or a trace id.
-
-        Raises StoreError, which says how to go on, when nothing is found.
-        """
-        if what == "last":
-            trace_id = self.last_trace()
-            if not trace_id:
-                raise StoreError("the span store is empty; send a request first")
-            return self.trace(trace_id)
-        ours = what.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
-        ids = dict.fromkeys((ours, what))
-        for trace_id in (*(found for each in ids for found in self.traces_of_request(each)), what):
-            spans = self.trace(trace_id)
-            if spans:
-                return spans
-        raise StoreError(
-            f"no request or trace {what!r} in the span store; spans arrive a moment after the request ends "
-            "and the oldest are dropped; 'last' names the newest request"
-        )
-
     def spans_named(self, name: str, *, since_ns: int, limit: int = 100_000) -> list[StoredSpan]:
-        """The newest spans of a name that started at or after `since_ns`, the newest first."""
+        """See SpanSource."""
         found = [
             span
             for data in self._holding(name.encode(), received_from_ns=since_ns)
@@ -213,11 +180,11 @@ class SpanReader:
         return sorted(found, key=lambda span: -span.start_ns)[:limit]
 
     def spans_between(self, wanted: Collection[str], start_ns: int, end_ns: int) -> list[StoredSpan]:
-        """Spans with one of some names that overlap [start_ns, end_ns], by start time."""
+        """See SpanSource."""
         found: dict[str, StoredSpan] = {}
         for name in wanted:
             messages = self._holding(
-                name.encode(), received_from_ns=start_ns, received_to_ns=end_ns + _LATE_NS
+                name.encode(), received_from_ns=start_ns, received_to_ns=end_ns + LATE_NS
             )
             for data in messages:
                 for span in decode(data, wanted=(name,)):

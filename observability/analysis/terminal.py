@@ -1,4 +1,4 @@
-"""What the commands on the local store share: its option, where they draw, and one line on failure."""
+"""What the commands on traces share: which store they read, where they draw, and one line on failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from observability.analysis.store import SpanReader, StoreError
+from observability.analysis.jaeger import JaegerReader
+from observability.analysis.source import SpanSource, StoreError
+from observability.analysis.store import SpanReader
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 
@@ -22,7 +24,7 @@ _SIZE_WHEN_PIPED = (140, 40)
 _WAIT_S = 15.0
 _PAUSE_S = 0.1
 
-Answer = Callable[[SpanReader, argparse.Namespace], RenderableType]
+Answer = Callable[[SpanSource, argparse.Namespace], RenderableType]
 
 
 def console_width() -> int:
@@ -38,14 +40,14 @@ def table(*titles: str, num_left: int = 1) -> Table:
     return made
 
 
-def _wait_whole(reader: SpanReader, request_id: str) -> None:
+def _wait_whole(reader: SpanSource, request_id: str) -> None:
     """Returns when the trace of a request that has ended is there, or when it does not come."""
     deadline_s = time.monotonic() + _WAIT_S
     while not _is_whole(reader, request_id) and time.monotonic() < deadline_s:
         time.sleep(_PAUSE_S)
 
 
-def _is_whole(reader: SpanReader, request_id: str) -> bool:
+def _is_whole(reader: SpanSource, request_id: str) -> bool:
     """Whether every service has told its part: each sends its spans by itself."""
     spans = [span for each in reader.traces_of_request(request_id) for span in reader.trace(each)]
     asked = next((span for span in spans if span.name == names.GATEWAY_REQUEST), None)
@@ -59,9 +61,12 @@ def run(parser: argparse.ArgumentParser, answer: Answer, arguments: Sequence[str
     """Prints what `answer` says of the store: 0, or 1 with one clear line when there is nothing to say."""
     parser.add_argument("--after", default="", metavar="ID", help="have `last` wait for this request's trace")
     parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
+    parser.add_argument(
+        "--jaeger", default="", metavar="URL", help="ask a deployment's Jaeger, as http://127.0.0.1:16686"
+    )
     parsed = parser.parse_args(arguments)
     try:
-        reader = SpanReader(parsed.store)
+        reader: SpanSource = JaegerReader(parsed.jaeger) if parsed.jaeger else SpanReader(parsed.store)
         try:
             if parsed.after and getattr(parsed, "what", "") == "last":
                 _wait_whole(reader, parsed.after)

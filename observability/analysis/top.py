@@ -1,6 +1,6 @@
-"""`millrace top --target NAME=HOST:PORT ...`: engines, tiers and rates, live.
+"""`millrace top --target NAME=HOST:PORT ...`, or `--prometheus URL`: engines, tiers and rates, live.
 
-NAME begins with the service: gateway-0, engine-1, tokenizer.
+NAME begins with the service: gateway-0, engine-1, tokenizer. A Prometheus is asked for the last minute.
 """
 
 from __future__ import annotations
@@ -8,18 +8,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from observability.analysis.prometheus import PrometheusReader
 from observability.analysis.scrape import Interval, Reading, scrape
+from observability.analysis.source import StoreError
 from observability.analysis.terminal import console_width, table
 from observability.emit import names
 
 Intervals = Mapping[str, Interval]
+# Of what a Prometheus is asked for, in seconds: rates over several of its readings.
+_LEAST_WINDOW_S = 60.0
 
 
 def render(intervals: Intervals) -> RenderableType:
@@ -111,17 +115,33 @@ def _milliseconds(seconds: Iterable[float | None]) -> str:
     return f"{1000 * max(known):.0f}" if known else "-"
 
 
-async def watch(targets: Mapping[str, str], *, interval_s: float, once: bool) -> None:
-    """Draws until interrupted, or one interval alone."""
+async def _from_endpoints(targets: Mapping[str, str], interval_s: float) -> AsyncIterator[Intervals]:
     before: dict[str, Reading] = await scrape(targets)
+    while True:
+        await asyncio.sleep(interval_s)
+        after = await scrape(targets)
+        yield {name: Interval(before[name], after[name]) for name in targets}
+        before = after
+
+
+async def _from_prometheus(url: str, interval_s: float) -> AsyncIterator[Intervals]:
+    reader = PrometheusReader(url)
+    try:
+        while True:
+            # It reads its targets several times a minute, so a shorter time would hold nothing.
+            yield await asyncio.to_thread(reader.intervals, max(interval_s, _LEAST_WINDOW_S))
+            await asyncio.sleep(interval_s)
+    finally:
+        reader.close()
+
+
+async def watch(views: AsyncIterator[Intervals], *, once: bool) -> None:
+    """Draws until interrupted, or one interval alone."""
     # A page's width when the output is piped; rich asks the terminal otherwise.
     console = Console(width=None if sys.stdout.isatty() else console_width(), highlight=False)
     with Live(console=console, auto_refresh=False, transient=False) as live:
-        while True:
-            await asyncio.sleep(interval_s)
-            after = await scrape(targets)
-            live.update(render({name: Interval(before[name], after[name]) for name in targets}), refresh=True)
-            before = after
+        async for intervals in views:
+            live.update(render(intervals), refresh=True)
             if once:
                 break
     if not console.is_terminal:
@@ -130,13 +150,16 @@ async def watch(targets: Mapping[str, str], *, interval_s: float, once: bool) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 2 for no targets, or one that cannot be read."""
+    """0; 1 for a Prometheus that does not answer; 2 for no targets, or one that cannot be read."""
     parser = argparse.ArgumentParser(prog="millrace top", description=__doc__)
     parser.add_argument("--target", action="append", default=[], metavar="NAME=HOST:PORT")
+    parser.add_argument(
+        "--prometheus", default="", metavar="URL", help="ask a deployment's, as http://127.0.0.1:9090"
+    )
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print one interval and end")
     parsed = parser.parse_args(arguments)
-    if not parsed.target:
+    if not (parsed.target or parsed.prometheus):
         print(
             "nothing to look at: no stack runs here (millrace up); or name endpoints by --target",
             file=sys.stderr,
@@ -147,9 +170,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (name and address.rpartition(":")[2].isdigit()):
             print(f"--target {name}={address}: expected NAME=HOST:PORT", file=sys.stderr)
             return 2
-    # Until Ctrl-C.
-    with suppress(KeyboardInterrupt):
-        asyncio.run(watch(targets, interval_s=parsed.interval, once=parsed.once))
+    views = (
+        _from_prometheus(parsed.prometheus, parsed.interval)
+        if parsed.prometheus
+        else _from_endpoints(targets, parsed.interval)
+    )
+    try:
+        # Until Ctrl-C.
+        with suppress(KeyboardInterrupt):
+            asyncio.run(watch(views, once=parsed.once))
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from observability.analysis.store import StoredSpan
+from observability.analysis.decode import StoredSpan
 from observability.emit import names
 from observability.emit.names import Cause, TtftPart
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from observability.analysis.store import StoredSpan
+from observability.analysis.decode import StoredSpan
 from observability.analysis.terminal import console_width, run
 from observability.analysis.tree import build_tree, delays_of, request_span, ttft_of, walk
 from observability.emit import genai, names

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from observability.analysis.causes import Explanation, explain, find_neighbours
-from observability.analysis.store import SpanReader, StoredSpan
+from observability.analysis.decode import StoredSpan
+from observability.analysis.source import SpanSource
 from observability.analysis.terminal import run
 from observability.analysis.tree import request_span
 from observability.emit import names
@@ -19,7 +20,7 @@ from observability.emit import names
 _MAX_NEIGHBOURS = 3
 
 
-def explain_stored(reader: SpanReader, what: str) -> tuple[Explanation, list[StoredSpan]]:
+def explain_stored(reader: SpanSource, what: str) -> tuple[Explanation, list[StoredSpan]]:
     """Explains a request of the store; raises StoreError when it is not there."""
     spans = reader.find(what)
     return explain(spans, find_neighbours(reader, spans)[:_MAX_NEIGHBOURS]), spans

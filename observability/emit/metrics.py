@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter as Counts
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -29,6 +30,10 @@ NO_EXEMPLAR = trace.INVALID_SPAN_CONTEXT
 OTHER = "other"
 # Labels whose values clients choose, directly or not.
 _BOUNDED_LABELS = frozenset({"tenant", "adapter", "engine"})
+
+# Combinations of labels that one family keeps; of further ones those labels are OTHER. A histogram has some
+# twenty series for each.
+_MAX_COMBINATIONS = 2_000
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 _FAMILY = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
@@ -61,6 +66,7 @@ class Metrics:
         self._families: dict[str, Counter | Gauge | Histogram] = {}
         # By name, then pairs of label and value.
         self._series: dict[tuple[Any, ...], Counter | Gauge | Histogram] = {}
+        self._num_combinations: Counts[str] = Counts()
         self._bounds = {label: _Bound(max_label_values) for label in _BOUNDED_LABELS}
         self._lock = threading.Lock()
         self._server: tuple[WSGIServer, threading.Thread] | None = None
@@ -142,6 +148,10 @@ class Metrics:
             labels[label] = self._bounds[label].value(labels[label])
         with self._lock:
             family = self._family(metric)
+            if self._num_combinations[metric.name] >= _MAX_COMBINATIONS:
+                labels |= dict.fromkeys(_BOUNDED_LABELS.intersection(labels), OTHER)
+            if (metric.name, *labels.items()) not in self._series:
+                self._num_combinations[metric.name] += 1
             series = family.labels(**labels) if metric.labels else family
             self._series[metric.name, *labels.items()] = series
         return series

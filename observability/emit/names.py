@@ -129,6 +129,10 @@ STREAMING = attribute("millrace.streaming", "", "Whether the answer is streamed.
 OUTCOME = attribute("millrace.outcome", "", "Finish reason, or the reason of the error table.")
 ENGINE_ID = attribute("millrace.engine_id", "", "Engine process that served the request.")
 POOL = attribute("millrace.pool", "", "Pool of the engine that served; absent where engines name none.")
+REVISION = attribute("millrace.revision", "", "Version of the model; absent where none is told apart.")
+FALLBACK_FROM = attribute(
+    "millrace.fallback_from", "", "Model that was asked for and had no room; absent where it answered."
+)
 ADAPTER = attribute("millrace.adapter", "", "LoRA adapter; absent for the base model.")
 GUIDED = attribute("millrace.guided", "", "Kind of output constraint; absent without one.")
 SPECULATIVE = attribute("millrace.speculative", "", "Whether drafts were verified for this request.")
@@ -212,7 +216,6 @@ class Cause(_Meant):
     HIGHER_TIER = "higher_tier", "requests of a higher tier went first"
     GRAMMAR_COMPILE = "grammar_compile", "its grammar had to be compiled and made ready"
     RATE_LIMIT = "rate_limit", "its tenant's limits made it wait"
-    # Reserved: nothing reports it, since engines refuse adapters (`engine/service/convert.py`).
     COLD_ADAPTER = "cold_adapter", "its adapter had to be loaded"
     OFFLOAD = "offload", "its blocks were brought back from host memory"
     ENGINE_LOST = "engine_lost", "its engine was lost and another one continued"
@@ -242,8 +245,10 @@ _DURATION = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0
 _COUNT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 # Gateway: what clients get.
+# By what times to tokens can be asked for. Of many combinations, further ones have no tenant (emit/metrics).
+_SLICES = "tenant,tier,model,revision,prompt_bucket,cache,guided,speculative,adapter,pool"
 REQUESTS = counter(
-    "millrace_requests_total{face,model,tier,tenant,outcome}",
+    "millrace_requests_total{face,model,revision,tier,tenant,outcome}",
     "{request}",
     "Requests that ended, by outcome: ok, cancelled, refused or failed.",
 )
@@ -251,7 +256,7 @@ REJECTIONS = counter(
     "millrace_rejections_total{reason,tier}", "{request}", "Requests refused, by reason of the error table."
 )
 TTFT = histogram(
-    "millrace_time_to_first_token_seconds{model,tier,prompt_bucket,cache,guided,adapter,pool}",
+    f"millrace_time_to_first_token_seconds{{{_SLICES}}}",
     "s",
     "Time to the first token, seen at the gateway.",
     _LATENCY,
@@ -263,7 +268,7 @@ TTFT_PART = histogram(
     (0.001, *_LATENCY),
 )
 TPOT = histogram(
-    "millrace_time_per_output_token_seconds{model,tier,output_bucket,speculative,pool}",
+    f"millrace_time_per_output_token_seconds{{{_SLICES},output_bucket}}",
     "s",
     "Mean time per output token after the first, one observation a request.",
     _TOKEN_GAP,
@@ -275,7 +280,7 @@ ITL = histogram(
     _TOKEN_GAP,
 )
 E2E = histogram(
-    "millrace_request_duration_seconds{model,tier,face}",
+    "millrace_request_duration_seconds{model,revision,tier,face}",
     "s",
     "First byte in to last byte out, at the gateway.",
     _DURATION,
@@ -285,8 +290,18 @@ SLO = counter(
     "{request}",
     "Requests judged against a target of their tier: objective is ttft or tpot, met is true or false.",
 )
+GOODPUT = counter(
+    "millrace_goodput_requests_total{tier,model,met}",
+    "{request}",
+    "Accepted requests of tiers with targets whose client has stayed; met is true where all targets were.",
+)
+TOOL_CALLS = counter(
+    "millrace_tool_calls_total{model,valid}",
+    "{call}",
+    "Tool calls in answers; valid is true for a tool that was offered, with a JSON object as arguments.",
+)
 TOKENS = counter(
-    "millrace_tokens_total{kind,model,tier,tenant}",
+    "millrace_tokens_total{kind,model,revision,tier,tenant}",
     "{token}",
     "Tokens by kind: prompt_computed, prompt_cached, completion, reasoning, candidate (not returned).",
 )
@@ -349,10 +364,49 @@ LEDGER_MISSING = counter(
     "{entry}",
     "Requests without a ledger entry: killed (its gateway, of a full disk), waiting (too many) or refused.",
 )
+FALLBACKS = counter(
+    "millrace_fallbacks_total{model,fallback,tier,reason}",
+    "{request}",
+    "Requests that a cheaper model answered, with the reason of the refusal that they would have got.",
+)
+SHADOW_REQUESTS = counter(
+    "millrace_shadow_requests_total{model,shadow,outcome}",
+    "{request}",
+    "Copies for another model, by outcome: same, different, failed, late or dropped. Charged to nobody.",
+)
+SHADOW_AGREEMENT = histogram(
+    "millrace_shadow_agreement_ratio{model,shadow}",
+    "1",
+    "Share of the longer of both answers up to their first difference.",
+    (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0),
+)
+SHADOW_OUTPUTS = counter(
+    "millrace_shadow_outputs_total{model,shadow,side,valid}",
+    "{output}",
+    "Constrained answers of both sides (live or shadow), by whether they satisfy their constraint.",
+)
+SHADOW_TTFT = histogram(
+    "millrace_shadow_time_to_first_token_seconds{model,shadow,side}",
+    "s",
+    "From submission to first token, of answers that were compared.",
+    _LATENCY,
+)
+SHADOW_TPOT = histogram(
+    "millrace_shadow_time_per_output_token_seconds{model,shadow,side}",
+    "s",
+    "Mean time per output token after the first, of answers that were compared.",
+    _TOKEN_GAP,
+)
+SHADOW_COST = counter(
+    "millrace_shadow_cost_total{model,shadow,side}",
+    "{currency}",
+    "What answers that were compared cost, or would have cost.",
+)
 GUIDED_OUTPUTS = counter(
     "millrace_guided_outputs_total{kind,valid}",
     "{output}",
-    "Finished guided outputs, by whether they satisfy their constraint.",
+    "Guided requests that succeeded; valid is inferred from their end (no limit cut them), as each token was "
+    "allowed by the grammar. Only where a schema is not wholly enforced, the text is checked.",
 )
 
 # Tokenizer service.
@@ -389,7 +443,7 @@ CACHE_INFO = gauge(
 ADAPTERS_INFO = gauge(
     "millrace_engine_adapters_info{max_lora,running_lora_adapters,waiting_lora_adapters}",
     "s",
-    "Unix time of the last change; the labels name the adapters.",
+    "Unix time of the last change; the labels name the adapters in memory.",
 )
 OLDEST_WAIT = gauge(
     "millrace_engine_queue_oldest_age_seconds", "s", "Age of the oldest request in the queue."
@@ -406,12 +460,32 @@ DECODE_SECONDS = histogram(
 STEP_SECONDS = histogram(
     "millrace_engine_step_seconds{kind}",
     "s",
-    "One engine step; kind is prefill, decode or mixed.",
+    "One engine step; kind is prefill, decode, mixed or failed. The sum is for how long the engine was busy.",
     _TOKEN_GAP,
+)
+ENGINE_SECONDS = counter(
+    "millrace_engine_request_seconds_total{use,tier}",
+    "s",
+    "Seconds of steps, told with requests' ends; use is prefill, decode, speculative_waste or recompute.",
 )
 STEP_TOKENS = histogram("millrace_engine_step_tokens", "{token}", "Tokens computed in one step.", _COUNT)
 STEP_SEQUENCES = histogram(
     "millrace_engine_step_sequences", "{sequence}", "Sequences in one step.", _COUNT[:12]
+)
+MODEL_FLOP = counter(
+    "millrace_engine_model_flop_total",
+    "{operation}",
+    "Operations of computed tokens by the model's shapes: two for each weight, and attention's.",
+)
+MODEL_READ = counter(
+    "millrace_engine_model_read_bytes_total",
+    "By",
+    "Bytes that steps read at least: the weights, and each sequence's keys and values, once.",
+)
+PEAK = gauge(
+    "millrace_engine_peak_per_second{of}",
+    "1/s",
+    "What the device can do by data sheet or configuration, of flop or read_bytes; absent where unknown.",
 )
 PENDING_PREFILL = gauge(
     "millrace_engine_pending_prefill_tokens", "{token}", "Prompt tokens not yet computed."
@@ -468,7 +542,7 @@ STARTUP_SECONDS = gauge(
 MEMORY_PLAN = gauge(
     "millrace_engine_memory_plan_bytes{part}",
     "By",
-    "The memory plan: weights, workspace, headroom, kv_cache; and what is really resident.",
+    "The memory plan: weights, workspace, headroom, kv_cache, adapter; and what is really resident.",
 )
 
 MEMORY_USED = gauge(
