@@ -70,19 +70,11 @@ image-ages: $(VENV)/.installed ## Name the images of others that nobody has look
 
 .PHONY: sbom
 sbom: dev ## Write what each image holds to build/sbom (CycloneDX); with Docker, Debian's packages as well
-	@mkdir -p build/sbom
-	@# The operating system's packages are those of the image, which only Docker can look into.
-	@export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 0); \
-	for name in gateway tokenizer engine; do \
-		image=millrace/$$name:$(IMAGE_TAG); listed=build/sbom/$$name.dpkg-status; arguments=""; \
-		if docker image inspect "$$image" >/dev/null 2>&1; then \
-			docker run --rm --network none --entrypoint cat "$$image" /var/lib/dpkg/status >$$listed; \
-			release=$$(docker run --rm --network none --entrypoint sh "$$image" \
-				-c '. /etc/os-release && echo "$$ID-$$VERSION_ID"'); \
-			arguments="--dpkg-status $$listed --distribution $$release"; \
-		else echo "$$image is not here: its Debian packages are left out (make up builds it)" >&2; fi; \
-		$(BIN)/python -m services.bill_of_materials $$name $$arguments >build/sbom/$$name.json; done
-	@ls build/sbom/*.json
+	MILLRACE_TAG=$(IMAGE_TAG) services/bills.sh build/sbom
+
+.PHONY: release
+release: dev ## Wheel, images, bills of materials and sums in build/release; RELEASE_KEY=... (OpenSSH) signs
+	RELEASE_KEY='$(RELEASE_KEY)' services/release.sh build/release
 
 # --- checking ---------------------------------------------------------------------------------------------
 
@@ -93,10 +85,21 @@ test: dev redis lint proto-check ## Install what is missing, then lint, types, a
 
 .PHONY: test-containers
 test-containers: dev ## Start docker-compose.yml and k8s/ with a real container engine, and use what runs
-	tests/containers/prepare.sh
-	DOCKER_CONFIG=$(CURDIR)/build/containers/docker-config TEST_CONTAINERS=1 \
+	@# The engine is stopped if it was started for this.
+	trap 'tests/containers/prepare.sh stop' EXIT; tests/containers/prepare.sh && \
+	DOCKER_CONFIG=$(CURDIR)/build/containers/docker-config DOCKER_BUILDKIT=0 TEST_CONTAINERS=1 \
 		PATH=$$PATH:$(CURDIR)/build/containers/packages/kubectl/usr/bin \
 		$(BIN)/python -m pytest -n 0 -s tests/containers tests/deployment/test_kubernetes_rendering.py \
+		--durations=10 $(PYTEST_ARGS)
+
+# What starts processes of its own Python has none here.
+ARM_TESTS := tests/kernels/native/test_gemm.py tests/kernels/native/test_rows.py tests/kernels/native/test_sampling.py \
+	tests/kernels/native/test_experts.py tests/kernels/native/test_attention.py
+
+.PHONY: test-arm
+test-arm: dev ## Run the native kernels' tests as on ARM's processors, emulated by QEMU; root on Debian gets it installed
+	tests/arm/prepare.sh
+	tests/arm/python -m pytest -q -p no:cacheprovider -k "not self_check and not its_check" $(ARM_TESTS) \
 		--durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-fast
@@ -146,10 +149,12 @@ GPU_INSTALL = $(PIP) install -q --no-deps --no-compile --upgrade --only-binary=:
 	$(foreach tag,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17,--platform manylinux_$(tag)_x86_64)
 
 .PHONY: gpu-bundle
-gpu-bundle: $(VENV)/bin/python ## Fetch what a lease needs and machines may lack, into build/gpu-bundle.tar.xz
+gpu-bundle: build/gpu-bundle.tar.xz ## Fetch what a lease needs and machines may lack, into build/gpu-bundle.tar.xz
+
+build/gpu-bundle.tar.xz: benchmarks/gpu/requirements.txt | $(VENV)/bin/python
 	@rm -rf build/gpu-bundle
-	$(GPU_INSTALL) --target build/gpu-bundle --requirement benchmarks/gpu/requirements.txt
-	XZ_OPT="-9 -T0" tar -cJf build/gpu-bundle.tar.xz -C build/gpu-bundle .
+	$(GPU_INSTALL) --target build/gpu-bundle --requirement $<
+	XZ_OPT="-9 -T0" tar -cJf $@ -C build/gpu-bundle .
 
 .PHONY: gpu-serve-bundle
 gpu-serve-bundle: dev ## The same for requests through sockets, with Envoy, into build/gpu-serve-bundle.tar.xz
@@ -181,27 +186,32 @@ test-gpu: gpu-site ## The tests that need a GPU, with $(PYTHON): make test-gpu P
 bench-gpu: gpu-site ## Measure on a GPU into benchmarks/results/gpu-*; ARGS="first", "proof", "serve", "first --rehearse"
 	$(GPU_RUN) -m benchmarks.gpu.lease $(ARGS)
 
-# Releases of Triton, beside the installed one, that machines have: 3.6 comes with torch 2.11.
-GPU_TRITONS ?= 3.6.0
-GPU_TRITON_FOLDERS := $(addprefix build/triton-,$(GPU_TRITONS))
-# A Python with all that such a machine has (3.12, torch 2.11, Triton 3.6, transformers, pytest and its plugins, hypothesis), where
-# there is one: PyPI has that torch with CUDA alone, PyTorch's own index for CPUs. What the bundle brings is added.
-GPU_PYTHON ?=
+# A Python with what such a machine has (requirements-machine.txt), where there is none: PyPI's torch for CUDA, without CUDA.
+GPU_PYTHON ?= build/gpu-python/bin/python
+# From which that environment is made.
+GPU_BASE_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/$(GPU_PYTHON_VERSION).*/bin/python3) python$(GPU_PYTHON_VERSION))
 
-build/triton-%: | $(VENV)/bin/python
-	$(PIP) install -q --no-deps --no-compile --target $@ triton==$*
+build/gpu-python/bin/python: benchmarks/gpu/requirements-machine.txt benchmarks/gpu/absent_cuda.py
+	@$(GPU_BASE_PYTHON) -c 'import venv' || { \
+		echo "Python $(GPU_PYTHON_VERSION) is needed: name one (GPU_BASE_PYTHON=...), or a whole environment (GPU_PYTHON=...)" >&2; exit 1; }
+	@rm -rf build/gpu-python && $(GPU_BASE_PYTHON) -m venv build/gpu-python
+	$@ -m pip --disable-pip-version-check install -q --no-deps --no-compile --requirement $<
+	$@ benchmarks/gpu/absent_cuda.py
 
 .PHONY: test-gpu-versions
-test-gpu-versions: dev $(GPU_TRITON_FOLDERS) ## Compile all kernels for sm_80 and sm_90 and rehearse, with every Triton of GPU_TRITONS
-	$(BIN)/python -m engine.kernels.compile_ahead --triton $(GPU_TRITON_FOLDERS) --write benchmarks/results/kernels_compiled_ahead.json
-	for folder in $(GPU_TRITON_FOLDERS); do \
-		WHOLE_REHEARSAL=1 PYTHONPATH=$$folder $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/kernels/triton $(PYTEST_ARGS); done
-	@[ -z "$(GPU_PYTHON)" ] || $(MAKE) test-gpu-python PYTHON=$(GPU_PYTHON)
+test-gpu-versions: dev build/gpu-bundle.tar.xz $(GPU_PYTHON) ## Compile all kernels for sm_80 and sm_90 and rehearse, here and as where the GPU is
+	$(MAKE) compile-there PYTHON=$(GPU_PYTHON)
+	$(BIN)/python -m engine.kernels.compile_ahead --beside build/compiled-there.json --write benchmarks/results/kernels_compiled_ahead.json
+	$(MAKE) test-there PYTHON=$(GPU_PYTHON)
+	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest -n 0 tests/kernels/triton/test_gpu_rehearsal.py $(PYTEST_ARGS)
 
-.PHONY: test-gpu-python
-test-gpu-python: gpu-site
-	$(GPU_RUN) -m engine.kernels.compile_ahead
-	WHOLE_REHEARSAL=1 $(GPU_RUN) -m pytest $(PARALLEL) -m "not gpu" tests/kernels/triton $(PYTEST_ARGS)
+.PHONY: compile-there
+compile-there: gpu-site
+	$(GPU_RUN) -m engine.kernels.compile_ahead --write build/compiled-there.json
+
+.PHONY: test-there
+test-there: gpu-site
+	WHOLE_REHEARSAL=1 $(GPU_RUN) -m pytest $(PARALLEL) -m "not gpu" tests/kernels/triton --durations=20 $(PYTEST_ARGS)
 
 .PHONY: redis
 redis:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from contract.engines import model_key
 from contract.formats import ReasoningFormat, ToolCallFormat
 from services.errors import ConfigError
 
@@ -25,11 +26,16 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 ENV_PREFIX = "MILLRACE_"
+# Of this process, as it is when it is looked at.
+ENVIRONMENT: Mapping[str, str] = os.environ
 
 # Every table that some service owns. A table outside this set is a typing mistake.
 SECTIONS = frozenset(
     {
         "model",
+        "models",
+        "routes",
+        "shadows",
         "security",
         "health",
         "tokenizer",
@@ -45,11 +51,35 @@ SECTIONS = frozenset(
 )
 
 # Variables with the prefix that are not configuration keys.
-_NOT_CONFIG = frozenset({"MILLRACE_DEV_KEY", "MILLRACE_API_KEY", "MILLRACE_STATE_DIR", "MILLRACE_URL"})
+_NOT_CONFIG = frozenset(
+    {
+        "MILLRACE_DEV_KEY",
+        "MILLRACE_API_KEY",
+        "MILLRACE_STATE_DIR",
+        "MILLRACE_URL",
+        "MILLRACE_VLLM_HOME",
+    }
+)
+
+# Tables that may change while services run, and the variable that names a JSON file which has them instead of
+# the configuration file: a supervisor writes it, checkpoints resolved.
+LIVE_SECTIONS = ("models", "routes", "shadows")
+MODELS_FILE_VARIABLE = "MILLRACE_MODELS_FILE"
+
+
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[model.adapters.<name>]`, or of `[models.<name>]`: a LoRA adapter, asked for as `model:adapter`."""
+
+    # Directory in PEFT's form.
+    path: str
+    # Who may ask for it; empty: whoever may ask for the model.
+    tenants: tuple[str, ...] = ()
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[model]`: which checkpoint is served, and under which name. Shared by all services."""
+    """`[model]`, or one of `[models.<name>]`: which checkpoint is served, and under which name. Shared by all
+    services.
+    """
 
     # Directory in Hugging Face format, or a hub id.
     path: str = "models/millrace-nano"
@@ -62,11 +92,43 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # How the model writes calls of tools, and reasoning; empty: found by its chat template.
     tool_call_parser: Literal["", ToolCallFormat] = ""
     reasoning_parser: Literal["", ReasoningFormat] = ""
+    # Version of all this, as engines announce it and metrics say; a checkpoint that is replaced needs another
+    # one. The part behind "@" in the name when empty.
+    revision: str = ""
+    # Engine processes that `millrace up` starts for it, and their pool; 0 and "" leave it to [supervisor] and
+    # [engine].
+    engines: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    pool: str = ""
+    # Prompt plus completion; 0 is the engines' own limit.
+    max_context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # Sampling options instead of those that the checkpoint recommends, such as {temperature = 0.7}.
+    defaults: dict[str, Any] = {}
+    # As in [gateway.prices.<model>], which this goes before.
+    prices: dict[str, Any] = {}
+    # Tenants and tiers that may use it; empty: all.
+    tenants: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()
+    adapters: dict[str, AdapterConfig] = {}
 
     @property
     def served_name(self) -> str:
         """Name under which the model is listed."""
         return self.name or Path(self.path).name
+
+    @property
+    def served_revision(self) -> str:
+        """Version that engines announce; "" where none is told apart."""
+        return self.revision or self.served_name.partition("@")[2]
+
+    @property
+    def key(self) -> str:
+        """See `contract.engines.model_key`."""
+        return model_key(self.served_name, self.served_revision)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What clients may ask for: the name, with the revision or without, and the aliases."""
+        return frozenset((self.served_name, self.key, *self.aliases))
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +182,7 @@ def read_tables(path: Path | None, environ: Mapping[str, str] = os.environ) -> d
     """All tables of the file with the environment's overrides applied.
 
     Values from the environment are parsed as TOML values where they are such, and taken as text otherwise.
-    Raises ConfigError for an unreadable file and for unknown tables.
+    Raises ConfigError for an unreadable file, for unknown tables, and for one model beside several.
     """
     tables: dict[str, Any] = {}
     if path is not None:
@@ -133,10 +195,28 @@ def read_tables(path: Path | None, environ: Mapping[str, str] = os.environ) -> d
     for name in tables:
         if name not in SECTIONS:
             raise ConfigError(f"{path}: unknown table [{name}]; known: {', '.join(sorted(SECTIONS))}")
+    if tables.get("models") and "path" in tables.get("model", {}):
+        raise ConfigError(
+            f"{path}: [model] and [models.<name>] exclude each other; make the first one of them"
+        )
+    if environ.get(MODELS_FILE_VARIABLE):
+        tables = {**without_models(tables), **_read_models(Path(environ[MODELS_FILE_VARIABLE]))}
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable not in _NOT_CONFIG:
+        if variable.startswith(ENV_PREFIX) and variable not in (*_NOT_CONFIG, MODELS_FILE_VARIABLE):
             _override(tables, variable, text)
     return tables
+
+
+def without_models(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables that say nothing of what is served."""
+    return {name: table for name, table in tables.items() if name not in ("model", *LIVE_SECTIONS)}
+
+
+def _read_models(path: Path) -> dict[str, Any]:
+    try:
+        return dict(msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Any]]))
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{MODELS_FILE_VARIABLE}: {path} cannot be read: {error}") from error
 
 
 def _override(tables: dict[str, Any], variable: str, text: str) -> None:

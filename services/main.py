@@ -12,8 +12,10 @@ import uvloop
 
 from observability.emit import logging as json_logging
 from observability.emit.config import ObservabilityConfig
-from services.config import load_section, read_tables
+from services import models
+from services.config import load_section
 from services.errors import ConfigError
+from services.models import Source
 
 EXIT_CONFIG = 2
 
@@ -29,7 +31,7 @@ def run(module: str, service: str, about: str | None, serve: Serve) -> int:
     parser.add_argument("--config", type=Path, help="configuration file (TOML)")
     arguments = parser.parse_args()
     try:
-        tables = read_tables(arguments.config)
+        tables = models.use(Source(arguments.config)).read()
         config = load_section(tables, "observability", ObservabilityConfig)
         json_logging.configure(service, config.log_level)
         return uvloop.run(serve(tables, config))

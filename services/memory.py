@@ -7,6 +7,7 @@ objects for those in cycles whenever there are 700 more than the last time; all 
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ _OLDER = 1_000
 # Such looks until everything is looked at.
 _OLDEST = 20
 
+# Of `GiveBack`, in seconds.
+GIVE_BACK_AFTER_S = 1.0
+
 _HUGE = 2 * 1024 * 1024
 _PAGE = 4096
 _MADV_COLLAPSE = 25
@@ -30,6 +34,8 @@ _MAX_BYTES = 128 * 1024 * 1024
 _MAPS = Path("/proc/self/maps")
 # Of glibc's malloc.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+# Requests that are no attack have fewer bytes, and their pieces come and go without a call of the kernel.
+_LARGE_PIECE = 1 << 20
 # The largest value that glibc takes for the mmap threshold on 64-bit machines.
 _MMAP_THRESHOLD_BYTES = 32 << 20
 
@@ -52,6 +58,25 @@ def give_back() -> None:
         trim(0)
 
 
+class GiveBack:
+    """Gives back what large requests leave, in another thread and a while after they have ended: pages that
+    are wanted again soon are kept. Use from one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
+
+    def soon(self) -> None:
+        """Something large was freed."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GIVE_BACK_AFTER_S, self._now)
+
+    def _now(self) -> None:
+        self._timer = None
+        # It takes milliseconds where much is free, with the lock of an interpreter that others could use.
+        asyncio.get_running_loop().run_in_executor(None, give_back)
+
+
 def keep_freed_memory(most_bytes: int = 512 << 20) -> None:
     """Freed memory stays in the process, up to so much, as it is wanted again soon: glibc returns large freed
     pieces to the kernel, which then zeroes fresh pages; on a CPU that costs an engine more than its steps'
@@ -60,6 +85,13 @@ def keep_freed_memory(most_bytes: int = 512 << 20) -> None:
     """
     _mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     _mallopt(_TRIM_THRESHOLD, most_bytes)
+
+
+def return_large_pieces() -> None:
+    """What has megabytes goes back to the kernel when it is freed. glibc would keep the next ones in its heap
+    once such a piece was freed, where what lies behind them pins them down.
+    """
+    _mallopt(_MMAP_THRESHOLD, _LARGE_PIECE)
 
 
 def one_heap() -> None:

@@ -22,6 +22,8 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # The name under which health says that the process answers, whatever it still waits for: what restarts
 # processes asks for it, and what sends them work asks for the server as a whole.
 LIVE = "live"
+# Begins the names under which a gateway's health says of each version of a model whether it can be asked.
+MODEL_HEALTH = "model/"
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -97,6 +99,10 @@ class GrpcServer:
         status = _SERVING if serving else _NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
+
+    async def set_health(self, name: str, serving: bool) -> None:
+        """Sets what health says under a name of its own."""
+        await self._health.set(name, _SERVING if serving else _NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once and cancels those that still run after `grace_s` seconds."""

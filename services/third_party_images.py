@@ -39,14 +39,21 @@ def read_list() -> Images:
 
 
 def main(today: datetime.date) -> int:
-    """Prints every image with its age in days; 1 when one is too old, else 0."""
+    """Prints every image with its age in days, and which lack a digest; 1 when one is too old, else 0."""
     listed = read_list()
     status = 0
     for each in listed.images:
         age = (today - each.seen).days
         is_old = age > listed.max_age_days
-        print(f"{each.reference}  {age} days{'  TOO OLD: look for a newer release' if is_old else ''}")
+        remarks = "" if each.digest else "  no digest"
+        remarks += "  TOO OLD: look for a newer release" if is_old else ""
+        print(f"{each.reference}  {age} days{remarks}")
         status |= is_old
+    num_open = sum(not each.digest for each in listed.images)
+    if num_open:
+        print(
+            f"{num_open} of {len(listed.images)} are pinned by their tags alone: see the head of {_LIST.name}"
+        )
     return status
 
 

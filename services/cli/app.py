@@ -51,6 +51,8 @@ def _every_command(
     pass
 
 
+engine_app = typer.Typer(help="Engines of another make.", no_args_is_help=True)
+app.add_typer(engine_app, name="engine")
 schema_app = typer.Typer(help="Response formats.", no_args_is_help=True)
 app.add_typer(schema_app, name="schema")
 app.add_typer(bench_app, name="bench")
@@ -88,7 +90,10 @@ class Modelled:
     """Options that say which model is served, and how it writes."""
 
     model: Annotated[
-        str | None, typer.Option(help="Directory in Hugging Face format, GGUF file, or hub id.")
+        list[str] | None,
+        typer.Option(
+            help="Directory in Hugging Face format, GGUF file, or hub id; repeat for several, as NAME=PATH."
+        ),
     ] = None
     dtype: DtypeOption = "auto"
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None
@@ -106,11 +111,44 @@ class Modelled:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Made:
+    """Options that say whose core computes, and over how many devices."""
+
+    engine: Annotated[
+        Literal["millrace", "vllm"] | None,
+        typer.Option(help="Whose core computes; vllm serves over several devices and machines."),
+    ] = None
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share each layer (vllm).")
+    ] = None
+    pipeline_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that follow one another (vllm).")
+    ] = None
+    data_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Copies of the model in one engine (vllm).")
+    ] = None
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Spread whole experts over the ranks (vllm).")
+    ] = False
+
+    def settings(self) -> dict[str, object]:
+        """Overrides of [engine], as far as something was said."""
+        chosen = {"engine.make": self.engine, "engine.vllm.expert_parallel": self.expert_parallel or None}
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            chosen[f"engine.vllm.{name}"] = getattr(self, name)
+        return {key: value for key, value in chosen.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Serving:
     """Options of the commands that start a stack."""
 
     quantize: Quantize = None
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of prompt and answer.")] = None
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="Adapter (LoRA) to serve beside the model, as NAME=PATH; repeat for several."),
+    ] = None
     engines: Annotated[int | None, typer.Option(min=1, max=64, help="Engine processes.")] = None
     gateways: Annotated[int | None, typer.Option(min=1, max=64, help="Gateway processes.")] = None
     host: Annotated[str, typer.Option(help="IP address to listen on.")] = "127.0.0.1"
@@ -120,7 +158,7 @@ class Serving:
         bool, typer.Option("--detach", help="Return when it is healthy; `millrace stop` ends it.")
     ] = False
 
-    def supervise(self, model: Modelled, *, simulated: bool = False) -> NoReturn:
+    def supervise(self, model: Modelled, made: Made | None = None, *, simulated: bool = False) -> NoReturn:
         """Runs until it is told to stop, and exits."""
         if self.detach:
             from services.cli.background import detach
@@ -131,7 +169,7 @@ class Serving:
 
         options = Options(
             config=self.config.resolve() if self.config else None,
-            model=model.model,
+            model=tuple(model.model) if model.model else None,
             served_model_name=model.served_model_name,
             chat_template=model.chat_template.resolve() if model.chat_template else None,
             tool_call_parser=model.tool_call_parser,
@@ -139,11 +177,13 @@ class Serving:
             max_model_len=self.max_model_len,
             dtype=None if model.dtype == "auto" else model.dtype,
             quantize=self.quantize,
+            adapters=tuple(self.adapter or ()),
             engines=self.engines,
             gateways=self.gateways,
             host="127.0.0.1" if self.host == "localhost" else self.host,
             port=self.port,
             simulated=simulated,
+            engine_settings=made.settings() if made else {},
         )
         raise typer.Exit(supervise(options, Console(highlight=False)))
 
@@ -153,20 +193,21 @@ class Serving:
 def up(
     *,
     model: Modelled,
+    made: Made,
     serving: Serving,
     simulated: Annotated[
         bool, typer.Option("--simulated", help="Engines without weights, for tests.")
     ] = False,
 ) -> None:
     """Serve a model: start every process, wait until all are healthy, stop on Ctrl-C."""
-    serving.supervise(model, simulated=simulated)
+    serving.supervise(model, made, simulated=simulated)
 
 
 @app.command()
 @flattened
 def serve(serving: Serving) -> None:
     """Serve the bundled model."""
-    serving.supervise(Modelled(model=str(BUNDLED_MODEL)))
+    serving.supervise(Modelled(model=[str(BUNDLED_MODEL)]))
 
 
 @app.command()
@@ -185,6 +226,16 @@ def stop() -> None:
 
     with _errors_told():
         stop(_out)
+
+
+@engine_app.command()
+def install(
+    make: Annotated[Literal["vllm"], typer.Argument(help="Whose engine; it gets an environment of its own.")],
+    ray: Annotated[bool, typer.Option("--ray", help="With Ray, for engines over several machines.")] = False,
+) -> None:
+    """Install an engine of another make, in versions that were tried; takes minutes and gigabytes."""
+    arguments = ["--ray"] if ray else []
+    raise typer.Exit(owners.run_module({"vllm": "engine.vllm_core.environment"}[make], arguments))
 
 
 # --- asking -----------------------------------------------------------------------------------------------
@@ -326,12 +377,16 @@ def plan(
 
 
 def _on_traces(module: str, arguments: list[str]) -> int:
-    local = [] if "--store" in arguments else ["--store", owners.trace_store(), *owners.last_request()]
+    options = {argument.partition("=")[0] for argument in arguments}
+    local = (
+        [] if options & {"--store", "--jaeger"} else ["--store", owners.trace_store(), *owners.last_request()]
+    )
     return owners.run_module(module, [*local, *arguments])
 
 
 def _on_metrics(module: str, arguments: list[str]) -> int:
-    targets = [] if "--target" in arguments else owners.metrics_targets()
+    options = {argument.partition("=")[0] for argument in arguments}
+    targets = [] if options & {"--target", "--prometheus"} else owners.metrics_targets()
     return owners.run_module(module, [*targets, *arguments])
 
 
@@ -351,6 +406,7 @@ _OWNED = {
     "observability.analysis.waterfall": "Draw the trace of a request: its id, or `last`.",
     "observability.analysis.why": "Say in words what made a request slow: its id, or `last`.",
     "observability.analysis.diagnose": "Find the slice of the last hour's requests that explains slow ones.",
+    "observability.analysis.shadows": "Compare what shadows would have answered with what was.",
     "observability.analysis.top": "Show engines, tiers, queues and rates, live.",
     "gateway.auth.keys": "Create, list and revoke API keys.",
     "gateway.ledger": "Report tokens and cost by tenant, key and model.",
@@ -360,6 +416,7 @@ _pass_on(app, "trace", _on_traces, "observability.analysis.waterfall")
 _pass_on(app, "why", _on_traces, "observability.analysis.why")
 _pass_on(app, "diagnose", _on_traces, "observability.analysis.diagnose")
 _pass_on(app, "top", _on_metrics, "observability.analysis.top")
+_pass_on(app, "shadows", _on_metrics, "observability.analysis.shadows")
 _pass_on(app, "keys", owners.run_configured, "gateway.auth.keys")
 _pass_on(app, "usage", owners.run_configured, "gateway.ledger")
 _pass_on(schema_app, "check", owners.run_module, "tokenizer_svc.check")

@@ -9,9 +9,12 @@ from typing import Any
 from millrace.common.v1 import chat_pb2, output_pb2
 from rich.console import Console
 
-from contract.errors import MillraceError
+from contract.errors import MillraceError, Reason
 from services.cli.inference import InferenceClient
 from services.cli.owners import remember_request
+
+# Before each attempt to go on with an answer that was cut; an edge is back within seconds.
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 
 _COMMANDS = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer"
 
@@ -25,6 +28,7 @@ class Conversation:
         """Answers are written to `out`; counts and times to `notes`. Every request has `fields`."""
         self._client = client
         self._fields = fields
+        self._form = fields.get("response_format", chat_pb2.ResponseFormat())
         self._system = system
         self._out = out
         self._notes = notes
@@ -44,7 +48,7 @@ class Conversation:
         self._messages.append(chat_pb2.Message(role=chat_pb2.ROLE_USER, content=text))
         pieces: list[str] = []
         try:
-            self._stream(pieces)
+            self._stream_whole(pieces)
         except MillraceError:
             self._messages.pop()
             raise
@@ -54,8 +58,26 @@ class Conversation:
         self._messages.append(chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, content=answer))
         return answer
 
+    def _stream_whole(self, pieces: list[str]) -> None:
+        """Goes on where an answer was cut because its gateway, or the edge, was lost."""
+        pauses_s = iter(_PAUSES_S)
+        while True:
+            try:
+                self._stream(pieces)
+            except MillraceError as error:
+                pause_s = next(pauses_s, None)
+                is_lost = error.reason is Reason.ENGINE_UNAVAILABLE and pieces
+                # A grammar would begin again in the middle.
+                if not is_lost or self._form.WhichOneof("format") or pause_s is None:
+                    raise
+                time.sleep(pause_s)
+            else:
+                return
+
     def _stream(self, pieces: list[str]) -> None:
-        conversation = chat_pb2.Conversation(messages=self._messages)
+        begun = chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, content="".join(pieces))
+        messages = [*self._messages, begun] if pieces else self._messages
+        conversation = chat_pb2.Conversation(messages=messages, continue_final_message=bool(pieces) or None)
         started_s = time.monotonic()
         first_s = 0.0
         usage: output_pb2.Usage | None = None

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -17,6 +18,7 @@ import psutil
 from services.compiler import find_compiler
 from services.errors import ConfigError
 from services.resources import cpuinfo, num_cores
+from services.supervisor import speeds
 from services.supervisor.config import BUNDLED_MODEL, state_directory
 from services.supervisor.edge import envoy_binary
 from services.supervisor.ports import can_bind
@@ -51,6 +53,7 @@ def examine() -> Iterator[Finding]:
     """Everything, in the order of the report."""
     yield _python()
     yield _processor()
+    yield from _hindrances()
     yield _memory()
     yield from _torch()
     yield _envoy()
@@ -58,6 +61,7 @@ def examine() -> Iterator[Finding]:
     yield _model()
     yield _port()
     yield _redis()
+    yield from _speeds()
 
 
 def _python() -> Finding:
@@ -72,6 +76,46 @@ def _processor() -> Finding:
     if platform.machine() == "x86_64" and flags and "avx2" not in usable:
         return Finding("processor", "note", f"{kind}; no AVX2, so the slow plain kernels are used")
     return Finding("processor", "good", f"{kind}; {', '.join(usable) or 'instruction sets unknown'}")
+
+
+def _hindrances(system: Path = Path("/sys")) -> Iterator[Finding]:
+    """What of a Linux machine's settings makes it slower than it is; nothing where they cannot be read."""
+    pages = _chosen(system / "kernel/mm/transparent_hugepage/enabled")
+    if pages == "never":
+        yield Finding(
+            "huge pages",
+            "note",
+            "off, so weights take longer to read; madvise in transparent_hugepage/enabled",
+        )
+    elif pages:
+        yield Finding("huge pages", "good", pages)
+    governors = {_chosen(path) for path in system.glob("devices/system/cpu/cpu*/cpufreq/scaling_governor")}
+    if "powersave" in governors and not (system / "devices/system/cpu/intel_pstate").exists():
+        yield Finding(
+            "governor", "note", "powersave: cores stay slow; `cpupower frequency-set -g performance`"
+        )
+    elif governors:
+        yield Finding("governor", "good", ", ".join(sorted(governors)))
+    if _chosen(system / "devices/system/cpu/smt/active") == "1":
+        yield Finding("cores", "note", "two hardware threads share one: the second adds little to an engine")
+
+
+def _chosen(path: Path) -> str:
+    """A setting's value: the one in brackets where all are listed; empty where there is none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return ""
+    return text.partition("[")[2].partition("]")[0] or text
+
+
+def _speeds() -> Iterator[Finding]:
+    """What engines measured on this machine when they started."""
+    name = speeds.processor_name()
+    for each in speeds.read(state_directory()):
+        if each.processor == name:
+            quantized = "" if each.quantize == "off" else f" in {each.quantize}"
+            yield Finding("speed", "good", f"{each.model}{quantized}: {each} ({each.kernels}, {each.day})")
 
 
 def _memory() -> Finding:

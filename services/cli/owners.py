@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.cli.target import running_stack
-from services.config import read_tables
+from services.config import MODELS_FILE_VARIABLE, read_tables
 from services.supervisor import checkpoint
 from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG, state_directory
 
@@ -121,7 +121,7 @@ def model_settings(
     settings = {key: value for key, value in chosen.items() if value}
     if model:
         path = checkpoint.resolve(model, weights=False)
-    elif "MILLRACE_MODEL__PATH" in stack_environment(environ):
+    elif stack_environment(environ).keys() & {"MILLRACE_MODEL__PATH", MODELS_FILE_VARIABLE}:
         return settings
     else:
         path = BUNDLED_MODEL

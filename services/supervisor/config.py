@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,8 +13,9 @@ import msgspec
 
 from services.errors import ConfigError
 
-# Root of the repository, which holds the bundled model and the default configuration.
-ROOT = Path(__file__).resolve().parents[2]
+# Holds the bundled model and the default configuration: a folder of a wheel, or the root of the repository.
+_IN_WHEEL = Path(__file__).resolve().parents[1] / "bundled"
+ROOT = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_WHEEL.parents[1]
 DEFAULT_CONFIG = ROOT / "config" / "millrace.toml"
 BUNDLED_MODEL = ROOT / "models" / "millrace-nano"
 
@@ -53,7 +54,8 @@ class Options:
     """What the command line says. None leaves it to the configuration file."""
 
     config: Path | None = None
-    model: str | None = None
+    # Paths, or NAME=PATH.
+    model: tuple[str, ...] | None = None
     served_model_name: str | None = None
     chat_template: Path | None = None
     tool_call_parser: str | None = None
@@ -61,11 +63,15 @@ class Options:
     max_model_len: int | None = None
     dtype: str | None = None
     quantize: str | None = None
+    # NAME=PATH each.
+    adapters: tuple[str, ...] = ()
     engines: int | None = None
     gateways: int | None = None
     host: str = "127.0.0.1"
     port: int = 8080
     simulated: bool = False
+    # Overrides of [engine] by key.
+    engine_settings: Mapping[str, object] = field(default_factory=dict)
 
 
 def state_directory(environ: Mapping[str, str] = os.environ) -> Path:

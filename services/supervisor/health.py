@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.channels import connect
 from services.hang import ProcessSilence
+from services.server import MODEL_HEALTH
 from services.supervisor.edge import local_client
 from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec
 
@@ -42,6 +43,15 @@ async def wait_healthy(child: ChildProcess, limit_s: float) -> dict[str, str]:
         if child.spec.health_url:
             await _until(child, partial(_requests, child.spec.health_url), httpx.codes.OK)
     return said
+
+
+async def wait_model(spec: ProcessSpec, name: str, *, served: bool, limit_s: float) -> None:
+    """Returns when a gateway says that a version of a model can be asked, or that it cannot; raises
+    TimeoutError.
+    """
+    async with asyncio.timeout(limit_s), _questions(spec, f"{MODEL_HEALTH}{name}") as ask:
+        while (await ask(_LIMIT_S) == health_pb2.HealthCheckResponse.SERVING) is not served:
+            await asyncio.sleep(_PAUSE_S)
 
 
 async def _until(child: ChildProcess, connected: _Connected, wanted: int) -> None:
@@ -78,14 +88,15 @@ async def _keep_asking(spec: ProcessSpec, silence: ProcessSilence, limit_s: floa
 
 
 @asynccontextmanager
-async def _questions(spec: ProcessSpec) -> AsyncIterator[_Ask]:
-    """Asks a health service; the answer is its status."""
+async def _questions(spec: ProcessSpec, name: str = "") -> AsyncIterator[_Ask]:
+    """Asks a health service about a name, or the server as a whole; the answer is its status."""
     async with grpc.aio.insecure_channel(spec.health) if spec.is_plain else connect(spec.health) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def ask(limit_s: float) -> int | None:
             try:
-                return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=limit_s)).status)
+                question = health_pb2.HealthCheckRequest(service=name)
+                return int((await stub.Check(question, timeout=limit_s)).status)
             except grpc.aio.AioRpcError:
                 return None
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,26 @@ from typing import Any
 from services import tls
 from services.addresses import is_this_machine, join
 from services.compiler import find_compiler
-from services.config import HealthConfig, ModelConfig, SecurityConfig, load_section, read_tables
+from services.config import (
+    MODELS_FILE_VARIABLE,
+    HealthConfig,
+    ModelConfig,
+    SecurityConfig,
+    load_section,
+    read_tables,
+)
 from services.errors import ConfigError
+from services.models import Models
 from services.resources import num_cores
-from services.supervisor import checkpoint
 from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
 from services.supervisor.edge import envoy_binary
+from services.supervisor.models import environment_of, resolve_models, write_engines, write_models
 from services.supervisor.ports import can_bind, free_ports, require_free
 from services.supervisor.process import ProcessSpec
 
 _LOOPBACK = "127.0.0.1"
+# How often gateways look for engines that came or went.
+_DISCOVERY_INTERVAL_S = 0.5
 # Envoy leaves at once when told to: the stack waits for requests in flight before it does so.
 _EDGE_STOP_LIMIT_S = 2.0
 
@@ -44,7 +54,7 @@ class Layout:
     scheme: str
     edge_admin: str
     api_key: str
-    model_name: str
+    models: Models
     # Database of the local span store; empty when spans go elsewhere.
     trace_store: str
     state_directory: Path
@@ -59,7 +69,21 @@ class Layout:
     # What works and is probably not meant.
     warnings: tuple[str, ...] = ()
     # Addresses by process name and purpose, for the state file.
-    addresses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    addresses: dict[str, dict[str, str]] = field(default_factory=dict)
+    # Another engine for a model, while the stack runs: its name, and what starts it.
+    plan_engine: Callable[[int, ModelConfig], ProcessSpec]
+    # Engine processes of a model.
+    num_engines: Callable[[ModelConfig], int]
+
+    @property
+    def model_name(self) -> str:
+        """The model that requests ask for if they name none."""
+        return next(iter(self.models.models))
+
+    @property
+    def model_names(self) -> str:
+        """All models, for people."""
+        return ", ".join(self.models.models)
 
     @property
     def address(self) -> str:
@@ -94,23 +118,25 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self._settings = load_section(self.tables, "supervisor", SupervisorConfig)
-        self._num_engines = self.options.engines or self._settings.engines
+        self._usual_engines = self.options.engines or self._settings.engines
         self._num_gateways = self.options.gateways or self._settings.gateways
         asked = self._settings.scheduling
         self._is_batch = asked == "batch" or (asked == "auto" and self.options.simulated)
 
     def plan(self) -> Layout:
-        options = self.options
-        require_free(options.host, options.port)
-        count = 6 + 2 * self._num_engines + 3 * self._num_gateways
+        require_free(self.options.host, self.options.port)
+        models = self._plan_models()
+        engines_of = [model for model in models.models.values() for _ in range(self._num_engines(model))]
+        self._num_threads = max(1, num_cores() // len(engines_of))
+        count = 6 + 2 * len(engines_of) + 3 * self._num_gateways
         ports = iter(free_ports(count, _LOOPBACK))
-        edge = join(options.host, options.port or next(ports))
+        edge = join(self.options.host, self.options.port or next(ports))
         admin = f"{_LOOPBACK}:{next(ports)}"
-        model_name = self._plan_model()
         api_key = self._plan_security()
         collector = self._plan_collector(ports)
         tokenizer = self._plan_tokenizer(ports)
-        engines = tuple(self._plan_engine(index, ports) for index in range(self._num_engines))
+        engines = tuple(self._plan_engine(each, model, ports) for each, model in enumerate(engines_of))
+        self._plan_discovery(engines)
         gateways = tuple(self._plan_gateway(index, ports) for index in range(self._num_gateways))
         self._plan_edge(edge, admin)
         envoy_config = self.state / "envoy.yaml"
@@ -122,7 +148,7 @@ class _Planner:
             scheme="https" if self.tables.get("envoy", {}).get("tls_certificate") else "http",
             edge_admin=admin,
             api_key=api_key,
-            model_name=model_name,
+            models=models,
             trace_store=self._trace_store if collector else "",
             state_directory=self.state,
             silence_limit_s=load_section(self.tables, "health", HealthConfig).silence_limit_s,
@@ -134,7 +160,15 @@ class _Planner:
             envoy=self._envoy_spec(envoy_config, admin),
             warnings=self._warnings(),
             addresses=self.addresses,
+            plan_engine=self._plan_further_engine,
+            num_engines=self._num_engines,
         )
+
+    def _num_engines(self, model: ModelConfig) -> int:
+        return model.engines or self._usual_engines
+
+    def _plan_further_engine(self, index: int, model: ModelConfig) -> ProcessSpec:
+        return self._plan_engine(index, model, iter(free_ports(2, _LOOPBACK)))
 
     def _warnings(self) -> tuple[str, ...]:
         warnings = []
@@ -172,23 +206,16 @@ class _Planner:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
-    def _plan_model(self) -> str:
-        section = load_section(self.tables, "model", ModelConfig)
-        asked = self.options.model or section.path
-        path = checkpoint.resolve(asked, weights=not self.options.simulated)
-        for key in ("chat_template", "tool_call_parser", "reasoning_parser"):
-            self._set(f"model.{key}", self._of_model(key, getattr(self.options, key), getattr(section, key)))
-        name = self._of_model("name", self.options.served_model_name, section.name)
-        # A download's directory is named by a revision, which says nothing to people.
-        name = name or (asked if path.parent.name == "snapshots" else path.name)
-        self._set("model.path", str(path))
-        self._set("model.name", name)
-        return name
+    def _plan_models(self) -> Models:
+        models = resolve_models(self.options, self.tables, self.environ)
+        self.state.mkdir(parents=True, exist_ok=True)
+        self.overrides[MODELS_FILE_VARIABLE] = str(write_models(self.state, models, self.tables))
+        return models
 
-    def _of_model(self, key: str, given: object, configured: str) -> str:
-        """What the command line says, or the environment; the file speaks of its own checkpoint."""
-        is_of_another = self.options.model and _variable(f"model.{key}") not in self.environ
-        return str(given or ("" if is_of_another else configured))
+    def _plan_discovery(self, engines: Sequence[ProcessSpec]) -> None:
+        path = write_engines(self.state, [spec.health for spec in engines])
+        self._set("gateway.discovery", f"file:{path}")
+        self._default("gateway.discovery_interval_s", _DISCOVERY_INTERVAL_S)
 
     def _plan_security(self) -> str:
         if not self._configured("security.context_secret_file"):
@@ -236,17 +263,20 @@ class _Planner:
             settings["tokenizer.simulated"] = True
         return self._spec("tokenizer", "tokenizer_svc", settings, health=listen)
 
-    def _plan_engine(self, index: int, ports: Iterator[int]) -> ProcessSpec:
+    def _plan_engine(self, index: int, model: ModelConfig, ports: Iterator[int]) -> ProcessSpec:
         name = f"engine-{index}"
         listen = f"{_LOOPBACK}:{next(ports)}"
         metrics = self._metrics_address(ports)
         self.addresses[name] = {"grpc": listen, "metrics": metrics}
         settings: dict[str, object] = {
+            **environment_of(model),
             "engine.listen": listen,
             "engine.metrics_listen": metrics,
             "engine.drain_limit_s": self._settings.drain_limit_s,
         }
-        threads = max(1, num_cores() // self._num_engines)
+        if model.pool:
+            settings["engine.pool"] = model.pool
+        threads = self._num_threads
         if not self._configured("engine.num_threads"):
             settings["engine.num_threads"] = threads
         if self.options.simulated:
@@ -257,6 +287,10 @@ class _Planner:
             settings["engine.max_model_len"] = self.options.max_model_len
         if self.options.quantize:
             settings["engine.quantize"] = self.options.quantize
+        if self.options.adapters:
+            configured = self._configured("engine.adapters.paths") or {}
+            settings["engine.adapters.paths"] = configured | _adapters(self.options.adapters)
+        settings |= self.options.engine_settings
         return self._spec(name, "engine", settings, health=listen, num_threads=threads)
 
     def _metrics_address(self, ports: Iterator[int]) -> str:
@@ -279,7 +313,6 @@ class _Planner:
             "gateway.grpc_listen": grpc,
             "gateway.http_listen": http,
             "gateway.metrics_listen": metrics,
-            "gateway.engines": [self.addresses[f"engine-{i}"]["grpc"] for i in range(self._num_engines)],
             "gateway.drain_limit_s": self._settings.drain_limit_s,
         }
         return self._spec(name, "gateway", settings, health=grpc)
@@ -337,6 +370,21 @@ def _variable(key: str) -> str:
     return "MILLRACE_" + key.upper().replace(".", "__")
 
 
+def _adapters(asked: Sequence[str]) -> dict[str, str]:
+    """Folders by name, of NAME=PATH each."""
+    found = {}
+    for each in asked:
+        name, is_named, path = each.partition("=")
+        if not (name and is_named and path):
+            raise ConfigError(f"--adapter {each}: give it as NAME=PATH")
+        if name in found:
+            raise ConfigError(f"--adapter {each}: another adapter has the name {name!r} already")
+        found[name] = str(Path(path).expanduser().resolve())
+    return found
+
+
 def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items()) + "}"
     # JSON's texts, numbers, booleans and lists are TOML's as well.
     return json.dumps(value, ensure_ascii=False)

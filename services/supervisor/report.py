@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from services.supervisor import speeds
 from services.supervisor.layout import Layout
 
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -105,14 +106,12 @@ terminal, in {Path.cwd()}:
   {program} trace last"""
 
 
-def _speed(said: Mapping[str, Mapping[str, str]]) -> str:
-    """A line for each engine that has measured how fast it is."""
-    return "".join(
-        f"\n  speed        about {each['alone']} tokens/s alone, {each['together']} for {each['streams']} at "
-        f"once, {each['prompt']} of prompts ({name}'s first steps, kernels {each['kernels']})"
-        for name, each in said.items()
-        if "kernels" in each
-    )
+def _speed(layout: Layout, said: Mapping[str, Mapping[str, str]]) -> str:
+    """A line for each engine that has measured how fast it is, and one for what would be faster."""
+    measured = speeds.of_engines(layout.model_name, said)
+    lines = [f"\n  speed        about {each} (first steps, kernels {each.kernels})" for each in measured]
+    advice = speeds.advice(measured, speeds.read(layout.state_directory))
+    return "".join(lines) + (f"\n  faster       {advice}" if advice else "")
 
 
 def summary(layout: Layout, logs: str, said: Mapping[str, Mapping[str, str]]) -> str:
@@ -126,11 +125,11 @@ def summary(layout: Layout, logs: str, said: Mapping[str, Mapping[str, str]]) ->
         if "metrics" in addresses
     )
     return f"""
-Millrace serves {layout.model_name} on {layout.scheme}://{layout.edge}
+Millrace serves {layout.model_names} on {layout.scheme}://{layout.edge}
 
   OpenAI API   {layout.scheme}://{layout.address}/v1
   gRPC         {layout.address}  (millrace.inference.v1.InferenceService)
-  API key      {key}{_speed(said)}
+  API key      {key}{_speed(layout, said)}
   metrics      {metrics}
   logs         {logs}
 

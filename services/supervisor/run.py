@@ -6,16 +6,18 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
 from services import memory
 from services.errors import ConfigError
+from services.supervisor import speeds
 from services.supervisor.checks import check_tables
 from services.supervisor.config import Options, make_private, state_directory
 from services.supervisor.layout import Layout, plan_layout
 from services.supervisor.report import StartReport, summary
+from services.supervisor.rollout import Rollout
 from services.supervisor.stack import Stack, StartFailed
 from services.supervisor.state import require_none_running
 
@@ -37,10 +39,10 @@ def supervise(options: Options, console: Console, environ: Mapping[str, str] = o
     except ConfigError as error:
         console.print(f"millrace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return _EXIT_CONFIG
-    return asyncio.run(_run(layout, console))
+    return asyncio.run(_run(layout, options, console))
 
 
-async def _run(layout: Layout, console: Console) -> int:
+async def _run(layout: Layout, options: Options, console: Console) -> int:
     def announce(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -48,7 +50,7 @@ async def _run(layout: Layout, console: Console) -> int:
     signals = _Signals()
     for warning in layout.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    announce(f"Starting {layout.model_name} with {len(layout.processes)} processes ...")
+    announce(f"Starting {layout.model_names} with {len(layout.processes)} processes ...")
     try:
         with StartReport(console, tuple(spec.name for spec in layout.processes)) as report:
             starting = asyncio.create_task(stack.start(report))
@@ -66,11 +68,20 @@ async def _run(layout: Layout, console: Console) -> int:
         if not stack.healthy:
             stack.kill()
     announce(summary(layout, stack.log_directory, stack.said))
+    speeds.keep(layout.state_directory, speeds.of_engines(layout.model_name, stack.said))
     announce(f"\nHealthy after {elapsed_s:.1f} s.")
     # It waits for days, and what it started with need not wait with it.
     gc.collect()
     memory.give_back()
+    rollout = asyncio.create_task(Rollout(stack, options).run(), name="rollout")
     await signals.first
+    rollout.cancel()
+    await asyncio.gather(rollout, return_exceptions=True)
+    await _stop(stack, signals, announce)
+    return 0
+
+
+async def _stop(stack: Stack, signals: _Signals, announce: Callable[[str], None]) -> None:
     announce("Stopping; streams in flight may finish (once more Ctrl-C ends them).")
     stopping = asyncio.create_task(stack.stop())
     await asyncio.wait({stopping, signals.second}, return_when=asyncio.FIRST_COMPLETED)
@@ -78,7 +89,6 @@ async def _run(layout: Layout, console: Console) -> int:
         stopping.cancel()
         stack.kill()
     announce("Stopped.")
-    return 0
 
 
 class _Signals:

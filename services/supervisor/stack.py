@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import httpx
 
@@ -19,7 +19,7 @@ from services.supervisor.edge import (
 )
 from services.supervisor.health import wait_healthy, wait_hung
 from services.supervisor.layout import Layout
-from services.supervisor.process import ChildProcess, ProcessEnded, describe_code
+from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec, describe_code
 from services.supervisor.report import StartReport
 from services.supervisor.state import (
     FILE_NAME,
@@ -41,6 +41,7 @@ _FLUSH_LIMIT_S = 2.0
 _FORWARD_LIMIT_S = 30.0
 _LOADING_INTERVAL_S = 0.25
 _STATE_RETRY_S = 1.0
+_START_FAILURES = (ProcessEnded, TimeoutError, OSError)
 
 
 class StartFailed(Exception):
@@ -62,15 +63,13 @@ class Stack:
         self._tell = announce
         logs = layout.state_directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        self._children: dict[str, ChildProcess] = {}
-        for spec in layout.processes:
-            log = logs / f"{spec.name}.log"
-            log.write_bytes(b"")
-            shared = {**layout.environment, **spec.environment}
-            self._children[spec.name] = ChildProcess(spec, log, shared)
+        self._logs = logs
+        self._children = {spec.name: self._child(spec) for spec in layout.processes}
+        # Those that answer requests for models; they come and go with those.
+        self.engines = {spec.name: spec for spec in layout.engines}
         # What each process told of itself when it was ready.
         self.said: dict[str, dict[str, str]] = {}
-        self._tenders: list[asyncio.Task[None]] = []
+        self._tenders: dict[str, asyncio.Task[None]] = {}
         # While the state file could not be written.
         self._state_retry: asyncio.TimerHandle | None = None
 
@@ -104,7 +103,50 @@ class Stack:
         finally:
             watching.cancel()
         self._write_state()
-        self._tenders = [asyncio.create_task(self._tend(child)) for child in self._children.values()]
+        for child in self._children.values():
+            self._keep(child)
+
+    def _child(self, spec: ProcessSpec) -> ChildProcess:
+        log = self._logs / f"{spec.name}.log"
+        log.write_bytes(b"")
+        return ChildProcess(spec, log, {**self.layout.environment, **spec.environment})
+
+    def _keep(self, child: ChildProcess) -> None:
+        self._tenders[child.spec.name] = asyncio.create_task(self._tend(child))
+
+    async def add_engines(self, specs: Sequence[ProcessSpec]) -> None:
+        """Starts further engines and returns when all of them are healthy; else none of them runs, and the
+        failure of the first is raised as a StartFailed.
+        """
+        children = {spec.name: self._child(spec) for spec in specs}
+        self._children |= children
+        try:
+            for child in children.values():
+                await child.start()
+            for child in children.values():
+                await wait_healthy(child, self.layout.settings.start_limit_s)
+        except BaseException as failure:
+            told = self._failed(failure) if isinstance(failure, _START_FAILURES) else failure
+            for name, child in children.items():
+                child.kill()
+                del self._children[name]
+            raise told from failure
+        for name, child in children.items():
+            self.engines[name] = child.spec
+            self._keep(child)
+        self._write_state()
+
+    async def remove_engines(self, names: Sequence[str]) -> None:
+        """Has engines finish what they have, and ends them."""
+        children = [self._children[name] for name in names]
+        for name in names:
+            del self.engines[name]
+            self._tenders.pop(name).cancel()
+        await asyncio.gather(*(child.stop() for child in children))
+        for name in names:
+            del self._children[name]
+            self.layout.addresses.pop(name, None)
+        self._write_state()
 
     async def _watch_loading(self, report: StartReport) -> None:
         while True:
@@ -147,7 +189,7 @@ class Stack:
             child.kill()
             if child.age_s > settings.max_restart_delay_s:
                 delay_s = settings.restart_delay_s
-            self._announce(
+            self.announce(
                 f"{child.spec.name} ended with {describe_code(code)}; starting it again in {delay_s:.1f} s "
                 f"(log: {child.log_path})"
             )
@@ -165,7 +207,7 @@ class Stack:
 
     async def _kill_if_hung(self, child: ChildProcess) -> None:
         why = await wait_hung(child, self.layout.silence_limit_s)
-        self._announce(f"{child.spec.name} hangs and is killed: {why}")
+        self.announce(f"{child.spec.name} hangs and is killed: {why}")
         child.kill()
 
     async def _restart(self, child: ChildProcess, settings: SupervisorConfig) -> None:
@@ -175,13 +217,13 @@ class Stack:
         except (ProcessEnded, OSError):
             return
         except TimeoutError:
-            self._announce(f"{child.spec.name} was not ready after {settings.start_limit_s:.0f} s")
+            self.announce(f"{child.spec.name} was not ready after {settings.start_limit_s:.0f} s")
             child.kill()
             return
         self._write_state()
-        self._announce(f"{child.spec.name} is ready again after {child.age_s:.1f} s")
+        self.announce(f"{child.spec.name} is ready again after {child.age_s:.1f} s")
 
-    def _announce(self, line: str) -> None:
+    def announce(self, line: str) -> None:
         # The disk that standard output goes to may be full.
         with contextlib.suppress(OSError):
             self._tell(line)
@@ -211,7 +253,7 @@ class Stack:
             self._state_retry = None
         except OSError as error:
             if self._state_retry is None:
-                self._announce(
+                self.announce(
                     f"{FILE_NAME} tells of processes that ended: {error}; tried again until it can be"
                 )
             # The processes go on without it.
@@ -222,20 +264,20 @@ class Stack:
     async def stop(self) -> None:
         """Drains: no new connections, streams in flight finish, then all ends from the edge inwards."""
         self._leave_alone()
-        await asyncio.gather(*self._tenders, return_exceptions=True)
+        await asyncio.gather(*self._tenders.values(), return_exceptions=True)
         layout = self.layout
         with contextlib.suppress(httpx.HTTPError):
             await stop_accepting(layout.edge_admin)
         await self._stop_all([spec.name for spec in layout.gateways])
         await wait_for_no_requests(layout.edge_admin, _FLUSH_LIMIT_S)
         await self._stop_all([layout.envoy.name])
-        await self._stop_all([*(spec.name for spec in layout.engines), layout.tokenizer.name])
+        await self._stop_all([*self.engines, layout.tokenizer.name])
         if layout.collector is not None:
             await self._stop_all([layout.collector.name])
         remove_state(layout.state_directory)
 
     def _leave_alone(self) -> None:
-        for each in (*self._tenders, self._state_retry):
+        for each in (*self._tenders.values(), self._state_retry):
             if each is not None:
                 each.cancel()
 
