@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 from sqlalchemy import create_engine, func, select
@@ -47,10 +47,15 @@ def victims(stack: RunningStack, kind: str, num: int, num_each: int) -> list[int
     return found[:num]
 
 
-def ledger_tokens(stack: RunningStack) -> int:
-    """Completion tokens of every request in the ledger."""
+def ledger_tokens(stack: RunningStack, column: str = "completion_tokens") -> int:
+    """Tokens of every request in the ledger."""
     with create_engine(stack.ledger_url).connect() as connection:
-        return connection.execute(select(func.sum(REQUESTS.c.completion_tokens))).scalar() or 0
+        return connection.execute(select(func.sum(REQUESTS.c[column]))).scalar() or 0
+
+
+def in_no_row(stack: RunningStack) -> int:
+    """What the engines that run have computed, by their own count, and no row of the ledger has."""
+    return computed_tokens(stack) - ledger_tokens(stack) - ledger_tokens(stack, "unclaimed_tokens")
 
 
 def computed_tokens(stack: RunningStack) -> int:
@@ -58,11 +63,20 @@ def computed_tokens(stack: RunningStack) -> int:
     return round(stack.counter("engine", "millrace_engine_generated_tokens_total"))
 
 
+async def written(is_complete: Callable[[], bool]) -> None:
+    """Waits for the ledger, not for ever."""
+    ends_s = time.monotonic() + LEDGER_LIMIT_S
+    while not is_complete() and time.monotonic() < ends_s:
+        await asyncio.sleep(0.1)
+
+
 async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namespace) -> dict[str, object]:
     """Reference, then one stop under streams; the figures of it."""
     filler = "<" * NUM_SPELLINGS if kind == "worker" else ""
     clients = Clients(stack, options.streams, options.tokens, filler=filler)
-    before, computed_before = ledger_tokens(stack), computed_tokens(stack)
+    before, unknown_before = ledger_tokens(stack), in_no_row(stack)
+    unclaimed_before = ledger_tokens(stack, "unclaimed_tokens")
+    is_counted = kind not in {"front", "core"}
     expected = await clients.ask_all()
     for each in expected:
         if each.error:
@@ -79,9 +93,8 @@ async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namesp
     await waking
     await clients.close()
     got = sum(each.completion_tokens for each in expected) + observed.num_tokens
-    ends_s = time.monotonic() + LEDGER_LIMIT_S
-    while ledger_tokens(stack) - before != got and time.monotonic() < ends_s:
-        await asyncio.sleep(0.1)
+    await written(lambda: ledger_tokens(stack) - before == got)
+    await written(lambda: not is_counted or in_no_row(stack) == unknown_before)
     return {
         "stopped": f"{len(stopped)} {kind}",
         "seconds": options.stop_seconds,
@@ -91,10 +104,10 @@ async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namesp
         "longest_first_chunk_s": round(max(observed.first_s), 2),
         "tokens": got,
         "ledger_minus_tokens": ledger_tokens(stack) - before - got,
-        # Of whole engines: what nobody was there to hear of was computed, too.
-        "computed_minus_tokens": None
-        if kind in {"front", "core"}
-        else computed_tokens(stack) - computed_before - got,
+        # Computed for a gateway that was gone.
+        "unclaimed_tokens": ledger_tokens(stack, "unclaimed_tokens") - unclaimed_before,
+        # Of whole engines: their own count, which another process goes on with at 0.
+        "computed_and_in_no_row": in_no_row(stack) - unknown_before if is_counted else None,
         "errors": dict(observed.errors),
     }
 

@@ -66,6 +66,11 @@ class RunningStack:
         return total
 
 
+def python_of(checkout: Path | None) -> str:
+    """The interpreter that runs a checkout's stack; this one's where none is given."""
+    return sys.executable if checkout is None else str(checkout / ".venv" / "bin" / "python")
+
+
 @contextmanager
 def running_stack(
     config: str,

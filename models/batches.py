@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.chat_format import segments
-from models.corpus import Document, Mixture, documents
+from models.corpus import Document
 
 END_OF_TEXT_ID = 0
 TASK_WEIGHTS = {"story": 0.3, "copying": 0.5}
@@ -47,10 +47,9 @@ def encode(tokenizer: Tokenizer, document: Document) -> Row:
     return ids, weights
 
 
-def rows(tokenizer: Tokenizer, mixture: Mixture, seed: int) -> Iterator[Row]:
+def rows(tokenizer: Tokenizer, source: Iterator[Document], sequence_length: int) -> Iterator[Row]:
     """Endless rows of `sequence_length` + 1 tokens, whole documents only, padded at the end."""
-    source = documents(mixture, seed)
-    size = mixture.sequence_length + 1
+    size = sequence_length + 1
     pool: list[Row] = []
     ids: list[int] = []
     weights: list[float] = []
@@ -69,11 +68,13 @@ def rows(tokenizer: Tokenizer, mixture: Mixture, seed: int) -> Iterator[Row]:
             ids, weights = ids + more_ids, weights + more_weights
 
 
-def batches(tokenizer: Tokenizer, mixture: Mixture, seed: int, num_rows: int) -> Iterator[Batch]:
-    """Endless batches of `num_rows` x `sequence_length`."""
-    source = rows(tokenizer, mixture, seed)
+def batches(
+    tokenizer: Tokenizer, source: Iterator[Document], sequence_length: int, num_rows: int
+) -> Iterator[Batch]:
+    """Endless batches of `num_rows` x `sequence_length` from an endless stream of documents."""
+    packed = rows(tokenizer, source, sequence_length)
     while True:
-        chosen = [next(source) for _ in range(num_rows)]
+        chosen = [next(packed) for _ in range(num_rows)]
         ids = torch.tensor([row[0] for row in chosen])
         weights = torch.tensor([row[1] for row in chosen])[:, 1:].flatten()
         selected = weights.nonzero().squeeze(1)

@@ -24,7 +24,7 @@ from torch import Tensor
 from models.architecture import SHAPES, LanguageModel
 from models.batches import Batch, batches
 from models.checkpoint import export, import_weights
-from models.corpus import Mixture
+from models.corpus import Mixture, documents
 from models.optimizer import Optimizers
 from models.tokenizer import load_tokenizer, save_tokenizer
 
@@ -119,7 +119,8 @@ class Run:
         mixture = Mixture(sequence_length=length, recall_share=stage.recall_share)
         if mixture not in self.streams:
             seed = random.randrange(2**31)
-            self.streams[mixture] = batches(self.tokenizer, mixture, seed, NUM_ROWS[length])
+            source = documents(mixture, seed)
+            self.streams[mixture] = batches(self.tokenizer, source, length, NUM_ROWS[length])
         return next(self.streams[mixture])
 
     def loss(self, batch: Batch) -> Tensor:

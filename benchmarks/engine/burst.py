@@ -17,7 +17,7 @@ from unittest.mock import patch
 from benchmarks.engine.report import Row, arguments, publish
 from benchmarks.engine.virtual import Arrival, Device, percentile, simulate
 from engine.config import SchedulerConfig
-from engine.scheduler import pace, planner
+from engine.scheduler import pace
 from engine.types import SchedulerOutput
 
 _WEIGHTS_S = 0.04
@@ -59,7 +59,7 @@ def main() -> None:
             ("baseline: 250 ms, 64, 8 a decode", 250.0, 64, 8),
             (f"ours: {default:.0f} ms", default, pace.LEAST_CHUNK_TOKENS, pace.LEAST_CHUNK_PER_DECODE),
         ):
-            coarse = patch.multiple(planner, LEAST_CHUNK_TOKENS=least, LEAST_CHUNK_PER_DECODE=per_decode)
+            coarse = patch.multiple(pace, LEAST_CHUNK_TOKENS=least, LEAST_CHUNK_PER_DECODE=per_decode)
             with coarse:
                 outcome = simulate(list(arrivals), SchedulerConfig(step_target_ms=target_ms), Cores())
             served = outcome.of("answer") + outcome.of("burst")

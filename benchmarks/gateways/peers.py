@@ -19,6 +19,7 @@ import msgspec
 import yaml
 
 from benchmarks.gateways.load import Peer
+from benchmarks.stack import python_of
 from services.supervisor.edge import envoy_binary
 from services.supervisor.state import RunState, read_state
 
@@ -44,8 +45,7 @@ def millrace(step_ms: float, checkout: Path | None = None) -> Iterator[RunState]
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         config = Path(folder) / "millrace.toml"
         config.write_text(_CONFIG.format(step_ms=step_ms, overlap="on" if step_ms else "off"))
-        python = sys.executable if checkout is None else str(checkout / ".venv" / "bin" / "python")
-        command = [python, "-m", "services.cli", "up", "--simulated", "--port", "0"]
+        command = [python_of(checkout), "-m", "services.cli", "up", "--simulated", "--port", "0"]
         process = subprocess.Popen(
             [*command, "--config", str(config)],
             stdout=subprocess.DEVNULL,

@@ -42,6 +42,8 @@ class Phase:
     most_s: float = float("inf")
     # Whether what comes after it means anything without it.
     decides: bool = False
+    # Whether those before it leave it the time that it needs.
+    is_kept_for: bool = True
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Lease:
                 elif left < phase.needs_s:
                     self._note(phase, f"not run: it needs {phase.needs_s:.0f} s, {left:.0f} s were left", 0.0)
                 else:
-                    later = sum(other.needs_s for other in self.phases[place + 1 :])
+                    later = sum(other.needs_s for other in self.phases[place + 1 :] if other.is_kept_for)
                     # A phase may use what those before it left over, but not what those after it need.
                     reason = self._run(phase, min(left, phase.most_s, max(phase.needs_s, left - later)))
         return all(outcome == "done" for outcome in self.outcomes.values())

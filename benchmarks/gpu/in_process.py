@@ -25,8 +25,9 @@ from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, ModelFacts, Request, SamplingParams, TokenEvent
 from services.config import ModelConfig
 
-# Several engines fit beside one another with caches of this size.
+# Several engines fit beside one another with caches of this size; those that compile are up to seven.
 SMALL_CACHE_BYTES = 4 << 30
+COMPILING_CACHE_BYTES = 2 << 30
 Listener = Callable[[TokenEvent], None]
 # What a request asks for, by name.
 DRAWS: dict[str, dict[str, Any]] = {
@@ -115,6 +116,7 @@ def engine_config(
 ) -> EngineConfig:
     """Of an engine that serves one load at a time. `kind` "fp8" has weights and KV in fp8, "int4" weights."""
     quantize = {"fp8": gpu.pick("fp8", "int8"), "int4": "int4"}.get(kind, "off")
+    small = COMPILING_CACHE_BYTES if gpu.compiles else SMALL_CACHE_BYTES if is_small else 0
     settings: dict[str, Any] = {
         "device": gpu.device.type,
         "dtype": gpu.pick("bfloat16", "float32"),
@@ -133,7 +135,7 @@ def engine_config(
             block_size=BLOCK_SIZE,
             kv_dtype="fp8" if kind == "fp8" else "auto",
             memory_fraction=0.92,
-            kv_cache_bytes=gpu.pick(SMALL_CACHE_BYTES if is_small or gpu.compiles else 0, 4 << 20),
+            kv_cache_bytes=gpu.pick(small, 4 << 20),
             prefix_caching=False,
         ),
     }
@@ -181,6 +183,8 @@ def opened(
             yield engine
         finally:
             runner.close()
+            # Whoever asked may name it until the next one is there, which wants its memory.
+            vars(engine).clear()
             del runner, loop, engine
             _free(gpu)
 

@@ -36,6 +36,8 @@ class Part:
     most_s: float = float("inf")
     kind: str = ""
     decides: bool = False
+    # Without, it gets what the others leave.
+    is_kept_for: bool = True
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -58,9 +60,9 @@ PARTS = {
     "model_mla": Part(module="model", needs_s=45, kind="mla"),
     "speculation": Part(module="speculation", needs_s=40, most_s=90),
     "peers": Part(module="peers", needs_s=50, most_s=100),
-    "served_fp8": Part(module="served", needs_s=120, most_s=240, kind="fp8"),
+    "served_fp8": Part(module="served", needs_s=200, most_s=270, kind="fp8"),
     "serving_fp8": Part(module="serving", needs_s=70, most_s=120, kind="fp8"),
-    "serving_bf16": Part(module="serving", needs_s=70, most_s=120, kind="bf16"),
+    "serving_bf16": Part(module="serving", needs_s=70, most_s=120, kind="bf16", is_kept_for=False),
     "tune": Part(module="tune", needs_s=120),
 }
 # Phases of each lease, and those whose kernels are compiled before the first of them, side by side.
@@ -133,8 +135,14 @@ def phases(options: argparse.Namespace) -> list[Phase]:
 def _phase(options: argparse.Namespace, name: str) -> Phase:
     part = PARTS[name]
     needs_s = REHEARSED_S if options.rehearse else part.needs_s
-    command = _command(options, name)
-    return Phase(name=name, commands=[command], needs_s=needs_s, most_s=part.most_s, decides=part.decides)
+    return Phase(
+        name=name,
+        commands=[_command(options, name)],
+        needs_s=needs_s,
+        most_s=part.most_s,
+        decides=part.decides,
+        is_kept_for=part.is_kept_for,
+    )
 
 
 def _command(options: argparse.Namespace, name: str, *more: str) -> list[str]:

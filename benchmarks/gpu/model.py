@@ -17,6 +17,9 @@ from benchmarks.gpu.report import Report
 BYTES = {"fp8": 1.0, "int4": 0.625}
 """Of a layer's weight by kind, with its scale and minimum (four bytes each for 64 inputs); two in others."""
 HEAD_BYTES = {"fp8": 1.0, "int4": 1.0}
+# Between kernels that follow each other in a graph, or that were launched ahead, lie a few microseconds that
+# no host causes: only what is longer can be Python's.
+LAUNCH_GAP_US = 5.0
 
 
 def run(gpu: Gpu, report: Report, *, kind: str) -> None:
@@ -96,8 +99,8 @@ def _decode(
 
 
 def _waits_for_python(gpu: Gpu, engine: InProcessEngine) -> tuple[float, dict[str, float | str]]:
-    """Part of a stretch of decode steps in which no kernel and no copy ran, by the profiler's times; and the
-    kernels that took most. 1 when the profiler saw nothing.
+    """Part of a stretch of decode steps in which the device had nothing to do, by the profiler's times; what
+    all pauses are of it, and the kernels that took most. 1 when the profiler saw nothing.
     """
     num_steps = gpu.pick(20, 2)
     if gpu.rehearses or gpu.compiles:
@@ -117,27 +120,31 @@ def _waits_for_python(gpu: Gpu, engine: InProcessEngine) -> tuple[float, dict[st
     except Exception as error:
         return 1.0, {"profiler failed": f"{type(error).__name__}: {str(error)[:200]}"}
     spans = [(event.name, event.time_range.start, event.time_range.end) for event in events]
-    return idle_share(spans, num_steps)
+    return waiting_share(spans, num_steps)
 
 
-def idle_share(spans: list[tuple[str, float, float]], num_steps: int) -> tuple[float, dict[str, float | str]]:
+def waiting_share(
+    spans: list[tuple[str, float, float]], num_steps: int
+) -> tuple[float, dict[str, float | str]]:
     """Spans (name, start and end in microseconds), which may overlap: the part of the time from first start
-    to last end that none covers, and the time a step of the names that took most. 1 without spans.
+    to last end that lies in pauses longer than LAUNCH_GAP_US, then that in all pauses ("gpu_idle"), and the
+    time a step of the names that took most. 1 without spans.
     """
     if not spans:
         return 1.0, {}
     ordered = sorted((start, end) for _, start, end in spans)
     first = last = ordered[0][0]
-    busy = 0.0
+    pauses = []
     for start, end in ordered:
-        busy += max(0.0, end - max(start, last))
+        pauses.append(max(0.0, start - last))
         last = max(last, end)
     totals: dict[str, float] = {}
     for name, start, end in spans:
         key = f"us a step in {name[:60]}"
         totals[key] = totals.get(key, 0.0) + (end - start) / num_steps
     most = sorted(totals.items(), key=lambda item: -item[1])[:10]
-    return 1.0 - busy / (last - first), dict(most)
+    waited = sum(pause for pause in pauses if pause > LAUNCH_GAP_US)
+    return waited / (last - first), {"gpu_idle": sum(pauses) / (last - first), **dict(most)}
 
 
 def _prefill(gpu: Gpu, report: Report, roofs: Roofs, engine: InProcessEngine, kind: str, length: int) -> None:

@@ -35,6 +35,8 @@ PACKAGES = (
 )
 # How tokens of each run are drawn.
 RUNS = ("greedy", "greedy", "sampled", "greedy")
+# Of all requests at once, one after another: beginning and end of a run count less the more there are.
+MOST_WAVES = 3
 CONFIG = """
 [model]
 path = "{folder}"
@@ -82,13 +84,21 @@ def run(gpu: Gpu, report: Report, *, kind: str) -> None:
         began = time.monotonic()
         with running_stack(_config(gpu, folder, kind), environment=_environment()) as stack:
             report.row(what="stack ready", kind=kind, seconds=time.monotonic() - began)
-            took = 0.0
+            took_s = 0.0
             for number, draw in enumerate(gpu.pick(RUNS, tuple(DRAWS))):
-                if gpu.left_s < 1.2 * took + 20:
+                waves = waves_within(gpu.left_s, took_s)
+                if not waves:
                     break
                 began = time.monotonic()
-                _measure(gpu, report, stack.url, folder, kind, draw, is_first=number == 0)
-                took = time.monotonic() - began
+                _measure(gpu, report, stack.url, folder, kind, draw, waves=waves, is_first=number == 0)
+                took_s = (time.monotonic() - began) / waves
+
+
+def waves_within(left_s: float, wave_s: float) -> int:
+    """How often a run may send all its requests at once, MOST_WAVES at most; one in the first run, of which
+    nobody knows how long it takes (0).
+    """
+    return min(MOST_WAVES, int((left_s - 15) / (1.2 * wave_s))) if wave_s else 1
 
 
 def _environment() -> dict[str, str]:
@@ -116,12 +126,11 @@ def _config(gpu: Gpu, folder: Path, kind: str) -> str:
 
 
 def _measure(
-    gpu: Gpu, report: Report, url: str, folder: Path, kind: str, draw: str, *, is_first: bool
+    gpu: Gpu, report: Report, url: str, folder: Path, kind: str, draw: str, *, waves: int, is_first: bool
 ) -> None:
     """One run: several load generators, each a closed loop of its share."""
-    concurrency, requests, num_in, num_out = gpu.pick((256, 768, 1000, 1000), (3, 6, 20, 6))
-    if is_first:
-        requests = concurrency
+    concurrency, num_in, num_out = gpu.pick((256, 1000, 1000), (3, 20, 6))
+    requests = waves * concurrency
     generators = gpu.pick(4, 1)
     files = [folder / f"load-{number}.json" for number in range(generators)]
     command = [sys.executable, "-m", "services.cli", "bench", "run", "--url", url, "--key", "mr-dev-local"]

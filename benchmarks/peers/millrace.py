@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.peers.servers import Server, ServerFailed, stop
+from benchmarks.stack import python_of
 from services.supervisor.state import read_state
 
 START_LIMIT_S = 300.0
@@ -21,10 +21,15 @@ KV_BYTES = 4 << 30
 
 @contextmanager
 def millrace(
-    name: str, checkpoint: Path, log: Path, settings: Mapping[str, object], checkout: Path | None = None
+    name: str,
+    checkpoint: Path,
+    log: Path,
+    settings: Mapping[str, object],
+    checkout: Path | None = None,
+    tables: str = "",
 ) -> Iterator[Server]:
-    """The stack with `[engine]` keys `settings` (dotted names), stopped at the end; of another checkout with
-    its `.venv`.
+    """The stack with `[engine]` keys `settings` (dotted names) and further `tables` of its configuration,
+    stopped at the end; of another checkout with its `.venv`.
     """
     with tempfile.TemporaryDirectory(prefix="millrace-peers-") as folder:
         config = Path(folder) / "millrace.toml"
@@ -35,9 +40,9 @@ def millrace(
             **settings,
         }
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in engine.items())
-        config.write_text(f"[engine]\n{lines}\n")
-        python = sys.executable if checkout is None else str(checkout / ".venv" / "bin" / "python")
-        command = [python, "-m", "services.cli", "up", "--port", "0", "--model", str(checkpoint)]
+        config.write_text(f"[engine]\n{lines}\n{tables}")
+        up = ["-m", "services.cli", "up", "--port", "0", "--model", str(checkpoint)]
+        command = [python_of(checkout), *up]
         began = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(

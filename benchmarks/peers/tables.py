@@ -224,7 +224,9 @@ def quality_table(results: Path, recorded: list[Recorded]) -> list[str]:
     head += [f"{name}, tokens/s at {', '.join(_numbered(each))}" for name, each in speeds.items()]
     lines = [
         f"**Forms of weights.** {measured['title']}; speeds are those of the tables above, and of "
-        "runs of their own for forms that are not in them.",
+        "runs of their own for forms that are not in them. AWQ, GPTQ, compressed-tensors and GGUF are these "
+        "weights rounded to nearest and stored in those formats: what a method of that name makes of "
+        "calibration is not measured here.",
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",

