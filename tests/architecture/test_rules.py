@@ -39,6 +39,7 @@ _BORDER = (
     "gateway/app.py",
     "gateway/auth/convert.py",
     "gateway/edge.py",
+    "gateway/engines/adapters.py",
     "gateway/engines/attachment.py",
     "gateway/engines/convert.py",
     "gateway/grpc_face/",

@@ -30,7 +30,7 @@ async def test_a_front_that_wakes_speaks_no_more() -> None:
     async with start_engine(**settings) as one, start_engine(**settings) as other:
         fleet = Fleet(
             gateway="g",
-            fingerprint="vocabulary",
+            fingerprint=lambda: "vocabulary",
             routing=RoutingConfig(),
             silence_limit_s=HealthConfig().silence_limit_s,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import socket
@@ -27,6 +29,7 @@ class Pods:
         self._manifests = manifests
         self._pods = dict(workloads(manifests))
         self._folder = folder
+        folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
         self._started: list[str] = []
 
@@ -77,7 +80,9 @@ class Pods:
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         port = ports.get(what["port"], what["port"])
         if how == "grpc":
-            return healthcheck.main([f"{address}:{port}", what.get("service", "")]) == 0
+            # It says on every attempt what is missing.
+            with contextlib.redirect_stderr(io.StringIO()):
+                return healthcheck.main([f"{address}:{port}", what.get("service", "")]) == 0
         try:
             if how == "httpGet":
                 page = httpx.get(f"http://{address}:{port}{what['path']}", trust_env=False, timeout=5)
@@ -113,7 +118,7 @@ class Pods:
         run(
             "docker",
             "stop",
-            "--time",
+            "-t",
             str(self._pods[name]["terminationGracePeriodSeconds"]),
             f"{NETWORK}-{name}",
         )

@@ -2,7 +2,8 @@
 # Makes ready what the tests of the containers need: a Docker engine, compose, the images that the project takes
 # from registries, and its own. Where a registry cannot be reached, stand-ins under the same names take the place
 # of its images (stand_ins/); what is not on this machine is unpacked below build/containers and not installed.
-# usage: tests/containers/prepare.sh, in the repository's root
+# usage: tests/containers/prepare.sh [engine | stop], in the repository's root: `engine` makes an engine ready and
+# nothing else, with status 1 where there can be none; `stop` ends the one that was started here.
 set -euo pipefail
 here=tests/containers
 work=$PWD/build/containers
@@ -22,29 +23,53 @@ ensure_engine() {
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends docker.io iptables >/dev/null
     }
     say "starting dockerd; its log is $work/dockerd.log"
-    setsid nohup dockerd >"$work/dockerd.log" 2>&1 </dev/null &
-    for _ in $(seq 60); do docker info >/dev/null 2>&1 && return; sleep 1; done
-    fail "dockerd does not answer; see $work/dockerd.log"
+    setsid nohup dockerd --pidfile "$work/dockerd.pid" >"$work/dockerd.log" 2>&1 </dev/null &
+    local process=$!
+    for _ in $(seq 60); do
+        docker info >/dev/null 2>&1 && return
+        kill -0 "$process" 2>/dev/null || break
+        sleep 1
+    done
+    fail "dockerd does not start: $(tail -n 1 "$work/dockerd.log")"
 }
 
-# A package of Debian's newest suite, which this machine need not follow, unpacked.
-# unpack PACKAGE
-unpack() {
-    local root=$work/apt mirror
-    [ -d "$work/packages/$1" ] && return
-    mirror=$(debian_mirrors | head -1)
-    mkdir -p "$root"/{etc/apt/preferences.d,etc/apt/apt.conf.d,etc/apt/sources.list.d} "$work/packages/$1" \
+started_here() { [ "$(cat "/proc/$(cat "$work/dockerd.pid" 2>/dev/null)/comm" 2>/dev/null)" = dockerd ]; }
+
+# Images stay for the next time.
+stop_engine() {
+    local process
+    started_here || return 0
+    process=$(cat "$work/dockerd.pid")
+    kill "$process"
+    for _ in $(seq 60); do kill -0 "$process" 2>/dev/null || return 0; sleep 1; done
+    fail "dockerd does not end"
+}
+
+# A state of apt for Debian's newest suite, which this machine need not follow.
+ensure_newest_suite() {
+    local root=$work/apt
+    [ -f "$root/ready" ] && return
+    mkdir -p "$root"/{etc/apt/preferences.d,etc/apt/apt.conf.d,etc/apt/sources.list.d} \
         "$root"/var/{lib/apt/lists/partial,lib/dpkg,cache/apt/archives/partial}
     : >"$root/var/lib/dpkg/status"
     printf 'Types: deb\nURIs: %s\nSuites: sid\nComponents: main\nSigned-By: %s\n' \
-        "$mirror" /usr/share/keyrings/debian-archive-keyring.gpg >"$root/etc/apt/sources.list.d/sid.sources"
+        "$(debian_mirrors | head -1)" /usr/share/keyrings/debian-archive-keyring.gpg >"$root/etc/apt/sources.list.d/sid.sources"
     # A mirror may be a snapshot that is older than its index is valid for; signatures count all the same.
     printf '%s\n' "Dir \"$root\";" "Dir::State::status \"$root/var/lib/dpkg/status\";" \
         'Dir::Bin::methods "/usr/lib/apt/methods";' 'APT::Sandbox::User "root";' \
         'Acquire::Check-Valid-Until "false";' >"$root/apt.conf"
-    [ -n "$(ls -A "$root/var/lib/apt/lists/partial" "$root"/var/lib/apt/lists/*Packages* 2>/dev/null)" ] \
-        || APT_CONFIG=$root/apt.conf apt-get update -qq
-    (cd "$work/packages/$1" && APT_CONFIG=$root/apt.conf apt-get download -qq "$1" && dpkg-deb -x ./*.deb .)
+    APT_CONFIG=$root/apt.conf apt-get update -qq
+    touch "$root/ready"
+}
+
+# A package of it, unpacked.
+# unpack PACKAGE
+unpack() {
+    local folder=$work/packages/$1
+    [ -f "$folder/ready" ] && return
+    ensure_newest_suite
+    rm -rf "$folder" && mkdir -p "$folder"
+    (cd "$folder" && APT_CONFIG=$work/apt/apt.conf apt-get download -qq "$1" && dpkg-deb -x ./*.deb . && touch ready)
 }
 
 ensure_compose() {
@@ -91,8 +116,9 @@ stand_in() {
             ln -sf python3 "$context/local/bin/python"
             cp -a "$python"/lib/libpython3*.so* "$context/local/lib/" 2>/dev/null || true
             cp -a "$python"/include/python3* "$context/local/include/"
-            tar -C "$python/lib" --exclude='*/site-packages/*' --exclude='*/test' --exclude=__pycache__ -c python3."$(
-                .venv/bin/python -c 'import sys; print(sys.version_info.minor)')" | tar -C "$context/local/lib" -x ;;
+            tar -C "$python/lib" --exclude='*/site-packages/*' --exclude='*/test' --exclude=__pycache__ \
+                --exclude='*/config-3*' -c python3."$(.venv/bin/python -c 'import sys; print(sys.version_info.minor)')" \
+                | tar -C "$context/local/lib" -x ;;
         envoy)
             cp "$(.venv/bin/python -c 'from services.supervisor.edge import envoy_binary; print(envoy_binary())')" "$context/" ;;
         prometheus)
@@ -134,6 +160,10 @@ build() {
     docker compose -f docker-compose.yml -f "$here/compose.yml" build
 }
 
+case ${1:-} in
+    stop) stop_engine; exit ;;
+    engine) ensure_engine; exit ;;
+esac
 ensure_engine
 ensure_compose
 ensure_kubectl
@@ -149,4 +179,6 @@ for service in json.load(sys.stdin)["services"].values():
 image "$(sed -n 's/^ *image: \(postgres:.*\)/\1/p' k8s/components/postgres/postgres.yaml)" postgres
 say "building the project's images"
 build
+# What earlier builds left behind; younger layers save time.
+! started_here || docker image prune --force --filter until=168h >/dev/null
 docker images --format '{{.Repository}}:{{.Tag}} {{.Size}}' >&2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,28 @@ def test_a_changed_line_of_python_compiles_no_kernel_anew(closed: Path) -> None:
     told = run("docker", "build", *arguments, "-f", f"{closed}/services/engine/Dockerfile", str(closed))
     (compiling,) = [step for step in told.split("Step ") if "engine.kernels.native.build" in step]
     assert "Using cache" in compiling
+
+
+def test_a_release_brings_images_that_load_and_say_what_they_hold(closed: Path) -> None:
+    """Of one service, under a version that nobody runs."""
+    project = closed / "pyproject.toml"
+    project.write_text(project.read_text().replace('version = "0.1.0"', 'version = "9.9.9"'))
+    (closed / "one.yml").write_text(
+        "services:\n  gateway:\n    image: millrace/gateway:${MILLRACE_TAG}\n"
+        "    build: {context: ., dockerfile: services/gateway/Dockerfile, network: host}\n"
+    )
+    who = "-c user.name=Somebody -c user.email=somebody@example.com"
+    kept = f"cd '{closed}' && git init -q && git add -A && git {who} commit -qm 'All of it'"
+    run("sh", "-c", kept)
+    environment = {"COMPOSE_FILE": "one.yml", "PYTHON": sys.executable}
+    run("sh", "-c", f"cd '{closed}' && services/release.sh build/release", environment=environment)
+    made = closed / "build/release"
+    run("docker", "rmi", "millrace/gateway:9.9.9")
+    run("docker", "load", "--input", str(made / "millrace-images-9.9.9.tar.gz"))
+    command = ("python", "-c", "from importlib.metadata import version; print(version('millrace'))")
+    entry = ("--entrypoint", command[0], "millrace/gateway:9.9.9", *command[1:])
+    assert run("docker", "run", "--rm", "--network", "none", *entry).strip() == "9.9.9"
+    run("docker", "rmi", "millrace/gateway:9.9.9")
+    bill = json.loads((made / "bills/gateway.json").read_text())
+    assert any(each["purl"].startswith("pkg:deb/debian/libc6@") for each in bill["components"])
+    assert "millrace-images-9.9.9.tar.gz" in (made / "SHA256SUMS").read_text()

@@ -27,8 +27,13 @@ def test_certificates_that_a_group_reads_serve(certificates: Path, overlays: tup
         url = stack.url.replace("http://127.0.0.1", "https://localhost")
         answer = ask(url, verify=ssl.create_default_context(cafile=certificates / "ca.crt"))
         assert answer.status_code == 200, answer.text
-        seen = stack.do("exec", "-T", "envoy", "find", "/etc/envoy/tls", "/etc/millrace", "-name", "*ca.key")
-        assert seen == ""
+        for name in ("envoy", "gateway", "tokenizer", "engine"):
+            mounts = stack.inspect(name)[0]["Mounts"]
+            sources = [Path(mount["Source"]) for mount in mounts if "Source" in mount]
+            given = [path for path in sources if path.is_relative_to(certificates)]
+            assert all(path.is_file() for path in given), "a folder would bring all keys"
+            assert not [path for path in given if path.name.endswith("ca.key")]
+            assert len(given) == (2 if name == "envoy" else 0) + (3 if "compose.mtls.yml" in overlays else 0)
         # The command line, with the same authority.
         told = subprocess.run(
             [".venv/bin/millrace", "models", "--url", url],
@@ -62,3 +67,5 @@ def test_the_public_port_takes_its_own_key_alone() -> None:
         stack.up()
         assert ask(stack.url, key={"authorization": "Bearer mr-of-their-own"}).status_code == 200
         assert ask(stack.url).status_code == 401
+        (envoy,) = stack.inspect("envoy")
+        assert {each["HostIp"] for each in envoy["NetworkSettings"]["Ports"]["8080/tcp"]} >= {"0.0.0.0"}

@@ -12,6 +12,8 @@ from millrace.inference.v1 import inference_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.sampling import OPTIONS, RANGES
+from engine.config import AdaptersConfig
+from engine.service.adapters import ServedAdapters
 from engine.service.convert import ModelLimits, to_sampling
 from engine.types import ModelFacts
 from gateway.grpc_face import convert as grpc_face
@@ -37,7 +39,12 @@ FACTS = ModelFacts(
     device="cpu",
     num_layers=1,
 )
-LIMITS = ModelLimits(facts=FACTS, max_tokens_total=64, simulated=True)
+LIMITS = ModelLimits(
+    facts=FACTS,
+    max_tokens_total=64,
+    simulated=True,
+    adapters=ServedAdapters(AdaptersConfig(), lambda command: None, lambda: None),
+)
 
 
 def bounded() -> Iterator[tuple[str, float, float, float]]:
@@ -71,7 +78,9 @@ def by_http(name: str, value: Any, beside: dict[str, Any]) -> tuple[GenerationRe
         said |= {"logprobs": True, "top_logprobs": value}
         field = "top_logprobs"
     said["messages"] = [{"role": "user", "content": "x"}]
-    return chat.chat_request(decode(chat.DECODER, json.dumps(said).encode()), reasons=False), field
+    return chat.chat_request(
+        decode(chat.DECODER, json.dumps(said).encode()), reasons=lambda name: False
+    ), field
 
 
 def by_grpc(name: str, value: Any, beside: dict[str, Any]) -> GenerationRequest:

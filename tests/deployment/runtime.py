@@ -176,11 +176,10 @@ class Image:
         build = self.root / "build"
         build.mkdir()
         (build / "pyproject.toml").write_bytes((REPOSITORY / "pyproject.toml").read_bytes())
-        (command,) = [run for run in self.dockerfile.build.every("RUN") if "dist-info" in run]
+        script = (REPOSITORY / "services/finish_image.sh").read_text()
         # Modes are those of the image that is built, and byte code is made there.
-        not_here = ("chmod ", "python -m compileall")
-        steps = [step for step in re.split(r" +&& ", command) if not step.startswith(not_here)]
-        script = " && ".join(re.sub(r"metadata=.*", f"metadata={packages}", step) for step in steps)
+        script = re.sub(r"^(chmod|python -m compileall) .*$", "", script, flags=re.MULTILINE)
+        script = re.sub(r"^metadata=.*(?=/millrace)", f"metadata={packages}", script, flags=re.MULTILINE)
         subprocess.run(["/bin/sh", "-c", script], cwd=build, check=True)
 
     def _lay_out_kernels(self) -> None:

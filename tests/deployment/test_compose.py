@@ -27,6 +27,7 @@ VARIABLES = {"API_KEY_SHA256": _HASH, "CERTIFICATES_GID": "1000"}
 FILES = {
     "plain": ("docker-compose.yml",),
     "gpu": ("docker-compose.yml", "compose.gpu.yml"),
+    "vllm": ("docker-compose.yml", "compose.vllm.yml"),
     "tls": ("docker-compose.yml", "compose.tls.yml"),
     "mtls": ("docker-compose.yml", "compose.mtls.yml"),
     "public": ("docker-compose.yml", "compose.public.yml"),
@@ -275,7 +276,7 @@ def test_collector_and_jaeger_are_wired_together() -> None:
             for kind in ("receivers", "processors", "exporters"):
                 assert set(pipeline[kind]) <= set(config[kind]), pipeline
         assert set(config["service"]["extensions"]) == set(config["extensions"])
-    assert collector["exporters"]["otlp/jaeger"]["endpoint"] == "jaeger:4317"
+    assert collector["exporters"]["otlp_grpc/jaeger"]["endpoint"] == "jaeger:4317"
     assert jaeger["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].endswith(":4317")
     assert jaeger["extensions"]["jaeger_query"]["http"]["endpoint"].endswith(":16686")
     sampling = collector["processors"]["tail_sampling"]

@@ -57,6 +57,40 @@ def test_a_group_of_engines_is_the_stateful_set_s_pod(tmp_path: Path, others: tu
     assert group["spec"]["leaderWorkerTemplate"]["size"] == 1
 
 
+@pytest.mark.parametrize("others", [("gpu",), ("gpu", "mtls")])
+def test_an_engine_of_several_machines_is_one_that_gateways_find(
+    tmp_path: Path, others: tuple[str, ...]
+) -> None:
+    manifests = kustomize.build(stage(tmp_path, *others, "vllm"))
+    group = find(manifests, "LeaderWorkerSet", "engine-vllm")
+    engine = find(manifests, "StatefulSet", "engine")
+    service = find(manifests, "Service", "engine")
+    assert group is not None
+    assert engine is not None
+    assert service is not None
+    assert engine["spec"]["replicas"] == 0, "the engines would be there twice"
+    template = group["spec"]["leaderWorkerTemplate"]
+    leader, worker = template["leaderTemplate"], template["workerTemplate"]
+    assert leader == engine["spec"]["template"]
+    selector = service["spec"]["selector"].items()
+    assert selector <= leader["metadata"]["labels"].items()
+    assert not selector <= worker["metadata"]["labels"].items(), "a rank is no engine"
+    (container,) = leader["spec"]["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    settings = "MILLRACE_ENGINE__VLLM__{}_PARALLEL_SIZE"
+    ranks = [int(variables[settings.format(name)] or 0) for name in ("TENSOR", "PIPELINE")]
+    gpus = [int(each["resources"]["limits"]["nvidia.com/gpu"])
+            for each in (container, worker["spec"]["containers"][0])]  # fmt: skip
+    assert ranks[0] * ranks[1] == gpus[0] + (template["size"] - 1) * gpus[1]
+    policy = find(manifests, "NetworkPolicy", "engine-vllm")
+    assert policy is not None
+    chosen = policy["spec"]["podSelector"]["matchLabels"].items()
+    assert all(chosen <= each["metadata"]["labels"].items() for each in (leader, worker))
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        # With certificates they are asked another way, as of any engine.
+        assert container[probe].keys() & {"grpc", "exec"}
+
+
 def test_an_inference_pool_s_pods_take_its_requests(tmp_path: Path) -> None:
     manifests = kustomize.build(stage(tmp_path, "inferencepool"))
     pool = find(manifests, "InferencePool", "millrace")

@@ -134,3 +134,18 @@ def test_an_image_that_nobody_has_looked_at_is_named(capsys: pytest.CaptureFixtu
     assert "TOO OLD" not in capsys.readouterr().out
     assert third_party_images.main(oldest + limit + datetime.timedelta(days=1)) == 1
     assert "TOO OLD" in capsys.readouterr().out
+
+
+def test_an_image_without_a_digest_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = f"sha256:{64 * 'a'}"
+    seen = datetime.date(2026, 1, 1)
+    pinned = third_party_images.Image("a/pinned:1", "why", seen, digest)
+    listed = third_party_images.Images(90, (pinned, third_party_images.Image("a/tagged:1", "why", seen)))
+    monkeypatch.setattr(third_party_images, "read_list", lambda: listed)
+    assert third_party_images.main(seen) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"a/pinned:1@{digest}  0 days"
+    assert lines[1] == "a/tagged:1  0 days  no digest"
+    assert lines[2].startswith("1 of 2 are pinned by their tags alone")

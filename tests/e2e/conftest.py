@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import openai
 import pytest
 from millrace.inference.v1 import inference_pb2_grpc
 
-from tests.e2e.stack import Stack, has_bundled_weights, running_stack
+from tests.e2e.makes import NOT_THERE
+from tests.e2e.stack import MAKE, Stack, has_bundled_weights, running_stack
 from tests.e2e.streaming import PACE
 from tests.redis_server import RedisServer
 
@@ -57,6 +59,14 @@ def stub(stack: Stack) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
 needs_weights = pytest.mark.skipif(
     not has_bundled_weights(), reason="the bundled model's weights are not here; tokens are simulated"
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what the make that serves does not have; the reason stands beside the name."""
+    for item in items:
+        reason = NOT_THERE[MAKE].get(getattr(item, "originalname", item.name))
+        if reason and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=f"{MAKE}: {reason}"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,8 +19,10 @@ import openai
 import psutil
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
+from observability.analysis.decode import StoredSpan
 from observability.analysis.scrape import Reading, parse
-from observability.analysis.store import SpanReader, StoredSpan, StoreError
+from observability.analysis.source import StoreError
+from observability.analysis.store import SpanReader
 from observability.emit.names import ENVOY
 from services.supervisor.config import BUNDLED_MODEL
 from services.supervisor.process import die_with_parent
@@ -46,10 +48,13 @@ CONFIG = f"""
 default_tier = "standard"
 
 [tiers.interactive]
+openai_name = "priority"
 priority = 20
 [tiers.standard]
+openai_name = "default"
 priority = 10
 [tiers.batch]
+openai_name = "flex"
 priority = 0
 
 [tenants.development]
@@ -82,6 +87,22 @@ id = "restricted-1"
 tenant = "restricted"
 hash = "{_hash(RESTRICTED_KEY)}"
 """
+
+
+# Whose core serves the stacks that have a model: "vllm", or ours; and the interpreter that has vLLM, where it
+# is not the one that `millrace engine install vllm` made.
+MAKE = os.environ.get("E2E_MAKE", "")
+VLLM_PYTHON = os.environ.get("E2E_VLLM_PYTHON", "")
+VLLM_SETTINGS = {
+    "MILLRACE_ENGINE__VLLM__PYTHON": VLLM_PYTHON,
+    "MILLRACE_ENGINE__VLLM__EAGER": "true",
+    "MILLRACE_ENGINE__VLLM__BLOCK_SIZE": "32",
+    "MILLRACE_ENGINE__CACHE__KV_CACHE_BYTES": str(1 << 29),
+}
+_MAKES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "": ((), {}),
+    "vllm": (("--engine", "vllm"), VLLM_SETTINGS),
+}
 
 
 def has_bundled_weights() -> bool:
@@ -231,12 +252,16 @@ def eventually(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
 
 @contextmanager
 def running_stack(
-    directory: Path, *arguments: str, config: str = CONFIG, environment: dict[str, str] | None = None
+    directory: Path,
+    *arguments: str,
+    config: str = CONFIG,
+    environment: dict[str, str] | None = None,
+    model: Path | None = BUNDLED_MODEL,
 ) -> Iterator[Stack]:
     """`millrace up` until it is healthy; stopped, and checked to be gone, at the end."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "millrace.toml").write_text(config)
-    stack = start_stack(directory, *arguments, environment=environment)
+    stack = start_stack(directory, *arguments, environment=environment, model=model)
     processes: list[psutil.Process] = []
     try:
         healthy = eventually(
@@ -258,12 +283,21 @@ def running_stack(
     assert_gone(processes)
 
 
-def start_stack(directory: Path, *arguments: str, environment: dict[str, str] | None = None) -> Stack:
+def start_stack(
+    directory: Path,
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    model: Path | None = BUNDLED_MODEL,
+) -> Stack:
     """Starts `millrace up` on a free port and returns at once."""
-    engines = () if has_bundled_weights() or "--simulated" in arguments else ("--simulated",)
+    engines, settings = _MAKES[MAKE] if "--simulated" not in arguments else _MAKES[""]
+    if not has_bundled_weights() and "--simulated" not in arguments:
+        engines, settings = ("--simulated",), {}
     command = [
         *(sys.executable, "-m", "services.cli", "up", "--port", "0"),
-        *("--config", str(directory / "millrace.toml"), "--model", str(BUNDLED_MODEL)),
+        *("--config", str(directory / "millrace.toml")),
+        # None leaves it to the file.
+        *(("--model", str(model)) if model else ()),
         *engines,
         *arguments,
     ]
@@ -274,7 +308,7 @@ def start_stack(directory: Path, *arguments: str, environment: dict[str, str] | 
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "MILLRACE_STATE_DIR": str(directory), **(environment or {})},
+            env={**os.environ, "MILLRACE_STATE_DIR": str(directory), **settings, **(environment or {})},
             start_new_session=True,
             # A test that is killed takes its stack along.
             preexec_fn=die_with_parent(signal.SIGTERM),  # noqa: PLW1509

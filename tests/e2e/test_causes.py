@@ -1,4 +1,4 @@
-"""Five causes are planted in a running stack; `why` names each of them.
+"""Six causes are planted in a running stack; `why` names each of them, from either store.
 
 The engine is simulated, so that steps take the time that the plan says and the planted cause is the largest.
 """
@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import openai
 import pytest
 
-from observability.analysis.store import SpanReader, StoredSpan
+from observability.analysis.decode import StoredSpan
+from observability.analysis.jaeger import JaegerReader
+from observability.analysis.store import SpanReader
 from observability.analysis.why import explain_stored
 from observability.emit import names
 from observability.emit.names import Cause
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import LIMITED_KEY, Stack, eventually, running_stack
+from tests.unit.observability.jaeger_stand_in import jaeger
 
 PACE = {
     "MILLRACE_ENGINE__SIMULATION__STEP_MS": "5",
@@ -31,6 +37,8 @@ PACE = {
     "MILLRACE_ENGINE__SCHEDULER__MAX_NUM_BATCHED_TOKENS": "512",
     # Every prompt is computed: a cached one would delay nobody.
     "MILLRACE_ENGINE__CACHE__PREFIX_CACHING": "false",
+    # The bundled model has two adapters.
+    "MILLRACE_ENGINE__ADAPTERS__SLOTS": "1",
 }
 
 CLIENT_REQUEST_ID = "order-17"
@@ -45,12 +53,20 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 class Client:
     """One streaming completion on its own thread."""
 
-    def __init__(self, stack: Stack, prompt: Sequence[int], max_tokens: int, tier: str = "standard") -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        prompt: Sequence[int],
+        max_tokens: int,
+        tier: str = "standard",
+        model: str = "",
+    ) -> None:
         self.request_id = ""
         self._stack = stack
         self._prompt = list(prompt)
         self._max_tokens = max_tokens
         self._tier = tier
+        self._model = model or stack.model
         # Set at the first output.
         self.started = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -59,7 +75,7 @@ class Client:
     def _run(self) -> None:
         with self._stack.openai() as client:
             answer = client.completions.with_raw_response.create(
-                model=self._stack.model,
+                model=self._model,
                 prompt=self._prompt,
                 max_tokens=self._max_tokens,
                 stream=True,
@@ -142,6 +158,18 @@ def _grammar_compile(stack: Stack) -> str:
     return str(answer.headers["x-request-id"])
 
 
+def _cold_adapter(stack: Stack) -> str:
+    with stack.openai() as client:
+        served = [model.id for model in client.models.list()]
+    pirate, entries = (next(each for each in served if each.endswith(name)) for name in ("pirate", "entries"))
+    holder = Client(stack, _tokens(8), 200, model=pirate)
+    assert holder.started.wait(60)
+    # It waits for the only slot.
+    mine = Client(stack, _tokens(8), 2, model=entries)
+    holder.wait()
+    return mine.wait()
+
+
 def _rate_limit(stack: Stack) -> str:
     with stack.openai(LIMITED_KEY) as client:
         for _ in range(3):
@@ -161,6 +189,7 @@ PLANTED: dict[Cause, Callable[[Stack], str]] = {
     Cause.LONG_PREFILL: _long_prefill,
     Cause.KV_PRESSURE: _kv_pressure,
     Cause.PREEMPTION: _preemption,
+    Cause.COLD_ADAPTER: _cold_adapter,
     Cause.RATE_LIMIT: _rate_limit,
 }
 
@@ -179,6 +208,9 @@ def test_why_names_a_grammar_that_was_compiled(stack: Stack) -> None:
 def _check(stack: Stack, request_id: str, cause: Cause) -> None:
     served = [names.GATEWAY_REQUEST, names.ENGINE_DECODE]
     last = [names.GATEWAY_RATE_LIMIT] if cause is Cause.RATE_LIMIT else served
+    if cause is Cause.GRAMMAR_COMPILE:
+        # Each service sends its part by itself.
+        last.append(names.TOKENIZER_COMPILE)
     # Envoy's span ends the trace; without it the whole time is not known.
     last.append(names.ENVOY_INGRESS)
     stack.trace(request_id, last)
@@ -188,16 +220,33 @@ def _check(stack: Stack, request_id: str, cause: Cause) -> None:
         assert re.search(r"a retry after \d+\.\d s may succeed", explanation.verdict)
         spans = stack.trace(request_id, last)
         assert {span.attributes.get(names.CLIENT_REQUEST_ID) for span in spans} == {CLIENT_REQUEST_ID}
+    with jaeger(partial(_sent, stack)) as url:
+        reader = JaegerReader(url)
+        standing, _ = explain_stored(reader, request_id)
+        reader.close()
+        # A deployment's store says the same as the one on this machine.
+        assert standing == explanation
+        for where in ([], ["--jaeger", url]):
+            shown = _why(stack, request_id, *where)
+            assert explanation.verdict.split(":")[0] in shown.replace("\n", " ")
     if cause in {Cause.LONG_PREFILL, Cause.KV_PRESSURE, Cause.PREEMPTION}:
         _check_links(stack, stack.trace(request_id, last))
-    shown = subprocess.run(
-        [sys.executable, "-m", "services.cli", "why", request_id],
+
+
+def _why(stack: Stack, request_id: str, *where: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", "why", request_id, *where],
         env={"MILLRACE_STATE_DIR": str(stack.directory), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert explanation.verdict.split(":")[0] in shown.replace("\n", " ")
+
+
+def _sent(stack: Stack) -> list[bytes]:
+    """What the stack's processes have exported, as it came."""
+    with closing(sqlite3.connect(f"file:{stack.state.trace_store}?mode=ro", uri=True)) as store:
+        return [data for (data,) in store.execute("SELECT data FROM messages ORDER BY sequence")]
 
 
 def _check_links(stack: Stack, spans: list[StoredSpan]) -> None:

@@ -77,7 +77,7 @@ def test_failed_start_leaves_nothing_behind(tmp_path: Path) -> None:
     shutil.copytree("models/millrace-nano", model)
     whole = (model / "tokenizer.json").read_bytes()
     (model / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
-    stack = start_stack(tmp_path, "--simulated", "--model", str(model))
+    stack = start_stack(tmp_path, "--simulated", model=model)
     seen: dict[int, psutil.Process] = {}
     while stack.process.poll() is None:
         try:

@@ -1,4 +1,4 @@
-"""What people copy and paste works as it stands: the README's examples and those that a start prints."""
+"""What people copy and paste works as it stands: examples of the README, of their page, and of a start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.architecture.sources import ROOT
 from tests.e2e.stack import LIMIT_S, Stack
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-_PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+_EXAMPLES = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+_PYTHON = re.findall(r"```python\n(.*?)```", _EXAMPLES, re.DOTALL)
 _CURL = [block for block in re.findall(r"```\n(.*?)```", README, re.DOTALL) if block.startswith("curl")]
 
 
@@ -38,13 +39,13 @@ def here(stack: Stack, example: str) -> str:
     return example.replace("127.0.0.1:8080", stack.address).replace("millrace-nano", stack.model)
 
 
-def test_the_readme_has_examples() -> None:
+def test_there_are_examples() -> None:
     assert len(_PYTHON) >= 2
     assert _CURL
 
 
 @pytest.mark.parametrize("example", _PYTHON, ids=["openai", "grpc"])
-def test_python_examples_of_the_readme(stack: Stack, example: str) -> None:
+def test_python_examples(stack: Stack, example: str) -> None:
     assert run(stack, sys.executable, "-c", here(stack, example)).strip()
 
 

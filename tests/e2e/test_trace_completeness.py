@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from observability.analysis.store import StoredSpan
+from observability.analysis.decode import StoredSpan
 from observability.emit import genai, names
 from tests.e2e.stack import Stack, raw
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from observability.analysis.decode import decode
-from observability.analysis.store import SpanReader, StoredSpan
+from observability.analysis.decode import StoredSpan, decode
+from observability.analysis.store import SpanReader
 from observability.emit import names
 from tests.e2e.stack import Stack, eventually, running_stack
 from tests.unit.observability.receivers import RECEIVERS, Received

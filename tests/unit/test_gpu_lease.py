@@ -16,14 +16,15 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.gpu import conductor
+from benchmarks.gpu import conductor, device_tests
 from benchmarks.gpu.captured import first_difference
 from benchmarks.gpu.conductor import WRONG, Lease, Phase
 from benchmarks.gpu.device import BLOCK_SIZE
 from benchmarks.gpu.lease import LEASES, PARTS, arguments, phases, rows_path
-from benchmarks.gpu.model import idle_share
+from benchmarks.gpu.model import waiting_share
 from benchmarks.gpu.random_model import DEEPSEEK_LITE, LLAMA_8B, QWEN3_30B, weight_elements
 from benchmarks.gpu.report import Report, read_rows
+from benchmarks.gpu.served import MOST_WAVES, waves_within
 from benchmarks.gpu.verdict import CHECKS, judge
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,51 @@ def test_what_does_not_fit_is_passed_over_and_told(tmp_path: Path) -> None:
     outcomes = leased(tmp_path, *wanted).outcomes
     assert outcomes["small"] == outcomes["last"] == "done"
     assert outcomes["large"].startswith("not run: it needs 1000 s, ")
+
+
+def test_what_is_not_kept_for_gets_what_the_others_leave(tmp_path: Path) -> None:
+    """Phases tell the limit that they were given."""
+    needed, spare = (
+        phase(name, f"open({str(tmp_path / name)!r}, 'w').write('{{limit_s}}')", **options)
+        for name, options in (
+            ("needed", {"needs_s": 40.0}),
+            ("spare", {"needs_s": 30.0, "is_kept_for": False}),
+        )
+    )
+    first = phase("first", f"open({str(tmp_path / 'first')!r}, 'w').write('{{limit_s}}')")
+    leased(tmp_path, first, needed, spare)
+    limits = {name: float((tmp_path / name).read_text()) for name in ("first", "needed", "spare")}
+    # Of 100 s, the reserve and the 40 s of what comes after it.
+    assert 40 < limits["first"] <= 57
+    assert limits["first"] + 30 < limits["needed"] <= 97
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "expected"),
+    [
+        (0, "t.py::a PASSED [50%]\n== 1 passed ==", {"checked": True, "said": "== 1 passed =="}),
+        (1, "[gw1] [50%] FAILED t.py::a\n== 1 failed ==", {"wrong": "[gw1] [50%] FAILED t.py::a"}),
+        (4, "", {"wrong": "pytest did not run"}),
+        (None, "t.py::a PASSED\nt.py::b PASSED", {"not_measured": "out of time; 2 had passed"}),
+        (None, "t.py::a PASSED\nt.py::b FAILED\n", {"wrong": "t.py::b FAILED"}),
+    ],
+)
+def test_tests_that_failed_are_told_even_when_the_time_was_up(
+    code: int | None, said: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    report = Report(tmp_path / "gpu-first.jsonl", "tests")
+    device_tests.judge(report, code, said)
+    (row,) = read_rows(tmp_path)
+    assert row.items() >= expected.items()
+    assert report.num_wrong == ("wrong" in expected)
+    assert ("checked" in row) == ("checked" in expected)
+
+
+def test_runs_through_sockets_have_as_many_requests_as_the_time_allows() -> None:
+    assert waves_within(200.0, 0.0) == 1
+    assert waves_within(200.0, 22.0) == MOST_WAVES
+    assert waves_within(75.0, 22.0) == 2
+    assert waves_within(40.0, 22.0) == 0
 
 
 def test_a_phase_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
@@ -277,8 +323,9 @@ def test_the_first_difference_is_named() -> None:
     assert first_difference({2: [6, 7, 8]}, expected) == "request 1 differs from token 0 of 2 on"
 
 
-def test_time_that_no_kernel_covers_is_idle() -> None:
-    share, most = idle_share([("a", 20.0, 30.0), ("b", 0.0, 10.0), ("a", 5.0, 12.0)], num_steps=2)
-    assert share == pytest.approx(8 / 30)
-    assert most == {"us a step in a": 8.5, "us a step in b": 5.0}
-    assert idle_share([], num_steps=1) == (1.0, {})
+def test_pauses_that_are_longer_than_those_between_launches_are_waits() -> None:
+    spans = [("a", 20.0, 30.0), ("b", 0.0, 10.0), ("a", 5.0, 12.0), ("b", 32.0, 40.0)]
+    share, most = waiting_share(spans, num_steps=2)
+    assert share == pytest.approx(8 / 40)
+    assert most == {"gpu_idle": pytest.approx(10 / 40), "us a step in a": 8.5, "us a step in b": 9.0}
+    assert waiting_share([], num_steps=1) == (1.0, {})

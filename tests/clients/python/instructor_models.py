@@ -6,6 +6,7 @@ import instructor
 import openai
 import pydantic
 from instructor.core import InstructorRetryException
+from person import Person
 from report import API_KEY, BASE_URL, LIMITED_KEY, MODEL, PERSON, TOO_LONG, refused, works
 
 MODES = {
@@ -13,14 +14,6 @@ MODES = {
     "structured output by json_schema": instructor.Mode.JSON_SCHEMA,
     "structured output by json_mode": instructor.Mode.JSON,
 }
-
-
-class Person(pydantic.BaseModel):
-    """What is extracted."""
-
-    name: str
-    age: int
-    city: str
 
 
 class Anything(pydantic.BaseModel):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import openai
-import pydantic
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from person import Person
 from report import (
     ANSWER,
     API_KEY,
@@ -28,14 +28,6 @@ from report import (
 
 OPTIONS = {"base_url": BASE_URL, "temperature": 0, "max_retries": 0}
 model = ChatOpenAI(model=MODEL, api_key=API_KEY, **OPTIONS)
-
-
-class Person(pydantic.BaseModel):
-    """What is extracted."""
-
-    name: str
-    age: int
-    city: str
 
 
 @tool
@@ -85,6 +77,11 @@ with works("log-probabilities"):
     assert answer.response_metadata["logprobs"]["content"]
 with works("several at once"):
     assert all(ANSWER in each.content for each in model.batch([QUESTION] * 4))
+with works("completions"):
+    assert OpenAI(model=MODEL, api_key=API_KEY, max_tokens=5, **OPTIONS).invoke("Once upon a time")
+with refused("images", openai.BadRequestError, "messages[0].content[0].type"):
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+    model.invoke([HumanMessage([part])])
 with refused("context too long", ContextOverflowError, "maximum context length"):
     model.invoke(TOO_LONG)
 with refused("unknown model", openai.NotFoundError, "model_not_found"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import openai
-import pydantic
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
+from person import Person
 from report import (
     ANSWER,
     API_KEY,
@@ -25,14 +25,6 @@ from report import (
     refused,
     works,
 )
-
-
-class Person(pydantic.BaseModel):
-    """What is extracted."""
-
-    name: str
-    age: int
-    city: str
 
 
 def get_weather(city: str) -> str:

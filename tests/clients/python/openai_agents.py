@@ -6,9 +6,17 @@ import asyncio
 import json
 
 import openai
-import pydantic
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    RunResultStreaming,
+    function_tool,
+)
 from agents import set_tracing_disabled as disable_tracing
+from person import Person
 from report import (
     ANSWER,
     API_KEY,
@@ -26,14 +34,6 @@ from report import (
 )
 
 disable_tracing(True)
-
-
-class Person(pydantic.BaseModel):
-    """What is extracted."""
-
-    name: str
-    age: int
-    city: str
 
 
 called: list[str] = []
@@ -69,27 +69,37 @@ def five_turns() -> None:
     assert called[:1] == [CITIES[0]], called
 
 
-async def streamed() -> tuple[str, int]:
+async def streamed(what: Agent, said: str) -> tuple[RunResultStreaming, int]:
     """The end of a stream, and how many events came before it."""
-    result = Runner.run_streamed(agent(), QUESTION)
+    result = Runner.run_streamed(what, said, max_turns=6)
     events = [each async for each in result.stream_events()]
-    return result.final_output, len(events)
+    return result, len(events)
 
 
 with works("answer"):
     assert ANSWER in run(agent(), QUESTION).final_output
 with works("stream"):
-    text, num_events = asyncio.run(streamed())
-    assert ANSWER in text
+    result, num_events = asyncio.run(streamed(agent(), QUESTION))
+    assert ANSWER in result.final_output
     assert num_events > 3
+with works("usage of a stream"):
+    used = asyncio.run(streamed(agent(), QUESTION))[0].context_wrapper.usage
+    assert used.input_tokens > 0 < used.output_tokens, used
 with works("five turns with tools"):
     five_turns()
+with works("tools in a stream"):
+    called.clear()
+    assert asyncio.run(streamed(agent(tools=[get_weather]), question_of("Oslo")))[0].final_output
+    assert called[:1] == ["Oslo"], called
 with works("structured output"):
     assert run(agent(output_type=Person), PERSON).final_output.age == 34
 with refused("context too long", openai.BadRequestError, "context_length_exceeded"):
     run(agent(), TOO_LONG)
 with refused("unknown model", openai.NotFoundError, "model_not_found"):
     run(agent(name="nobody"), QUESTION)
+with refused("responses", openai.NotFoundError, "/v1/chat/completions"):
+    client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
+    run(Agent(name="agent", model=OpenAIResponsesModel(model=MODEL, openai_client=client)), QUESTION)
 with refused("wrong key", openai.AuthenticationError, "invalid_api_key"):
     run(agent("mr-wrong"), QUESTION)
 with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):

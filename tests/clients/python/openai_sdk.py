@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import openai
-import pydantic
+from person import Person
 from report import (
     ANSWER,
     API_KEY,
@@ -26,14 +26,6 @@ from report import (
 
 client = openai.OpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-
-
-class Person(pydantic.BaseModel):
-    """What is extracted."""
-
-    name: str
-    age: int
-    city: str
 
 
 def five_turns() -> None:
@@ -82,6 +74,14 @@ with works("structured output"):
 with works("log-probabilities"):
     answer = client.chat.completions.create(logprobs=True, top_logprobs=3, **ASKED)
     assert all(len(each.top_logprobs) == 3 for each in answer.choices[0].logprobs.content)
+with works("allowed tools"):
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    answer = client.chat.completions.create(
+        tools=[WEATHER], tool_choice={"type": "allowed_tools", "allowed_tools": allowed}, **ASKED
+    )
+    assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+with works("a stream that is left"), client.chat.completions.create(stream=True, **ASKED) as left:
+    assert next(iter(left)).choices
 with works("several at once"):
     asyncio.run(asynchronous())
 with works("completions"):
@@ -104,5 +104,9 @@ with refused("responses", openai.NotFoundError, "/v1/chat/completions"):
     client.responses.create(model=MODEL, input="hi")
 with refused("embeddings", openai.NotFoundError, "embeddings"):
     client.embeddings.create(model=MODEL, input="hi")
+with refused("custom tools", openai.BadRequestError, "tools[0].type"):
+    client.chat.completions.create(tools=[{"type": "custom", "custom": {"name": "f"}}], **ASKED)
+with refused("verbosity", openai.BadRequestError, "verbosity"):
+    client.chat.completions.create(verbosity="low", **ASKED)
 with refused("answers that are stored", openai.BadRequestError, "store"):
     client.chat.completions.create(store=True, **ASKED)

@@ -7,6 +7,7 @@ import json
 
 import openai
 import pydantic
+from person import Person
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -26,14 +27,6 @@ from report import (
     refused,
     works,
 )
-
-
-class Person(pydantic.BaseModel):
-    """What is extracted."""
-
-    name: str
-    age: int
-    city: str
 
 
 def agent(key: str = API_KEY, name: str = MODEL, **options: object) -> Agent:
@@ -69,16 +62,18 @@ def five_turns() -> None:
     assert asked_for[:1] == [CITIES[0]], asked_for
 
 
-async def streamed() -> str:
-    """The text of a stream."""
+async def streamed() -> tuple[str, int]:
+    """The text of a stream, and the tokens that it took."""
     async with agent().run_stream(QUESTION) as result:
-        return [text async for text in result.stream_text()][-1]
+        return [text async for text in result.stream_text()][-1], result.usage.output_tokens
 
 
 with works("answer"):
     assert ANSWER in agent().run_sync(QUESTION).output
 with works("stream"):
-    assert ANSWER in asyncio.run(streamed())
+    assert ANSWER in asyncio.run(streamed())[0]
+with works("usage of a stream"):
+    assert asyncio.run(streamed())[1] > 0
 with works("five turns with tools"):
     five_turns()
 for feature, made, kind in (

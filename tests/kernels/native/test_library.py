@@ -66,7 +66,8 @@ def _times_lain_down(thread: str) -> int:
 
 
 def test_args_of_another_size_are_refused(native: NativeLibrary) -> None:
-    with pytest.raises(AssertionError, match="embedding: args have 88 bytes here and"):
+    size = ctypes.sizeof(StepStruct)
+    with pytest.raises(AssertionError, match=f"embedding: args have {size} bytes here and"):
         Op(native, "embedding", StepStruct())
 
 
@@ -81,14 +82,14 @@ def test_the_best_level_depends_on_who_made_the_processor(
     vendor: str, levels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Intel's bfloat16 dot product is half as fast as its float32 products, these as those of float16."""
-    flags = " ".join(sorted(build.NEEDS["avx512_bf16"] | build.NEEDS["avx2"]))
+    flags = " ".join(sorted(build.LEVELS["avx512_bf16"].needs | build.LEVELS["avx2"].needs))
     monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}")
     assert build.machine_levels() == levels
     halves = "avx512_fp16"
-    wide = " ".join(build.NEEDS[halves])
+    wide = " ".join(build.LEVELS[halves].needs)
     monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: {flags} {wide}")
     assert build.machine_levels()[-1] == (halves if vendor == "GenuineIntel" else "avx512_bf16")
-    tiles = " ".join(build.NEEDS["amx"])
+    tiles = " ".join(build.LEVELS["amx"].needs)
     monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: {flags} {tiles}")
     assert build.machine_levels() == [*levels, "amx"]
 

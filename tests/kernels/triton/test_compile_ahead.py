@@ -13,24 +13,15 @@ from pathlib import Path
 import pytest
 import triton
 
-from engine.kernels.compile_ahead import Usage, variants
+from engine.kernels.compile_ahead import Assembling, read, variants
 
 ROOT = Path(__file__).resolve().parents[3]
-TABLE = (ROOT / "benchmarks/results/kernels_compiled_ahead.json").read_text()
+TABLE = ROOT / "benchmarks/results/kernels_compiled_ahead.json"
 # Every kernel once, where two cores compile for a minute; `make test-gpu-versions` compiles all variants.
 CHOSEN = (
-    *("llama, bfloat16 over bfloat16", "W4A16, 5 rows", "W8A8, 100 rows", "fp8, 5 rows"),
-    *(
-        "experts, 1000 rows",
-        "invariant bfloat16",
-        "Qwen3",
-        "norm",
-        "rope",
-        "gate",
-        "blocks out",
-        "blocks in",
-        "draw",
-    ),
+    *("llama, bfloat16 over bfloat16, blocks of 64", "W4A16, 5 rows", "W8A8, 100 rows", "fp8, 5 rows"),
+    *("experts, 1000 rows each", "invariant bfloat16", "Qwen3", "norm 4096", "rope and store, bfloat16"),
+    *("gate silu", "blocks out", "blocks in", "draw", "adapters of rank 16, bfloat16, 5 rows"),
 )
 COMMAND = [sys.executable, "-m", "engine.kernels.compile_ahead"]
 
@@ -52,13 +43,8 @@ def test_every_kernel_that_is_launched_fits_real_gpus() -> None:
     assert {usage["name"].rpartition(": ")[2] for usage in usages} == launched_kernels()
 
 
-def recorded() -> list[Usage]:
-    """What `make test-gpu-versions` wrote of all variants."""
-    return [Usage(**(each | {"instructions": tuple(each["instructions"])})) for each in json.loads(TABLE)]
-
-
 def test_the_record_has_every_variant_with_both_releases_and_all_fit() -> None:
-    kept = recorded()
+    kept = read(TABLE)
     for release in {usage.triton for usage in kept}:
         for arch in (80, 90):
             there = {
@@ -78,7 +64,7 @@ def test_prompts_on_hopper_take_its_own_instructions() -> None:
     """Products of groups of warps, and bulk copies where a step lies within a block."""
     found = {
         usage.name: set(usage.instructions)
-        for usage in recorded()
+        for usage in read(TABLE)
         if usage.arch == 90 and usage.triton == triton.__version__
     }
     for model in ("llama", "gemma", "gpt-oss"):
@@ -120,7 +106,7 @@ def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_compiled(tmp_
         "    return plain(kernel, *given, **options)\n"
         "JITFunction.run = refuse\n"
         "from engine.kernels.compile_ahead import main\n"
-        "sys.argv = ['compile_ahead', '--arch', '90', '--only', '4096']\n"
+        "sys.argv = ['compile_ahead', '--arch', '90', '--only', 'norm 4096']\n"
         "raise SystemExit(main())\n"
     )
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -130,6 +116,15 @@ def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_compiled(tmp_
     assert done.returncode == 1
     assert "norm 4096: rms_norm_kernel, sm_90" in done.stdout
     assert "ValueError: no such instruction" in done.stdout
+
+
+def test_what_the_assembler_says_is_kept_by_what_it_was_given(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.ptx"
+    source.write_text("a kernel")
+    command = ["sh", "-c", 'echo "$@" >&2', "sh", "--as-this-release-asks", str(source)]
+    with (tmp_path / "log").open("w") as log:
+        Assembling().run(command, check=True, stderr=log)
+    assert Assembling.said["a kernel"] == f"--as-this-release-asks {source}\n"
 
 
 def test_a_layer_of_experts_is_a_handful_of_launches() -> None:

@@ -27,7 +27,7 @@ from contract.chat import (
 from contract.engines import BlocksEvicted, BlocksStored, EngineLoad, KvEvent
 from contract.errors import MillraceError, Reason, RequestFailure
 from contract.grammar import EnforcementReport, GrammarSpec, KeywordStatus, Verdict
-from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
+from contract.outputs import ChoiceStatistics, EngineTime, FinishReason, FirstToken, TokenLogprobs
 from contract.proto import chat, engine, grammar, sampling
 from contract.proto.status import from_detail, to_detail
 from contract.sampling import RANGES, SamplingParams
@@ -142,7 +142,9 @@ def test_what_an_engine_reports() -> None:
     assert engine.logprobs([output_pb2.TokenLogprob(**each) for each in fields]) == tops
     first = FirstToken(0.1, 0.2, 0.3, 4, 5)
     assert engine.first_token(engine_pb2.FirstTokenTimings(**engine.first_token_fields(first))) == first
-    took = ChoiceStatistics(1, 2, 3, 4, 5, 0.5, 0.25, 6, {"kv_pressure": 0.125})
+    took = ChoiceStatistics(
+        1, 2, 3, 4, 5, 0.5, 0.25, 6, EngineTime(1.0, 2.0, 3.0, 4.0), {"kv_pressure": 0.125}
+    )
     assert engine.statistics(engine_pb2.ChoiceStatistics(**engine.statistics_fields(took))) == took
     load = EngineLoad(1, 2, 3, 4, 5, 6.0, 7.0, 8.0)
     message = engine_pb2.EngineLoad(**engine.load_fields(load, draining=True))
@@ -164,10 +166,14 @@ def test_a_failure_in_plain_data_is_the_error_that_it_was_made_of() -> None:
 
 
 def test_what_choices_took_adds_up_and_the_causes_are_no_ones_else() -> None:
-    one = ChoiceStatistics(num_steps=2, drafted_tokens=4, delayed_by_s={"a": 1.0})
-    other = ChoiceStatistics(num_steps=3, decode_s=0.5, delayed_by_s={"a": 1.0, "b": 2.0})
+    one = ChoiceStatistics(
+        num_steps=2, drafted_tokens=4, engine_time=EngineTime(decode_s=1.0), delayed_by_s={"a": 1.0}
+    )
+    other = ChoiceStatistics(
+        num_steps=3, decode_s=0.5, engine_time=EngineTime(0.5, 0.25), delayed_by_s={"a": 1.0, "b": 2.0}
+    )
     one.add(other)
-    assert one == ChoiceStatistics(5, 0, 0, 4, 0, 0.5, 0.0, 0, {"a": 2.0, "b": 2.0})
+    assert one == ChoiceStatistics(5, 0, 0, 4, 0, 0.5, 0.0, 0, EngineTime(0.5, 1.25), {"a": 2.0, "b": 2.0})
     assert other.delayed_by_s == {"a": 1.0, "b": 2.0}
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.config import SimulatedConfig
+from engine.runner.simulated import NamesAlone
 from engine.types import (
     GrammarSpec,
     NewSequence,
@@ -83,6 +84,7 @@ class CheckedRunner:
     unanswered_failure: bool = False
 
     def __post_init__(self) -> None:
+        self.adapters = NamesAlone()
         self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
         self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_host_blocks)]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+
+import msgspec
+import pytest
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.scheduler import Scheduler
-from engine.types import FinishReason, MemoryPlan, Request, SamplingParams, StepResult, TokenEvent
+from engine.types import EngineTime, FinishReason, MemoryPlan, Request, SamplingParams, StepResult, TokenEvent
 from tests.unit.engine.checked_runner import CheckedRunner, expected_token
 
 
@@ -36,6 +40,7 @@ class Driver:
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
         window: int | None = None,
+        attention_balance: float = math.inf,
         host_bytes_per_s: float = 8e9,
         check: bool = True,
         step_s: float = 0.01,
@@ -55,6 +60,7 @@ class Driver:
             model="m",
             num_host_blocks=num_host_blocks,
             window=window,
+            attention_balance=attention_balance,
         )
         self.runner = CheckedRunner(
             memory.num_blocks,
@@ -74,6 +80,8 @@ class Driver:
         # Tokens computed so far of answers that are told at the end.
         self.withheld: dict[int, int] = {}
         self.plans: list = []
+        # What steps with rows took, failed ones included.
+        self.busy_s = 0.0
         self._pending: deque = deque()
         self._next_id = 1
 
@@ -116,12 +124,17 @@ class Driver:
         self.now += self.step_s
         keep = 1 if self.overlap and launched and not self.scheduler.isolating else 0
         while len(self._pending) > keep:
-            self._collect(self._pending.popleft()[1].wait())
+            plan, pending = self._pending.popleft()
+            result = pending.wait()
+            if result.failure:
+                result = msgspec.structs.replace(result, compute_s=self.runner.compute_s)
+            self.busy_s += result.compute_s if plan.scheduled else 0.0
+            self._collect(result)
 
     def _collect(self, result: StepResult) -> None:
         if not result.failure:
             self.scheduler.update(result, self.now)
-        elif not self.scheduler.fail(result.step_id, result.failure, self.now):
+        elif not self.scheduler.fail(result.step_id, result.failure, self.now, seconds=result.compute_s):
             self.broken = True
         self._after()
 
@@ -166,6 +179,15 @@ class Driver:
         assert event.first_token
         return event.first_token.first_token_s - self.requests[request_id].arrival_s
 
+    def engine_time(self, *request_ids: int) -> EngineTime:
+        """What ends have told of these requests, or of all."""
+        told = EngineTime()
+        for request_id in request_ids or self.events:
+            for event in self.events[request_id]:
+                if event.statistics is not None:
+                    told += event.statistics.engine_time
+        return told
+
     def expected(self, request_id: int, choice: int = 0) -> list[int]:
         """What the choice yields when nothing stops it but max_tokens, continuation left out."""
         request = self.requests[request_id]
@@ -174,6 +196,11 @@ class Driver:
             expected_token(request.prompt_token_ids, request.sampling.seed, choice, position)
             for position in range(given, request.sampling.max_tokens)
         ]
+
+    def check_costs(self) -> None:
+        """What requests were told to have taken is what steps took, but for what the next step bears."""
+        owed_s = self.scheduler._results.costs._owed_s
+        assert self.engine_time().total_s + owed_s == pytest.approx(self.busy_s)
 
     def check_everything(self) -> None:
         """After the end: exactly one terminal event each, right tokens, and nothing left behind."""
@@ -195,6 +222,7 @@ class Driver:
                     limit = self.memory.max_model_len - len(request.prompt_token_ids)
                     assert len(got) == min(len(expected), limit - len(request.output_token_ids))
             assert sum(event.first_token is not None for event in events) <= 1
+        self.check_costs()
         assert self.scheduler.num_requests == 0
         assert self.scheduler.num_unreferenced_blocks == self.memory.num_blocks
         assert self.runner.num_states() == 0

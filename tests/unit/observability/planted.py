@@ -9,7 +9,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from observability.analysis.store import SpanStore, StoredSpan
+from observability.analysis.decode import StoredSpan
+from observability.analysis.store import SpanStore
 from observability.emit import names
 from observability.emit.names import Cause, TtftPart
 

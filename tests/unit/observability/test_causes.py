@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from observability.analysis import why
-from observability.analysis.causes import explain
-from observability.analysis.store import SpanReader, SpanStore, StoredSpan
+from observability.analysis.causes import _KEEPS_FROM_QUEUE, explain
+from observability.analysis.decode import StoredSpan
+from observability.analysis.store import SpanReader, SpanStore
 from observability.emit import names
 from observability.emit.names import Cause, TtftPart
 from tests.unit.observability.planted import MS, PARTS, START_NS, request_trace, write
@@ -21,7 +22,7 @@ def test_a_measured_delay_is_blamed_by_name_and_number(cause: Cause) -> None:
         parts_ms={**PARTS, TtftPart.QUEUE: 300.0}, delays_ms={cause: 300.0, Cause.OFFLOAD: 6.0}
     )
     explanation = explain(spans)
-    in_queue = {Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL, Cause.LONG_PREFILL}
+    in_queue = {*_KEEPS_FROM_QUEUE, Cause.LONG_PREFILL}
     if cause not in in_queue | {Cause.GRAMMAR_COMPILE}:
         # The queue is then a delay of its own, and as large.
         assert {finding.cause for finding in explanation.findings[:2]} == {cause, Cause.BATCH_FULL}

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability.analysis import diagnose
+from observability.analysis.decode import StoredSpan
 from observability.analysis.diagnose import DIMENSIONS, percentile
-from observability.analysis.store import SpanStore, StoredSpan, StoreError
+from observability.analysis.source import StoreError
+from observability.analysis.store import SpanStore
 from observability.emit import genai, names
 from tests.unit.observability.planted import request_trace, write
 
@@ -22,6 +24,7 @@ PLANTED: dict[str, tuple[str, Any, Any, str]] = {
     "tenant": (names.TENANT, "loud", "calm", "loud"),
     "tier": (names.TIER, "batch", "gold", "batch"),
     "model": (genai.REQUEST_MODEL, "large", "small", "large"),
+    "revision": (names.REVISION, "2", "1", "2"),
     "face": (names.FACE, "grpc", "http", "grpc"),
     "streaming": (names.STREAMING, True, False, "True"),
     "engine": (names.ENGINE_ID, "e1", "e0", "e1"),

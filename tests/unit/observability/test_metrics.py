@@ -49,6 +49,17 @@ def test_tenants_beyond_the_bound_share_one_label_value() -> None:
     assert _value(metrics, names.COST.name, tier="t", tenant="c") is None
 
 
+def test_combinations_beyond_the_bound_are_kept_without_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("observability.emit.metrics._MAX_COMBINATIONS", 3)
+    metrics = Metrics()
+    for tier in ("s", "t"):
+        for tenant in ("a", "b", "c", "a"):
+            metrics.add(names.COST, 1, tier=tier, tenant=tenant)
+    assert _value(metrics, names.COST.name, tier="s", tenant="a") == 2
+    assert _value(metrics, names.COST.name, tier="t", tenant="a") is None
+    assert _value(metrics, names.COST.name, tier="t", tenant=OTHER) == 4
+
+
 def test_a_sampled_span_becomes_the_exemplar() -> None:
     metrics = Metrics()
     span = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability.analysis.decode import decode
-from observability.analysis.store import SpanReader, SpanStore, StoreError
+from observability.analysis.source import StoreError
+from observability.analysis.store import SpanReader, SpanStore
 from observability.emit import names
 from tests.unit.observability.planted import message, request_trace, write
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from observability.analysis import waterfall
-from observability.analysis.store import SpanStore, StoredSpan
+from observability.analysis.decode import StoredSpan
+from observability.analysis.store import SpanStore
 from observability.analysis.tree import build_tree, delays_of, ttft_of, walk
 from observability.emit import names
 from observability.emit.names import Cause, TtftPart

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
+from services.cli import chat
 from services.cli.app import app
 from services.cli.chat import Conversation, talk
 from services.cli.inference import InferenceClient, response_format
@@ -52,8 +53,13 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
         if text == "refuse":
             error = MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, "too long; the limit is 4096")
             context.abort_with_status(rpc_status.to_status(to_status(error)))
+        if request.conversation.continue_final_message:
+            yield inference_pb2.ChatResponse(choices=[inference_pb2.ChatChoice(content="cut")])
+            return
         for piece in ("You said: ", text):
             yield inference_pb2.ChatResponse(choices=[inference_pb2.ChatChoice(content=piece)])
+            if text == "cut":
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the connection ended")
         yield inference_pb2.ChatResponse(usage=output_pb2.Usage(prompt_tokens=3, completion_tokens=2))
 
     def Generate(
@@ -111,6 +117,18 @@ def _surface(command: Any, path: str) -> Iterator[str]:
 def test_chat_with_one_question(run: Any) -> None:
     result = run("chat", "hello")
     assert (result.exit_code, result.stdout) == (0, "You said: hello\n")
+
+
+def test_an_answer_that_was_cut_is_continued(
+    run: Any, server: tuple[str, Inference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_PAUSES_S", (0.0,))
+    assert run("chat", "cut").stdout == "You said: cut\n"
+    texts = [message.content for message in server[1].requests[-1].conversation.messages]
+    assert texts == ["cut", "You said: "]
+    refused = run("chat", "cut", "--regex", "You said: .*")
+    assert refused.exit_code == 1, "a grammar would begin again in the middle"
+    assert len(server[1].requests) == 3
 
 
 def test_chat_from_standard_input(run: Any) -> None:

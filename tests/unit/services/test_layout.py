@@ -31,10 +31,13 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
+_TEXTS = ("chat_template", "tool_call_parser", "reasoning_parser")
+
+
 def plan(tmp_path: Path, model: Path, config: str = "", **options: object) -> Layout:
     file = tmp_path / "millrace.toml"
     file.write_text(config)
-    chosen = {"model": str(model), "port": 0, **options}
+    chosen = {"model": (str(model),), "port": 0, **options}
     return plan_layout(Options(config=file, **chosen), tmp_path, {})  # type: ignore[arg-type]
 
 
@@ -47,8 +50,8 @@ def test_every_process_once_with_its_own_addresses(tmp_path: Path, model: Path) 
     addresses = [address for each in layout.addresses.values() for address in each.values()]
     assert len(set(addresses)) == len(addresses)
     engines = {layout.addresses[f"engine-{index}"]["grpc"] for index in range(2)}
-    for gateway in layout.gateways:
-        assert set(json.loads(gateway.environment["MILLRACE_GATEWAY__ENGINES"])) == engines
+    discovery = json.loads(layout.environment["MILLRACE_GATEWAY__DISCOVERY"])
+    assert set(Path(discovery.removeprefix("file:")).read_text().split()) == engines
 
 
 def test_environment_is_configuration_that_services_accept(tmp_path: Path, model: Path) -> None:
@@ -133,7 +136,7 @@ def test_an_edge_with_a_certificate_is_named_by_https(tmp_path: Path, model: Pat
 
 def test_development_key_can_be_chosen(tmp_path: Path, model: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
-    options = Options(config=tmp_path / "empty.toml", model=str(model), port=0)
+    options = Options(config=tmp_path / "empty.toml", model=(str(model),), port=0)
     assert plan_layout(options, tmp_path, {"MILLRACE_DEV_KEY": "mine"}).api_key == "mine"
 
 
@@ -160,7 +163,7 @@ def test_name_and_context_of_the_command_line_win(tmp_path: Path, model: Path) -
 
 def test_name_of_the_environment_holds_for_the_model_of_the_command_line(tmp_path: Path, model: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
-    options = Options(config=tmp_path / "empty.toml", model=str(model), port=0)
+    options = Options(config=tmp_path / "empty.toml", model=(str(model),), port=0)
     layout = plan_layout(options, tmp_path, {"MILLRACE_MODEL__NAME": "mine"})
     assert layout.model_name == "mine"
     assert read_tables(None, layout.environment)["model"]["name"] == "mine"
@@ -174,16 +177,16 @@ def test_template_and_parsers_of_the_file_are_those_of_its_checkpoint(tmp_path: 
 
     def planned(environ: dict[str, str] | None = None, **options: Any) -> dict[str, str]:
         layout = plan_layout(Options(config=file, port=0, **options), tmp_path, environ or {})
-        return read_tables(None, layout.environment)["model"]
+        return {**dict.fromkeys(_TEXTS, ""), **read_tables(None, layout.environment)["model"]}
 
     own, other = (
         planned(),
-        planned(model=str(model), tool_call_parser="llama3", chat_template=Path("t.jinja")),
+        planned(model=(str(model),), tool_call_parser="llama3", chat_template=Path("t.jinja")),
     )
     assert (own["tool_call_parser"], own["reasoning_parser"], own["chat_template"]) == ("hermes", "think", "")
     assert (other["tool_call_parser"], other["reasoning_parser"]) == ("llama3", "")
     assert other["chat_template"] == "t.jinja"
-    named = planned({"MILLRACE_MODEL__REASONING_PARSER": "think"}, model=str(model))
+    named = planned({"MILLRACE_MODEL__REASONING_PARSER": "think"}, model=(str(model),))
     assert (named["tool_call_parser"], named["reasoning_parser"]) == ("", "think")
 
 
@@ -262,10 +265,10 @@ def test_a_machine_without_a_compiler_is_warned_of_the_slow_path(tmp_path: Path,
     folder = tmp_path / "bin"
     folder.mkdir()
     environ = {"PATH": str(folder)}
-    options = Options(config=None, model=str(model), port=0)
+    options = Options(config=None, model=(str(model),), port=0)
     (warning,) = plan_layout(options, tmp_path, environ).warnings
     assert "torch computes instead" in warning
-    simulated = Options(config=None, model=str(model), port=0, simulated=True)
+    simulated = Options(config=None, model=(str(model),), port=0, simulated=True)
     assert not plan_layout(simulated, tmp_path, environ).warnings
     for variables, name in (({}, "clang++"), ({"CXX": "my-c++ -O2"}, "my-c++")):
         compiler = folder / name

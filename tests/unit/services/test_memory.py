@@ -77,3 +77,39 @@ def test_what_loading_has_freed_goes_back_to_the_system() -> None:
     freed_kb, given_back_kb = map(int, run.stdout.split())
     assert freed_kb < 16 * 1024, "freed memory is not kept here, so there is nothing to give back"
     assert given_back_kb > 64 * 1024
+
+
+_PIECES = """
+import sys
+from pathlib import Path
+from services import memory
+
+def resident_kb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+if sys.argv[1] == "apart":
+    memory.return_large_pieces()
+before, kept = resident_kb(), []
+for _ in range(4):
+    piece = bytearray(15 << 20)
+    piece[::4096] = bytes(len(piece[::4096]))
+    # Lies behind it, if that is in the heap.
+    kept.append(bytearray(100_000))
+    del piece
+print(resident_kb() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc and /proc")
+def test_pieces_of_megabytes_go_back_when_they_are_freed() -> None:
+    def more_kb(how: str) -> int:
+        run = subprocess.run(
+            [sys.executable, "-c", _PIECES, how], capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        return int(run.stdout)
+
+    assert more_kb("apart") < 5_000
+    if more_kb("as it is") < 5_000:
+        pytest.skip("this malloc returns them by itself")

@@ -10,6 +10,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
+from services import memory
 from tokenizer_svc.messages.wire import Call, LargeAnswer, UnreadableCall, large
 from tokenizer_svc.service import stream
 from tokenizer_svc.service.stream import CallStream
@@ -198,3 +199,29 @@ async def test_what_ends_the_reading_ends_the_stream_when_calls_are_answered() -
     assert ids_of(await anext(answers)) == [1]
     with pytest.raises(MillraceError, match="no message"):
         await anext(answers)
+
+
+async def test_memory_is_given_back_after_large_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(memory, "GIVE_BACK_AFTER_S", 0.0)
+    monkeypatch.setattr(memory, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
+
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+        return tokenizer_pb2.PrepareResponse()
+
+    async def answered(num_bytes: int) -> None:
+        request = tokenizer_pb2.PrepareRequest(text="x" * num_bytes)
+
+        async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+            wire = request.SerializeToString()
+            yield [Call(tokenizer_pb2.PrepareCall(id=1), large(wire) if num_bytes > 1000 else request)]
+
+        async for _ in CallStream(answer).serve(calls()):
+            pass
+
+    await answered(10)
+    await asyncio.sleep(0)
+    assert not given_back.is_set()
+    await answered(300_000)
+    await asyncio.wait_for(given_back.wait(), 20)

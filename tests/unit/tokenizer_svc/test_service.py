@@ -179,7 +179,7 @@ def test_too_much_beside_the_texts_is_refused(service: Service) -> None:
     ):
         error = refused(call, message)
         assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "messages")
-        assert "limit is 25000" in error.message
+        assert "bytes with its tools and documents; the limit is 25000: send less" in error.message
 
 
 def test_batches_of_texts(service: Service) -> None:

@@ -15,12 +15,15 @@ from observability.emit.tracing import Telemetry
 from services.config import ModelConfig
 from services.context import sign
 from services.deferred import Deferred
+from services.models import Models
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
 from tokenizer_svc.grammar.request import WorkerSetup
+from tokenizer_svc.messages.convert import vocabulary_response
 from tokenizer_svc.messages.wire import LargeAnswer
 from tokenizer_svc.service.compiler import GrammarCompiler
 from tokenizer_svc.service.prepare import Preparer
 from tokenizer_svc.service.servicer import TokenizerServicer
+from tokenizer_svc.service.shelf import Served, Shelf
 from tokenizer_svc.service.threads import INLINE_CHARACTERS
 from tokenizer_svc.text.checkpoint import load_checkpoint
 from tokenizer_svc.workers.pool import WorkerPool
@@ -59,9 +62,15 @@ async def test_texts_of_a_tenant_in_debt_are_prepared_by_workers_of_the_lowest_p
         limits=LimitsConfig(),
         turn_cache_tokens=1 << 20,
     )
+    model = ModelConfig()
+
+    async def load(model: ModelConfig) -> Served:
+        return Served(model, preparer, vocabulary_response(checkpoint), pool)
+
+    shelf = Shelf(load)
+    await shelf.start(Models(models={model.served_name: model}))
     servicer = TokenizerServicer(
-        preparer,
-        ModelConfig(),
+        shelf,
         telemetry,
         Deferred(),
         secret=SECRET,

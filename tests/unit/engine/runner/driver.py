@@ -74,6 +74,7 @@ class Job:
     # Drafts by output position; the runner's own proposals go here as well when the driver speculates.
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     speculate: bool = False
+    adapter_slot: int = -1
     # Filled by the driver.
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -115,6 +116,7 @@ class Driver:
                     job.grammar,
                     "",
                     (*shared, *own),
+                    job.adapter_slot,
                 )
             )
         while live or ended:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from engine.scheduler.pace import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS
+import math
+
+import pytest
+
+from engine.scheduler.pace import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS, StepPace
+from engine.types import MeasuredSpeed
 from tests.unit.engine.driver import Driver, memory_plan
 
 
@@ -77,3 +82,79 @@ def test_long_prompts_get_their_share_of_the_cut_step() -> None:
     driver = busy_driver(500, lengths=(700,))
     decode, chunk = driver.plans[1].scheduled
     assert (decode.num_tokens, chunk.num_tokens) == (1, 99)
+
+
+@pytest.mark.parametrize("balance", [math.inf, 1000.0, 3.0])
+@pytest.mark.parametrize("start", [0, 7, 4000])
+@pytest.mark.parametrize("work", [1.0, 24.0, 700.0])
+def test_as_many_tokens_as_so_much_work(balance: float, start: int, work: float) -> None:
+    pace = StepPace(balance)
+    num_tokens = pace.tokens_for(work, start)
+    assert num_tokens == 1 or pace.work(start, num_tokens) <= work * (1 + 1e-9)
+    assert pace.work(start, num_tokens + 1) > work * (1 - 1e-9)
+    assert pace.tokens_for(0.5, start) == 0
+
+
+def test_a_step_for_one_answer_takes_no_more_than_half_of_the_target() -> None:
+    speed = MeasuredSpeed(prompt_tokens_per_s=1000.0, tokens_per_s_alone=5.0)
+    # Two steps of 200 ms, at 1,000 tokens a second, one of which is decoded.
+    assert StepPace.of(speed).chunk_work(0.1, 1.0, 1) == pytest.approx(399.0)
+    assert StepPace.of(speed).chunk_work(0.9, 1.0, 1) == pytest.approx(899.0)
+    assert StepPace.of(speed).chunk_work(0.0, 1.0, 1) == math.inf
+
+
+def long_prompts_beside(balance: float) -> Driver:
+    """One sequence decodes while a long prompt of its tenant is computed."""
+    driver = Driver(
+        memory=memory_plan(1600, 4, 2000),
+        max_num_batched_tokens=600,
+        long_prefill_tokens=5000,
+        step_target_ms=100,
+        attention_balance=balance,
+        check=False,
+    )
+    # 2,000 tokens a second.
+    driver.runner.compute_s = 0.1
+    driver.submit(prompt(1, 200), max_tokens=40)
+    driver.step()
+    driver.submit(prompt(3, 1900), max_tokens=2)
+    return driver
+
+
+def test_chunks_become_smaller_with_the_context_that_they_look_back_on() -> None:
+    driver = long_prompts_beside(500.0)
+    speed = driver.scheduler._state.speed
+    while not any(plan.num_tokens == 2 for plan in driver.plans[1:]):
+        # What a step takes is its work.
+        plan = driver.scheduler.schedule(driver.now)
+        driver.plans.append(plan)
+        work = sum(speed.work(row.start, row.num_tokens) for row in plan.scheduled)
+        driver.runner.compute_s = work / 2000.0
+        result = driver.runner.launch(plan).wait()
+        driver.now += driver.runner.compute_s
+        driver.scheduler.update(result, driver.now)
+    chunks = [plan.num_tokens for plan in driver.plans[2:] if plan.num_tokens > 2]
+    assert chunks[0] > 2 * chunks[-2] > 0, "the work of a chunk stays, its tokens become fewer"
+
+
+def test_a_prompt_that_is_computed_leaves_other_tenants_their_part_of_a_step() -> None:
+    driver = Driver(
+        memory=memory_plan(1600, 4, 800),
+        max_num_batched_tokens=600,
+        long_prefill_tokens=5000,
+        step_target_ms=500,
+        check=False,
+    )
+    driver.runner.compute_s = 1.0
+    driver.submit(prompt(1), max_tokens=30, tenant="long")
+    driver.step()
+    driver.submit(prompt(3, 700), max_tokens=2, tenant="long")
+    driver.step()
+    driver.submit(prompt(5, 60), max_tokens=2, tenant="short")
+    driver.step()
+    # 400 tokens a second, so 200 a step: of those that the long prompt would take the short one has its own.
+    alone, shared = ([row.num_tokens for row in plan.scheduled] for plan in driver.plans[1:])
+    assert alone == [1, 199]
+    assert shared[0] == 1
+    assert shared[2] == 60
+    assert shared[1] <= 110

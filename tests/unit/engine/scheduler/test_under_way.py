@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from engine.kv import Prefix
 from engine.types import SchedulerOutput
 from tests.unit.engine.driver import Driver, memory_plan
 
@@ -47,6 +50,30 @@ def test_blocks_are_taken_over_chunk_by_chunk_and_waited_for_in_between() -> Non
     driver.run()
     driver.check_everything()
     assert computed(driver.plans) == len(SHARED) + 3 * 8
+
+
+def test_blocks_of_those_who_wait_are_not_looked_up_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A long prompt leaves half of a step, in which others are looked for.
+    driver = Driver(memory=memory_plan(400, 4, 200), max_num_batched_tokens=8, long_prefill_tokens=8)
+    num_lookups = 0
+    requests = [driver.submit(prompt(index), max_tokens=2) for index in range(9)]
+    cache = driver.scheduler._state.cache
+    find_prefix = cache.find_prefix
+
+    def counted(*given: Any, **named: Any) -> Prefix:
+        nonlocal num_lookups
+        num_lookups += 1
+        return find_prefix(*given, **named)
+
+    monkeypatch.setattr(cache, "find_prefix", counted)
+    for _ in range(7):
+        driver.step()
+    # The first one computes 28 of 48 tokens: the others are found to wait for it once.
+    assert [len(plan.scheduled) for plan in driver.plans] == [1] * 7
+    assert num_lookups <= 2 * len(requests)
+    driver.run()
+    driver.check_everything()
+    assert all(driver.tokens(each) == driver.expected(each) for each in requests)
 
 
 def test_who_shares_nothing_is_not_held_up() -> None:

@@ -57,14 +57,14 @@ class Engine:
 
 
 @asynccontextmanager
-async def start_engine(**settings: str) -> AsyncIterator[Engine]:
+async def start_engine(model: str = "", **settings: str) -> AsyncIterator[Engine]:
     """Starts `python -m engine` on a free port; settings are MILLRACE_ENGINE__* values."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MILLRACE_")}
     environment |= {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'services/stubs'}",
         "MILLRACE_ENGINE__LISTEN": "127.0.0.1:0",
         "MILLRACE_ENGINE__SIMULATED": "true",
-        "MILLRACE_MODEL__PATH": MODEL_PATH,
+        "MILLRACE_MODEL__PATH": model or MODEL_PATH,
         "MILLRACE_SECURITY__CONTEXT_SECRET": SECRET.decode(),
     }
     environment |= {f"MILLRACE_ENGINE__{key.upper()}": value for key, value in settings.items()}
@@ -128,6 +128,8 @@ class Gateway:
         *,
         context: context_pb2.SignedContext | None = None,
         output: list[int] | None = None,
+        adapter: str = "",
+        entry_id: str = "",
         **sampling: object,
     ) -> None:
         options = sampling_pb2.SamplingOptions(**{"seed": 1, "max_tokens": 4, **sampling})  # type: ignore[arg-type]
@@ -137,6 +139,8 @@ class Gateway:
             prompt_token_ids=prompt,
             output_token_ids=output or [],
             sampling=options,
+            adapter=adapter,
+            entry_id=entry_id,
         )
         await self.call.write(engine_pb2.AttachRequest(submit=submit))
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from millrace.common.v1 import output_pb2, sampling_pb2
+from millrace.common.v1 import output_pb2
 from millrace.engine.v1 import engine_pb2
 
 from contract.errors import MillraceError, Reason
@@ -115,6 +115,27 @@ async def test_cancelling_mid_stream_frees_the_blocks(gateway: Gateway, reason: 
     await gateway.cancel(1, reason)
     outputs = await gateway.until_ended(1)
     assert outputs[1, 0][-1].finish_reason == finish
+
+
+async def test_gateways_hear_what_was_computed_for_one_that_is_gone(engine: Engine, gateway: Gateway) -> None:
+    leaving = Gateway(engine)
+    await leaving.hello()
+    await leaving.submit(1, PROMPT, max_tokens=8, output=expected(3), entry_id="ended")
+    await leaving.until_ended(1)
+    await leaving.submit(2, PROMPT, max_tokens=10_000, n=2, entry_id="open")
+    num_read = 0
+    while num_read < 10:
+        num_read += sum(len(each.token_ids) for each in (await leaving.read()).outputs)
+    leaving.call.cancel()
+    await engine.wait_until_idle()
+    later = Gateway(engine)
+    await later.hello()
+    for hearing in (gateway, later):
+        heard: dict[str, int] = {}
+        while len(heard) < 2:
+            heard |= {each.entry_id: each.num_tokens for each in (await hearing.read()).unclaimed}
+        assert heard["ended"] == 8, "with the tokens of the engine before"
+        assert heard["open"] >= num_read > 0
 
 
 async def test_a_gateway_that_disconnects_takes_its_requests_along(engine: Engine) -> None:
@@ -237,19 +258,6 @@ async def test_load_and_cache_events_reach_every_gateway_the_late_ones_too(
             stored |= {each for event in message.kv_events for each in event.stored.block_hashes}
     for stream in (other, late):
         stream.call.cancel()
-
-
-async def test_an_adapter_is_refused_by_name(gateway: Gateway) -> None:
-    submit = engine_pb2.Submit(
-        handle=1,
-        context=signed(),
-        prompt_token_ids=PROMPT,
-        sampling=sampling_pb2.SamplingOptions(seed=1),
-        adapter="poems",
-    )
-    await gateway.call.write(engine_pb2.AttachRequest(submit=submit))
-    refused = (await gateway.until_ended(1))[1, 0][0]
-    assert (refused.error.reason, refused.error.field) == (Reason.UNSUPPORTED_FIELD, "adapter")
 
 
 async def test_another_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -20,6 +20,7 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
+from engine.types.work import ModelWork
 from observability.emit import names
 from observability.emit.metrics import Metrics
 
@@ -171,9 +172,13 @@ def test_the_memory_plan_is_exposed_once_ready() -> None:
         attention_backend="torch",
         device="cpu",
         num_layers=1,
+        work=ModelWork(peak_flop=2e12, peak_read_bytes=0.0),
     )
     ready = Ready(memory, facts, {"load weights": 2.5, "capture graphs": 1.5})
     EngineMetrics(metrics).ready(ready, "nano", os.getpid())
+    assert _value(metrics, names.PEAK.name, of="flop") == 2e12
+    # What is not known is not told.
+    assert _value(metrics, names.PEAK.name, of="read_bytes") is None
     assert _value(metrics, names.STARTUP_SECONDS.name, stage="load weights") == 2.5
     assert _value(metrics, names.STARTUP_SECONDS.name, stage="capture graphs") == 1.5
     assert (_value(metrics, names.MEMORY_PLAN.name, part="resident") or 0) > 1_000_000

@@ -56,7 +56,7 @@ async def engine() -> AsyncIterator[tuple[Deaf, Attachment]]:
     server = GrpcServer("127.0.0.1:0")
     server.add(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer, "")
     await server.start()
-    attached = Attachment(f"127.0.0.1:{server.port}", gateway="g", fingerprint="")
+    attached = Attachment(f"127.0.0.1:{server.port}", gateway="g")
     attached.start()
     await until(lambda: attached.state is EngineState.READY)
     yield servicer, attached
@@ -89,7 +89,7 @@ async def test_an_engine_that_says_nothing_is_lost_with_its_requests(
     engine: tuple[Deaf, Attachment],
 ) -> None:
     _, speaking = engine
-    silent = Attachment(speaking.target, gateway="g", fingerprint="", silence_limit_s=0.5)
+    silent = Attachment(speaking.target, gateway="g", silence_limit_s=0.5)
     silent.start()
     try:
         await until(lambda: silent.state is EngineState.READY)

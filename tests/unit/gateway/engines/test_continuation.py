@@ -210,16 +210,20 @@ async def test_engine_lost_before_the_first_token_is_asked_again_for_everything(
 
 
 async def test_grammar_and_adapter_go_to_the_next_engine_too() -> None:
-    dying = ScriptedEngine(name="dying", reply=story, dies_after_tokens=9, adapters=("poet",))
-    other = ScriptedEngine(name="other", reply=story, adapters=("poet",))
+    # Each adapter has an engine that it goes to first; of so many, one goes to the engine that dies.
+    poets = tuple(f"poet-{number}" for number in range(64))
+    dying = ScriptedEngine(name="dying", reply=story, dies_after_tokens=9, adapters=poets)
+    other = ScriptedEngine(name="other", reply=story, adapters=poets)
     async with deployed(dying, other) as stack:
-        for _ in range(2):
+        for poet in poets:
             format_ = {"type": "json_object"}
-            body = (await stack.chat(model="poet", seed=1, response_format=format_)).json()
+            body = (await stack.chat(model=f"tiny:{poet}", seed=1, response_format=format_)).json()
             assert body["choices"][0]["message"]["content"] == f"1 0 {STORY}"
+            if dying.submissions:
+                break
         (resumed,) = [submit for submit in other.submissions if submit.output_token_ids]
         assert resumed.grammar.payload == b"grammar"
-        assert resumed.adapter == "poet"
+        assert resumed.adapter == poet
         assert resumed.sampling == dying.submissions[0].sampling
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from millrace.engine.v1 import engine_pb2
 
 from contract.engines import BlocksEvicted, BlocksStored
 from engine.kv.hashing import PrefixHasher, event_hash
@@ -61,6 +62,12 @@ def test_a_held_prefix_outweighs_some_work_but_not_any() -> None:
     assert choose([overloaded, idle], 100_100, POLICY).index == 1
 
 
+def test_an_engine_that_has_the_adapter_in_memory_outweighs_some_work() -> None:
+    holder, idle = Candidate(pending_tokens=300, num_requests=2), Candidate(0, 0, is_cold=True)
+    assert choose([holder, idle], 100, POLICY).index == 0
+    assert choose([Candidate(pending_tokens=3000, num_requests=9), idle], 100, POLICY).index == 1
+
+
 def test_long_prompts_have_their_lane() -> None:
     policy = RoutingConfig(long_prompt_tokens=1000)
     lanes = [Candidate(0, 0), Candidate(0, 0), Candidate(9000, 50, long_lane=True)]
@@ -107,6 +114,21 @@ async def test_pool_without_engines_is_named() -> None:
         assert "in pool 'gpu'" in refused.json()["error"]["message"]
 
 
+async def test_what_one_make_lacks_goes_to_another_or_is_refused_by_name() -> None:
+    ranked = {"model": "tiny", "prompt": "x", "best_of": 2, "n": 1}
+    lacking = ScriptedEngine(name="a", unsupported=("beam_width", "best_of"))
+    other = ScriptedEngine(name="b")
+    async with deployed(lacking, other) as stack:
+        for _ in range(4):
+            assert (await stack.http.post("/v1/completions", json=ranked)).status_code == 200
+        assert [len(engine.submissions) for engine in (lacking, other)] == [0, 4]
+    async with deployed(ScriptedEngine(name="a", unsupported=("beam_width", "best_of"))) as stack:
+        refused = await stack.http.post("/v1/completions", json=ranked)
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "UNSUPPORTED_FIELD")
+        assert "best_of" in refused.json()["error"]["message"]
+        assert (await stack.chat()).status_code == 200
+
+
 async def test_long_prompts_go_to_the_pool_that_is_their_lane() -> None:
     engines = [ScriptedEngine(name="a"), ScriptedEngine(name="b", pool="long")]
     routing = {"long_prompt_tokens": 500, "long_lane": ["long"], "policy": "least_pending"}
@@ -118,17 +140,34 @@ async def test_long_prompts_go_to_the_pool_that_is_their_lane() -> None:
         assert all(len(submit.prompt_token_ids) > 500 for submit in engines[1].submissions)
 
 
+async def test_changes_of_an_engine_s_adapters_reach_the_choice() -> None:
+    engines = [ScriptedEngine(name="a", adapters=("poet",)), ScriptedEngine(name="b", adapters=("poet",))]
+    async with deployed(*engines) as stack:
+        engines[1].news = engine_pb2.Adapters(served=["poet", "late"], loaded=["poet"])
+        while not engines[1].submissions:
+            # Both are idle: they take turns.
+            await stack.chat()
+        taken = [len(engine.submissions) for engine in engines]
+        for _ in range(3):
+            await stack.chat(model="tiny:poet")
+        # The one that has it, or the one that its name leads to: never both.
+        gained = [len(engine.submissions) - before for engine, before in zip(engines, taken, strict=True)]
+        assert sorted(gained) == [0, 3]
+        listed = (await stack.http.get("/v1/models")).json()
+        assert "tiny:late" in [model["id"] for model in listed["data"]]
+
+
 async def test_adapter_is_asked_for_as_a_model_and_sent_where_it_is_served() -> None:
     engines = [ScriptedEngine(name="a", adapters=("poet",)), ScriptedEngine(name="b")]
     async with deployed(*engines) as stack:
         listed = (await stack.http.get("/v1/models")).json()
-        assert [model["id"] for model in listed["data"]] == ["tiny", "default", "poet"]
+        assert [model["id"] for model in listed["data"]] == ["tiny", "default", "tiny:poet"]
         for _ in range(3):
-            assert (await stack.chat(model="poet")).json()["model"] == "poet"
+            assert (await stack.chat(model="tiny:poet")).json()["model"] == "tiny:poet"
         assert [len(engine.submissions) for engine in engines] == [3, 0]
         assert {submit.adapter for submit in engines[0].submissions} == {"poet"}
         # The tokenizer service knows the model that is adapted.
         assert {request.model for request in stack.tokenizer.prepared} == {"tiny"}
         refused = await stack.chat(model="painter")
         assert (refused.status_code, refused.json()["error"]["reason"]) == (404, "MODEL_NOT_FOUND")
-        assert "poet" in refused.json()["error"]["message"]
+        assert "tiny:poet" in refused.json()["error"]["message"]

@@ -168,7 +168,7 @@ async def refused_body(stack: Deployment, num_bytes: int) -> tuple[int, str]:
 
 
 async def test_bytes_of_bodies_that_never_end_are_bounded_by_tenant() -> None:
-    limits = {"gateway": {"request": {"max_held_bytes": 800_000}}}
+    limits = {"gateway": {"request": {"max_held_bytes": 1_200_000}}}
     async with deployed(tables=limits) as stack:
         writers = []
         for _ in range(2):
@@ -181,7 +181,7 @@ async def test_bytes_of_bodies_that_never_end_are_bounded_by_tenant() -> None:
             await writer.drain()
             writers.append(writer)
         shares = stack.gateway._intake._held
-        while shares.of.get("acme", 0) < 360_000:
+        while shares.of.get("acme", 0) < 540_000:
             await asyncio.sleep(0.001)
         assert await refused_body(stack, 100_000) == (429, "QUEUE_LIMIT_EXCEEDED")
         for writer in writers:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from contract.outputs import EngineTime
 from gateway.ledger.__main__ import main
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.usage import usage
@@ -44,6 +45,23 @@ def test_sums_by_tenant_and_tier(config: Path) -> None:
     assert both.queue_ms == pytest.approx(40)
     assert both.candidate_tokens == 14
     assert both.cost == pytest.approx(2 * 80e-6)
+
+
+def test_sums_by_path_and_by_the_prompts_length(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/ledger.sqlite"
+    ledger = writer(url)
+    for path, prompt_tokens, seconds in [("plain", 100, 1.0), ("plain", 129, 2.0), ("cached", 50_000, 4.0)]:
+        spent = EngineTime(prefill_s=seconds, decode_s=0.5)
+        ledger.record(finished("r", path=path, prompt_tokens=prompt_tokens, engine_time=spent))
+    ledger.close()
+    rows = usage(open_ledger(url), ["path", "bucket"])
+    assert [(row.group, row.numbers["engine_prefill_s"], row.numbers["engine_decode_s"]) for row in rows] == [
+        (("cached", ">32768"), 4.0, 0.5),
+        (("plain", "<=128"), 1.0, 0.5),
+        (("plain", "<=512"), 2.0, 0.5),
+    ]
+    # An hour costs 7200, a second 2.
+    assert sum(row.numbers["engine_cost"] for row in rows) == pytest.approx((7.0 + 1.5) * 2.0)
 
 
 def test_period_holds_its_first_moment_and_not_its_last(

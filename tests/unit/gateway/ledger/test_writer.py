@@ -22,7 +22,7 @@ from gateway.pipeline.ports import FinishedRequest
 from observability.emit.metrics import Metrics
 from services.errors import ConfigError
 
-PRICES = Prices({"*": PriceConfig(prompt=1.0, cached_prompt=0.1, completion=2.0)})
+PRICES = Prices({"*": PriceConfig(prompt=1.0, cached_prompt=0.1, completion=2.0, engine_hour=7200.0)})
 
 
 def finished(request_id: str, **fields: Any) -> FinishedRequest:

@@ -11,6 +11,7 @@ from gateway.config import RequestConfig
 from gateway.engines.mailbox import Backlog, Mailbox
 from gateway.pipeline import intake as intake_module
 from gateway.pipeline.intake import Intake
+from services import memory
 
 
 @pytest.fixture
@@ -59,8 +60,8 @@ async def test_memory_is_given_back_once_large_requests_have_ended(
 ) -> None:
     given_back = asyncio.Event()
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(intake_module, "_GIVE_BACK_AFTER_S", 0.0)
-    monkeypatch.setattr(intake_module, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
+    monkeypatch.setattr(memory, "GIVE_BACK_AFTER_S", 0.0)
+    monkeypatch.setattr(memory, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
     with intake.hold("a") as hold:
         hold.grow(10)
     await asyncio.wait_for(given_back.wait(), 20)

@@ -138,10 +138,13 @@ def _tables(tokenizer: GrpcServer, engines: list[GrpcServer], more: dict[str, An
         "security": {"context_secret": SECRET},
         # The services of this rig say nothing that they were not asked for.
         "health": {"silence_limit_s": more.get("silence_limit_s", 3600.0)},
-        "model": {"name": "tiny", "aliases": ["default"]},
+        **more.get("served", {"model": {"name": "tiny", "aliases": ["default"], **more.get("model", {})}}),
         "tiers": {"standard": more.get("tier", {}), "fast": {"priority": 5, **more.get("fast", {})}},
         "keys": more.get("keys", {}),
-        "tenants": {"acme": {"allowed_tiers": ["fast"], **more.get("tenant", {})}},
+        "tenants": {
+            "acme": {"allowed_tiers": ["fast"], **more.get("tenant", {})},
+            **more.get("tenants", {}),
+        },
         "gateway": {
             "grpc_listen": "127.0.0.1:0",
             "http_listen": "127.0.0.1:0",

@@ -33,8 +33,13 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     max_model_len: int = 4096
     fingerprint: str = FINGERPRINT
     model: str = "tiny"
+    revision: str = ""
     adapters: tuple[str, ...] = ()
+    # Told with every step.
+    news: engine_pb2.Adapters | None = None
     pool: str = ""
+    # Sampling options that it refuses, by name.
+    unsupported: tuple[str, ...] = ()
     # Refuses every submission with this error.
     refusal: MillraceError | None = None
     submissions: list[engine_pb2.Submit] = field(default_factory=list)
@@ -48,6 +53,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     # Of candidates that are not returned, told with the first choice's end or the answer to a cancellation.
     # All but one are told before the first token, too.
     candidate_tokens: int = 0
+    # What every end of a choice tells to have taken.
+    engine_s: float = 0.0
     # Ends the stream of every gateway after this many tokens in all; -1 never does.
     dies_after_tokens: int = -1
 
@@ -56,7 +63,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
 
     async def Attach(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         first = await anext(requests)
-        if first.hello.vocabulary_fingerprint != self.fingerprint:
+        if first.hello.vocabulary_fingerprint not in ("", self.fingerprint):
             raise MillraceError(Reason.VOCABULARY_MISMATCH, f"{self.name} has another vocabulary")
         yield engine_pb2.AttachResponse(welcome=engine_pb2.Welcome(info=self._info()))
         outputs: asyncio.Queue[engine_pb2.RequestOutput | None] = asyncio.Queue()
@@ -76,6 +83,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 step.load.num_running = self.num_running
                 step.load.num_total_blocks = 100
                 step.load.num_free_blocks = 100
+                if self.news is not None:
+                    step.adapters.CopyFrom(self.news)
                 yield engine_pb2.AttachResponse(outputs=step)
             raise MillraceError(Reason.ENGINE_UNAVAILABLE, "killed by the test")
         finally:
@@ -103,6 +112,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             )
             ended.statistics.num_steps = self.steps_when_cancelled
             ended.statistics.candidate_tokens = self.candidate_tokens
+            ended.statistics.engine_time.decode_s = self.engine_s
             later = 0.0
             if self.candidate_tokens:
                 # Of a step before, and on its way.
@@ -167,6 +177,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 output.finish_reason = output_pb2.FINISH_REASON_LENGTH
             if output.finish_reason:
                 output.statistics.num_steps = done
+                output.statistics.engine_time.decode_s = self.engine_s
                 if choice == submit.choice_index:
                     output.statistics.candidate_tokens = self.candidate_tokens
             if self._dies(len(piece)):
@@ -187,8 +198,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         return engine_pb2.EngineInfo(
             engine_id=self.name,
             model=self.model,
+            revision=self.revision,
             adapters=self.adapters,
             pool=self.pool,
+            unsupported=self.unsupported,
             vocabulary_fingerprint=self.fingerprint,
             max_model_len=self.max_model_len,
             block_size=16,

@@ -14,6 +14,7 @@ from gateway.config import TierConfig
 from gateway.settings import load_settings
 from gateway.tiers import Tier, Tiers
 from gateway.types.identity import Identity
+from services.errors import ConfigError
 
 SETTINGS = load_settings(
     {
@@ -52,6 +53,66 @@ def test_refused_alike_whether_it_exists_or_not(requested: str) -> None:
     assert caught.value.reason is Reason.TIER_NOT_ALLOWED
     assert caught.value.field == "service_tier"
     assert caught.value.message.endswith("use one of: auto, default, standard, gold")
+
+
+CALLED = Tiers(
+    load_settings(
+        {
+            "gateway": {"default_tier": "standard"},
+            "tiers": {
+                "standard": {"openai_name": "default"},
+                "gold": {"openai_name": "priority"},
+                "slow": {"openai_name": "flex"},
+            },
+            "tenants": {"acme": {"allowed_tiers": ["gold"]}, "rich": {"tier": "gold"}},
+        }
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "own", "requested", "expected"),
+    [
+        ("acme", "standard", "priority", "gold"),
+        ("acme", "standard", "gold", "gold"),
+        ("acme", "gold", "auto", "gold"),
+        # Where a tier is called "default", that word means it.
+        ("acme", "gold", "default", "standard"),
+    ],
+)
+def test_a_tier_is_found_by_what_openai_calls_it(
+    tenant: str, own: str, requested: str, expected: str
+) -> None:
+    tier = CALLED.resolve(identity(tenant, own), requested)
+    assert tier.name == expected
+    assert tier.openai_name == {"gold": "priority", "standard": "default"}[expected]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "own", "requested", "words"),
+    [
+        ("acme", "standard", "flex", "auto, standard, gold, default, priority"),
+        ("rich", "gold", "default", "auto, gold, priority"),
+    ],
+)
+def test_openai_s_name_widens_nothing(tenant: str, own: str, requested: str, words: str) -> None:
+    with pytest.raises(MillraceError) as caught:
+        CALLED.resolve(identity(tenant, own), requested)
+    assert caught.value.reason is Reason.TIER_NOT_ALLOWED
+    assert caught.value.message.endswith(f"use one of: {words}")
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        {"standard": {"openai_name": "flex"}, "gold": {"openai_name": "flex"}},
+        {"standard": {"openai_name": "flex"}, "flex": {}},
+        {"flex": {"openai_name": "priority"}, "standard": {"openai_name": "flex"}},
+    ],
+)
+def test_a_name_leads_to_one_tier(tiers: dict[str, dict[str, str]]) -> None:
+    with pytest.raises(ConfigError, match=r"tiers\.\w+\.openai_name: 'flex' leads to \[tiers\.\w+\] already"):
+        load_settings({"tiers": tiers})
 
 
 @pytest.mark.parametrize(

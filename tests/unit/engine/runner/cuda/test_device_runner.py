@@ -117,6 +117,7 @@ class OverlappedDriver(Driver):
                         job.grammar,
                         "",
                         tuple(first),
+                        job.adapter_slot,
                     )
                 )
             if live and dice.random() < cancels:

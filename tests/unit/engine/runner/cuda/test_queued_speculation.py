@@ -22,6 +22,7 @@ from engine.core.loop import EngineLoop
 from engine.runner.cuda.acceptance import accept
 from engine.runner.inputs import StepInputs
 from engine.runner.runner import LaunchedStep, ModelRunner
+from engine.runner.simulated import NamesAlone
 from engine.runner.verification import LogitRows, confirmed
 from engine.scheduler import Scheduler
 from engine.types import FinishReason, Request, SamplingParams, ScheduledSequence, SchedulerOutput, TokenEvent
@@ -67,6 +68,8 @@ class Watched:
         self.loop = EngineLoop(self.scheduler, cast(Any, self), cast(Any, self), overlap=self.overlap)
 
     # What the loop asks of a runner and of a mailbox.
+
+    adapters = NamesAlone()
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         drafts = {each.sequence_id: len(each.draft_token_ids) for each in plan.scheduled}

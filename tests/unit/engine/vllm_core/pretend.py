@@ -1,0 +1,190 @@
+"""A package named vllm with the interfaces that `inside.engine` and `inside.plugin` call.
+
+Its model is arithmetic: token i of an answer is (sum of the prompt + i) modulo 50, plus 100. It is written
+into a folder, so that another interpreter process imports it as it would import vLLM.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_INIT = '__version__ = "{version}"\n'
+
+_PARAMS = """
+import dataclasses
+from typing import Any
+
+@dataclasses.dataclass
+class StructuredOutputsParams:
+    grammar: Any = None
+
+class SamplingParams:
+    def __init__(self, **chosen):
+        self.__dict__.update({"structured_outputs": None, "seed": None, "prompt_logprobs": None, **chosen})
+        if chosen.get("logit_bias", {}).get(7) == 77.0:
+            raise ValueError("logit_bias: not this one")
+"""
+
+_SETTINGS = """
+from types import SimpleNamespace
+import os
+
+class KVEventsConfig(SimpleNamespace):
+    pass
+
+class AsyncEngineArgs:
+    def __init__(self, **chosen):
+        self.chosen = chosen
+
+    def create_engine_config(self, *_):
+        if self.chosen.get("tensor_parallel_size", 1) > 8:
+            raise ValueError("tensor_parallel_size: more than there are")
+        model = SimpleNamespace(
+            model=self.chosen["model"], max_model_len=self.chosen.get("max_model_len", 256), dtype="bfloat16",
+            hf_text_config=SimpleNamespace(eos_token_id=2),
+            get_vocab_size=lambda: 2048, get_total_num_hidden_layers=lambda: 2,
+            get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 32,
+        )
+        return SimpleNamespace(
+            model_config=model, lora_config=None,
+            cache_config=SimpleNamespace(num_gpu_blocks=65, block_size=16, cache_dtype="auto"),
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            device_config=SimpleNamespace(device_type="cpu"), chosen=self.chosen,
+        )
+"""
+
+_CORE = """
+import asyncio, os, time
+from types import SimpleNamespace
+from vllm.v1.engine.exceptions import EngineDeadError
+
+def _named(name):
+    return SimpleNamespace(name=name)
+
+class EngineCoreClient:
+    @staticmethod
+    def make_async_mp_client(**settings):
+        return _Core()
+
+class _Core:
+    def __init__(self):
+        self.requests, self.queue, self.hangs = {}, asyncio.Queue(), False
+        self.task = asyncio.ensure_future(self.steps())
+
+    async def get_supported_tasks_async(self):
+        return ("generate",)
+
+    def get_kv_event_sources(self):
+        return {}
+
+    async def add_request_async(self, request):
+        request.count, request.began = 0, None
+        self.requests[request.request_id] = request
+
+    async def abort_requests_async(self, keys):
+        for key in keys:
+            self.requests.pop(key, None)
+
+    async def call_utility_all_async(self, name):
+        assert name == "millrace_books"
+        while self.hangs:
+            await asyncio.sleep(3600)
+        used = len(self.requests)
+        return [{"free": 64 - used, "total": 64, "keys": list(self.requests)}]
+
+    async def get_output_async(self):
+        found = await self.queue.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def shutdown(self, timeout=None):
+        pass
+
+    async def steps(self):
+        while True:
+            await asyncio.sleep(0.002)
+            if any(200 in each.prompt for each in self.requests.values()):
+                os._exit(9)
+            if any(201 in each.prompt for each in self.requests.values()):
+                self.hangs = True
+                await asyncio.sleep(3600)
+            if any(202 in each.prompt for each in self.requests.values()):
+                self.queue.put_nowait(EngineDeadError("a worker died"))
+            order = sorted(self.requests.values(), key=lambda each: (each.priority, each.arrival))
+            outputs = [self.output(each) for each in order[:2]]
+            if outputs:
+                stats = SimpleNamespace(num_running_reqs=len(outputs), kv_cache_usage=len(outputs) / 64)
+                self.queue.put_nowait(
+                    SimpleNamespace(outputs=outputs, timestamp=time.monotonic(), scheduler_stats=stats)
+                )
+
+    def output(self, request):
+        params, now = request.params, time.monotonic()
+        first = request.count == 0
+        token = 100 + (sum(request.prompt) + request.count) % 50
+        request.count += 1
+        reason = None
+        if 203 in request.prompt and request.count == 3:
+            reason = _named("ERROR")
+        elif token in params.stop_token_ids and request.count > params.min_tokens:
+            reason = _named("STOP")
+        elif request.count >= params.max_tokens:
+            reason = _named("LENGTH")
+        if reason is not None:
+            self.requests.pop(request.request_id, None)
+        num = len(request.prompt)
+        return SimpleNamespace(
+            request_id=request.request_id, new_token_ids=[token], new_logprobs=None,
+            new_prompt_logprobs_tensors=None, finish_reason=reason,
+            stop_reason=token if reason is not None and reason.name == "STOP" else None,
+            events=[SimpleNamespace(type=_named("SCHEDULED"), timestamp=now)] if first else None,
+            prefill_stats=SimpleNamespace(
+                num_prompt_tokens=num, num_computed_tokens=num, num_cached_tokens=0
+            ) if first else None,
+        )
+"""
+
+_INPUTS = """
+from types import SimpleNamespace
+
+class InputProcessor:
+    def __init__(self, settings, renderer):
+        pass
+
+    def process_inputs(self, key, prompt, params, tasks, *, arrival_time, lora_request, priority):
+        return SimpleNamespace(
+            request_id=key, prompt=prompt["prompt_token_ids"], params=params, priority=priority,
+            arrival=arrival_time,
+        )
+"""
+
+_FILES = {
+    "sampling_params.py": _PARAMS,
+    "config.py": _SETTINGS,
+    "engine/arg_utils.py": "from vllm.config import AsyncEngineArgs\n",
+    "renderers.py": "def renderer_from_config(settings):\n    return None\n",
+    "v1/executor.py": "class Executor:\n    get_class = staticmethod(lambda settings: None)\n",
+    "v1/engine/exceptions.py": "class EngineDeadError(Exception):\n    pass\n",
+    "v1/engine/core_client.py": _CORE,
+    "v1/engine/input_processor.py": _INPUTS,
+    "v1/engine/core.py": "class EngineCore:\n    pass\n",
+    "v1/structured_output/backend_guidance.py": (
+        "class GuidanceBackend:\n    def compile_grammar(self, *_, **__):\n        pass\n\n"
+        "def serialize_guidance_grammar(*_, **__):\n    return ''\n\n"
+        "def validate_guidance_grammar(*_, **__):\n    pass\n"
+    ),
+}
+
+
+def write(folder: Path, version: str = "0.32.0") -> Path:
+    """Writes the package; returns the folder to put on the path."""
+    root = folder / "vllm"
+    for name, text in _FILES.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        for parent in file.relative_to(root).parents:
+            (root / parent / "__init__.py").touch()
+    (root / "__init__.py").write_text(_INIT.format(version=version))
+    return folder

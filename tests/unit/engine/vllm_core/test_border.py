@@ -1,0 +1,242 @@
+"""The whole border: the front's client, a process under another interpreter's path, and a pretended vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from contract.sampling import SamplingParams
+from engine.config import EngineConfig, SchedulerConfig, VllmConfig
+from engine.core import messages
+from engine.types import FinishReason, Request, RequestFailure, TokenEvent
+from engine.vllm_core import client as client_module
+from engine.vllm_core import launch
+from engine.vllm_core.client import VllmClient
+from services.config import ModelConfig
+from tests.unit.engine.vllm_core import pretend
+
+LIMIT_S = 60.0
+
+
+class Talk:
+    """A client and what its core has said."""
+
+    def __init__(self, client: VllmClient) -> None:
+        self.client = client
+        self.reports: list[messages.Report] = []
+        self.events: list[TokenEvent] = []
+        self._changed = asyncio.Event()
+        client.on_report = self._take
+
+    def _take(self, report: messages.Report) -> None:
+        self.reports.append(report)
+        if isinstance(report, messages.StepDone):
+            self.events += report.events
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], Any]) -> Any:
+        """The first true value of a condition over what was said."""
+
+        async def wait() -> Any:
+            while not (found := condition()):
+                self._changed.clear()
+                await self._changed.wait()
+            return found
+
+        return await asyncio.wait_for(wait(), LIMIT_S)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [each for each in self.reports if isinstance(each, kind)]
+
+    def tokens(self, request_id: int, choice: int = 0) -> list[int]:
+        mine = [each for each in self.events if (each.request_id, each.choice_index) == (request_id, choice)]
+        return [token for each in mine for token in each.token_ids]
+
+    def end(self, request_id: int) -> TokenEvent | None:
+        """The last event of a request, once it is its end."""
+        mine = [each for each in self.events if each.request_id == request_id]
+        return mine[-1] if mine and mine[-1].finish_reason is not None else None
+
+    async def ask(self, request: Request) -> TokenEvent:
+        self.client.send(messages.Submit(request))
+        return await self.until(lambda: self.end(request.request_id))
+
+
+def request(request_id: int, prompt: tuple[int, ...] = (5, 6), **fields: Any) -> Request:
+    sampling = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **fields.pop("sampling", {})})
+    return Request(
+        request_id=request_id,
+        external_id=str(request_id),
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        **fields,
+    )
+
+
+def expected(prompt: tuple[int, ...], count: int) -> list[int]:
+    return [100 + (sum(prompt) + index) % 50 for index in range(count)]
+
+
+def talking(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    story: Callable[[Talk], Awaitable[None]],
+    version: str = "0.32.0",
+    vllm: VllmConfig | None = None,
+) -> None:
+    """Runs a story with a core that has started, or was refused."""
+    packages = pretend.write(tmp_path / "packages", version)
+    variables = launch.variables
+
+    def with_packages(config: EngineConfig, folder: Path) -> dict[str, str]:
+        found = variables(config, folder)
+        return {**found, "PYTHONPATH": f"{found['PYTHONPATH']}:{packages}"}
+
+    monkeypatch.setattr(client_module.launch, "variables", with_packages)
+    settings = EngineConfig(
+        make="vllm",
+        vllm=vllm or VllmConfig(python=sys.executable),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+    )
+
+    async def run() -> None:
+        client = VllmClient(messages.Start(settings, ModelConfig(path=str(tmp_path))))
+        talk = Talk(client)
+        await client.start()
+        listening = asyncio.create_task(client.listen())
+        try:
+            await talk.until(lambda: talk.of(messages.Ready) or talk.of(messages.Refused))
+            await story(talk)
+        finally:
+            await client.stop()
+            await listening
+
+    asyncio.run(run())
+
+
+def test_tokens_come_and_books_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(talk: Talk) -> None:
+        (ready,) = talk.of(messages.Ready)
+        assert (ready.memory.num_blocks, ready.memory.block_size) == (64, 16)
+        assert ready.facts.eos_token_ids == (2,)
+        first = await talk.ask(request(1, sampling={"n": 2, "best_of": 2}))
+        assert first.finish_reason is FinishReason.LENGTH
+        assert talk.tokens(1, 0) == talk.tokens(1, 1) == expected((5, 6), 4)
+        told = [each.first_token for each in talk.events if each.first_token is not None]
+        assert len(told) == 1, "a request tells of its first token once"
+        assert told[0].prefill_chunks[0][2] == 2
+        stop = expected((5, 6), 4)[2]
+        stopped = await talk.ask(request(2, sampling={"stop_token_ids": (stop,), "max_tokens": 9}))
+        assert (stopped.finish_reason, stopped.stop_token_id) == (FinishReason.STOP, stop)
+        talk.client.send(messages.Check(7))
+        checked = await talk.until(lambda: talk.of(messages.Checked))
+        assert (checked[0].violation, checked[0].num_requests) == ("", 0)
+        assert checked[0].num_unreferenced_blocks == checked[0].num_total_blocks == 64
+
+    talking(tmp_path, monkeypatch, story)
+
+
+def test_continuation_cancel_deadline_and_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"max_tokens": 200}
+
+    async def story(talk: Talk) -> None:
+        await talk.ask(request(1, output_token_ids=(1, 2, 3)))
+        assert len(talk.tokens(1)) == 1, "three of four tokens were there"
+        talk.client.send(messages.Submit(request(2, sampling=long)))
+        await talk.until(lambda: talk.tokens(2))
+        talk.client.send(messages.Cancel(2))
+        cancelled = await talk.until(lambda: talk.end(2))
+        assert cancelled.finish_reason is FinishReason.CANCELLED
+        assert cancelled.statistics is not None
+        late = await talk.ask(request(3, sampling=long, deadline_s=0.0))
+        assert late.finish_reason is FinishReason.DEADLINE
+        talk.client.send(messages.Submit(request(4, sampling=long)))
+        await talk.until(lambda: talk.tokens(4))
+        talk.client.send(messages.Fail(4, RequestFailure(reason="DRAINING", message="leaves")))
+        failed = await talk.until(lambda: talk.end(4))
+        assert failed.failure is not None
+        assert failed.failure.reason == "DRAINING"
+        poisoned = await talk.ask(request(5, (203,), sampling=long))
+        assert poisoned.failure is not None
+        assert poisoned.failure.reason == "POISONED_REQUEST"
+        refused = await talk.ask(request(6, sampling={"logit_bias": {7: 77.0}}))
+        assert refused.failure is not None
+        assert "logit_bias: not this one" in refused.failure.message
+        talk.client.send(messages.Check(8))
+        checked = await talk.until(lambda: talk.of(messages.Checked))
+        assert checked[0].violation == ""
+        assert checked[0].num_runner_states == 0
+
+    talking(tmp_path, monkeypatch, story)
+
+
+def test_the_door_answers_before_the_core_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(talk: Talk) -> None:
+        for number, (asked, reason, field) in enumerate(
+            (
+                (request(1, sampling={"beam_width": 2}), "UNSUPPORTED_FIELD", "sampling.beam_width"),
+                (request(2, sampling={"n": 1, "best_of": 3}), "UNSUPPORTED_FIELD", "sampling.best_of"),
+                (request(3, tuple(range(3, 300))), "CONTEXT_LENGTH_EXCEEDED", "prompt"),
+                (request(4, ()), "INVALID_ARGUMENT", "prompt"),
+            ),
+            start=1,
+        ):
+            end = await talk.ask(asked)
+            assert end.request_id == number
+            assert end.failure is not None
+            assert (end.failure.reason, end.failure.field) == (reason, field)
+
+    talking(tmp_path, monkeypatch, story)
+
+
+@pytest.mark.parametrize(("prompt", "cause"), [((202,), "exit code 70"), ((200,), "exit code 9")])
+def test_a_core_that_dies_ends_with_a_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: tuple[int, ...], cause: str
+) -> None:
+    async def story(talk: Talk) -> None:
+        talk.client.send(messages.Submit(request(1, prompt)))
+        await asyncio.wait_for(talk.client.ended.wait(), LIMIT_S)
+        assert talk.client.end_cause == cause
+        if cause == "exit code 70":
+            end = talk.end(1)
+            assert end is not None
+            assert end.failure is not None
+            assert end.failure.reason == "STEP_FAILED"
+            assert talk.of(messages.Broken)
+
+    talking(tmp_path, monkeypatch, story)
+
+
+def test_a_core_that_hangs_says_nothing_and_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(talk: Talk) -> None:
+        talk.client.watch(silence_limit_s=1.5, step_limit_s=600.0)
+        process = psutil.Process(talk.client.pid)
+        talk.client.send(messages.Submit(request(1, (201,))))
+        await asyncio.wait_for(talk.client.ended.wait(), LIMIT_S)
+        assert "hung" in talk.client.end_cause
+        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+    talking(tmp_path, monkeypatch, story)
+
+
+def test_what_cannot_start_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def other_version(talk: Talk) -> None:
+        (refused,) = talk.of(messages.Refused)
+        assert "0.99.1" in refused.message
+        assert "0.32.x" in refused.message
+
+    talking(tmp_path / "version", monkeypatch, other_version, version="0.99.1")
+    monkeypatch.undo()
+
+    async def other_size(talk: Talk) -> None:
+        (refused,) = talk.of(messages.Refused)
+        assert "tensor_parallel_size" in refused.message
+
+    many = VllmConfig(python=sys.executable, tensor_parallel_size=64, any_version=True)
+    talking(tmp_path / "size", monkeypatch, other_size, version="0.99.1", vllm=many)

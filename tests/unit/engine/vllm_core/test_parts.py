@@ -1,0 +1,194 @@
+"""The parts of the border by themselves: calls, turns, prefixes, the door, the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from contract.sampling import SamplingParams
+from engine.config import EngineConfig, SchedulerConfig, SpeculationConfig, VllmConfig
+from engine.core.messages import StepDone
+from engine.kv.hashing import PrefixHasher, event_hash
+from engine.types import (
+    FinishReason,
+    GrammarSpec,
+    MemoryPlan,
+    Request,
+    SchedulerCounters,
+    SchedulerLoad,
+    TokenEvent,
+)
+from engine.vllm_core import launch
+from engine.vllm_core.door import Door
+from engine.vllm_core.environment import find_python
+from engine.vllm_core.inside import plugin
+from engine.vllm_core.inside.calls import calls_of, seed_of
+from engine.vllm_core.inside.prefixes import Prefixes
+from engine.vllm_core.inside.turns import FairTurns
+from engine.vllm_core.options import EXCEPTIONS, OPTIONS, table
+from services.errors import ConfigError
+
+
+def request(**fields: Any) -> Request:
+    sampling = SamplingParams(**{"max_tokens": 10, **fields.pop("sampling", {})})
+    return Request(
+        **{"request_id": 1, "external_id": "a", "prompt_token_ids": (5, 6, 7), "sampling": sampling, **fields}
+    )
+
+
+def plain(asked: Request) -> dict[str, Any]:
+    """As it comes through the socket."""
+    found: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), strict=False)
+    return found
+
+
+def test_every_option_stands_in_the_table() -> None:
+    assert set(EXCEPTIONS) <= set(OPTIONS)
+    assert set(OPTIONS) <= {*SamplingParams.__struct_fields__, *Request.__struct_fields__}
+    assert all(holding.note for holding in OPTIONS.values() if holding.verdict != "honoured")
+
+
+def test_what_is_known_counts_towards_every_limit() -> None:
+    asked = request(
+        output_token_ids=(9, 9, 8),
+        sampling={
+            "min_tokens": 4,
+            "frequency_penalty": 0.5,
+            "presence_penalty": 0.25,
+            "logit_bias": {8: 1.0},
+        },
+    )
+    (call,) = calls_of(plain(asked), 100, (2,))
+    assert call.prompt_token_ids == [5, 6, 7, 9, 9, 8]
+    assert (call.sampling["max_tokens"], call.sampling["min_tokens"]) == (7, 1)
+    # Penalties for what another engine wrote: twice 9, once 8.
+    assert call.sampling["logit_bias"] == {9: -1.25, 8: 0.25}
+    assert call.sampling["ignore_eos"]
+    (tight,) = calls_of(plain(request()), 8, ())
+    assert tight.sampling["max_tokens"] == 5
+
+
+def test_choices_and_continuations_draw_on_their_own() -> None:
+    first, second = calls_of(plain(request(sampling={"n": 2, "best_of": 2, "prompt_logprobs": 1})), 100, ())
+    (later,) = calls_of(plain(request(output_token_ids=(9,))), 100, ())
+    seeds = {each.sampling["seed"] for each in (first, second, later)}
+    assert len(seeds) == 3
+    assert first.sampling["seed"] == seed_of(0, 0, 0)
+    assert (first.prompt_logprobs, second.prompt_logprobs) == (1, None)
+
+
+def test_a_grammar_travels_with_what_it_has_seen() -> None:
+    grammar = GrammarSpec(digest="", payload=b'{"grammars": []}', backend="llguidance/1")
+    asked = request(grammar=grammar, output_token_ids=(9,), sampling={"ignore_eos": True})
+    (call,) = calls_of(plain(asked), 100, (2, 3))
+    assert plugin.unwrapped(call.grammar) == ('{"grammars": []}', [9])
+    assert plugin.unwrapped('{"grammars": []}') is None
+    assert call.sampling["stop_token_ids"] == [2, 3], "its end is the stop token"
+
+
+def test_tenants_take_turns_by_weight() -> None:
+    turns = FairTurns()
+
+    def take(tenant: str, weight: float = 1.0) -> float:
+        return turns.take(plain(request(tenant=tenant, weight=weight)))
+
+    busy = [take("busy") for _ in range(3)]
+    heavy = [take("heavy", 2.0) for _ in range(3)]
+    assert busy[0] == heavy[0] == 0.0
+    assert busy[2] == pytest.approx(2 * heavy[2])
+    turns.begins(0, busy[2])
+    assert take("late") == busy[2], "who was silent gains nothing by it"
+
+
+@pytest.mark.parametrize("salt", [b"", b"\x01tenant"])
+def test_hashes_are_those_that_gateways_compute(salt: bytes) -> None:
+    tokens = list(range(40))
+    hasher = PrefixHasher(model="/m", adapter="", salt=salt, block_size=16)
+    hasher.extend(tokens, 40)
+    ours = [event_hash(each) for each in hasher.hashes]
+    prefixes = Prefixes("/m")
+
+    def stored(index: int, parent: bytes | None) -> Any:
+        kind = type("BlockStored", (SimpleNamespace,), {})
+        return kind(
+            block_hashes=[b"their%d" % index],
+            parent_block_hash=parent,
+            token_ids=tokens[16 * index : 16 * index + 16],
+            block_size=16,
+            lora_name=None,
+            extra_keys=[(salt.hex(),)] if salt and not index else None,
+            group_idx=0,
+        )
+
+    told = prefixes.take([stored(0, None), stored(1, b"their0")])
+    assert [each["block_hashes"][0] for each in told] == ours
+    assert [each["parent_hash"] for each in told] == [0, ours[0]]
+    assert prefixes.take([stored(1, b"their0")]) == [], "another copy of what is held"
+    copy = type("BlockRemoved", (SimpleNamespace,), {})(block_hashes=[b"their1"], group_idx=0)
+    assert prefixes.take([copy]) == []
+    removed = type("BlockRemoved", (SimpleNamespace,), {})(block_hashes=[b"their1", b"unknown"], group_idx=0)
+    assert prefixes.take([removed]) == [{"type": "evicted", "block_hashes": [ours[1]]}]
+
+
+def _load(**fields: Any) -> SchedulerLoad:
+    return SchedulerLoad(num_cached_blocks=0, counters=SchedulerCounters(), **fields)
+
+
+def test_who_would_be_late_is_told_when_to_come() -> None:
+    door = Door(SchedulerConfig(max_num_seqs=1))
+    door.opens(
+        MemoryPlan(
+            total_bytes=1, weights_bytes=1, workspace_bytes=0, headroom_bytes=0, kv_cache_bytes=1,
+            kv_bytes_per_token=1, block_size=16, num_blocks=64, max_model_len=512,
+        )
+    )  # fmt: skip
+    now = 100.0
+    door.passes(StepDone(1, [], (), _load(prefill_tokens_per_s=10.0)), now)
+
+    def ask(number: int, priority: int = 0) -> Request:
+        return request(
+            request_id=number, prompt_token_ids=(5,) * 100, arrival_s=now, queue_deadline_s=now + 5.0,
+            priority=priority, tenant=f"t{number}",
+        )  # fmt: skip
+
+    assert door.refusal(ask(1), now) is None
+    # 100 tokens at 10 a second are ahead of it.
+    refused = door.refusal(ask(2), now)
+    assert refused is not None
+    assert refused.reason == "QUEUE_LIMIT_EXCEEDED"
+    assert refused.retry_after_s is not None
+    assert door.refusal(ask(3, priority=1), now) is None, "lower tiers are not ahead"
+    for number in (1, 3):
+        end = TokenEvent(request_id=number, finish_reason=FinishReason.LENGTH)
+        door.passes(StepDone(2, [end], (), _load(prefill_tokens_per_s=10.0)), now)
+    assert door.refusal(ask(4), now) is None
+
+
+def test_what_is_meant_for_our_core_is_refused() -> None:
+    asked = EngineConfig(make="vllm", speculation=SpeculationConfig(method="ngram"))
+    with pytest.raises(ConfigError, match=r"speculation\.method"):
+        asked.validate()
+    with pytest.raises(ConfigError, match="millrace engine install vllm"):
+        find_python(VllmConfig(python="/nowhere/python"))
+
+
+def test_ranks_get_processors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(launch, "num_cores", lambda: 8)
+
+    def bound(threads: int, **sizes: int) -> dict[str, str]:
+        return launch._threads(EngineConfig(make="vllm", num_threads=threads, vllm=VllmConfig(**sizes)))
+
+    assert bound(8)["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2,3,4,5,6,7"
+    assert bound(8, tensor_parallel_size=2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2,3|4,5,6,7"
+    assert bound(4) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "4"}
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs/engines.md").read_text()
+    told = page.partition("<!-- options -->\n")[2].partition("<!-- /options -->")[0]
+    assert told == table(), table()
