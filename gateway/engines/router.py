@@ -48,7 +48,8 @@ class Candidate(msgspec.Struct, frozen=True):
 # known here.
 _HOME_TOKENS = 512.0
 # What loading an adapter costs, in prompt tokens; the one whose place it takes must be loaded again, too.
-_TOKENS_OF_COLD_ADAPTER = 512.0
+# More than home is worth: who has it is preferred to where its name leads, and nobody takes turns.
+_TOKENS_OF_COLD_ADAPTER = 2 * _HOME_TOKENS
 # What one running request costs a new one, in prompt tokens: its share of every step.
 _TOKENS_PER_RUNNING_REQUEST = 64.0
 # Added at full KV cache, where preemption threatens; grows with the square of the usage.

@@ -36,7 +36,9 @@ def table(*titles: str, num_left: int = 1) -> Table:
     """With columns of texts, and then of numbers."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
-        made.add_column(title, justify="left" if index < num_left else "right", no_wrap=True)
+        # Where there is little room, titles take two lines, and names stay whole.
+        is_left = index < num_left
+        made.add_column(title, justify="left" if is_left else "right", no_wrap=is_left)
     return made
 
 

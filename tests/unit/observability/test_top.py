@@ -161,7 +161,11 @@ def _prometheus(deployment: _Deployment) -> Iterator[str]:
     server.server_close()
 
 
-def test_a_deployments_prometheus_shows_the_last_minute(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["80", "140"])
+def test_a_deployments_prometheus_shows_the_last_minute(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     gateway, later, engine = Metrics(), Metrics(), Metrics()
     of = {"face": "http", "model": "m", "revision": "", "tier": "gold", "tenant": "t", "outcome": "ok"}
     for metrics, count in ((gateway, 60), (later, 180)):
