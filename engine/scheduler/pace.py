@@ -95,6 +95,8 @@ class StepPace:
                 self.full_prefill_tokens_per_s = _average(self.full_prefill_tokens_per_s, rate)
             if prefill >= LEAST_CHUNK_TOKENS:
                 self.chunk_work_per_s = _average(self.chunk_work_per_s, work / seconds)
+        if decode == 1 and not prefill and not self.step_alone_s:
+            self.step_alone_s = seconds
         if decode:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, decode / seconds)
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import create_engine, text
 
 from contract.errors import MillraceError, Reason
@@ -49,6 +50,7 @@ async def test_the_cheaper_model_answers_and_the_answer_names_it() -> None:
         assert not stack.gateway.num_open
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_model_without_engines_is_replaced_too() -> None:
     async with deployed(engine("small"), tables=FALLBACK) as stack:
         # How long a prompt may be is not known without an engine.

@@ -55,6 +55,7 @@ async def test_every_model_is_answered_by_its_engines() -> None:
         assert 'model="b@2",outcome="ok",revision="2"' in page
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_an_engine_of_another_revision_is_not_used() -> None:
     served = {"models": {"a": {"path": "x", "revision": "2"}, "b": {"path": "y"}}}
     async with deployed(engine("a", revision="1"), engine("b"), tables={"served": served}) as stack:
@@ -76,6 +77,7 @@ async def test_an_alias_of_weights_is_sticky_and_tells_who_answered() -> None:
             assert (await answer(stack, model="chat", prompt_cache_key=str(number)))[0] == told
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_model_without_engines_is_left_out_of_an_alias() -> None:
     served = {**TWO, "routes": {"chat": {"big": 50, "small": 50}}}
     async with deployed(engine("small"), tables={"served": served}) as stack:

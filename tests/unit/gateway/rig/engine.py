@@ -10,7 +10,7 @@ from typing import Any
 from millrace.common.v1 import output_pb2
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
-from contract.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason, invalid
 from contract.proto.status import to_detail
 from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, encode
 
@@ -35,6 +35,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     model: str = "tiny"
     revision: str = ""
     adapters: tuple[str, ...] = ()
+    # Of adapters that were added by a call, and folders that it cannot read.
+    paths: dict[str, str] = field(default_factory=dict)
+    unreadable: tuple[str, ...] = ()
     # Told with every step.
     news: engine_pb2.Adapters | None = None
     pool: str = ""
@@ -60,6 +63,26 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
 
     def __post_init__(self) -> None:
         self.gate.set()
+
+    async def AddAdapter(self, request: Any, context: Any) -> engine_pb2.AddAdapterResponse:
+        if request.path in self.unreadable:
+            raise invalid("path", f"{self.name} finds nothing at {request.path}")
+        self.paths[request.name] = request.path
+        self._tell_adapters()
+        return engine_pb2.AddAdapterResponse()
+
+    async def RemoveAdapter(self, request: Any, context: Any) -> engine_pb2.RemoveAdapterResponse:
+        if self.paths.pop(request.name, None) is None:
+            raise MillraceError(Reason.MODEL_NOT_FOUND, f"adapter {request.name!r} is not served")
+        self._tell_adapters()
+        return engine_pb2.RemoveAdapterResponse()
+
+    async def ListAdapters(self, request: Any, context: Any) -> engine_pb2.ListAdaptersResponse:
+        adapters = [engine_pb2.Adapter(name=name, path=path) for name, path in self.paths.items()]
+        return engine_pb2.ListAdaptersResponse(adapters=adapters)
+
+    def _tell_adapters(self) -> None:
+        self.news = engine_pb2.Adapters(served=list(self.paths))
 
     async def Attach(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         first = await anext(requests)
