@@ -21,7 +21,8 @@ from tokenizer_svc.grammar.build import build
 from tokenizer_svc.text.checkpoint import load_checkpoint
 
 LIMITS = LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20)
-TOOL = service.ToolSpec(name="f", parameters={"type": "object", "properties": {"x": {"type": "integer"}}})
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
+TOOL = service.ToolSpec(name="f", parameters_json=json.dumps(PARAMETERS))
 
 
 def test_both_name_the_same_back_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from typing import Any
 
@@ -24,11 +25,18 @@ _BYTES = struct.Struct(">BI")
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the model may call; `parameters` is the schema of its arguments, None for any object."""
+    """A tool that the model may call; `parameters_json` is the schema of its arguments, "" for any object. A
+    text, because numbers of JSON have any size and those of msgpack do not.
+    """
 
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters_json: str = ""
     strict: bool = False
+
+    @property
+    def parameters(self) -> dict[str, Any] | None:
+        """The schema, read anew each time; None for any object."""
+        return json.loads(self.parameters_json) if self.parameters_json else None
 
 
 class ToolRules(msgspec.Struct, frozen=True, kw_only=True):

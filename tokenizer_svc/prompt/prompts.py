@@ -124,9 +124,11 @@ class Prompts:
         if mode is ToolChoiceMode.AUTO and not self.tool_call_format:
             # The template alone decides what the model makes of its tools.
             return None
+        for index, tool in enumerate(conversation.tools):
+            tool_parameters(tool, index)
         tools = tuple(
-            ToolSpec(name=tool.name, parameters=tool_parameters(tool, index), strict=tool.strict)
-            for index, tool in enumerate(conversation.tools)
+            ToolSpec(name=tool.name, parameters_json=tool.parameters_json, strict=tool.strict)
+            for tool in conversation.tools
             if mode is not ToolChoiceMode.NAMED or tool.name == choice.name
         )
         if not tools:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
@@ -306,12 +307,14 @@ def test_reasoning_comes_first_where_it_is_open(qwen: Family) -> None:
 TOOLS = (
     ToolSpec(
         name="get_weather",
-        parameters={
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
+        parameters_json=json.dumps(
+            {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+                "additionalProperties": False,
+            }
+        ),
         strict=True,
     ),
     ToolSpec(name="now"),
@@ -446,10 +449,23 @@ def test_tools_or_a_schema(qwen: Family) -> None:
     assert not qwen.accepts(request, '{"x": 1}')
 
 
+@pytest.mark.parametrize("number", [-(2**63) - 1, 2**64, 10**400], ids=["low", "high", "far"])
+def test_numbers_of_any_size_cross_to_a_worker(qwen: Family, number: int) -> None:
+    schema = {"properties": {"x": {"type": "integer", "minimum": number}}, "note": [number]}
+    tool = ToolSpec(name="far", parameters_json=json.dumps(schema))
+    request = rules(qwen, ToolChoiceMode.REQUIRED, (tool,))
+    crossed = msgspec.msgpack.decode(request.encoded().payload, type=GrammarRequest)
+    assert crossed.tools is not None
+    assert crossed.tools.tools[0].parameters == schema
+    assert qwen.build(crossed) is not None
+
+
 def test_a_tool_that_cannot_be_enforced_is_named(qwen: Family) -> None:
     hard = ToolSpec(
         name="hard",
-        parameters={"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}},
+        parameters_json=json.dumps(
+            {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+        ),
         strict=True,
     )
     refused = qwen.build(rules(qwen, ToolChoiceMode.REQUIRED, (TOOLS[1], hard)))
@@ -457,7 +473,7 @@ def test_a_tool_that_cannot_be_enforced_is_named(qwen: Family) -> None:
     assert refused.field == "tools[1].function.parameters"
     assert "'hard'" in refused.message
     assert "uniqueItems" in refused.message
-    lenient = ToolSpec(name="hard", parameters=hard.parameters)
+    lenient = ToolSpec(name="hard", parameters_json=hard.parameters_json)
     built = qwen.build(rules(qwen, ToolChoiceMode.REQUIRED, (TOOLS[1], lenient)))
     assert isinstance(built, Built)
     assert built.enforcement is not None

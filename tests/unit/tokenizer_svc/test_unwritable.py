@@ -17,6 +17,9 @@ from tokenizer_svc.text import formats
 
 _BACKEND = Backend((BUNDLED_CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8"), ())
 OVERLAPPING = {"patternProperties": {"^a": {"type": "string"}, "b$": {"type": "integer"}}}
+OTHER = ToolSpec(
+    name="other", parameters_json=json.dumps({"properties": {"y": {"pattern": "^a$"}}}), strict=True
+)
 
 
 def reply_to_tools(*tools: ToolSpec, schema: Any = None) -> WorkerReply:
@@ -75,13 +78,17 @@ def test_divisors_of_other_values_do_not_hold_together() -> None:
 
 def test_what_it_stops_at_in_a_tool_is_named_or_left_out() -> None:
     parameters = {"type": "object", "properties": {"x": OVERLAPPING}}
-    other = ToolSpec(name="other", parameters={"properties": {"y": {"pattern": "^a$"}}}, strict=True)
-    refused = reply_to_tools(other, ToolSpec(name="hard", parameters=parameters, strict=True)).refused
+    other = ToolSpec(
+        name="other", parameters_json=json.dumps({"properties": {"y": {"pattern": "^a$"}}}), strict=True
+    )
+    refused = reply_to_tools(
+        other, ToolSpec(name="hard", parameters_json=json.dumps(parameters), strict=True)
+    ).refused
     assert refused is not None
     assert refused.field == "tools[1].function.parameters"
     place = "/properties/x/patternProperties"
     assert refused.message.startswith(f"tool 'hard': patternProperties at {place} cannot be enforced")
-    built = reply_to_tools(other, ToolSpec(name="hard", parameters=parameters)).built
+    built = reply_to_tools(OTHER, ToolSpec(name="hard", parameters_json=json.dumps(parameters))).built
     assert built is not None
     assert built.enforcement is not None
     assert [each.path for each in built.enforcement.unenforced] == [f"/tools/1/parameters{place}"]
@@ -90,7 +97,9 @@ def test_what_it_stops_at_in_a_tool_is_named_or_left_out() -> None:
 
 
 def test_what_it_stops_at_in_the_answer_beside_tools_is_named() -> None:
-    tool = ToolSpec(name="other", parameters={"properties": {"y": {"pattern": "^a$"}}}, strict=True)
+    tool = ToolSpec(
+        name="other", parameters_json=json.dumps({"properties": {"y": {"pattern": "^a$"}}}), strict=True
+    )
     refused = reply_to_tools(tool, schema={"properties": {"x": OVERLAPPING}}).refused
     assert refused is not None
     assert refused.field == "response_format.json_schema"
