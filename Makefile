@@ -22,7 +22,7 @@ IMAGE_TAG ?= $(or $(MILLRACE_TAG),0.1.0)
 # Arguments for pytest, for example: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
 # Files are shared out in their order: those with few tests take longest, and would come last otherwise.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -110,6 +110,11 @@ test-fast: dev redis ## Unit tests, contracts and import rules, without what too
 .PHONY: test-clients
 test-clients: dev ## Drive one stack by clients that nobody here wrote, and write docs/clients.md; ARGS=litellm runs one
 	$(BIN)/python -m tests.clients --write docs/clients.md --torch '$(PIP_ARGS) "$(TORCH)"' $(ARGS)
+
+.PHONY: test-rehearsal
+test-rehearsal: dev redis ## Run every phase of `make bench-gpu` over tiny shapes, as on a machine with a GPU
+	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest $(PARALLEL) tests/kernels/triton/test_gpu_rehearsal.py \
+		tests/e2e/test_gpu_lease.py --durations=10 $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: dev ## Style, types and import rules

@@ -7,7 +7,6 @@ ModelFacts, never here.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -16,12 +15,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from services.config import ModelConfig, load_section
+from services.config import ModelConfig, load_section, problem_with_adapter_name
 from services.errors import ConfigError
 from services.resources import num_cores
 
 MOST_RANK, MOST_SLOTS = 64, 256
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,13 +172,6 @@ class AdaptersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             problem = problem_with_adapter_name(name)
             if problem:
                 raise ConfigError(f"engine.adapters.paths: {problem}")
-
-
-def problem_with_adapter_name(name: str) -> str:
-    """Why an adapter cannot have a name; empty where it can."""
-    if ADAPTER_NAME.fullmatch(name):
-        return ""
-    return f"{name[:80]!r} is no name of an adapter: letters, digits, '.', '_' and '-', at most 64 of them"
 
 
 class GraphsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

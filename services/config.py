@@ -20,6 +20,7 @@ from contract.engines import model_key
 from contract.formats import ReasoningFormat, ToolCallFormat
 from services.errors import ConfigError
 
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Section = TypeVar("Section", bound=msgspec.Struct)
 
 # msgspec names an unknown field, but its path ends at the table that holds it.
@@ -244,6 +245,13 @@ def _parse_value(text: str) -> Any:
 def load_section(tables: Mapping[str, Any], name: str, kind: type[Section]) -> Section:
     """Decodes the table `name`; raises ConfigError naming the key that is unknown or of the wrong type."""
     return decode_table(name, tables.get(name, {}), kind)
+
+
+def problem_with_adapter_name(name: str) -> str:
+    """Why an adapter cannot have a name; empty where it can."""
+    if _ADAPTER_NAME.fullmatch(name):
+        return ""
+    return f"{name[:80]!r} is no name of an adapter: letters, digits, '.', '_' and '-', at most 64 of them"
 
 
 def decode_table(name: str, table: Any, kind: type[Section]) -> Section:

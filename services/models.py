@@ -21,6 +21,7 @@ from services.config import (
     ModelConfig,
     decode_table,
     load_section,
+    problem_with_adapter_name,
     read_tables,
 )
 from services.errors import ConfigError
@@ -30,7 +31,6 @@ _log = logging.getLogger(__name__)
 # What stands between the name of a model and that of an adapter.
 ADAPTER_SEPARATOR = ":"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
-_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # How often the file is looked at, and for how long it must not change before it is believed, in seconds.
 _INTERVAL_S = 0.5
 _SETTLED_S = 0.05
@@ -130,8 +130,8 @@ def _models(tables: Mapping[str, Any]) -> Iterator[tuple[str, ModelConfig]]:
             raise ConfigError(f"{key}.path: it is missing; name a checkpoint")
         model = decode_table(key, table, ModelConfig)
         for adapter in model.adapters:
-            if not _ADAPTER_NAME.fullmatch(adapter):
-                raise ConfigError(f"{key}.adapters: {adapter!r} is not a name of letters, digits and '._-'")
+            if problem := problem_with_adapter_name(adapter):
+                raise ConfigError(f"{key}.adapters: {problem}")
         yield name, msgspec.structs.replace(model, name=name)
 
 

@@ -51,6 +51,11 @@ class PlanDraft:
         """Whether prompts may still be added."""
         return self.budget > 0 and not self.work.is_used_up
 
+    @property
+    def num_possible(self) -> int:
+        """Tokens that the step could have had."""
+        return self.whole_budget - (0 if self.has_room else self.budget)
+
     def add(self, row: Row) -> None:
         """Takes the row's tokens out of the budget."""
         self.rows[row.sequence.sequence_id] = row
@@ -58,11 +63,6 @@ class PlanDraft:
         self._count_work(row, row.work)
         if row.is_long:
             self.long_budget -= row.num_tokens
-
-    @property
-    def num_possible(self) -> int:
-        """Tokens that the step could have had."""
-        return self.whole_budget - (0 if self.has_room else self.budget)
 
     def _count_work(self, row: Row, work: float) -> None:
         if row.is_prefill:

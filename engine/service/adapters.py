@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from contract.errors import MillraceError, Reason, invalid
-from engine.config import AdaptersConfig, problem_with_adapter_name
+from engine.config import AdaptersConfig
 from engine.core import messages
+from services.config import problem_with_adapter_name
 
 
 class ServedAdapters:

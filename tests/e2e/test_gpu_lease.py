@@ -16,6 +16,7 @@ from benchmarks.gpu.report import read_rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.skipif("WHOLE_REHEARSAL" not in os.environ, reason="make test-rehearsal")
 @pytest.mark.timeout(300)
 def test_drawn_weights_are_served_through_sockets(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.lease", "serve", "--rehearse", "--only", "served_fp8"]

@@ -64,14 +64,10 @@ def run_without_them(
     )
 
 
-# Of several minutes together: `make test-gpu-versions` runs the longest.
-LONGEST = pytest.param(
-    "proof", marks=pytest.mark.skipif("WHOLE_REHEARSAL" not in os.environ, reason="make test-gpu-versions")
-)
-
-
+# Minutes: a stage of its own.
+@pytest.mark.skipif("WHOLE_REHEARSAL" not in os.environ, reason="make test-rehearsal")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lease", ["first", LONGEST, "tune"])
+@pytest.mark.parametrize("lease", ["first", "proof", "tune"])
 def test_every_phase_of_a_lease(lease: str, tmp_path: Path) -> None:
     options = ("--rehearse", "--limit-s", "850", "--out", str(tmp_path))
     done = run_without_them(tmp_path, "benchmarks.gpu.lease", lease, *options)
