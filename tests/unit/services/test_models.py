@@ -39,7 +39,7 @@ def test_a_name_tells_its_revision_unless_one_is_given() -> None:
         ({"models": {"a": {"path": "x", "pathh": 1}}}, "models.a.pathh: "),
         (
             {"models": {"a": {"path": "x", "adapters": {"p:q": {"path": "y"}}}}},
-            "models.a.adapters: 'p:q' is not a name",
+            "models.a.adapters: 'p:q' is no name of an adapter",
         ),
         (
             {"models": TWO, "routes": {"chat": {"chat@3": 1}}},
