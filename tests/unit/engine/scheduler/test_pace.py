@@ -158,3 +158,13 @@ def test_a_prompt_that_is_computed_leaves_other_tenants_their_part_of_a_step() -
     assert shared[0] == 1
     assert shared[2] == 60
     assert shared[1] <= 110
+
+
+def test_chunks_grow_where_a_step_takes_its_time_whatever_is_in_it() -> None:
+    pace, work, step_s = StepPace(), 30.0, 0.1
+    pace.observe(0, 1, step_s, work=1.0)
+    for _ in range(200):
+        pace.observe(int(work), 1, step_s, work=work + 1)
+        work = pace.chunk_work(0.12, 1.0, 1)
+    # A rate that was measured over small chunks says nothing of larger ones.
+    assert work > 2000
