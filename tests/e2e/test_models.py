@@ -24,6 +24,8 @@ TWO = f"""
 {CONFIG}
 [models.big]
 path = "{BIG}"
+[models.big.adapters.sailor]
+path = "{BIG}/adapters/pirate"
 [models."small@1"]
 path = "{SMALL}"
 [routes]
@@ -80,10 +82,12 @@ def alone(stack: Stack, told: list[tuple[str, str, bool]]) -> None:
 
 
 def test_every_greedy_answer_equals_the_same_prompt_sent_alone(models: Stack) -> None:
-    told = streams(models, ["big", "small@1", "chat"])
+    adapters = ["big:pirate", "big:entries", "big:sailor"]
+    asked = ["big", "small@1", "chat", *adapters]
+    told = streams(models, asked)
     for number, (model, _, _) in enumerate(told):
-        expected = [{"big"}, {"small@1"}, {"big", "small@1"}][number % 3]
-        assert model in expected
+        name = asked[number % len(asked)]
+        assert model in ({"big", "small@1"} if name == "chat" else {name})
     alone(models, told)
     assert eventually(lambda: copies(models) > 0)
 
