@@ -81,7 +81,8 @@ release: dev ## Wheel, images, bills of materials and sums in build/release; REL
 .PHONY: test
 test: dev redis lint proto-check ## Install what is missing, then lint, types, architecture and every test that needs no GPU
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --durations=10 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(PARALLEL) -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
+	@# Two stacks at a time are what two cores carry.
+	$(BIN)/python -m pytest $(PARALLEL) -n 2 -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-containers
 test-containers: dev ## Start docker-compose.yml and k8s/ with a real container engine, and use what runs

@@ -35,20 +35,27 @@ class ProcessSilence(Silence):
             self._wanted_before_s = self._wanted_s()
         if place:
             return False
+        if self.num_turns * self.turn_s >= self._busy_limit_s:
+            return True
         wanted_s = self._wanted_s() - self._wanted_before_s
-        return (
-            wanted_s < _BUSY_SHARE * self.turn_s * TURNS / 2
-            or self.num_turns * self.turn_s >= self._busy_limit_s
-        )
+        # Who waits for a processor is told to have waited only when it gets one.
+        return wanted_s < _BUSY_SHARE * self.turn_s * TURNS / 2 and not self._is_runnable()
 
     def _wanted_s(self) -> float:
         """Seconds of processor time that the process has used or waited for so far; 0 when it is gone."""
-        try:
-            process = psutil.Process(self._pid)
-            children = process.children(recursive=True) if self._waits_for_children else []
-            return sum(map(_wanted_s, (process, *children)))
-        except psutil.Error:
-            return 0.0
+        with contextlib.suppress(psutil.Error):
+            return sum(map(_wanted_s, self._processes()))
+        return 0.0
+
+    def _is_runnable(self) -> bool:
+        """Whether it has, or waits for, a processor now."""
+        with contextlib.suppress(psutil.Error):
+            return any(map(_is_runnable, self._processes()))
+        return False
+
+    def _processes(self) -> list[psutil.Process]:
+        process = psutil.Process(self._pid)
+        return [process, *(process.children(recursive=True) if self._waits_for_children else [])]
 
 
 def _wanted_s(process: psutil.Process) -> float:
@@ -59,3 +66,12 @@ def _wanted_s(process: psutil.Process) -> float:
             wanted_ns += sum(map(int, thread.read_text().split()[:2]))
     used = process.cpu_times()
     return wanted_ns / 1e9 or used.user + used.system
+
+
+def _is_runnable(process: psutil.Process) -> bool:
+    for thread in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+        # The state follows the name, which is in parentheses and may have some of its own.
+        with contextlib.suppress(OSError):
+            if thread.read_text().rpartition(")")[2].split()[:1] == ["R"]:
+                return True
+    return bool(process.status() == psutil.STATUS_RUNNING)
