@@ -87,7 +87,8 @@ async def load(client: openai.AsyncOpenAI, stack: Stack, is_real: bool) -> None:
         await chunks.close()
 
     asking = [
-        *(ask(max_tokens=60) for _ in range(8)),
+        # Four of them need more blocks than there are.
+        *(ask(max_tokens=100) for _ in range(8)),
         *(ask(service_tier="interactive", max_tokens=50) for _ in range(4)),
         ask(n=3, temperature=1.0),
         ask(n=2, best_of=4, temperature=1.0),
@@ -133,7 +134,7 @@ def test_the_ledgers_seconds_and_tokens_are_the_engines(stack: Stack) -> None:
     left = [row for row in found if row["outcome"] == "CANCELLED"]
     assert 0 <= generated - tokens <= 8 * len(left)
     # Some of each: who left, whom a step failed, who lost its place, what was drafted in vain.
-    assert all(row["engine_decode_s"] > 0 for row in found if row["outcome"] == "CANCELLED")
+    assert sum(row["engine_decode_s"] for row in left) > 0
     if is_real:
         assert sum(row["engine_speculative_waste_s"] for row in found) > 0
         assert {(row["guided"], row["client_request_id"], row["num_retries"]) for row in found} >= {
