@@ -21,8 +21,10 @@ BENCH ?= gateway_overhead
 IMAGE_TAG ?= $(or $(MILLRACE_TAG),0.1.0)
 # Arguments for pytest, for example: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
+# Processes that run tests. Many tests wait for others: three keep two cores busy.
+WORKERS ?= 3
 # Files are shared out in their order: those with few tests take longest, and would come last otherwise.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
