@@ -20,7 +20,7 @@ from tokenizer_svc.text import formats
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.text.control import ControlTokens
 from tokenizer_svc.text.encoding import TextEncoder
-from tokenizer_svc.text.template import ChatTemplates, tool_parameters
+from tokenizer_svc.text.template import ChatTemplates
 from tokenizer_svc.types import Truncation
 
 
@@ -124,8 +124,7 @@ class Prompts:
         if mode is ToolChoiceMode.AUTO and not self.tool_call_format:
             # The template alone decides what the model makes of its tools.
             return None
-        for index, tool in enumerate(conversation.tools):
-            tool_parameters(tool, index)
+        # Rendering has read their schemas.
         tools = tuple(
             ToolSpec(name=tool.name, parameters_json=tool.parameters_json, strict=tool.strict)
             for tool in conversation.tools

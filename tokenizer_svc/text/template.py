@@ -409,13 +409,13 @@ def _tool_value(tool: Tool, index: int) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
-    parameters = tool_parameters(tool, index)
+    parameters = _tool_parameters(tool, index)
     if parameters is not None:
         function["parameters"] = parameters
     return {"type": "function", "function": function}
 
 
-def tool_parameters(tool: Tool, index: int) -> dict[str, Any] | None:
+def _tool_parameters(tool: Tool, index: int) -> dict[str, Any] | None:
     """The JSON Schema of a tool's arguments; raises INVALID_ARGUMENT for what is no JSON object."""
     if not tool.parameters_json:
         return None
