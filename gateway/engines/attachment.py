@@ -76,6 +76,7 @@ class Leg:
         "engine_time",
         "handle",
         "inbox",
+        "num_generated",
         "num_open_choices",
         "prompt_tokens",
         "started",
@@ -93,8 +94,9 @@ class Leg:
         # A leg of one choice names it itself; otherwise the engine's numbers count from the first.
         self.choice_index = submission.choice_index if submission.sampling.n == 1 else None
         self.started = False
-        # What the engine has spent on it, as far as it has said so.
+        # What the engine has spent on it, and tokens that it has generated, as far as it has said so.
         self.engine_time = EngineTime()
+        self.num_generated = 0
         # Of one that was taken back: what came after that, and the engine's last word.
         self.computed = Computed()
         self.worked: asyncio.Future[None] | None = None
@@ -305,7 +307,9 @@ class Attachment:
                     self._note_taken_back(message)
                 continue
             output = to_domain(message)
+            leg.num_generated += len(output.token_ids)
             if output.statistics is not None:
+                leg.num_generated += output.statistics.candidate_tokens
                 leg.engine_time += output.statistics.engine_time
             if output.error is not None:
                 self._close(leg)
@@ -325,6 +329,7 @@ class Attachment:
     def _note_taken_back(self, message: Any) -> None:
         leg = self._taken_back[message.handle]
         num_tokens = len(message.token_ids) + message.statistics.candidate_tokens
+        leg.num_generated += num_tokens
         leg.computed.num_tokens += num_tokens
         leg.computed.has_begun |= bool(num_tokens) or message.statistics.num_steps > 0
         leg.engine_time += wire.engine_time(message.statistics)

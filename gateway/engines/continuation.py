@@ -177,6 +177,11 @@ class ContinuousStream:
             spent += leg.engine_time
         return spent
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens that engines have generated for it, taken or not, as far as they have said so."""
+        return sum(leg.num_generated for leg in self._all_legs)
+
     def _unheard(self) -> list[asyncio.Future[None]]:
         worked = (leg.worked for leg in self._all_legs)
         return [each for each in worked if each is not None and not each.done()]

@@ -311,6 +311,7 @@ def _entry(end: Ended) -> FinishedRequest:
         cached_prompt_tokens=usage.cached_prompt_tokens,
         completion_tokens=usage.completion_tokens - usage.candidate_tokens,
         candidate_tokens=usage.candidate_tokens,
+        unclaimed_tokens=max(0, generation.stream.num_generated - usage.completion_tokens),
         reasoning_tokens=usage.reasoning_tokens,
         num_engines_lost=generation.stream.num_losses,
         speculative_waste_tokens=took.drafted_tokens - took.accepted_tokens,

@@ -44,6 +44,9 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Of the answers that were returned, and of candidates and beams that were not.
     completion_tokens: int = 0
     candidate_tokens: int = 0
+    # Generated beyond them, which nobody was told and nobody pays for: on their way when the client left, or
+    # after the end of an answer.
+    unclaimed_tokens: int = 0
     reasoning_tokens: int = 0
     num_engines_lost: int = 0
     # Of all choices, on every engine.

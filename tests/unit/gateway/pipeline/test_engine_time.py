@@ -58,6 +58,10 @@ async def test_what_was_spent_is_in_the_row(how: str, url: str) -> None:
     assert row["outcome"] == {"stop string": "stop", "leaves": "CANCELLED"}.get(how, "length")
     assert row["engine_decode_s"] == SPENT_S * (3 if how == "choices" else 1)
     assert row["engine_prefill_s"] == 0
+    # Told or not: on their way to the client that left, or behind the stop string.
+    told = row["completion_tokens"] + row["candidate_tokens"]
+    assert told + row["unclaimed_tokens"] == engine.num_generated
+    assert (row["unclaimed_tokens"] > 0) or how in ("whole", "choices", "leaves")
 
 
 async def test_a_gateway_that_ends_keeps_what_it_waits_for(url: str) -> None:

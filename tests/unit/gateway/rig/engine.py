@@ -51,6 +51,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     # Set whenever a cancellation arrives or a submission ends.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_running: int = 0
+    # Tokens that it has told.
+    num_generated: int = 0
     # Steps that a submission has had when it is cancelled.
     steps_when_cancelled: int = 0
     # Of candidates that are not returned, told with the first choice's end or the answer to a cancellation.
@@ -207,6 +209,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 outputs.put_nowait(None)
                 return
             outputs.put_nowait(output)
+            self.num_generated += len(piece)
             if output.finish_reason:
                 return
             await asyncio.sleep(0)
