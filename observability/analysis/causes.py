@@ -20,7 +20,8 @@ from observability.emit.names import Cause, TtftPart
 MIN_DELAY_MS = names.DELAY_MS
 MIN_DELAY_SHARE = 0.1
 
-_REFUSED_BY_LIMITS = {
+# Reasons of the error table.
+REFUSED_BY_LIMITS = {
     "REQUEST_RATE_EXCEEDED",
     "TOKEN_RATE_EXCEEDED",
     "CONCURRENCY_EXCEEDED",
@@ -78,7 +79,7 @@ def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -
     largest = delays[0] if delays else None
     outcome = _failure(spans)
     if outcome and outcome != _LEFT:
-        cause = Cause.RATE_LIMIT if outcome in _REFUSED_BY_LIMITS else None
+        cause = Cause.RATE_LIMIT if outcome in REFUSED_BY_LIMITS else None
         verdict = _refusal(spans, outcome)
     elif largest is not None and largest.milliseconds >= max(MIN_DELAY_MS, MIN_DELAY_SHARE * total_ms):
         cause = largest.cause
@@ -116,7 +117,7 @@ def _failure(spans: Sequence[StoredSpan]) -> str:
 def _refusal(spans: Sequence[StoredSpan], outcome: str) -> str:
     retry = [span.attributes[names.RETRY_AFTER_S] for span in spans if names.RETRY_AFTER_S in span.attributes]
     advice = f"; a retry after {float(retry[0]):.1f} s may succeed" if retry else ""
-    if outcome in _REFUSED_BY_LIMITS:
+    if outcome in REFUSED_BY_LIMITS:
         return f"it was refused by its tenant's limits ({outcome}){advice}"
     return f"it failed with {outcome}{advice}"
 

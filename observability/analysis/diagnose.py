@@ -1,7 +1,9 @@
-"""`millrace diagnose`: which slice of the last hour explains its slow requests.
+"""`millrace diagnose`: which slice of an hour explains its slow requests, what held the slowest of them back,
+and whom limits refused.
 
 The tail is the slowest share of all requests. A slice (one value of one dimension) explains the tail when it
 is a much larger part of the tail than of all requests, by more than chance; slices are ranked by that excess.
+What happened to a request stands in all services' spans, so the slowest are explained by their whole traces.
 """
 
 from __future__ import annotations
@@ -10,17 +12,20 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from observability.analysis.causes import REFUSED_BY_LIMITS, explain
 from observability.analysis.decode import StoredSpan
 from observability.analysis.source import SpanSource, StoreError
 from observability.analysis.terminal import run, table
 from observability.emit import genai, names
-from observability.emit.names import Attribute, length_bucket
+from observability.emit.names import Attribute, Cause, length_bucket
 
 METRICS: Mapping[str, Attribute] = {"ttft": names.TTFT_MS, "tpot": names.TPOT_MS, "e2e": names.E2E_MS}
 
@@ -33,6 +38,12 @@ _MIN_EXCESS = 0.15
 _MIN_DEVIATIONS = 3.0
 # Most answers are shorter than the first bound of the labels, and an answer's length is most of its time.
 _SHORT_BOUNDS = (8, 32)
+# Each of them is looked up by itself.
+_MAX_EXPLAINED = 10
+# Tenants and reasons that are named with their refusals.
+_MAX_REFUSALS = 3
+# What tells that limits refused a request: the edge does before the gateway's request begins.
+_MAY_REFUSE = (names.GATEWAY_REQUEST, names.GATEWAY_RATE_LIMIT)
 
 Value = Callable[[StoredSpan], str]
 
@@ -105,6 +116,8 @@ class Diagnosis:
     p50_ms: float
     p95_ms: float
     slices: Sequence[Slice]
+    # Traces of the tail, the slowest first.
+    slowest: Sequence[str]
 
     @property
     def verdict(self) -> str:
@@ -146,7 +159,36 @@ def diagnose(spans: Sequence[StoredSpan], metric: str = "ttft", tail_share: floa
     ]
     slices.sort(key=lambda found: -found.excess)
     values = [value for _, value in requests]
-    return Diagnosis(metric, len(requests), percentile(values, 0.5), percentile(values, 0.95), slices)
+    slowest = [span.trace_id for span, _ in requests[:num_tail]]
+    p50_ms, p95_ms = percentile(values, 0.5), percentile(values, 0.95)
+    return Diagnosis(metric, len(requests), p50_ms, p95_ms, slices, slowest)
+
+
+def what_held_back(reader: SpanSource, diagnosis: Diagnosis) -> str:
+    """In one sentence, what delayed most of the slowest requests, by their whole traces."""
+    chosen = diagnosis.slowest[:_MAX_EXPLAINED]
+    causes = Counter(explain(spans).cause for spans in map(reader.trace, chosen) if spans)
+    if not causes:
+        return ""
+    cause, count = causes.most_common(1)[0]
+    told = (
+        f"held back by {cause}: {cause.meaning}" if cause else "held back by nothing: it was their own work"
+    )
+    return f"{count} of the {causes.total()} slowest were {told}"
+
+
+def refusals(spans: Iterable[StoredSpan]) -> str:
+    """In one sentence, whom limits refused: no latency tells of them. "" for nobody."""
+    refused = Counter(
+        (str(span.attributes.get(names.TENANT, "unknown")), str(span.attributes[names.OUTCOME]))
+        for span in spans
+        if span.attributes.get(names.OUTCOME) in REFUSED_BY_LIMITS
+    )
+    if not refused:
+        return ""
+    most = refused.most_common(_MAX_REFUSALS)
+    told = ", ".join(f"{count} of tenant {tenant} ({reason})" for (tenant, reason), count in most)
+    return f"{Cause.RATE_LIMIT}: {refused.total()} requests were refused by their tenants' limits: {told}"
 
 
 def _slices(
@@ -184,13 +226,14 @@ def _is_no_accident(in_tail: int, num_tail: int, share_of_all: float) -> bool:
     return in_tail - expected >= _MIN_DEVIATIONS * deviation
 
 
-def render(diagnosis: Diagnosis) -> RenderableType:
-    """The verdict, then the slices that stand out."""
+def render(diagnosis: Diagnosis, held_back: str = "", refused: str = "") -> RenderableType:
+    """Who was refused, the verdict, what held the slowest back, then the slices that stand out."""
     head = (
         f"{diagnosis.num_requests} requests, {diagnosis.metric} p50 {diagnosis.p50_ms:.0f} ms, "
         f"p95 {diagnosis.p95_ms:.0f} ms"
     )
-    lines: list[RenderableType] = [Text(head), Text(diagnosis.verdict, style="bold yellow")]
+    verdicts = [Text(each, style="bold yellow") for each in (refused, diagnosis.verdict, held_back) if each]
+    lines: list[RenderableType] = [Text(head), *verdicts]
     if diagnosis.slices:
         titles = ("dimension", "value", "requests", "of all", "of slowest", "p95 ms", "elsewhere")
         rows = table(*titles, num_left=2)
@@ -209,8 +252,30 @@ def render(diagnosis: Diagnosis) -> RenderableType:
 
 
 def _answer(reader: SpanSource, parsed: argparse.Namespace) -> RenderableType:
-    since_ns = time.time_ns() - round(parsed.minutes * 60e9)
-    return render(diagnose(reader.spans_named(names.GATEWAY_REQUEST, since_ns=since_ns), parsed.metric))
+    now_ns = time.time_ns()
+    until_ns = now_ns if parsed.until is None else min(now_ns, parsed.until)
+    since_ns = max(0, until_ns - round(parsed.minutes * 60e9))
+    requests, counted = (
+        reader.spans_named(name, since_ns=since_ns, until_ns=parsed.until) for name in _MAY_REFUSE
+    )
+    refused = refusals([*requests, *counted])
+    try:
+        found = diagnose(requests, parsed.metric)
+    except StoreError as error:
+        # Where most are refused, few are left to be slow.
+        raise StoreError(f"{error}; {refused}" if refused else str(error)) from error
+    return render(found, what_held_back(reader, found), refused)
+
+
+def _unix_ns(text: str) -> int:
+    """Of a time with its zone, as an alert or a log tells it; 0 before 1970."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time with a zone; write it as 2026-11-23T02:25:00Z")
+    return max(0, round(found.timestamp() * 1e6) * 1000)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,6 +283,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="millrace diagnose", description=__doc__)
     parser.add_argument("--metric", choices=tuple(METRICS), default="ttft")
     parser.add_argument("--minutes", type=float, default=60.0, help="how far back")
+    parser.add_argument(
+        "--until", type=_unix_ns, metavar="TIME", help="back from then, as 2026-11-23T02:25:00Z; default now"
+    )
     return run(parser, _answer, arguments)
 
 

@@ -80,11 +80,14 @@ class JaegerReader(SpanSource):
                 return max(found, key=lambda span: span.start_ns).trace_id
         return ""
 
-    def spans_named(self, name: str, *, since_ns: int, limit: int = 100_000) -> list[StoredSpan]:
+    def spans_named(
+        self, name: str, *, since_ns: int, until_ns: int | None = None, limit: int = 100_000
+    ) -> list[StoredSpan]:
         """See SpanSource."""
         found: dict[str, StoredSpan] = {}
-        for span in self._search(_service(name), since_ns, time.time_ns(), {"operation_name": name}):
-            if span.name == name and span.start_ns >= since_ns:
+        last_ns = time.time_ns() if until_ns is None else until_ns
+        for span in self._search(_service(name), since_ns, last_ns, {"operation_name": name}):
+            if span.name == name and since_ns <= span.start_ns <= last_ns:
                 found[span.span_id] = span
             if len(found) >= limit:
                 break

@@ -38,8 +38,10 @@ class SpanSource(ABC):
         """Id of the trace of the newest request; "" when there is none. Failed requests count too."""
 
     @abstractmethod
-    def spans_named(self, name: str, *, since_ns: int, limit: int = 100_000) -> list[StoredSpan]:
-        """The newest spans of a name that started at or after `since_ns`, the newest first."""
+    def spans_named(
+        self, name: str, *, since_ns: int, until_ns: int | None = None, limit: int = 100_000
+    ) -> list[StoredSpan]:
+        """Spans of a name that started in [since_ns, until_ns], the newest first; None sets no end."""
 
     @abstractmethod
     def spans_between(self, wanted: Collection[str], start_ns: int, end_ns: int) -> list[StoredSpan]:

@@ -24,6 +24,8 @@ _CHECK_EVERY = 16
 # Messages that are looked through for the newest request.
 _NEWEST_MESSAGES = 64
 _TRACE_ID_BYTES = 16
+# The largest number that SQLite takes.
+_NO_END_NS = 2**63 - 1
 
 _SCHEMA = """
 DROP TABLE IF EXISTS spans;
@@ -170,12 +172,19 @@ class SpanReader(SpanSource):
             return next((span.trace_id for span in decode(data)), "")
         return ""
 
-    def spans_named(self, name: str, *, since_ns: int, limit: int = 100_000) -> list[StoredSpan]:
+    def spans_named(
+        self, name: str, *, since_ns: int, until_ns: int | None = None, limit: int = 100_000
+    ) -> list[StoredSpan]:
         """See SpanSource."""
+        last_ns = _NO_END_NS if until_ns is None else until_ns
+        messages = self._holding(
+            name.encode(), received_from_ns=since_ns, received_to_ns=min(_NO_END_NS, last_ns + LATE_NS)
+        )
         found = [
             span
-            for data in self._holding(name.encode(), received_from_ns=since_ns)
+            for data in messages
             for span in decode(data, wanted=(name,), since_ns=since_ns)
+            if span.start_ns <= last_ns
         ]
         return sorted(found, key=lambda span: -span.start_ns)[:limit]
 
@@ -193,7 +202,7 @@ class SpanReader(SpanSource):
         return sorted(found.values(), key=lambda span: span.start_ns)
 
     def _holding(
-        self, text: bytes, *, limit: int = -1, received_from_ns: int = 0, received_to_ns: int = 2**63 - 1
+        self, text: bytes, *, limit: int = -1, received_from_ns: int = 0, received_to_ns: int = _NO_END_NS
     ) -> Iterator[bytes]:
         """Messages that have these bytes somewhere, the newest first."""
         rows = self._db.execute(

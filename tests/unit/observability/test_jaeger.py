@@ -74,6 +74,22 @@ def test_diagnose_finds_the_planted_cause(
     assert f"delayed by {cause}: 9%" in shown.replace("\n", " ")
 
 
+def test_requests_of_a_time_are_told_from_those_before_and_after(deployment: Deployment) -> None:
+    """Whichever of them the store answers with: it gives whole traces."""
+    began_ns = time.time_ns() - MINUTE_NS
+    for number in range(1, 3 * jaeger_stand_in.MOST_TRACES):
+        deployment.add(
+            request_trace(f"r-{number}", number=number, start_ns=began_ns + number * 1_000_000_000)
+        )
+    reader = JaegerReader(deployment.url)
+    whole = reader.spans_named(names.GATEWAY_REQUEST, since_ns=0, until_ns=2**62)
+    assert len(whole) == 3 * jaeger_stand_in.MOST_TRACES - 1
+    first, last = whole[90], whole[10]
+    found = reader.spans_named(names.GATEWAY_REQUEST, since_ns=first.start_ns, until_ns=last.start_ns)
+    assert found == whole[10:91]
+    reader.close()
+
+
 def test_a_request_is_found_by_its_ids_and_explained_with_its_neighbours(deployment: Deployment) -> None:
     mine = recent("mine", 1, delays_ms={Cause.LONG_PREFILL: 150.0})
     loud = recent("loud", 2, parts_ms={**PARTS, TtftPart.QUEUE: 0.0, TtftPart.PREFILL: 180.0})
