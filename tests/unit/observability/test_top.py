@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import math
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +15,7 @@ from observability.analysis import top
 from observability.analysis.scrape import Interval, Reading, parse, scrape
 from observability.emit import names
 from observability.emit.metrics import Metrics
+from tests.unit.observability.prometheus_stand_in import prometheus
 
 
 def _reading(metrics: Metrics, at_s: float) -> Reading:
@@ -115,52 +110,6 @@ def test_once_prints_one_view(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.endswith("\n")
 
 
-class _Deployment:
-    """Answers instant queries as Prometheus does, with what processes said before a moment and after it."""
-
-    def __init__(self, before: dict[str, Metrics], after: dict[str, Metrics]) -> None:
-        self.changed_s = time.time() - 1.0
-        self._pages = [
-            {name: metrics.expose()[0].decode() for name, metrics in each.items()} for each in (before, after)
-        ]
-
-    def result(self, unix_s: float) -> list[dict[str, object]]:
-        return [
-            {
-                "metric": {"__name__": name, "job": "pods", "instance": instance, **dict(labels)},
-                "value": [unix_s, str(value)],
-            }
-            for instance, page in self._pages[unix_s >= self.changed_s].items()
-            for (name, labels), value in parse(page, unix_s).samples.items()
-        ]
-
-
-@contextmanager
-def _prometheus(deployment: _Deployment) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            assert url.path == "/api/v1/query"
-            asked = parse_qs(url.query)
-            assert asked["query"] == ['{__name__=~"millrace_.+"}']
-            found = deployment.result(float(asked["time"][0]))
-            body = {"status": "success", "data": {"resultType": "vector", "result": found}}
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 @pytest.mark.parametrize("columns", ["80", "140"])
 def test_a_deployments_prometheus_shows_the_last_minute(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -173,8 +122,15 @@ def test_a_deployments_prometheus_shows_the_last_minute(
         metrics.add(names.REQUESTS, count, **of)
     engine.set(names.BUILD_INFO, 1, service=names.ENGINE, version="1", model="m")
     engine.set(names.REQUESTS_RUNNING, 17)
-    deployment = _Deployment({"10.0.0.1:9464": gateway}, {"10.0.0.1:9464": later, "10.0.0.2:9464": engine})
-    with _prometheus(deployment) as url:
+    earlier = {"10.0.0.1:9464": gateway}
+    now = {"10.0.0.1:9464": later, "10.0.0.2:9464": engine}
+    changed_s = time.time() - 1.0
+
+    def said(unix_s: float) -> dict[str, Reading]:
+        found = now if unix_s >= changed_s else earlier
+        return {instance: _reading(metrics, unix_s) for instance, metrics in found.items()}
+
+    with prometheus(said) as url:
         assert top.main(["--prometheus", url, "--once"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("2.0 requests/s")
