@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,6 +179,17 @@ class Stack:
         tails = [f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs]
         return "\n".join([self.output.read_text(errors="replace"), *tails])
 
+    def command(self, *arguments: str) -> str:
+        """What `millrace ...` says on the machine where it runs; lines are not folded."""
+        return subprocess.run(
+            [sys.executable, "-m", "services.cli", *arguments],
+            env={"MILLRACE_STATE_DIR": str(self.directory), "PATH": "/usr/bin:/bin", "COLUMNS": "500"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=LIMIT_S,
+        ).stdout
+
     # --- the engines' books ---
 
     def invariants(self) -> list[engine_pb2.CheckInvariantsResponse]:
@@ -205,6 +217,11 @@ class Stack:
             assert each.ok, each.violation
 
     # --- traces ---
+
+    def exported(self) -> list[bytes]:
+        """What its processes have sent, as it came."""
+        with closing(sqlite3.connect(f"file:{self.state.trace_store}?mode=ro", uri=True)) as store:
+            return [data for (data,) in store.execute("SELECT data FROM messages ORDER BY sequence")]
 
     def trace(self, request_id: str, names: Sequence[str] = ()) -> list[StoredSpan]:
         """Spans of a request, once those with `names` have arrived, and Envoy's, which holds them all."""

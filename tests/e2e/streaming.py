@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from tests.e2e.stack import LIMIT_S, Stack
 
@@ -55,3 +56,57 @@ class Background:
         if self.failure is not None:
             raise self.failure
         return self.result
+
+
+class Client:
+    """One streaming completion on its own thread, and the id of its request."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        prompt: Sequence[int],
+        max_tokens: int,
+        tier: str = "standard",
+        model: str = "",
+        key: str | None = None,
+    ) -> None:
+        self.request_id = ""
+        self._stack = stack
+        self._prompt = list(prompt)
+        self._max_tokens = max_tokens
+        self._tier = tier
+        self._model = model or stack.model
+        self._key = key
+        # Set at the first output.
+        self.started = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._stack.openai(self._key) as client:
+            answer = client.completions.with_raw_response.create(
+                model=self._model,
+                prompt=self._prompt,
+                max_tokens=self._max_tokens,
+                stream=True,
+                extra_body={"ignore_eos": True, "service_tier": self._tier},
+            )
+            self.request_id = str(answer.headers["x-request-id"])
+            for _ in answer.parse():
+                self.started.set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the stream goes on."""
+        return self._thread.is_alive()
+
+    def wait(self) -> str:
+        """The request id, once the stream has ended."""
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+        return self.request_id
+
+
+def tokens(count: int) -> list[int]:
+    """A prompt of so many."""
+    return [300 + index % 500 for index in range(count)]

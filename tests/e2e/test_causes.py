@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
@@ -27,6 +21,7 @@ from observability.emit import names
 from observability.emit.names import Cause
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import LIMITED_KEY, Stack, eventually, running_stack
+from tests.e2e.streaming import Client, tokens
 from tests.unit.observability.jaeger_stand_in import jaeger
 
 PACE = {
@@ -50,72 +45,21 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-class Client:
-    """One streaming completion on its own thread."""
-
-    def __init__(
-        self,
-        stack: Stack,
-        prompt: Sequence[int],
-        max_tokens: int,
-        tier: str = "standard",
-        model: str = "",
-    ) -> None:
-        self.request_id = ""
-        self._stack = stack
-        self._prompt = list(prompt)
-        self._max_tokens = max_tokens
-        self._tier = tier
-        self._model = model or stack.model
-        # Set at the first output.
-        self.started = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with self._stack.openai() as client:
-            answer = client.completions.with_raw_response.create(
-                model=self._model,
-                prompt=self._prompt,
-                max_tokens=self._max_tokens,
-                stream=True,
-                extra_body={"ignore_eos": True, "service_tier": self._tier},
-            )
-            self.request_id = str(answer.headers["x-request-id"])
-            for _ in answer.parse():
-                self.started.set()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the stream goes on."""
-        return self._thread.is_alive()
-
-    def wait(self) -> str:
-        """The request id, once the stream has ended."""
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        return self.request_id
-
-
-def _tokens(count: int) -> list[int]:
-    return [300 + index % 500 for index in range(count)]
-
-
 def _long_prefill(stack: Stack) -> str:
     # Still generating when the long prompts have been computed, however slow the machine is.
-    mine = Client(stack, _tokens(8), 400)
+    mine = Client(stack, tokens(8), 400)
     assert mine.started.wait(60)
     for number in range(3):
-        Client(stack, _tokens(7000 + number), 2).wait()
+        Client(stack, tokens(7000 + number), 2).wait()
         if not mine.is_running:
             break
     return mine.wait()
 
 
 def _kv_pressure(stack: Stack) -> str:
-    holder = Client(stack, _tokens(5000), 600)
+    holder = Client(stack, tokens(5000), 600)
     assert holder.started.wait(60)
-    mine = Client(stack, _tokens(4000), 2)
+    mine = Client(stack, tokens(4000), 2)
     # It waits until the holder ends; more of it would only be waiting.
     assert eventually(lambda: stack.metrics("engine")[0].value(names.REQUESTS_WAITING) > 0)
     holder.wait()
@@ -123,11 +67,11 @@ def _kv_pressure(stack: Stack) -> str:
 
 
 def _preemption(stack: Stack) -> str:
-    first = Client(stack, _tokens(8), 400, tier="batch")
-    second = Client(stack, _tokens(8), 400, tier="batch")
+    first = Client(stack, tokens(8), 400, tier="batch")
+    second = Client(stack, tokens(8), 400, tier="batch")
     assert first.started.wait(60)
     assert second.started.wait(60)
-    Client(stack, _tokens(8), 300, tier="interactive").wait()
+    Client(stack, tokens(8), 300, tier="interactive").wait()
     # The one that was displaced is the one that was blamed for.
     for request_id in (first.wait(), second.wait()):
         spans = stack.trace(request_id, [names.ENGINE_DECODE, names.GATEWAY_REQUEST])
@@ -162,10 +106,10 @@ def _cold_adapter(stack: Stack) -> str:
     with stack.openai() as client:
         served = [model.id for model in client.models.list()]
     pirate, entries = (next(each for each in served if each.endswith(name)) for name in ("pirate", "entries"))
-    holder = Client(stack, _tokens(8), 200, model=pirate)
+    holder = Client(stack, tokens(8), 200, model=pirate)
     assert holder.started.wait(60)
     # It waits for the only slot.
-    mine = Client(stack, _tokens(8), 2, model=entries)
+    mine = Client(stack, tokens(8), 2, model=entries)
     holder.wait()
     return mine.wait()
 
@@ -176,7 +120,7 @@ def _rate_limit(stack: Stack) -> str:
             try:
                 client.completions.create(
                     model=stack.model,
-                    prompt=_tokens(4),
+                    prompt=tokens(4),
                     max_tokens=1,
                     extra_headers={"x-request-id": CLIENT_REQUEST_ID},
                 )
@@ -220,33 +164,17 @@ def _check(stack: Stack, request_id: str, cause: Cause) -> None:
         assert re.search(r"a retry after \d+\.\d s may succeed", explanation.verdict)
         spans = stack.trace(request_id, last)
         assert {span.attributes.get(names.CLIENT_REQUEST_ID) for span in spans} == {CLIENT_REQUEST_ID}
-    with jaeger(partial(_sent, stack)) as url:
+    with jaeger(stack.exported) as url:
         reader = JaegerReader(url)
         standing, _ = explain_stored(reader, request_id)
         reader.close()
         # A deployment's store says the same as the one on this machine.
         assert standing == explanation
         for where in ([], ["--jaeger", url]):
-            shown = _why(stack, request_id, *where)
-            assert explanation.verdict.split(":")[0] in shown.replace("\n", " ")
+            shown = stack.command("why", request_id, *where)
+            assert explanation.verdict.split(":")[0] in shown
     if cause in {Cause.LONG_PREFILL, Cause.KV_PRESSURE, Cause.PREEMPTION}:
         _check_links(stack, stack.trace(request_id, last))
-
-
-def _why(stack: Stack, request_id: str, *where: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", "services.cli", "why", request_id, *where],
-        env={"MILLRACE_STATE_DIR": str(stack.directory), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-
-
-def _sent(stack: Stack) -> list[bytes]:
-    """What the stack's processes have exported, as it came."""
-    with closing(sqlite3.connect(f"file:{stack.state.trace_store}?mode=ro", uri=True)) as store:
-        return [data for (data,) in store.execute("SELECT data FROM messages ORDER BY sequence")]
 
 
 def _check_links(stack: Stack, spans: list[StoredSpan]) -> None:
@@ -263,7 +191,7 @@ def _check_links(stack: Stack, spans: list[StoredSpan]) -> None:
 
 def test_parts_of_the_first_token_sum_to_what_the_client_measures(slow: Stack) -> None:
     """Within 5 % of the time that the gateway measured; the gateway's own time is within the client's."""
-    request_id = Client(slow, _tokens(3000), 4).wait()
+    request_id = Client(slow, tokens(3000), 4).wait()
     spans = slow.trace(request_id, [names.GATEWAY_REQUEST])
     (request,) = [span for span in spans if span.name == names.GATEWAY_REQUEST]
     parts = [float(request.attributes[key]) for key in names.TTFT_PARTS.values()]
