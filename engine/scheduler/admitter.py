@@ -68,6 +68,7 @@ class Admitter:
             return self._yields_as_due(draft, sequence)
         start, prefix = self._starting_point(draft, sequence)
         if self._rows.room(draft, sequence, sequence.num_known - start) < 1.0:
+            self._waited_behind_the_head(sequence)
             sequence.waits_for("long_prefill", draft.now)
             skipped.add(sequence.sequence_id)
             return True
@@ -127,6 +128,11 @@ class Admitter:
             sequence.hasher, sequence.num_known, restore_worth_it=self._state.is_restoring_cheaper
         )
         return prefix.num_blocks * cache.block_size, prefix
+
+    def _waited_behind_the_head(self, sequence: Sequence) -> None:
+        """What kept the first of the queue kept everybody behind it who had no cause of its own."""
+        if not sequence.waiting_for:
+            sequence.waiting_for = self._blocked_by
 
     def _block(self, draft: PlanDraft, sequence: Sequence, cause: str) -> None:
         sequence.waits_for(cause, draft.now)
@@ -249,8 +255,7 @@ class Admitter:
                 sequence.restoring = (now, len(prefix.host_hashes) * state.cache.block_size)
         sequence.fork_parent = sequence.awaited = None
         state.cache.prepare_write(sequence.table, start, sequence.num_known)
-        if not sequence.waiting_for:
-            sequence.waiting_for = self._blocked_by
+        self._waited_behind_the_head(sequence)
         sequence.stops_waiting(now, num_computed=start)
         sequence.num_computed = sequence.num_confirmed = start
         sequence.prefill_end = sequence.num_known

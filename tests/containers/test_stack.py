@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(900)
 
 OURS = ("gateway", "tokenizer", "engine")
 # Long enough to be under way while containers are stopped, and short enough for their drain.
-NUM_TOKENS = 300
+NUM_TOKENS = 1000
 
 
 def test_everything_is_healthy(plain: Compose) -> None:

@@ -182,6 +182,20 @@ def test_kv_pressure_preempts_the_lowest_rank_and_everybody_finishes() -> None:
     assert driver.scheduler.load(driver.now).counters.preemptions["kv_pressure"] > 0
 
 
+def test_everybody_behind_full_blocks_is_told_that_they_were_full() -> None:
+    """Also those whose prompts no longer fit the step in which the first of them begins."""
+    driver = Driver(memory=memory_plan(24, 4, 96), watermark=0.0)
+    holder = driver.submit(prompt(80, 9), max_tokens=12)
+    for _ in range(3):
+        driver.step()
+    waiting = [driver.submit(prompt(24, index), max_tokens=4) for index in range(3)]
+    driver.run()
+    for each in waiting:
+        delays = driver.events[each][-1].statistics.delayed_by_s
+        assert max(delays, key=delays.get) == "kv_pressure", delays
+    assert not driver.events[holder][-1].statistics.delayed_by_s.get("kv_pressure")
+
+
 @pytest.mark.parametrize("max_preemptions", [1, 3])
 def test_preemptions_are_bounded_for_every_sequence(max_preemptions: int) -> None:
     driver = Driver(
