@@ -1,4 +1,4 @@
-"""Engines of a second model, behind the gateways of the first."""
+"""Engines of a second model, in Kubernetes and in compose, behind the gateways of the first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from observability.emit import names
 from services.config import ModelConfig, read_tables
 from services.models import load_models, own_model
 from tests.deployment import kustomize, settings
-from tests.deployment.containerfile import REPOSITORY
+from tests.deployment.composition import environment, load
+from tests.deployment.containerfile import REPOSITORY, parse
 from tests.deployment.kustomize import Manifest, find
 from tests.deployment.manifests import K8S, containers, stage, validate, variables_of
 
@@ -117,3 +118,27 @@ def test_each_set_is_scaled_by_what_waits_for_its_own_model(tmp_path: Path) -> N
             trigger["metadata"]["query"] = before["metadata"]["query"]
             assert trigger == before
         assert {**scaled["spec"], "scaleTargetRef": ""} == {**alone["spec"], "scaleTargetRef": ""}
+
+
+def test_compose_s_second_engine_is_the_first_with_another_model() -> None:
+    services = load("docker-compose.yml", "compose.models.yml")["services"]
+    first, second = services["engine"], services["engine-second"]
+    own = {"build", "environment", "networks"}
+    assert {key: value for key, value in first.items() if key not in own} == {
+        key: value for key, value in second.items() if key not in own
+    }
+    assert second["networks"] == {"inside": {"aliases": ["engine"]}}
+    image = parse(REPOSITORY / first["build"]["dockerfile"]).environment()
+    both = [environment(service) for service in (first, second)]
+    served = [_served({**image, **variables}) for variables in both]
+    assert served == list(load_models(read_tables(CONFIG, {})).models.values())
+    assert both[0] | dict.fromkeys(TOLD, "") == both[1] | dict.fromkeys(TOLD, "")
+
+
+def test_compose_gives_every_service_the_file_with_both_models() -> None:
+    compose = load("docker-compose.yml", "compose.models.yml")
+    assert (REPOSITORY / compose["configs"]["millrace"]["file"]).samefile(CONFIG)
+    for name in ("configure", "gateway", "tokenizer", *SETS):
+        assert compose["services"][name]["configs"] == [
+            {"source": "millrace", "target": "/etc/millrace/millrace.toml"}
+        ], name
