@@ -23,9 +23,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     chunk_times_s: list[float] = msgspec.field(default_factory=list)
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
+    # That the answer names: another one than was asked for may have given it.
+    model: str = ""
 
     def read_events(self, events: EventStream) -> None:
-        """Takes usage from the last events of a stream that has ended, and says what it lacks."""
+        """Takes usage and model from the last events of a stream that has ended, and says what it lacks."""
         self.error = events.error
         for payload in events.last:
             try:
@@ -33,7 +35,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             except ValueError:
                 self.error = self.error or "an event of the stream is not JSON"
                 continue
-            usage = event.get("usage") if isinstance(event, dict) else None
+            if not isinstance(event, dict):
+                continue
+            self.model = str(event.get("model") or self.model)
+            usage = event.get("usage")
             if isinstance(usage, dict):
                 self.prompt_tokens = _count(usage, "prompt_tokens") or self.prompt_tokens
                 self.completion_tokens = _count(usage, "completion_tokens")

@@ -179,10 +179,10 @@ def wait_http(url: str) -> None:
         time.sleep(0.1)
 
 
-def ask(port: int) -> None:
+def ask(port: int, model: str = MODEL) -> None:
     """One streamed chat through Envoy, and one refusal."""
     body = {
-        "model": MODEL,
+        "model": model,
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 4,
         "stream": True,
@@ -193,6 +193,7 @@ def ask(port: int) -> None:
         assert answer.status_code == 200, answer.text
         lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
         assert lines[-1] == "[DONE]"
-        assert json.loads(lines[0])["object"] == "chat.completion.chunk"
+        first = json.loads(lines[0])
+        assert (first["object"], first["model"]) == ("chat.completion.chunk", model)
         refused = client.post(url, json=body, headers={"authorization": "Bearer mr-wrong"})
         assert refused.status_code == 401

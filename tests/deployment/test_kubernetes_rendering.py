@@ -38,9 +38,20 @@ def test_the_real_kustomize_renders_the_same(target: str) -> None:
     _compare_with_the_real(K8S / target)
 
 
+OPTIONAL = (
+    ("gpu", "mtls", "monitors", "leaderworkerset", "inferencepool"),
+    ("cpu", "second-model"),
+    ("gpu", "mtls", "second-model", "leaderworkerset"),
+    ("observability", "autoscale", "second-model", "second-model/autoscale"),
+)
+
+
 @needs_kubectl
-def test_the_real_kustomize_renders_the_optional_components_the_same(tmp_path: Path) -> None:
-    _compare_with_the_real(stage(tmp_path, "gpu", "mtls", "monitors", "leaderworkerset", "inferencepool"))
+@pytest.mark.parametrize("components", OPTIONAL, ids="+".join)
+def test_the_real_kustomize_renders_the_optional_components_the_same(
+    tmp_path: Path, components: tuple[str, ...]
+) -> None:
+    _compare_with_the_real(stage(tmp_path, *components))
 
 
 def _compare_with_the_real(folder: Path) -> None:

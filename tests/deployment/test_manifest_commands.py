@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from tests.deployment import kustomize
 from tests.deployment.containerfile import REPOSITORY, parse
 from tests.deployment.deployed import Deployment, ask, wait_http
+from tests.deployment.manifests import K8S, stage
 
 # A small machine needs long to start every service, and nothing waits longer than the test may take.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -21,17 +22,64 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 def test_the_manifests_run(root: Path) -> None:
     manifests = kustomize.build(REPOSITORY / "k8s/overlays/local")
-    hosts = [manifest["metadata"]["name"] for manifest in manifests if manifest["kind"] == "Service"]
-    deployment = Deployment(root, hosts)
+    deployment = Deployment(root, _hosts(manifests))
     try:
-        _run_manifests(deployment, manifests)
+        _start_services(deployment, manifests, ("engine",), {})
+        ask(_start_edge(deployment, manifests))
+        _drain(deployment)
     finally:
         deployment.close()
 
 
-def _run_manifests(deployment: Deployment, manifests: list[kustomize.Manifest]) -> None:
+def test_one_gateway_serves_two_models_of_the_manifests(root: Path, tmp_path: Path) -> None:
+    manifests = kustomize.build(stage(tmp_path, "redis", "second-model"))
+    known = kustomize.find(kustomize.build(K8S / "overlays/local"), "Secret", "millrace-secrets")
+    assert known is not None
+    engines = ("engine", "engine-second")
+    deployment = Deployment(root, [*_hosts(manifests), *engines])
+    # There are no records of a name here: the engines that it finds in a cluster are listed.
+    found = {"MILLRACE_GATEWAY__DISCOVERY": "static"}
+    found["MILLRACE_GATEWAY__ENGINES"] = '["engine:50071", "engine-second:50071"]'
+    try:
+        _start_services(deployment, [*manifests, known], engines, found)
+        port = _start_edge(deployment, [*manifests, known])
+        for model in ("millrace-nano", "millrace-nano-draft"):
+            ask(port, model)
+        for name in engines:
+            # Each was asked, and by the queries of `second-model/autoscale` it is known what it serves.
+            (build,) = _series(deployment, name, "millrace_build_info")
+            assert (
+                f'model="{_variables(manifests, _container(manifests, name), {})["MILLRACE_MODEL__NAME"]}"'
+                in build
+            )
+            assert len(_series(deployment, name, "millrace_engine_requests_waiting")) == 1
+    finally:
+        deployment.close()
+
+
+def _hosts(manifests: list[kustomize.Manifest]) -> list[str]:
+    return [manifest["metadata"]["name"] for manifest in manifests if manifest["kind"] == "Service"]
+
+
+def _series(deployment: Deployment, name: str, metric: str) -> list[str]:
+    page = httpx.get(f"http://127.0.0.1:{deployment.network.port(name, 9464)}/metrics", trust_env=False).text
+    return [line for line in page.splitlines() if re.match(rf"{metric}[{{ ]", line)]
+
+
+def _start_services(
+    deployment: Deployment,
+    manifests: list[kustomize.Manifest],
+    engines: Sequence[str],
+    found: Mapping[str, str],
+) -> None:
+    """Everything but Envoy; `found` are variables of the gateway that take the place of the manifest's."""
     secrets = kustomize.find(manifests, "Secret", "millrace-secrets")
+    config = kustomize.find(manifests, "ConfigMap", "millrace-config")
     assert secrets is not None
+    assert config is not None
+    (deployment.mount("/etc/millrace", "config") / "millrace.toml").write_text(
+        config["data"]["millrace.toml"]
+    )
     folder = deployment.mount("/run/secrets/millrace", "secrets")
     (folder / "context_secret").write_text(secrets["stringData"]["context_secret"])
     deployment.mount("/var/lib/millrace/state", "state")
@@ -43,13 +91,21 @@ def _run_manifests(deployment: Deployment, manifests: list[kustomize.Manifest]) 
     words = [str(shutil.which("redis-server")), *words, "--port", str(deployment.network.port("redis", 6379))]
     data = deployment.mount("/data", "redis")
     deployment.launch("redis", words, {}, data, as_user=deployment.as_user)
-    for name in ("tokenizer", "engine", "gateway"):
+    for name in ("tokenizer", *engines, "gateway"):
         container = _container(manifests, name)
-        dockerfile = f"services/{name}/Dockerfile"
+        kind = "engine" if name in engines else name
+        dockerfile = f"services/{kind}/Dockerfile"
         argv = [*parse(REPOSITORY / dockerfile).command("ENTRYPOINT"), *container["args"]]
         variables = _variables(manifests, container, secrets["stringData"])
+        variables |= found if name == "gateway" else {}
         started = deployment.start(name, dockerfile, argv, variables, _writable(container))
-        started.wait_for_line(f"ready {name}")
+        started.wait_for_line(f"ready {kind}")
+
+
+def _start_edge(deployment: Deployment, manifests: list[kustomize.Manifest]) -> int:
+    """Renders Envoy's configuration and starts it; the port that stands for 8080."""
+    secrets = kustomize.find(manifests, "Secret", "millrace-secrets")
+    assert secrets is not None
     configure = _container(manifests, "envoy", kind="initContainers")
     argv = [*configure["command"], *configure["args"]]
     variables = _variables(manifests, configure, secrets["stringData"])
@@ -64,8 +120,7 @@ def _run_manifests(deployment: Deployment, manifests: list[kustomize.Manifest]) 
     probe = envoy["readinessProbe"]["httpGet"]
     (port,) = [port["containerPort"] for port in envoy["ports"] if port["name"] == probe["port"]]
     wait_http(f"http://127.0.0.1:{deployment.network.port('envoy', port)}{probe['path']}")
-    ask(edge)
-    _drain(deployment)
+    return edge
 
 
 def _drain(deployment: Deployment) -> None:

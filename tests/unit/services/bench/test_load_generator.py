@@ -61,7 +61,7 @@ async def server(
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
             events = [json.dumps({"choices": [{"text": "x"}]}) for _ in range(request["max_tokens"])]
             usage = {"prompt_tokens": len(request["prompt"]), "completion_tokens": request["max_tokens"]}
-            events.append(json.dumps({"choices": [], "usage": usage}))
+            events.append(json.dumps({"choices": [], "model": "another", "usage": usage}))
             stream = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
             for start in range(0, len(stream), 33):
                 piece = stream[start : start + 33]
@@ -92,6 +92,8 @@ async def test_counts_tokens_and_chunks_however_the_stream_is_cut() -> None:
         request.prompt_tokens for request in plan(workload(), "nano")
     ]
     assert summarize(records, duration, Targets()).completion_tokens == 84
+    # The answer says who gave it, whoever was asked.
+    assert {record.model for record in records} == {"another"}
 
 
 async def test_failures_are_counted_with_their_reason_and_leave_the_others_alone() -> None:
