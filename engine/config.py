@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from services.config import ModelConfig, load_section, problem_with_adapter_name
+from services.config import load_section, problem_with_adapter_name
 from services.errors import ConfigError
+from services.models import own_model
 from services.resources import num_cores
 
 MOST_RANK, MOST_SLOTS = 64, 256
@@ -344,7 +345,7 @@ def load(tables: Mapping[str, Any]) -> EngineConfig:
     the key at fault.
     """
     config = load_section(tables, "engine", EngineConfig)
-    model = load_section(tables, "model", ModelConfig)
+    model = own_model(tables)
     found = adapters_beside(model.path) | {name: each.path for name, each in model.adapters.items()}
     if found:
         paths = found | config.adapters.paths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import EngineConfig, num_threads
+from engine.config import EngineConfig, load, num_threads
 from services.config import load_section
 from services.errors import ConfigError
 
@@ -40,3 +40,11 @@ def test_threads_are_as_many_as_was_asked_for(
     monkeypatch.setattr("engine.config.num_cores", lambda: 8)
     assert num_threads({"OMP_NUM_THREADS": asked}) == threads
     assert num_threads({}) == 8
+
+
+@pytest.mark.parametrize(("name", "adapters"), [("nano", {"entries", "pirate"}), ("draft", set())])
+def test_an_engine_that_is_told_its_models_name_has_the_adapters_beside_that_model(
+    name: str, adapters: set[str]
+) -> None:
+    models = {"nano": {"path": "models/millrace-nano"}, "draft": {"path": "models/millrace-nano-draft"}}
+    assert load({"models": models, "model": {"name": name}}).adapters.paths.keys() == adapters
