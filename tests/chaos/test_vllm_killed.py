@@ -18,10 +18,13 @@ from engine.config import VllmConfig
 from engine.vllm_core.environment import find_python
 from services.errors import ConfigError
 from tests.e2e.conftest import needs_weights
-from tests.e2e.stack import LIMIT_S, VLLM_PYTHON, VLLM_SETTINGS, Stack, running_stack
+from tests.e2e.stack import LIMIT_S, VLLM_PYTHON, VLLM_SETTINGS, Stack, eventually, running_stack
 
 # Two engines of this make take minutes to start where processors are few.
 pytestmark = [pytest.mark.e2e, needs_weights, pytest.mark.timeout(900)]
+
+# In which an engine of it is there again.
+LOADS_LIMIT_S = 300.0
 
 NUM_STREAMS = 64
 NUM_TOKENS = 48
@@ -105,4 +108,6 @@ def test_nothing_accepted_is_lost_with_an_engine(engines: Stack) -> None:
     assert ends.count("left") <= NUM_STREAMS // 8
     assert ends.count("guided") == NUM_STREAMS // 4
     assert ends.count("plain") + ends.count("left") == NUM_STREAMS - NUM_STREAMS // 4
+    back = "engine-0 is ready again"
+    assert eventually(lambda: back in engines.output.read_text(), LOADS_LIMIT_S), engines.transcript()
     engines.assert_nothing_leaked()
