@@ -1,7 +1,7 @@
 """What Millrace costs, and gives, on top of vLLM: the whole stack with a vLLM engine beside the bare server.
 
 `python -m benchmarks.peers.on_vllm [--checkpoint llama-40m] [--loads 1 8 32 prefix] [--rounds 2]
-    [--overload] [--environments DIR] [--output FILE]`
+    [--overload SECONDS] [--environments DIR] [--json FILE] [--overload-json FILE]`
 
 Both have the same build of vLLM, the same checkpoint, settings and cache, and run in turn (A B B A …); one
 client (`services.bench`) sends the same requests to both. Prints for each load the tokens per second, their
@@ -17,7 +17,6 @@ import asyncio
 import gc
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,7 +94,8 @@ def run_once(server: Server, workload: Workload) -> Summary:
     records, duration_s = asyncio.run(records_of(server, workload))
     total = summarize(records, duration_s, Targets())
     if total.num_failed or total.ttft_ms is None:
-        raise ServerFailed(f"{server.name}: {total.num_failed} failed: {records[0].error}")
+        why = next((each.error for each in records if each.error), "an answer without a token")
+        raise ServerFailed(f"{server.name}: {total.num_failed} failed: {why}")
     print(
         f"{server.name:18} {total.output_tokens_per_s:8.1f} tokens/s   TTFT p50 {total.ttft_ms.p50:8.1f} ms",
         flush=True,
@@ -173,22 +173,22 @@ def main() -> None:
     parser.add_argument("--overload", type=float, default=0.0, help="seconds of it; 0 is none")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--overload-json", type=Path, default=None)
     arguments = parser.parse_args()
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
-    tables = _OVERLOAD_TABLES if arguments.overload else ""
     stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", settings(folder))
-    with ExitStack() as running:
-        servers = [
-            running.enter_context(serve("vllm", bare(folder, checkpoint), folder / "bare-vllm.log")),
-            running.enter_context(stack(tables=tables)),
-        ]
-        rows = in_turn(servers, arguments.loads, arguments.rounds)
-        if rows:
+    with serve("vllm", bare(folder, checkpoint), folder / "bare-vllm.log") as vllm:
+        if arguments.loads:
+            with stack() as on_top:
+                rows = in_turn([vllm, on_top], arguments.loads, arguments.rounds)
             publish(f"Millrace on vLLM, {arguments.checkpoint}", rows, arguments.json)
         if arguments.overload:
-            publish("three times what it takes", overload(servers, arguments.overload), None)
+            # Tiers that refuse what cannot be in time.
+            with stack(tables=_OVERLOAD_TABLES) as on_top:
+                rows = overload([vllm, on_top], arguments.overload)
+            publish("three times what it takes", rows, arguments.overload_json)
 
 
 if __name__ == "__main__":
