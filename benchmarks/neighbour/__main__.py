@@ -267,6 +267,11 @@ def main() -> None:
             print(_row(found[-1]), flush=True)
             if found[-1]["restarted"]:
                 print(f"started again: {found[-1]['restarted']}", flush=True)
+            _keep(options, limit, found)
+
+
+def _keep(options: argparse.Namespace, limit: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    """Writes what there is so far: it takes a quarter of an hour."""
     if options.json is not None and options.json.exists():
         found = _beside(json.loads(options.json.read_text())["attacks"], found)
     aims = {"ttft_p99_ms": TTFT_AIM_MS, "gap_p99_ms": GAP_AIM_MS}

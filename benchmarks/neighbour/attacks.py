@@ -414,8 +414,11 @@ async def large_endless_bodies(target: Target, outcomes: Counter[str]) -> None:
         try:
             reader, writer = await asyncio.open_connection(target.host, target.port)
             writer.write(request)
-            outcomes[await asyncio.wait_for(_status(reader), _LIMIT_S)] += 1
-            writer.close()
+            try:
+                outcomes[await asyncio.wait_for(_status(reader), _LIMIT_S)] += 1
+            finally:
+                # What was refused is not sent any more, or the attacker would be busy with that alone.
+                writer.transport.abort()
         except (OSError, TimeoutError):
             outcomes["connection lost"] += 1
             await asyncio.sleep(0.1)
