@@ -128,7 +128,11 @@ def _store(tmp_path: Path, start_ns: int, *, delays_ms: dict[Cause, float], num_
     return path
 
 
-def test_an_hour_of_the_past_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_hour_of_the_past_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A line each, whatever the terminal is.
+    monkeypatch.setenv("COLUMNS", "500")
     then_s, later_s = 1_700_000_000, 1_700_007_200
     path = _store(tmp_path, then_s * 10**9, delays_ms={Cause.KV_PRESSURE: 900.0})
     _store(tmp_path, later_s * 10**9, delays_ms={Cause.COLD_ADAPTER: 900.0})
