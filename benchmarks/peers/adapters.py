@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ from benchmarks.peers import vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import Load
 from benchmarks.peers.millrace import millrace
-from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
+from benchmarks.peers.servers import Server, ServerFailed, serve
 from engine.config import AdaptersConfig, EngineConfig
 from engine.runner.build import build_here
 from services.bench.client import Target
@@ -46,17 +46,11 @@ def make_adapters(checkpoint: Path, folder: Path, num: int, rank: int) -> dict[s
     return made
 
 
-def bare(folder: Path, checkpoint: Path, adapters: dict[str, Path], rank: int) -> Callable[[int], Launch]:
-    """vLLM's own server with the adapters."""
-    launch = vllm_cpu.prepare(folder, checkpoint)
+def lora_options(adapters: Mapping[str, Path], rank: int) -> tuple[str, ...]:
+    """vLLM's own for these adapters."""
     named = [f"{name}={path}" for name, path in adapters.items()]
-    more = ("--enable-lora", "--max-loras", str(len(adapters)), "--max-lora-rank", str(rank))
-
-    def start(port: int) -> Launch:
-        found = launch(port)
-        return replace(found, command=(*found.command, *more, "--lora-modules", *named))
-
-    return start
+    size = ("--max-loras", str(len(adapters)), "--max-lora-rank", str(rank))
+    return ("--enable-lora", *size, "--lora-modules", *named)
 
 
 async def tokens_per_s(server: Server, models: Sequence[str], seed: int) -> float:
@@ -122,10 +116,9 @@ def main() -> None:
             "adapters.max_rank": asked.rank,
             **{f"adapters.paths.{name}": str(path) for name, path in adapters.items()},
         }
+        bare = vllm_cpu.prepare(folder, checkpoint, lora_options(adapters, asked.rank))
         with (
-            serve(
-                "vllm", bare(folder, checkpoint, adapters, asked.rank), folder / "adapters-vllm.log"
-            ) as vllm,
+            serve("vllm", bare, folder / "adapters-vllm.log") as vllm,
             millrace("millrace", checkpoint, folder / "adapters-millrace.log", settings) as own,
         ):
             kinds = {

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import gc
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from benchmarks.peers import vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.millrace import millrace
-from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
+from benchmarks.peers.servers import Server, ServerFailed, serve
 from services.bench.client import Target
 from services.bench.records import RequestRecord, Summary, Targets, summarize
 from services.bench.run import choose_model, run_workload
@@ -48,21 +47,6 @@ _OVERLOAD_TABLES = "\n".join(
         '[tenants.development]\ntier = "standard"\nallowed_tiers = ["interactive", "batch"]',
     ]
 )
-
-
-def bare(folder: Path, checkpoint: Path, batched_tokens: int) -> Callable[[int], Launch]:
-    """vLLM's own server with the cache and the steps of this comparison."""
-    launch = vllm_cpu.prepare(folder, checkpoint)
-
-    def start(port: int) -> Launch:
-        found = launch(port)
-        return replace(
-            found,
-            command=(*found.command, "--max-num-batched-tokens", str(batched_tokens)),
-            variables={**found.variables, "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB)},
-        )
-
-    return start
 
 
 def settings(folder: Path, batched_tokens: int) -> dict[str, object]:
@@ -186,7 +170,10 @@ def main() -> None:
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
     size = arguments.batched_tokens
     stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", settings(folder, size))
-    with serve("vllm", bare(folder, checkpoint, size), folder / "bare-vllm.log") as vllm:
+    # With the cache and the steps of this comparison.
+    options = ("--max-num-batched-tokens", str(size))
+    bare = vllm_cpu.prepare(folder, checkpoint, options, kv_gib=KV_GIB)
+    with serve("vllm", bare, folder / "bare-vllm.log") as vllm:
         if arguments.loads:
             with stack() as on_top:
                 rows = in_turn([vllm, on_top], arguments.loads, arguments.rounds)

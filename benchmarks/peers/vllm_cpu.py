@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.peers.environments import environment
@@ -26,8 +26,10 @@ def install(folder: Path) -> Path:
     return home
 
 
-def prepare(folder: Path, checkpoint: Path) -> Callable[[int], Launch]:
-    """Installs it; the way to start it."""
+def prepare(
+    folder: Path, checkpoint: Path, more: Sequence[str] = (), *, kv_gib: int = KV_GIB
+) -> Callable[[int], Launch]:
+    """Installs it; the way to start it, with `more` options."""
     home = install(folder)
     last_core = (os.cpu_count() or 1) - 1
 
@@ -36,11 +38,12 @@ def prepare(folder: Path, checkpoint: Path) -> Callable[[int], Launch]:
             command=(
                 *(str(home / "bin/vllm"), "serve", str(checkpoint), "--port", str(port)),
                 *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"),
+                *more,
             ),
             variables={
                 # "auto" keeps a core free, and loses two fifths on two cores.
                 "VLLM_CPU_OMP_THREADS_BIND": f"0-{last_core}",
-                "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+                "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "PATH": f"{home / 'bin'}:/usr/local/bin:/usr/bin:/bin",

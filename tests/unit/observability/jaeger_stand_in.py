@@ -7,18 +7,18 @@ is read are what the documentation says, with spans as the services send them.
 from __future__ import annotations
 
 import json
-import threading
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs
 
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
+
+from tests.unit.observability.stand_in_server import serving
 
 Messages = Callable[[], Iterable[bytes]]
 # Most traces in an answer, whatever is asked for.
@@ -103,32 +103,17 @@ def _answer(spans: Iterable[tuple[str, trace_pb2.Span]]) -> bytes:
     return json.dumps({"result": _hexed(found)}).encode()
 
 
-@contextmanager
-def jaeger(messages: Messages) -> Iterator[str]:
+def jaeger(messages: Messages) -> AbstractContextManager[str]:
     """The address of one that has what `messages` returns when it is asked."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            wanted = url.path.removeprefix("/api/v3/traces").strip("/")
-            if wanted:
-                spans = [pair for pair in _flat(messages()) if pair[1].trace_id.hex() == wanted]
-            else:
-                spans = _search(messages(), _Query(url.query))
-            body = _answer(spans) if spans else b'{"error":{"httpCode":404,"message":"No traces found"}}'
-            self.send_response(200 if spans else 404)
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(url: SplitResult) -> tuple[int, bytes]:
+        wanted = url.path.removeprefix("/api/v3/traces").strip("/")
+        if wanted:
+            spans = [pair for pair in _flat(messages()) if pair[1].trace_id.hex() == wanted]
+        else:
+            spans = _search(messages(), _Query(url.query))
+        if not spans:
+            return 404, b'{"error":{"httpCode":404,"message":"No traces found"}}'
+        return 200, _answer(spans)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return serving(answer)
