@@ -11,7 +11,8 @@ that a client waited for the next chunk of a stream that had begun.
 
 With --stop processes are stopped (SIGSTOP) instead, in a stack with two engines and two gateways (--each):
 one kind after another, each once. The ledger's tokens, and what engines computed, are compared with what
-clients got.
+clients got. A gateway's streams end with it, and Envoy's: with --clients-continue their clients ask for the
+rest of what they have, as docs/operations.md says.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ import time
 from pathlib import Path
 
 from benchmarks.chaos_clients import CONFIG, Clients, Observed
-from benchmarks.chaos_stop import KINDS, stop_all_kinds
+from benchmarks.chaos_stop import KINDS, served, stop_all_kinds
 from benchmarks.stack import RunningStack, running_stack, write_result
-from services.supervisor.config import BUNDLED_MODEL
 
 NUM_ENGINES = 3
 KILL_EVERY_S = 10.0
@@ -96,14 +96,16 @@ def main() -> None:
     parser.add_argument("--stop-seconds", type=float, default=75.0, help="they would go on after so long")
     parser.add_argument("--each", type=int, default=2, help="engines, and gateways, of a stack for --stop")
     parser.add_argument("--victims", type=int, default=1, help="processes of each kind that are stopped")
+    parser.add_argument(
+        "--clients-continue", action="store_true", help="with --stop: who was cut asks for the rest"
+    )
     parser.add_argument("--kinds", default=",".join(KINDS), help="what is stopped, in this order")
     parser.add_argument("--json", type=Path, help="write the result here too")
     options = parser.parse_args()
     if options.stop:
         stop_all_kinds(options)
         return
-    served = ("--model", str(BUNDLED_MODEL)) if options.bundled else ("--simulated",)
-    with running_stack(CONFIG, "--engines", str(NUM_ENGINES), *served) as stack:
+    with running_stack(CONFIG, "--engines", str(NUM_ENGINES), *served(options)) as stack:
         figures = asyncio.run(run(stack, options.streams, options.tokens, options.seconds))
     figures = {"model": "bundled" if options.bundled else "simulated", **figures}
     for name, value in figures.items():

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import msgspec
@@ -20,6 +21,9 @@ max_restart_delay_s = 1.0
 [engine.simulation]
 step_ms = 50.0
 """
+# A client asks for the rest of its answer so often, and no longer after the last of it that came.
+RETRY_S = 0.1
+PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,42 @@ class Answer:
     # How the stream failed; "" for a whole one.
     error: str = ""
     first_s: float = field(default=0.0, compare=False)
+
+
+@dataclass
+class Reading:
+    """An answer as it comes, in one stream or several."""
+
+    gaps_s: list[float]
+    begin_s: float = field(default_factory=time.perf_counter)
+    text: str = ""
+    reason: str | None = None
+    completion_tokens: int = 0
+    # Of streams that were cut.
+    tokens_before: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def chunk(self, event: dict[str, Any]) -> None:
+        """One more event of a stream."""
+        now_s = time.perf_counter()
+        if self.last_s:
+            self.gaps_s.append(now_s - self.last_s)
+        self.first_s = self.first_s or now_s - self.begin_s
+        self.last_s = now_s
+        for choice in event["choices"]:
+            self.logprobs += [each["logprob"] for each in (choice["logprobs"] or {}).get("content", ())]
+            self.text += choice["delta"].get("content") or ""
+            self.reason = choice["finish_reason"] or self.reason
+        if event.get("usage"):
+            self.completion_tokens = self.tokens_before + event["usage"]["completion_tokens"]
+
+    def answer(self, error: str = "") -> Answer:
+        """What has come."""
+        return Answer(
+            self.text, self.reason, self.completion_tokens, tuple(self.logprobs), error, self.first_s
+        )
 
 
 @dataclass
@@ -67,8 +107,13 @@ class Observed:
 class Clients:
     """`num` clients, each with a question of its own."""
 
-    def __init__(self, stack: RunningStack, num: int, num_tokens: int, *, filler: str = "") -> None:
+    def __init__(
+        self, stack: RunningStack, num: int, num_tokens: int, *, filler: str = "", continues: bool = False
+    ) -> None:
         self.num = num
+        # Whether a client asks for the rest of a stream that was cut, as docs/operations.md says.
+        self._continues = continues
+        self.num_continued = 0
         self._filler = filler
         self._num_tokens = num_tokens
         state = stack.state
@@ -82,54 +127,56 @@ class Clients:
         )
 
     async def ask(self, number: int, gaps_s: list[float]) -> Answer:
-        """One stream from its request to its end; adds the times between its chunks to `gaps_s`."""
-        body = {
+        """One answer from its request to its end; adds the times between its chunks to `gaps_s`."""
+        reading = Reading(gaps_s)
+        error = await self._stream(number, reading)
+        if error and self._continues and reading.text:
+            self.num_continued += 1
+            while error and time.perf_counter() < reading.last_s + PATIENCE_S:
+                reading.tokens_before = len(reading.logprobs)
+                error = await self._stream(number, reading)
+                # Until whoever was lost is back, if it was the only one.
+                await asyncio.sleep(RETRY_S if error else 0)
+        if error and reading.last_s:
+            # It has waited for a chunk, and hears that none comes.
+            gaps_s.append(time.perf_counter() - reading.last_s)
+        return reading.answer(error)
+
+    def _body(self, number: int, reading: Reading) -> dict[str, Any]:
+        question = f"Tell me story number {number}, please.{self._filler}"
+        begun = [{"role": "assistant", "content": reading.text}] if reading.text else []
+        return {
             "model": self._model,
-            "messages": [
-                {"role": "user", "content": f"Tell me story number {number}, please.{self._filler}"}
-            ],
+            "messages": [{"role": "user", "content": question}, *begun],
+            "continue_final_message": bool(begun),
             "temperature": 0,
             # Simulated tokens depend on it; greedy ones of a model do not.
             "seed": number,
-            "max_tokens": self._num_tokens,
+            "max_tokens": self._num_tokens - len(reading.logprobs),
             "ignore_eos": True,
             # A chunk for every token, also for those without text.
             "logprobs": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        text, reason, tokens = "", None, 0
-        logprobs: list[float] = []
-        begin_s = time.perf_counter()
-        first_s = last_s = 0.0
+
+    async def _stream(self, number: int, reading: Reading) -> str:
+        """Reads one stream to its end; returns how it failed."""
+        body = self._body(number, reading)
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 async for line in response.aiter_lines():
                     if response.status_code != 200:
-                        return Answer(text, reason, tokens, error=line)
+                        return line
                     if not line.startswith("data: {"):
                         continue
-                    now_s = time.perf_counter()
-                    if last_s:
-                        gaps_s.append(now_s - last_s)
-                    first_s = first_s or now_s - begin_s
-                    last_s = now_s
                     event = msgspec.json.decode(line[6:])
                     if "error" in event:
-                        return Answer(text, reason, tokens, tuple(logprobs), str(event["error"]), first_s)
-                    for choice in event["choices"]:
-                        logprobs += [
-                            each["logprob"] for each in (choice["logprobs"] or {}).get("content", ())
-                        ]
-                        text += choice["delta"].get("content") or ""
-                        reason = choice["finish_reason"] or reason
-                    tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                        return str(event["error"])
+                    reading.chunk(event)
         except httpx.HTTPError as error:
-            if last_s:
-                # It has waited for a chunk, and hears that none comes.
-                gaps_s.append(time.perf_counter() - last_s)
-            return Answer(text, reason, tokens, tuple(logprobs), repr(error), first_s)
-        return Answer(text, reason, tokens, tuple(logprobs), first_s=first_s)
+            return repr(error)
+        return ""
 
     async def ask_all(self) -> list[Answer]:
         """Every question once, all at a time."""

@@ -16,6 +16,7 @@ from sqlalchemy import create_engine, func, select
 from benchmarks.chaos_clients import CONFIG, Clients, Observed
 from benchmarks.stack import RunningStack, running_stack, write_result
 from gateway.ledger.tables import REQUESTS
+from services.supervisor.config import BUNDLED_MODEL
 
 KINDS = ("front", "core", "tokenizer", "worker", "gateway", "envoy")
 # Places where a control token might be spelled: so many of them are a worker's to look at.
@@ -73,7 +74,9 @@ async def written(is_complete: Callable[[], bool]) -> None:
 async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namespace) -> dict[str, object]:
     """Reference, then one stop under streams; the figures of it."""
     filler = "<" * NUM_SPELLINGS if kind == "worker" else ""
-    clients = Clients(stack, options.streams, options.tokens, filler=filler)
+    clients = Clients(
+        stack, options.streams, options.tokens, filler=filler, continues=options.clients_continue
+    )
     before, unknown_before = ledger_tokens(stack), in_no_row(stack)
     unclaimed_before = ledger_tokens(stack, "unclaimed_tokens")
     is_counted = kind not in {"front", "core"}
@@ -100,6 +103,7 @@ async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namesp
         "seconds": options.stop_seconds,
         "streams": sum(observed.outcomes.values()),
         **{name: observed.outcomes[name] for name in ("identical", "different", "lost", "refused")},
+        "continued_by_clients": clients.num_continued,
         "longest_pause_s": round(max(observed.gaps_s), 2),
         "longest_first_chunk_s": round(max(observed.first_s), 2),
         "tokens": got,
@@ -120,11 +124,16 @@ async def wake(pids: Sequence[int], after_s: float) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def served(options: argparse.Namespace) -> tuple[str, ...]:
+    """The model of a stack, as arguments."""
+    return ("--model", str(BUNDLED_MODEL)) if options.bundled else ("--simulated",)
+
+
 def stop_all_kinds(options: argparse.Namespace) -> None:
     """Prints a line for each kind as it is done."""
     num = str(options.each)
     rows = []
-    with running_stack(CONFIG + ADMISSION, "--engines", num, "--gateways", num, "--simulated") as stack:
+    with running_stack(CONFIG + ADMISSION, "--engines", num, "--gateways", num, *served(options)) as stack:
         for kind in options.kinds.split(","):
             rows.append(asyncio.run(stop_one_kind(stack, kind, options)))
             print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)

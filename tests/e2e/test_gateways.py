@@ -160,6 +160,38 @@ def test_one_gateway_killed_ends_its_streams_alone_and_its_slots_come_back(pair:
     pair.assert_nothing_leaked()
 
 
+def test_all_that_wait_for_a_killed_gateway_are_answered_by_another(pair: Stack) -> None:
+    def active(address: str) -> float:
+        exposed = httpx.get(f"http://{address}/metrics", trust_env=False).text.splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in exposed if line.startswith("millrace_active_requests{")
+        )
+
+    async def one() -> str:
+        async with client_of(pair) as client:
+            return await outcome(client, pair)
+
+    def both_serve() -> bool:
+        assert asyncio.run(one()) == "ok"
+        return all(served_by(pair))
+
+    async def ask() -> Counter[str]:
+        async with client_of(pair) as client:
+            waiting = [asyncio.create_task(outcome(client, pair, 100)) for _ in range(24)]
+            addresses = pair.addresses("gateway", "metrics")
+            await asyncio.to_thread(lambda: eventually(lambda: sum(map(active, addresses)) == len(waiting)))
+            # More of them than Envoy repeats at once by default.
+            assert active(addresses[0]) > 3
+            os.kill(pair.pid("gateway-0"), signal.SIGKILL)
+            return Counter(await asyncio.gather(*waiting))
+
+    # Envoy has to have found both healthy.
+    assert eventually(both_serve)
+    assert asyncio.run(ask()) == {"ok": 24}
+    assert eventually(lambda: "gateway-0 is ready again" in pair.output.read_text()), pair.transcript()
+    pair.assert_nothing_leaked()
+
+
 def test_redis_lost_refuses_what_must_be_counted_and_says_so(pair: Stack, redis: RedisServer) -> None:
     def health() -> list[object]:
         return [
