@@ -38,7 +38,9 @@ class StepPace:
         self.full_prefill_tokens_per_s = 0.0
         # All work of steps that computed a chunk of prompt, per second.
         self.chunk_work_per_s = 0.0
-        # A step of one answer alone, as first measured.
+        # The shortest step beside answers with no more than the least chunk: of one answer alone, or more. What
+        # such steps take whatever is in them would count as the pace of small chunks otherwise, and make them
+        # smaller still.
         self.step_alone_s = 0.0
         # From one result to the next while there is work: an answer's time for a token.
         self.step_s = 0.0
@@ -72,7 +74,7 @@ class StepPace:
         """Work of prompts that brings a step with so much work of decodes to its target time."""
         if not target_s or not self.chunk_work_per_s:
             return math.inf
-        least = max(LEAST_CHUNK_TOKENS, LEAST_CHUNK_PER_DECODE * num_decodes)
+        least = least_chunk(num_decodes)
         target_s = max(target_s, LEAST_STEPS_ALONE * self.step_alone_s)
         return max(least, target_s * self.chunk_work_per_s - decodes)
 
@@ -95,8 +97,8 @@ class StepPace:
                 self.full_prefill_tokens_per_s = _average(self.full_prefill_tokens_per_s, rate)
             if prefill >= LEAST_CHUNK_TOKENS:
                 self.chunk_work_per_s = _average(self.chunk_work_per_s, work / seconds)
-        if decode == 1 and not prefill and not self.step_alone_s:
-            self.step_alone_s = seconds
+        if decode and prefill <= least_chunk(decode):
+            self.step_alone_s = min(seconds, self.step_alone_s or seconds)
         if decode:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, decode / seconds)
 
@@ -104,6 +106,11 @@ class StepPace:
         """Time in which so many tokens of prompt are computed while others wait; 0 before it was measured."""
         rate = self.full_prefill_tokens_per_s
         return num_tokens / rate if rate else 0.0
+
+
+def least_chunk(num_decodes: int) -> int:
+    """Tokens of prompts that a step has at least beside so many rows that decode."""
+    return max(LEAST_CHUNK_TOKENS, LEAST_CHUNK_PER_DECODE * num_decodes)
 
 
 def _average(old: float, new: float) -> float:

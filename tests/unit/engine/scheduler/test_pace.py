@@ -168,3 +168,34 @@ def test_chunks_grow_where_a_step_takes_its_time_whatever_is_in_it() -> None:
         work = pace.chunk_work(0.12, 1.0, 1)
     # A rate that was measured over small chunks says nothing of larger ones.
     assert work > 2000
+
+
+def test_short_prompts_beside_others_do_not_slow_each_other_down_where_a_step_takes_longer_than_its_target() -> (
+    None
+):
+    driver = Driver(
+        memory=memory_plan(1600, 16, 800), max_num_batched_tokens=600, step_target_ms=75, check=False
+    )
+    driver.runner.compute_s = 0.1
+    for _ in range(20):
+        # Never is one of them answered alone.
+        driver.submit(prompt(1, 30), max_tokens=9)
+        driver.step()
+        begun = len(driver.plans)
+        for _ in range(7):
+            driver.submit(prompt(1, 30), max_tokens=8)
+        driver.run()
+        all_begun = next(n for n, plan in enumerate(driver.plans[begun:]) if len(plan.scheduled) == 8)
+        assert all_begun <= 2
+
+
+def test_a_step_of_an_answer_alone_is_the_shortest_that_was_seen() -> None:
+    pace = StepPace()
+    pace.observe(400, 0, 0.4, work=400.0)
+    assert pace.step_alone_s == 0.0
+    pace.observe(400, 8, 0.5, work=408.0)
+    assert pace.step_alone_s == 0.0
+    pace.observe(LEAST_CHUNK_PER_DECODE * 8, 8, 0.3, work=40.0)
+    pace.observe(0, 2, 0.2, work=2.0)
+    pace.observe(0, 1, 0.25, work=1.0)
+    assert pace.step_alone_s == 0.2
