@@ -38,9 +38,9 @@ class StepPace:
         self.full_prefill_tokens_per_s = 0.0
         # All work of steps that computed a chunk of prompt, per second.
         self.chunk_work_per_s = 0.0
-        # The shortest step beside answers with no more than the least chunk: of one answer alone, or more. What
-        # such steps take whatever is in them would count as the pace of small chunks otherwise, and make them
-        # smaller still.
+        # The shortest step beside answers with no more than the least chunk: of one answer alone, or more.
+        # What a step takes whatever is in it would count as the pace of small chunks otherwise, and make
+        # them smaller still.
         self.step_alone_s = 0.0
         # From one result to the next while there is work: an answer's time for a token.
         self.step_s = 0.0

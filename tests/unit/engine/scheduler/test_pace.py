@@ -170,9 +170,7 @@ def test_chunks_grow_where_a_step_takes_its_time_whatever_is_in_it() -> None:
     assert work > 2000
 
 
-def test_short_prompts_beside_others_do_not_slow_each_other_down_where_a_step_takes_longer_than_its_target() -> (
-    None
-):
+def test_short_prompts_begin_together_where_a_step_takes_longer_than_its_target() -> None:
     driver = Driver(
         memory=memory_plan(1600, 16, 800), max_num_batched_tokens=600, step_target_ms=75, check=False
     )
