@@ -97,11 +97,13 @@ test-containers: dev ## Start docker-compose.yml and k8s/ with a real container 
 
 # What starts processes of its own Python has none here.
 ARM_TESTS := tests/kernels/native/test_gemm.py tests/kernels/native/test_rows.py tests/kernels/native/test_sampling.py \
-	tests/kernels/native/test_experts.py tests/kernels/native/test_attention.py
+	tests/kernels/native/test_experts.py tests/kernels/native/test_adapters.py tests/kernels/native/test_attention.py
 
 .PHONY: test-arm
 test-arm: dev ## Run the native kernels' tests as on ARM's processors, emulated by QEMU; root on Debian gets it installed
 	tests/arm/prepare.sh
+	CXX=aarch64-linux-gnu-g++ NATIVE_KERNELS_CACHE=build/arm/native \
+		$(BIN)/python -m engine.kernels.native.build --machine aarch64
 	tests/arm/python -m pytest -q -p no:cacheprovider -k "not self_check and not its_check" $(ARM_TESTS) \
 		--durations=10 $(PYTEST_ARGS)
 

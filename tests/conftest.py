@@ -35,10 +35,11 @@ _SLOW_FUNCTIONS = TESTS / "slow.txt"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--fast`; every other run measures which tests are slow."""
+    """`--fast`; every other run measures which tests are slow. `--every` is for emulated processors."""
     parser.addoption(
         "--fast", action="store_true", help=f"leave out tests that took over {_FAST_S} s when they last ran"
     )
+    parser.addoption("--every", type=int, default=1, help="only each N-th case of every test function")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,13 +74,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(folder in item.path.parents for folder in _E2E):
             item.add_marker(pytest.mark.e2e)
+    _keep(config, items, _each(items, config.getoption("--every")))
     if config.getoption("--fast"):
         cache = getattr(config, "cache", None)
         slow, measured = (set(cache.get(key, []) if cache else []) for key in (_SLOW_TESTS, _MEASURED))
         slow |= set(_SLOW_FUNCTIONS.read_text().split()) - measured
         is_slow = {item: bool({item.nodeid, item.nodeid.partition("[")[0]} & slow) for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if is_slow[item]])
-        items[:] = [item for item in items if not is_slow[item]]
+        _keep(config, items, {item for item in items if not is_slow[item]})
+
+
+def _each(items: list[pytest.Item], step: int) -> set[pytest.Item]:
+    """The first case of every test function and each `step`-th after it."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for each in cases.values() for item in each[::step]}
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -35,10 +35,11 @@ python=$(basename "$(readlink -f "$folder/root/usr/bin/python3")")
 pip="$PWD/.venv/bin/python -m pip --disable-pip-version-check"
 $pip download -q --no-deps --only-binary=:all: --python-version "${python#python}" --implementation cp \
   --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux_2_17_aarch64 \
-  --platform manylinux2014_aarch64 -d "$folder/wheels" "torch==$torch" numpy msgspec
+  --platform manylinux2014_aarch64 -d "$folder/wheels" "torch==$torch" numpy msgspec \
+  $(grep -E '^(hypothesis|grpcio|protobuf)==' constraints.txt)
 # Of these any architecture's will do.
 $pip install -q --no-deps --no-compile --target "$folder/site" -c constraints.txt pytest iniconfig packaging pluggy \
-  pygments filelock typing-extensions sympy mpmath networkx jinja2 fsspec hypothesis sortedcontainers attrs
+  pygments filelock typing-extensions sympy mpmath networkx jinja2 fsspec sortedcontainers attrs
 for wheel in "$folder"/wheels/*.whl; do
   "$PWD/.venv/bin/python" -m zipfile -e "$wheel" "$folder/site"
 done

@@ -5,7 +5,8 @@ change of either makes a new one. Several processes may build at once: one compi
 others wait and find it; it appears by an atomic rename. Beside it lies its digest, as loading a library that
 is not whole would end the process: what does not match is made anew. Libraries that nobody has loaded for
 KEPT_DAYS are deleted when another one is built. Without a compiler, a library that someone built from
-the same sources serves (container images do that): `python -m engine.kernels.native.build [--all]`.
+the same sources serves (container images do that): `python -m engine.kernels.native.build [--all]`, or for
+another architecture `CXX=aarch64-linux-gnu-g++ python -m engine.kernels.native.build --machine aarch64`.
 """
 
 from __future__ import annotations
@@ -174,7 +175,11 @@ def _delete_unused(folder: Path) -> None:
 
 
 def _flags(level: str) -> tuple[str, ...]:
-    return EMULATED_FLAGS if level == EMULATED else LEVELS[level].flags
+    return (
+        EMULATED_FLAGS
+        if level == EMULATED
+        else next(of[level] for of in _LEVELS_OF.values() if level in of).flags
+    )
 
 
 def _cache_folder(name: str) -> Path:
@@ -263,10 +268,13 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Builds the libraries that this machine can use, or with --all those of every level."""
+    """Builds the libraries that this machine can use, or with --all or --machine those of every level."""
     parser = argparse.ArgumentParser(prog="python -m engine.kernels.native.build", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every level, not only this machine's best two")
-    levels = list(LEVELS) if parser.parse_args().all else machine_levels()[-2:]
+    parser.add_argument("--machine", choices=_LEVELS_OF, help="another one's; CXX names a cross compiler")
+    options = parser.parse_args()
+    every = _LEVELS_OF[options.machine] if options.machine else LEVELS if options.all else None
+    levels = machine_levels()[-2:] if every is None else list(every)
     for level in levels:
         print(f"{level}: {library_path(level)}")
     return 0
