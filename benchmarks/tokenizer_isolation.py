@@ -99,7 +99,7 @@ async def preparing(way: str, target: str) -> AsyncIterator[Prepare]:
     streams = PrepareStreams(target)
 
     async def prepare(request: Request) -> Any:
-        return await streams.call(request, "", "", _TIMEOUT_S)
+        return await streams.call(request.SerializeToString(), "", "", _TIMEOUT_S)
 
     try:
         yield prepare

@@ -54,8 +54,11 @@ class Gateway:
         self._metrics = metrics
         self._leaving = False
         self._lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
+        self._intake = Intake(self._config.request)
         self._tokenizer = TokenizerClient(
-            self._config.tokenizer, silence_limit_s=settings.health.silence_limit_s
+            self._config.tokenizer,
+            silence_limit_s=settings.health.silence_limit_s,
+            pace=self._intake.pace,
         )
         self._edge = Edge(settings, telemetry, metrics)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
@@ -71,7 +74,6 @@ class Gateway:
         )
         self._keeper = ModelKeeper(settings, self._catalog, self._tokenizer, self._edge.prices)
         self.grpc = grpc_server(self._config)
-        self._intake = Intake(self._config.request)
         self._shadows = Shadows(self._catalog, self._tokenizer, self._callers, self._edge.prices, metrics)
         self._pipeline = self._build_pipeline()
         self.http = self._build_http()

@@ -136,6 +136,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_limit_s: PositiveFloat = 30.0
     # Largest request body. Envoy refuses larger ones by their declared length, the gateway by what arrives.
     max_body_bytes: PositiveInt = 16 * 1024 * 1024
+    # Largest message to the gRPC face, which refuses a larger one before it is taken. The longest prompt
+    # (tokenizer.limits.max_prompt_bytes) fits with what stands around it; JSON needs more for the same.
+    max_message_bytes: PositiveInt = 10 * 1024 * 1024
     request: RequestConfig = DEFAULT_REQUEST_LIMITS
     # Tenants whose keys may change what is served, such as adapters. The development key's tenant may, too.
     admin_tenants: tuple[str, ...] = ()

@@ -144,8 +144,8 @@ async def _fail(context: ServicerContext, error: Exception, method: str) -> None
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, MillraceError):
-        # So does where it was raised.
-        error.__traceback__ = error.__cause__ = error.__context__ = None
+        # So does where it was raised, and what led to it.
+        forget_places(error)
         await abort(context, error)
     if isinstance(error, NotImplementedError):
         await abort(
@@ -154,6 +154,17 @@ async def _fail(context: ServicerContext, error: Exception, method: str) -> None
     _log.error("unexpected failure in %s", method, exc_info=error)
     what = "an unexpected failure; the service's log has the details under this request's id"
     await abort(context, MillraceError(Reason.INTERNAL, what))
+
+
+def forget_places(error: BaseException | None) -> None:
+    """Drops where an error was raised, and what led to it: the calls on the way hold it themselves, with all
+    of the request, which would stay until the garbage collector comes by.
+    """
+    while error is not None:
+        # One that was raised from itself, in other words, is its own cause.
+        earlier = error.__cause__ or error.__context__
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        error = earlier
 
 
 async def abort(context: ServicerContext, error: MillraceError) -> None:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services import reflection, tls
 from services.addresses import with_port
-from services.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from services.channels import SERVER_OPTIONS
 from services.errors import ConfigError
 from services.interceptors import CallInterceptor, ServerInterceptor
 
@@ -38,6 +38,11 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_a_line)
 
 
+def _named_once(*options: tuple[str, int]) -> tuple[tuple[str, int], ...]:
+    """The last value of each: gRPC's core takes the first of several, without a word."""
+    return tuple(dict(options).items())
+
+
 class GrpcServer:
     """One listening gRPC server with health and reflection.
 
@@ -50,7 +55,6 @@ class GrpcServer:
         listen: str,
         *,
         interceptors: Sequence[ServerInterceptor] = (),
-        max_request_bytes: int = MAX_MESSAGE_BYTES,
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.listen = listen
@@ -58,8 +62,7 @@ class GrpcServer:
         self.port = 0
         self._server = grpc.aio.server(
             interceptors=[CallInterceptor(), *interceptors],
-            # The last of several values of an option counts.
-            options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes), *options),
+            options=_named_once(*SERVER_OPTIONS, *options),
         )
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names = [health.SERVICE_NAME, *reflection.SERVICE_NAMES]

@@ -226,22 +226,26 @@ async def grpc_garbage(target: Target, outcomes: Counter[str]) -> None:
         await _repeatedly(16, once)
 
 
-async def grpc_large(target: Target, outcomes: Counter[str]) -> None:
-    """60 messages of 15 MB at a time, each on a connection of its own, of a text that is too long."""
-    head = inference_pb2.ChatRequest(model=target.model)
-    head.conversation.messages.add(role=chat_pb2.ROLE_USER, content="a b, c" * 2_500_000)
-    payload, metadata = head.SerializeToString(), (("authorization", f"Bearer {target.key}"),)
+def grpc_large(num_characters: int) -> Attack:
+    """60 messages at a time, each on a connection of its own, of a text that is too long."""
 
-    async def once() -> None:
-        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", len(payload)))
-        async with grpc.aio.insecure_channel(target.authority(), options=options) as channel:
-            call = channel.unary_stream(_CHAT_CALL)(payload, metadata=metadata)
-            with contextlib.suppress(grpc.RpcError):
-                async for _ in call:
-                    pass
-            outcomes[(await call.code()).name] += 1
+    async def attack(target: Target, outcomes: Counter[str]) -> None:
+        head = inference_pb2.ChatRequest(model=target.model)
+        head.conversation.messages.add(role=chat_pb2.ROLE_USER, content="a b, c" * (num_characters // 6))
+        payload, metadata = head.SerializeToString(), (("authorization", f"Bearer {target.key}"),)
 
-    await _repeatedly(60, once)
+        async def once() -> None:
+            options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", len(payload)))
+            async with grpc.aio.insecure_channel(target.authority(), options=options) as channel:
+                call = channel.unary_stream(_CHAT_CALL)(payload, metadata=metadata)
+                with contextlib.suppress(grpc.RpcError):
+                    async for _ in call:
+                        pass
+                outcomes[(await call.code()).name] += 1
+
+        await _repeatedly(60, once)
+
+    return attack
 
 
 async def gzip_bodies(target: Target, outcomes: Counter[str]) -> None:
@@ -430,7 +434,8 @@ ATTACKS: Mapping[str, Attack] = {
     "streams that are not read": stalled_streams,
     **{name: posted(make, width=_WIDTHS.get(name, 4)) for name, make in _BODIES.items()},
     "garbage over gRPC": grpc_garbage,
-    "60 messages of 15 MB over gRPC": grpc_large,
+    "60 messages of 8 MB over gRPC": grpc_large(8_000_000),
+    "60 messages of 15 MB over gRPC": grpc_large(15_000_000),
     "gzip bodies that unpack to 300 MB": gzip_bodies,
     "8,000 health watches without a key": health_watches,
     "rapid reset, HTTP": rapid_reset(over_grpc=False),

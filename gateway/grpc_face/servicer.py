@@ -14,10 +14,10 @@ from contract.proto.grammar import report_message
 from gateway.auth.verifier import Arrival
 from gateway.grpc_face import convert
 from gateway.pipeline.delta import AnswerInfo, by_choice
-from gateway.pipeline.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode
 from gateway.types.caller import Caller
+from gateway.types.slices import Slices
 from services.context import CONTEXT_HEADER
 
 # Ids of an answer that are written at once.

@@ -14,6 +14,8 @@ _IN_ONE_SLICE = 1024
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # The last byte of every number is below it.
 _CONTINUED = bytes(range(128, 256))
+# What holds them, as they have no name.
+_UNKNOWN = "the request"
 # Parts of a name that are told: "conversation.messages".
 _MAX_PARTS = 2
 
@@ -80,8 +82,10 @@ def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[No
             if ends > end:
                 raise IndexError
             name = path
-            # Of fields of another version protobuf keeps the bytes, which nobody reads.
-            if field is not None:
+            if field is None:
+                # Of fields of another version protobuf keeps the bytes, which nobody reads.
+                _add(counts, _UNKNOWN, 1, limits.max_values, "fields that this version does not know")
+            else:
                 name = _named(path, field, len(inside))
                 packed = data[reader.place : ends] if _is_packed(field, tag) else None
                 _count(counts, name, field, packed, limits)
@@ -118,10 +122,13 @@ def _count(
     counts: dict[str, int], name: str, field: FieldDescriptor, packed: bytes | None, limits: RequestConfig
 ) -> None:
     num_values = 1 if packed is None else len(packed.translate(None, _CONTINUED))
+    if field.cpp_type == FieldDescriptor.CPPTYPE_UINT32:
+        _add(counts, name, num_values, limits.max_token_ids, "token ids")
+    else:
+        _add(counts, name, num_values, limits.max_values, "values")
+
+
+def _add(counts: dict[str, int], name: str, num_values: int, limit: int, what: str) -> None:
     counts[name] = counts.get(name, 0) + num_values
-    has_ids = field.cpp_type == FieldDescriptor.CPPTYPE_UINT32
-    limit = limits.max_token_ids if has_ids else limits.max_values
     if counts[name] > limit:
-        raise invalid(
-            name, f"more than {limit} {'token ids' if has_ids else 'values'}; send fewer in one request"
-        )
+        raise invalid(name, f"more than {limit} {what}; send fewer in one request")

@@ -29,9 +29,8 @@ def grpc_server(config: GatewayConfig) -> GrpcServer:
     """A server whose unread messages are bounded by tenant and in all, like bodies that are read."""
     return GrpcServer(
         config.grpc_listen,
-        interceptors=[UnreadMessages(config.max_body_bytes, config.request.max_held_bytes)],
-        max_request_bytes=config.max_body_bytes,
-        options=_OPTIONS,
+        interceptors=[UnreadMessages(config.max_message_bytes, config.request.max_held_bytes)],
+        options=(*_OPTIONS, ("grpc.max_receive_message_length", config.max_message_bytes)),
     )
 
 

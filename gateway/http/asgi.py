@@ -13,6 +13,7 @@ from gateway.auth.callers import HttpCallers
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange, Handler, Receive, Send
 from gateway.pipeline.intake import LARGE_BYTES, Hold, Intake
+from services.interceptors import forget_places
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class AsgiApplication:
                 raise
         except Exception as error:
             await _tell(exchange, error)
-            _forget_places(error)
+            forget_places(error)
 
     async def _answer(self, exchange: Exchange) -> None:
         headers = exchange.headers
@@ -86,14 +87,3 @@ async def _tell(exchange: Exchange, error: Exception) -> None:
         error = unexpected()
     if not exchange.begun:
         await exchange.respond_error(error)
-
-
-def _forget_places(error: BaseException | None) -> None:
-    """Drops where an error was raised, and what led to it: the calls on the way hold it themselves, with the
-    request's body, and all that would stay until the garbage collector comes by.
-    """
-    while error is not None:
-        # One that was raised from itself, in other words, is its own cause.
-        earlier = error.__cause__ or error.__context__
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        error = earlier

@@ -19,10 +19,11 @@ from gateway.http.large import read
 from gateway.http.requests import CommonBody, yielding
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.generation import Generation
-from gateway.pipeline.intake import Hold, Slices
+from gateway.pipeline.intake import Hold
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode as decode_ids
 from gateway.types.request import GenerationRequest
+from gateway.types.slices import Slices
 
 # Deltas whose events are written at once.
 _TOGETHER = 32

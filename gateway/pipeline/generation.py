@@ -17,12 +17,12 @@ from gateway.engines.types import EngineOutput
 from gateway.limits.reservation import Reservation
 from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
-from gateway.pipeline.intake import Slices
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
+from gateway.types.slices import Slices
 
 # Outputs after which it is asked whether others had better go on: some tenths of a millisecond.
 _IN_ONE_SLICE = 16

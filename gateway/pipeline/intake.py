@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -13,6 +12,7 @@ from contract.errors import MillraceError, Reason
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.engines.mailbox import Backlog
 from gateway.tokenizer.room import Shares
+from gateway.types.slices import Pace, Slices
 from services.memory import GiveBack
 
 # Smaller requests are parsed as they come: the worst of them takes some milliseconds.
@@ -20,8 +20,6 @@ LARGE_BYTES = 64 * 1024
 # Until a large request is prepared there are what was parsed of it, the message to the tokenizer service, and
 # that message on its way: its bytes count so often.
 _BODY_COPIES = 3
-# After so much work on a large request it is the turn of others.
-_SLICE_S = 0.002
 
 
 class Intake:
@@ -29,6 +27,7 @@ class Intake:
 
     def __init__(self, limits: RequestConfig = DEFAULT_REQUEST_LIMITS) -> None:
         self.limits = limits
+        self.pace = Pace()
         self._held = Shares(limits.max_held_bytes)
         # Tenants with a large request that is being parsed, or waits for that, and how many.
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -82,30 +81,11 @@ class Intake:
         self._turns[tenant] = (lock, num_users + 1)
         try:
             async with lock:
-                yield Slices()
+                yield Slices(self.pace)
         finally:
             lock, num_users = self._turns.pop(tenant)
             if num_users > 1:
                 self._turns[tenant] = (lock, num_users - 1)
-
-
-class Slices:
-    """Work in slices, between which everybody else has the event loop."""
-
-    __slots__ = ("_began_s",)
-
-    def __init__(self) -> None:
-        self._began_s = time.monotonic()
-
-    async def breathe(self) -> None:
-        """Lets others go on where a slice is over; to be called between pieces of work."""
-        if time.monotonic() - self._began_s >= _SLICE_S:
-            await self.rest()
-
-    async def rest(self) -> None:
-        """Lets others go on now."""
-        await asyncio.sleep(0)
-        self._began_s = time.monotonic()
 
 
 class Hold:

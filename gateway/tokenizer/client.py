@@ -24,6 +24,7 @@ from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
 from gateway.types.prepared import Prepared
+from gateway.types.slices import Pace, Slices
 from services.channels import connect
 
 _log = logging.getLogger(__name__)
@@ -35,18 +36,27 @@ _MAX_SENT = 3
 COMEBACK_S = 5.0
 # Preparing is milliseconds; compiling a hard grammar has its own, lower, limit in the service.
 PREPARE_TIMEOUT_S = 30.0
+# Texts beyond it take a millisecond or more each time that they are copied.
+_LARGE_CHARACTERS = 1024 * 1024
 
 
 class TokenizerClient:
     """The tokenizer service of this deployment, serving one model."""
 
     def __init__(
-        self, target: str, *, comeback_s: float = COMEBACK_S, silence_limit_s: float = math.inf
+        self,
+        target: str,
+        *,
+        comeback_s: float = COMEBACK_S,
+        silence_limit_s: float = math.inf,
+        pace: Pace | None = None,
     ) -> None:
+        """Large prompts are put into messages at this pace."""
         self.target = target
         self._comeback_s = comeback_s
         self._channel = connect(target)
         self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+        self._pace = pace
         self._prepare = PrepareStreams(target, silence_limit_s=silence_limit_s)
 
     async def close(self) -> None:
@@ -102,19 +112,35 @@ class TokenizerClient:
             parts["max_prompt_tokens"] = max_prompt_tokens
         if response_format is not None:
             parts["response_format"] = format_fields(response_format)
-        request = tokenizer_pb2.PrepareRequest(**parts)
+        wire = await self._wire(parts, prompt)
+        del parts
         try:
-            answer = await self._answer(request, tenant, traceparent, min(timeout_s, PREPARE_TIMEOUT_S))
+            answer = await self._answer(
+                wire,
+                traceparent,
+                min(timeout_s, PREPARE_TIMEOUT_S),
+                tenant=tenant,
+                field="messages" if isinstance(prompt, Conversation) else "prompt",
+            )
         except MillraceError as error:
             raise _unreachable(error) from error
         return convert.prepared(answer)
 
+    async def _wire(self, parts: dict[str, Any], prompt: Prompt) -> bytes:
+        """The request's bytes, of which nothing but them is kept: it may be sent again."""
+        slices, is_large = Slices(self._pace), _num_characters(prompt) > _LARGE_CHARACTERS
+        request = tokenizer_pb2.PrepareRequest(**parts)
+        if is_large:
+            await slices.rest()
+        # Not `ByteSize` first: protobuf writes a message to learn its size, too.
+        wire = request.SerializeToString()
+        del request
+        if is_large:
+            await slices.rest()
+        return wire
+
     async def _answer(
-        self,
-        request: tokenizer_pb2.PrepareRequest,
-        tenant: str,
-        traceparent: tuple[str, str],
-        timeout_s: float,
+        self, wire: bytes, traceparent: tuple[str, str], timeout_s: float, **about: str
     ) -> tokenizer_pb2.PrepareResponse:
         """The service's answer; one that is gone is waited for, within the request's own time."""
         began_s = last_there_s = time.monotonic()
@@ -122,7 +148,7 @@ class TokenizerClient:
         while True:
             remaining_s = timeout_s - (time.monotonic() - began_s)
             try:
-                return await self._prepare.call(request, *traceparent, remaining_s, tenant=tenant)
+                return await self._prepare.call(wire, *traceparent, remaining_s, **about)
             except Unanswered as error:
                 next_s = time.monotonic() + _RETRY_S * random.uniform(0.25, 0.5)
                 if error.was_sent:
@@ -167,6 +193,16 @@ class TokenizerClient:
             return await call
         except grpc.RpcError as error:
             raise _unreachable(from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE)) from error
+
+
+def _num_characters(prompt: Prompt) -> int:
+    match prompt:
+        case Conversation(messages=messages):
+            return sum(len(each.content) for each in messages)
+        case TextPrompt(text=text):
+            return len(text)
+        case _:
+            return 0
 
 
 def _lost(num_times: int, failure: MillraceError) -> MillraceError:

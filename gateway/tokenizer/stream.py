@@ -63,19 +63,17 @@ class PrepareStreams:
 
     async def call(
         self,
-        request: tokenizer_pb2.PrepareRequest,
+        wire: bytes,
         traceparent: str,
         tracestate: str,
         timeout_s: float,
         *,
         tenant: str = "",
+        field: str = "prompt",
     ) -> tokenizer_pb2.PrepareResponse:
         """See PrepareStream."""
-        num_bytes = request.ByteSize()
-        stream = self._large if num_bytes > _LARGE_BYTES else self._small
-        if stream is self._large:
-            await asyncio.sleep(0)
-        return await stream.call(request, num_bytes, (traceparent, tracestate), timeout_s, tenant)
+        stream = self._large if len(wire) > _LARGE_BYTES else self._small
+        return await stream.call(wire, (traceparent, tracestate), timeout_s, tenant, field)
 
 
 class PrepareStream:
@@ -88,8 +86,8 @@ class PrepareStream:
         self._ids = itertools.count(1)
         # The answers that are waited for, and the tickets of what asks for them.
         self._open: dict[int, tuple[asyncio.Future[tokenizer_pb2.PrepareResponse], int]] = {}
-        # Each is a PrepareStreamRequest; several in a row are one as well.
-        self._outbox: Outbox[bytes] = Outbox(len)
+        # The parts of each are a PrepareStreamRequest, and so are those of several in a row.
+        self._outbox: Outbox[tuple[bytes, ...]] = Outbox(_num_bytes)
         self._task: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -100,25 +98,27 @@ class PrepareStream:
 
     async def call(
         self,
-        request: tokenizer_pb2.PrepareRequest,
-        num_bytes: int,
+        wire: bytes,
         trace: tuple[str, str],
         timeout_s: float,
         tenant: str,
+        field: str = "prompt",
     ) -> tokenizer_pb2.PrepareResponse:
-        """The answer to a request of so many bytes, below the span (traceparent, tracestate).
+        """The answer to a PrepareRequest in bytes, most of which are `field`'s, below the span (traceparent,
+        tracestate).
 
         Raises what the service refused, TOKENIZER_UNAVAILABLE, DEADLINE_EXCEEDED, and as `Room.acquire` does.
         """
+        num_bytes = len(wire)
         if num_bytes + sum(map(len, trace)) + _FRAMING_BYTES > MAX_MESSAGE_BYTES:
             # The service would end the stream, and with it everybody else's calls.
-            raise _too_large(request)
+            raise _too_large(field)
         begin_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
                 await self._room.acquire(tenant, num_bytes)
                 try:
-                    return await self._answer(request, trace, timeout_s - (time.monotonic() - begin_s))
+                    return await self._answer(wire, trace, timeout_s - (time.monotonic() - begin_s))
                 finally:
                     self._room.release(tenant, num_bytes)
         except TimeoutError as error:
@@ -127,10 +127,10 @@ class PrepareStream:
             ) from error
 
     async def _answer(
-        self, request: tokenizer_pb2.PrepareRequest, trace: tuple[str, str], timeout_s: float
+        self, wire: bytes, trace: tuple[str, str], timeout_s: float
     ) -> tokenizer_pb2.PrepareResponse:
         number = next(self._ids)
-        ticket = self._put(number, request, trace, timeout_s)
+        ticket = self._put(number, wire, trace, timeout_s)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tokenizer_pb2.PrepareResponse] = loop.create_future()
         self._open[number] = answer, ticket
@@ -142,10 +142,11 @@ class PrepareStream:
             self._open.pop(number, None)
             # What nobody waits for any more is not sent.
             self._outbox.discard(ticket)
+            # A refusal knows where it was raised, which is here: it must not be known here as well, or the
+            # request would stay until the collector comes by.
+            del answer
 
-    def _put(
-        self, number: int, request: tokenizer_pb2.PrepareRequest, trace: tuple[str, str], timeout_s: float
-    ) -> int:
+    def _put(self, number: int, wire: bytes, trace: tuple[str, str], timeout_s: float) -> int:
         head = tokenizer_pb2.PrepareCall(
             id=number,
             traceparent=trace[0],
@@ -153,13 +154,10 @@ class PrepareStream:
             # 0 would be no limit.
             timeout_s=max(timeout_s, 0.001),
         )
-        # Put together here: protobuf copies a message into another by writing and reading it.
-        wire = request.SerializeToString()
+        # Put together by hand: protobuf copies a message into another by writing and reading it.
         parts = (head.SerializeToString(), _head(_CALL_REQUEST, len(wire)), wire)
-        call = b"".join((_head(_CALLS, sum(map(len, parts))), *parts))
-        del wire, parts
         try:
-            return self._outbox.put(call)
+            return self._outbox.put((_head(_CALLS, _num_bytes(parts)), *parts))
         except OutboxFull as error:
             raise MillraceError(
                 Reason.TOKENIZER_UNAVAILABLE, "it does not take what is sent to it", retry_after_s=1.0
@@ -172,7 +170,7 @@ class PrepareStream:
                 self._target,
                 _METHOD,
                 self._outbox,
-                b"".join,
+                _joined,
                 self._take,
                 unavailable=Reason.TOKENIZER_UNAVAILABLE,
                 silence_limit_s=self._silence_limit_s,
@@ -215,8 +213,15 @@ def _head(number: int, num_bytes: int) -> bytes:
     return bytes(head)
 
 
-def _too_large(request: tokenizer_pb2.PrepareRequest) -> MillraceError:
-    field = "messages" if request.HasField("conversation") else "prompt"
+def _num_bytes(parts: tuple[bytes, ...]) -> int:
+    return sum(map(len, parts))
+
+
+def _joined(calls: list[tuple[bytes, ...]]) -> bytes:
+    return b"".join(itertools.chain.from_iterable(calls))
+
+
+def _too_large(field: str) -> MillraceError:
     return MillraceError(
         Reason.REQUEST_TOO_LARGE,
         f"{field}: more than {MAX_MESSAGE_BYTES} bytes on their way to the tokenizer service, tools and "

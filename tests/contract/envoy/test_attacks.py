@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -19,6 +20,8 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from benchmarks.neighbour import http2
 from contract.errors import Reason
 from contract.proto.status import from_status
+from services.interceptors import ServerInterceptor
+from services.server import GrpcServer
 
 from .edge import GOOD_KEY, Edge
 
@@ -124,18 +127,67 @@ async def test_streams_that_are_reset_at_once_mostly_reach_nobody(edge: Edge) ->
     assert await begun(edge) - before < len(numbers) / 4
 
 
-async def test_a_connection_may_send_little_before_somebody_takes_it(edge: Edge) -> None:
+async def test_a_request_may_send_little_before_somebody_takes_it(edge: Edge) -> None:
     host, port = edge.address.split(":")
     reader, writer = await http2.connected(host, int(port))
-    stream_bytes = connection_bytes = 65_535
-    while connection_bytes == 65_535:
+    stream_bytes = 65_535
+    is_told = False
+    while not is_told:
         head = await reader.readexactly(9)
         payload = await reader.readexactly(int.from_bytes(head[:3]))
         if head[3] == http2.SETTINGS:
             values = dict(struct.iter_unpack(">HI", payload))
             stream_bytes = values.get(http2.INITIAL_WINDOW_SIZE, stream_bytes)
-        elif head[3] == http2.WINDOW_UPDATE:
-            connection_bytes += int.from_bytes(payload)
+            is_told = True
     writer.close()
-    assert stream_bytes <= 256 * 1024
-    assert connection_bytes <= 1024 * 1024
+    assert stream_bytes <= 128 * 1024
+
+
+class Holding(ServerInterceptor):
+    """Asks for no message of a call that says so until it is told to, as a gateway without room does."""
+
+    def __init__(self) -> None:
+        self.num_held = 0
+        self.released = asyncio.Event()
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: Any
+    ) -> Any:
+        if ("x-held", "yes") in details.invocation_metadata:
+            self.num_held += 1
+            await self.released.wait()
+        return await continuation(details)
+
+
+async def test_messages_that_nobody_takes_stay_with_their_sender_and_hold_up_no_other(tmp_path: Path) -> None:
+    num_held, num_bytes = 40, 1_000_000
+    holding = Holding()
+    edge = Edge(tmp_path)
+    # As a gateway's: windows of messages that nobody has asked for do not grow.
+    edge.grpc = GrpcServer("127.0.0.1:0", interceptors=[holding], options=(("grpc.http2.bdp_probe", 0),))
+    await edge.start()
+    key = ("authorization", f"Bearer {GOOD_KEY}")
+    for _ in range(num_held + 1):
+        edge.faces.items.put_nowait(None)
+    async with grpc.aio.insecure_channel(edge.address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.ChatRequest(model="m" * num_bytes)
+
+        async def ask(*metadata: tuple[str, str]) -> None:
+            async for _ in stub.Chat(request, metadata=(key, *metadata)):
+                pass
+
+        held = [asyncio.create_task(ask(("x-held", "yes"))) for _ in range(num_held)]
+        while holding.num_held < num_held:
+            await asyncio.sleep(0.01)
+        request.model = "m" * 4 * num_bytes
+        # On the connection of all the others, each of which has its share of it.
+        await asyncio.wait_for(ask(), 60)
+        async with httpx.AsyncClient() as client:
+            stats = await client.get(
+                f"{edge.admin}/stats?filter=cluster.gateway_grpc.http2.pending_send_bytes"
+            )
+        assert int(stats.text.rpartition(" ")[2]) < num_held * 128 * 1024
+        holding.released.set()
+        await asyncio.gather(*held)
+    await edge.stop()

@@ -97,7 +97,12 @@ async def prepared_by_stream(target: str, *texts: str) -> list[list[int]]:
     try:
         answers = await asyncio.gather(
             *(
-                streams.call(tokenizer_pb2.PrepareRequest(context=signed(), text=text), "", "", 60.0)
+                streams.call(
+                    tokenizer_pb2.PrepareRequest(context=signed(), text=text).SerializeToString(),
+                    "",
+                    "",
+                    60.0,
+                )
                 for text in texts
             )
         )

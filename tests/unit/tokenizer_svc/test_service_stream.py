@@ -118,7 +118,7 @@ async def test_a_stream_answers_like_a_call_of_its_own(
     streams = PrepareStreams(service.target)
     found: tokenizer_pb2.PrepareResponse | MillraceError
     try:
-        found = await streams.call(request, "", "", 60.0)
+        found = await streams.call(request.SerializeToString(), "", "", 60.0)
     except MillraceError as error:
         found = error
     finally:
@@ -161,7 +161,7 @@ async def test_what_is_answered_at_once_is_counted(service: Service) -> None:
     service.stub.Prepare(request)
     between = counts()
     streams = PrepareStreams(service.target)
-    await streams.call(request, "", "", 60.0)
+    await streams.call(request.SerializeToString(), "", "", 60.0)
     await streams.close()
     grown = {key: value - before[key] for key, value in between.items()}
     assert any(grown.values())

@@ -114,10 +114,11 @@ ATTACKS: dict[str, tuple[bytes, Reason, str]] = {
     ),
     "nesting": (nested(15).SerializeToString(), Reason.INVALID_ARGUMENT, "conversation.template_options"),
     "unknown field without its end": (
-        b"\xa2\x7f\x7f" + b"\xa0\x7f\x01" * 30_000 + b"\xa2\x7f\x7f",
+        b"\xa2\x7f\xf0\xa2\x04" + b"a" * 70_000 + b"\xa2\x7f\x7f",
         Reason.MALFORMED_BODY,
         "",
     ),
+    "unknown fields": (b"\xa0\x7f\x01" * 30_000, Reason.INVALID_ARGUMENT, "the request"),
     "garbage": (b"\xff" * 70_000, Reason.MALFORMED_BODY, ""),
 }
 
@@ -161,9 +162,21 @@ async def test_packed_messages_are_refused_by_the_name_of_their_packing() -> Non
         assert "gzip" in (failure.value.details() or "")
 
 
+async def test_a_message_beyond_the_limit_is_refused_before_it_is_taken() -> None:
+    async with deployed(tables={"gateway": {"max_message_bytes": 100_000}}) as stack:
+        text = inference_pb2.TokenizeRequest(model="tiny", text="a" * 90_000)
+        assert len((await stack.inference.Tokenize(text, metadata=METADATA)).token_ids) == 90_000
+        text.text *= 2
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stack.inference.Tokenize(text, metadata=METADATA)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "larger than max" in (refused.value.details() or "")
+        assert len(stack.tokenizer.prepared) == 0
+
+
 async def test_messages_that_never_end_are_asked_for_as_far_as_their_tenants_room_goes() -> None:
     largest = 1024 * 1024
-    tables = {"gateway": {"max_body_bytes": largest, "request": {"max_held_bytes": 4 * largest}}}
+    tables = {"gateway": {"max_message_bytes": largest, "request": {"max_held_bytes": 4 * largest}}}
     async with deployed(tables=tables) as stack:
         reader, writer = await http2.connected("127.0.0.1", stack.gateway.grpc.port)
         fields = [(":method", "POST"), (":scheme", "http"), (":authority", "a")]

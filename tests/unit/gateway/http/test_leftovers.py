@@ -51,6 +51,8 @@ async def _settled(stack: Deployment) -> None:
         (400, {"max_tokens": 100_000}),
         (404, {"model": "another"}),
         (400, {"no_such_field": 1}),
+        # The tokenizer service's refusal.
+        (400, {"guided_json": {"type": "impossible"}}),
     ],
 )
 async def test_a_request_leaves_nothing_to_the_collector(status: int, body: dict[str, Any]) -> None:

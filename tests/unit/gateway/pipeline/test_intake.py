@@ -9,8 +9,9 @@ import pytest
 from contract.errors import MillraceError, Reason
 from gateway.config import RequestConfig
 from gateway.engines.mailbox import Backlog, Mailbox
-from gateway.pipeline import intake as intake_module
 from gateway.pipeline.intake import Intake
+from gateway.types import slices as slices_module
+from gateway.types.slices import Pace, Slices
 from services import memory
 
 
@@ -86,7 +87,7 @@ async def test_a_tenant_has_one_large_request_in_work_and_others_their_own(intak
 
 
 async def test_slices_let_everybody_else_go_on(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "_SLICE_S", 0.0)
+    monkeypatch.setattr(slices_module, "SLICE_S", 0.0)
     turns = 0
 
     async def count() -> None:
@@ -101,6 +102,28 @@ async def test_slices_let_everybody_else_go_on(intake: Intake, monkeypatch: pyte
             await slices.breathe()
     counting.cancel()
     assert turns >= 99
+
+
+async def test_large_requests_together_leave_three_quarters_of_the_time_to_others() -> None:
+    now_s = 0.0
+    waits_s: list[float] = []
+
+    async def sleep(wait_s: float) -> None:
+        waits_s.append(wait_s)
+
+    pace = Pace(clock=lambda: now_s, sleep=sleep)
+    one, other = Slices(pace), Slices(pace)
+    now_s = 0.001
+    await one.breathe()
+    assert not waits_s, "a slice is longer"
+    now_s = 0.004
+    await one.breathe()
+    # The other one's slice counts as well, whichever request and tenant it is of.
+    await other.rest()
+    assert waits_s == pytest.approx([0.012, 0.024])
+    now_s = 1.0
+    await one.rest()
+    assert waits_s[2:] == pytest.approx([3 * (1.0 - 0.004)]), "what nobody used is not kept"
 
 
 async def test_what_a_reader_leaves_is_bounded_for_it_and_for_its_tenant() -> None:

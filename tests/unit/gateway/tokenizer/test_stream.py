@@ -64,8 +64,12 @@ async def streaming() -> AsyncIterator[tuple[Service, PrepareStream]]:
     await server.stop(0)
 
 
+def wire(text: str) -> bytes:
+    return tokenizer_pb2.PrepareRequest(text=text).SerializeToString()
+
+
 async def prepare(stream: PrepareStream, text: str) -> list[int]:
-    answer = await stream.call(tokenizer_pb2.PrepareRequest(text=text), len(text), ("", ""), 20.0, "")
+    answer = await stream.call(wire(text), ("", ""), 20.0, "")
     return list(answer.token_ids)
 
 
@@ -101,18 +105,14 @@ async def test_stream_that_breaks_fails_its_calls_and_is_opened_again() -> None:
 async def test_nobody_waits_behind_a_large_request() -> None:
     async with streaming() as (service, _):
         streams = PrepareStreams(service.target)
-        large = tokenizer_pb2.PrepareRequest(text="x" * 300_000)
-        small = tokenizer_pb2.PrepareRequest(text="wait")
         try:
-            answered = await streams.call(large, "", "", 20.0)
+            answered = await streams.call(wire("x" * 300_000), "", "", 20.0)
             assert list(answered.token_ids) == [300_000]
             assert (service.num_streams, service.num_messages) == (1, 1)
             # On one stream the second would be read only after the first has been answered.
-            held = asyncio.ensure_future(
-                streams.call(tokenizer_pb2.PrepareRequest(text="hold" * 100_000), "", "", 20.0)
-            )
+            held = asyncio.ensure_future(streams.call(wire("hold" * 100_000), "", "", 20.0))
             await service.holds.wait()
-            assert list((await streams.call(small, "", "", 20.0)).token_ids) == [4]
+            assert list((await streams.call(wire("wait"), "", "", 20.0)).token_ids) == [4]
             assert not held.done()
             service.released.set()
             assert list((await held).token_ids) == [400_000]
@@ -169,9 +169,8 @@ async def test_a_call_without_an_answer_ends_in_time_and_leaves_nothing_behind(
     async with streaming() as (service, stream):
         held = asyncio.ensure_future(prepare(stream, "holdhold"))
         await service.holds.wait()
-        request = tokenizer_pb2.PrepareRequest(text="late")
         with pytest.raises(MillraceError, match="within the time limit") as late:
-            await stream.call(request, 4, ("", ""), 0.05, "")
+            await stream.call(wire("late"), ("", ""), 0.05, "")
         assert late.value.reason is Reason.DEADLINE_EXCEEDED
         assert stream._outbox.num_bytes == 0
         service.released.set()
@@ -184,8 +183,7 @@ async def test_a_tenant_whose_calls_wait_holds_up_nobody_else() -> None:
         crowded = PrepareStream(service.target, room)
 
         async def ask(text: str, tenant: str) -> list[int]:
-            request = tokenizer_pb2.PrepareRequest(text=text)
-            answer = await crowded.call(request, len(text), ("", ""), 20.0, tenant)
+            answer = await crowded.call(wire(text), ("", ""), 20.0, tenant)
             return list(answer.token_ids)
 
         try:
