@@ -14,6 +14,9 @@ from tests.e2e.stack import MAKE, Stack, has_bundled_weights, running_stack
 from tests.e2e.streaming import PACE
 from tests.redis_server import RedisServer
 
+# Of a test whose stack another make serves.
+_MAKES_LIMIT_S = 600
+
 
 @pytest.fixture(scope="session")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
@@ -62,9 +65,14 @@ needs_weights = pytest.mark.skipif(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what the make that serves does not have; the reason stands beside the name."""
+    """Leaves out what the make that serves does not have; the reason stands beside the name. Its engines take
+    minutes to start where processors are few, and that is a part of the first test's time.
+    """
     for item in items:
-        reason = NOT_THERE[MAKE].get(getattr(item, "originalname", item.name))
+        if MAKE and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_MAKES_LIMIT_S))
+        left_out = NOT_THERE[MAKE]
+        reason = left_out.get(item.name) or left_out.get(getattr(item, "originalname", item.name))
         if reason and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=f"{MAKE}: {reason}"))
 

@@ -14,7 +14,7 @@ import pytest
 from observability.emit import names
 from services.supervisor.config import ROOT
 from tests.e2e.conftest import needs_weights
-from tests.e2e.stack import CONFIG, Stack, eventually, running_stack
+from tests.e2e.stack import CONFIG, START_LIMIT_S, Stack, eventually, running_stack
 
 pytestmark = [pytest.mark.e2e, needs_weights]
 
@@ -108,7 +108,8 @@ def test_a_model_comes_and_another_goes_under_64_streams(models: Stack) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(streams, models, ["big"])
         file.write_text(TWO + THIRD)
-        assert eventually(lambda: "third" in listed(models))
+        # Its engine loads beside the streams.
+        assert eventually(lambda: "third" in listed(models), START_LIMIT_S)
         told = running.result()
         running = pool.submit(streams, models, ["big"])
         file.write_text(TWO)

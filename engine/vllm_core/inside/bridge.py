@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from .calls import Call, calls_of
-from .choices import BATCH_FULL, CANCELLED, DEADLINE, KV_PRESSURE, LENGTH, STOP, Choice, OpenRequest
+from .choices import (
+    BATCH_FULL,
+    CANCELLED,
+    DEADLINE,
+    GRAMMAR_COMPILE,
+    KV_PRESSURE,
+    LENGTH,
+    STOP,
+    Choice,
+    OpenRequest,
+)
 from .meter import Meter
 from .turns import FairTurns
 
@@ -117,7 +127,7 @@ class Bridge:
         opened = OpenRequest(request, self._turns.take(request))
         self._requests[request["request_id"]] = opened
         calls = calls_of(request, self._engine.memory["max_model_len"], self._eos)
-        cause = self._wait_cause()
+        cause = self._wait_cause() or (GRAMMAR_COMPILE if request["grammar"] is not None else "")
         for call in calls:
             call.turn = opened.turn
             choice = Choice(call, request["arrival_s"], wait_cause=cause)

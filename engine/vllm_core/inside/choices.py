@@ -11,6 +11,7 @@ from .calls import Call
 STOP, LENGTH, CANCELLED, DEADLINE, ERROR = 1, 2, 4, 5, 6
 # Names of observability.emit.names.Cause.
 PREEMPTION, BATCH_FULL, KV_PRESSURE = "preemption", "batch_full", "kv_pressure"
+GRAMMAR_COMPILE = "grammar_compile"
 # A shorter wait has no cause worth naming, in seconds.
 _SHORT_S = 0.005
 

@@ -1,16 +1,19 @@
-"""What vLLM loads into each of its processes (a general plugin): three things that its interface lacks.
+"""What vLLM loads into each of its processes (a general plugin): four things that its interface lacks.
 
 1. Its structured output takes the suite's serialized llguidance grammars as they are, and one that another
    engine has begun goes on where it stopped.
 2. The engine core tells its own books.
 3. Processes end with their parent, however that ends.
+4. On CPUs an adapter changes the answers of those alone who asked for it (vllm-project/vllm#48421).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from .calls import GRAMMAR_KEY
@@ -23,6 +26,7 @@ def register() -> None:
     die_with_parent()
     _take_grammars()
     _tell_books()
+    _keep_adapters_apart()
 
 
 def die_with_parent() -> None:
@@ -83,3 +87,26 @@ def _tell_books() -> None:
         }
 
     EngineCore.millrace_books = millrace_books
+
+
+def _keep_adapters_apart() -> None:
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        expand = getattr(lora_ops, name)
+        if not hasattr(expand, "__wrapped__"):
+            for module in (lora_ops, punica_cpu):
+                setattr(module, name, for_its_own(expand))
+
+
+def for_its_own(expand: Callable[..., None]) -> Callable[..., None]:
+    """`expand` that adds nothing to the rows of requests without an adapter, whose index is -1: there torch
+    takes the last adapter's weights.
+    """
+
+    @functools.wraps(expand)
+    def expanded(inputs: Any, weights: Any, output: Any, indices: Any, *rest: Any, **named: Any) -> None:
+        expand(inputs.masked_fill((indices < 0).unsqueeze(1), 0), weights, output, indices, *rest, **named)
+
+    return expanded

@@ -159,6 +159,14 @@ class InputProcessor:
         )
 """
 
+_OPS = """
+def bgmv_expand(inputs, weights, output, indices, add_inputs=True):
+    pass
+
+def bgmv_expand_slice(inputs, weights, output, indices, offset, size, add_inputs=True):
+    pass
+"""
+
 _FILES = {
     "sampling_params.py": _PARAMS,
     "config.py": _SETTINGS,
@@ -169,6 +177,8 @@ _FILES = {
     "v1/engine/core_client.py": _CORE,
     "v1/engine/input_processor.py": _INPUTS,
     "v1/engine/core.py": "class EngineCore:\n    pass\n",
+    "lora/ops/torch_ops/lora_ops.py": _OPS,
+    "lora/punica_wrapper/punica_cpu.py": "from vllm.lora.ops.torch_ops.lora_ops import *\n",
     "v1/structured_output/backend_guidance.py": (
         "class GuidanceBackend:\n    def compile_grammar(self, *_, **__):\n        pass\n\n"
         "def serialize_guidance_grammar(*_, **__):\n    return ''\n\n"

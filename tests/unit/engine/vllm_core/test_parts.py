@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from contract.sampling import SamplingParams
 from engine.config import EngineConfig, SchedulerConfig, SpeculationConfig, VllmConfig
@@ -88,6 +89,17 @@ def test_a_grammar_travels_with_what_it_has_seen() -> None:
     assert plugin.unwrapped(call.grammar) == ('{"grammars": []}', [9])
     assert plugin.unwrapped('{"grammars": []}') is None
     assert call.sampling["stop_token_ids"] == [2, 3], "its end is the stop token"
+
+
+def test_an_adapter_changes_nobody_elses_rows() -> None:
+    def expand(inputs: Any, weights: Any, output: Any, indices: Any, add_inputs: bool = True) -> None:
+        """As vLLM's does it on CPUs: an index of -1 is the last adapter's."""
+        assert add_inputs
+        output += torch.einsum("bi,boi->bo", inputs, weights[indices])
+
+    output, weights = torch.zeros(3, 2), torch.tensor([1.0, 10.0]).reshape(2, 1, 1).expand(2, 2, 1)
+    plugin.for_its_own(expand)(torch.ones(3, 1), weights, output, torch.tensor([0, -1, 1]), add_inputs=True)
+    assert output.tolist() == [[1.0, 1.0], [0.0, 0.0], [10.0, 10.0]]
 
 
 def test_tenants_take_turns_by_weight() -> None:
