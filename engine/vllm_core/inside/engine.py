@@ -22,10 +22,8 @@ class CannotStart(Exception):
 
 def check_version(config: dict[str, Any]) -> str:
     """vLLM's version; raises CannotStart where it was not tried and the operator does not insist."""
-    try:
-        import vllm
-    except ImportError as error:
-        raise CannotStart(f"engine.vllm.python: vLLM cannot be imported there ({error})") from error
+    import vllm
+
     version = str(vllm.__version__)
     if not version.startswith(TRIED) and not config["vllm"]["any_version"]:
         tried = ", ".join(f"{each}x" for each in TRIED)

@@ -255,7 +255,7 @@ def test_doctor_finds_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MILLRACE_STATE_DIR", str(tmp_path))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
-    for subject in ("python", "processor", "memory", "torch", "envoy", "port"):
+    for subject in ("python", "processor", "memory", "torch", "envoy", "port", "vllm"):
         assert subject in result.stdout
     assert sys.executable in result.stdout.replace("\n", "")
 
