@@ -5,19 +5,17 @@ byte for byte the same.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
-import openai
 import pytest
 
+from tests.chaos.streams import Answer, ask, assert_numbers, connected, first_of, numbers, plain
 from tests.e2e.conftest import needs_weights
-from tests.e2e.stack import LIMIT_S, Stack, eventually, running_stack
+from tests.e2e.stack import Stack, eventually, running_stack
 
 pytestmark = pytest.mark.e2e
 
@@ -27,50 +25,21 @@ NUM_TOKENS = 150
 ENVIRONMENT = {"MILLRACE_ENGINE__SIMULATION__STEP_MS": "20"}
 
 
-class Answer(NamedTuple):
-    text: str
-    finish_reason: str | None
-    completion_tokens: int
-    num_logprobs: int
-
-
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Stack]:
     with running_stack(tmp_path, "--simulated", "--engines", "3", environment=ENVIRONMENT) as stack:
         yield stack
 
 
-async def ask(client: openai.AsyncOpenAI, stack: Stack, number: int, under_way: asyncio.Event) -> Answer:
-    stream = await client.chat.completions.create(
-        model=stack.model,
-        messages=[{"role": "user", "content": f"Tell story number {number}."}],
-        max_tokens=NUM_TOKENS,
-        seed=number,
-        temperature=0.8,
-        logprobs=True,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    text, finish_reason, usage, num_logprobs = "", None, 0, 0
-    async for chunk in stream:
-        if chunk.usage is not None:
-            usage = chunk.usage.completion_tokens
-        for choice in chunk.choices:
-            text += choice.delta.content or ""
-            finish_reason = choice.finish_reason or finish_reason
-            num_logprobs += len(choice.logprobs.content or ()) if choice.logprobs else 0
-            under_way.set()
-    return Answer(text, finish_reason, usage, num_logprobs)
-
-
 async def ask_all(stack: Stack, *signals: signal.Signals) -> list[Answer]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{stack.url}/v1", api_key=stack.state.api_key, max_retries=0, timeout=LIMIT_S
-    ) as client:
+    async with connected(stack) as client:
         begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
+        options = {**plain(NUM_TOKENS), "temperature": 0.8, "logprobs": True}
         streams = [
-            asyncio.ensure_future(ask(client, stack, number, event)) for number, event in enumerate(begun)
+            asyncio.ensure_future(
+                ask(client, stack, f"Tell story number {number}.", event, seed=number, **options)
+            )
+            for number, event in enumerate(begun)
         ]
         await asyncio.gather(*(event.wait() for event in begun))
         for index, number in enumerate(signals):
@@ -96,52 +65,22 @@ def test_dead_engines_change_nothing_that_a_client_reads(engines: Stack) -> None
 
 # Enough of them that every answer is still under way when its engine is killed.
 NUM_NUMBERS = 160
-# Bounded, so that an answer cannot run away.
-DIGIT = {"type": "integer", "minimum": 0, "maximum": 99}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "numbers": {"type": "array", "items": DIGIT, "minItems": NUM_NUMBERS, "maxItems": NUM_NUMBERS},
-        "done": {"const": True},
-    },
-    "required": ["numbers", "done"],
-    "additionalProperties": False,
-}
 NUM_GUIDED = 6
 
 
 @needs_weights
 def test_guided_answers_go_on_inside_their_grammar(tmp_path: Path) -> None:
-    async def guided(client: openai.AsyncOpenAI, stack: Stack, number: int, begun: asyncio.Event) -> str:
-        stream = await client.chat.completions.create(
-            model=stack.model,
-            messages=[{"role": "user", "content": f"Count to {number}."}],
-            temperature=0,
-            max_tokens=1500,
-            stream=True,
-            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
-        )
-        text = ""
-        async for chunk in stream:
-            for choice in chunk.choices:
-                text += choice.delta.content or ""
-            if text:
-                begun.set()
-        return text
-
-    async def all_of_them(stack: Stack, *, kill: bool) -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{stack.url}/v1", api_key=stack.state.api_key, max_retries=0, timeout=LIMIT_S
-        ) as client:
+    async def all_of_them(stack: Stack, *, kill: bool) -> list[Answer]:
+        async with connected(stack) as client:
             begun = [asyncio.Event() for _ in range(NUM_GUIDED)]
+            options = {**numbers(NUM_NUMBERS, 1500), "temperature": 0}
             answers = [
-                asyncio.ensure_future(guided(client, stack, number, event))
+                asyncio.ensure_future(ask(client, stack, f"Count to {number}.", event, **options))
                 for number, event in enumerate(begun)
             ]
             pids = [stack.pid(f"engine-{number}") for number in range(2)]
             # All are under way by the time that one of them has its first text.
-            starts = [asyncio.ensure_future(event.wait()) for event in begun]
-            await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(begun)
             if kill:
                 # Requests of one shape go where their prefix is cached, which may be one engine for all of
                 # them: each is killed in turn. The answers become no longer before that is done.
@@ -164,8 +103,8 @@ def test_guided_answers_go_on_inside_their_grammar(tmp_path: Path) -> None:
     killed: list[str] = []
     with running_stack(tmp_path, "--engines", "2") as stack:
         undisturbed = asyncio.run(all_of_them(stack, kill=False))
-        for text in undisturbed:
-            assert len(json.loads(text)["numbers"]) == NUM_NUMBERS
+        for answer in undisturbed:
+            assert_numbers(answer, NUM_NUMBERS)
         while not has_continued(stack):
             assert len(killed) < 4, "no engine had anything to continue when it was killed"
             assert asyncio.run(all_of_them(stack, kill=True)) == undisturbed

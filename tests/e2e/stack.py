@@ -192,16 +192,16 @@ class Stack:
 
     # --- the engines' books ---
 
-    def invariants(self) -> list[engine_pb2.CheckInvariantsResponse]:
-        """What every engine says about its own bookkeeping."""
+    def invariants(self, *further: str) -> list[engine_pb2.CheckInvariantsResponse]:
+        """What every engine says about its own bookkeeping, those at `further` addresses too."""
         answers = []
-        for address in self.addresses("engine", "grpc"):
+        for address in (*self.addresses("engine", "grpc"), *further):
             with grpc.insecure_channel(address) as channel:
                 stub = engine_pb2_grpc.EngineServiceStub(channel)
                 answers.append(stub.CheckInvariants(engine_pb2.CheckInvariantsRequest(), timeout=LIMIT_S))
         return answers
 
-    def assert_nothing_leaked(self) -> None:
+    def assert_nothing_leaked(self, *further: str) -> None:
         """Every engine's invariants hold, and no request, state or block is held, once all have ended."""
 
         def settled() -> bool:
@@ -209,11 +209,11 @@ class Stack:
                 each.num_requests == 0
                 and each.num_runner_states == 0
                 and each.num_unreferenced_blocks == each.num_total_blocks
-                for each in self.invariants()
+                for each in self.invariants(*further)
             )
 
-        assert eventually(settled), self.invariants()
-        for each in self.invariants():
+        assert eventually(settled), self.invariants(*further)
+        for each in self.invariants(*further):
             assert each.ok, each.violation
 
     # --- traces ---
