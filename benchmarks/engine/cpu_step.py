@@ -64,7 +64,7 @@ _ROUNDS = 3
 # No round of both kinds of steps begins that would end later than this.
 _ROUNDS_S = 20.0
 # Rows of the products that show the machine's rate: torch's may run at a hundredth of it.
-_RATE_ROWS = 512
+RATE_ROWS = 512
 _KV_BYTES = 2 << 30
 # Whether each kind of steps is put together anew.
 _ANEW = {"baseline: anew": True, "ours": False}
@@ -266,6 +266,12 @@ def _busy_s() -> float:
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
+def require_transformers(parser: argparse.ArgumentParser) -> None:
+    """Ends with the remedy where what makes the checkpoint is missing."""
+    if importlib.util.find_spec("transformers") is None:
+        parser.error("transformers, which makes the checkpoint, is not installed: run `make dev`")
+
+
 def main() -> None:
     """Both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -275,8 +281,7 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
-    if importlib.util.find_spec("transformers") is None:
-        parser.error("transformers, which makes the checkpoint, is not installed: run `make dev`")
+    require_transformers(parser)
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -285,7 +290,7 @@ def main() -> None:
         print(f"{time.perf_counter() - began:4.0f} s", *said, flush=True)
 
     tell("compiling kernels if need be, measuring memory and products, making the checkpoint in", folder)
-    machine = measure_machine(rows=_RATE_ROWS)
+    machine = measure_machine(rows=RATE_ROWS)
     tell(f"memory reads {machine.read_bytes_per_s / 1e9:.1f} GB/s")
     bench = Bench(arguments.checkpoint, arguments.ours, folder)
     # As the core does before it serves.
@@ -302,7 +307,7 @@ def main() -> None:
         found = bench.op_rows(count)
         tell(", ".join(f"{row['op']} {row['ms']} ms" for row in found))
         ops += found
-    machine = machine.best(measure_machine(rows=_RATE_ROWS))
+    machine = machine.best(measure_machine(rows=RATE_ROWS))
     rate = precision_of(f"millrace-{arguments.ours}").flops_per_s(machine)
     measured = float(prefill["TFLOP/s"])
     prefill = {**prefill, "baseline: products TFLOP/s": rate / 1e12, "share %": 100e12 * measured / rate}

@@ -137,6 +137,8 @@ class _Watch:
 
     def __init__(self) -> None:
         self.parts: dict[str, list[float]] = defaultdict(list)
+        # Of all steps, those that are not counted included.
+        self.total_s: dict[str, float] = defaultdict(float)
         self._now: dict[str, float] = defaultdict(float)
 
     def around(self, owner: Any, name: str, part: str) -> None:
@@ -154,7 +156,9 @@ class _Watch:
         """Counts what happens inside."""
         began = time.perf_counter()
         yield
-        self._now[part] += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._now[part] += seconds
+        self.total_s[part] += seconds
 
     def end_step(self) -> None:
         """Closes one step's account."""

@@ -9,7 +9,9 @@ takes ten minutes on two cores; PIP_EXTRA_INDEX_URL=https://download.pytorch.org
 the whole stack behind Envoy, theirs the bare server. A checkout is another working tree of Millrace with its
 environment in `.venv`, which counts as a peer: what a change costs. Prints a table in Markdown: medians over
 the rounds, the best peer of each load, and the machine's roofline. A server that cannot be installed, does
-not start or ends in between is left out, and the table says why.
+not start or ends in between is left out, and the table says why. NATIVE_KERNELS_LEVEL=avx2 holds ours to that
+level and the peers, too, as far as they can be (`levels.py`); the table says how far. --prepare installs and
+converts, and starts nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import msgspec
 
 from benchmarks.peers import llama_cpp, openvino, transformers, vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
+from benchmarks.peers.levels import explanation, hold_this_process
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS, Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.roofline import Machine, measure_machine
@@ -44,9 +47,12 @@ WARM_SEED = 1000
 PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
     "vllm": vllm_cpu.prepare,
     "openvino": openvino.prepare,
-    "llama.cpp-bf16": lambda folder, checkpoint: llama_cpp.prepare(folder, checkpoint, "bf16"),
+    "openvino-int8": partial(openvino.prepare, weights="int8"),
+    "openvino-int4": partial(openvino.prepare, weights="int4"),
+    "llama.cpp-bf16": partial(llama_cpp.prepare, kind="bf16"),
     "transformers": transformers.prepare,
-    "llama.cpp-q8_0": lambda folder, checkpoint: llama_cpp.prepare(folder, checkpoint, "q8_0"),
+    "llama.cpp-q8_0": partial(llama_cpp.prepare, kind="q8_0"),
+    "llama.cpp-q4_K": partial(llama_cpp.prepare, kind="q4_K"),
 }
 
 
@@ -179,6 +185,7 @@ def main() -> None:
     parser.add_argument("--checkouts", nargs="*", default=[], help="NAME=FOLDER: other trees, in bf16")
     parser.add_argument("--loads", nargs="+", choices=sorted(LOADS))
     parser.add_argument("--rounds", type=_num_rounds, default=2)
+    parser.add_argument("--prepare", action="store_true", help="only install peers and convert for them")
     parser.add_argument("--quick", action="store_true", help="one request for each place")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--output", type=Path, default=None)
@@ -189,6 +196,11 @@ def main() -> None:
     if arguments.quick:
         loads = {name: replace(load, num_requests=load.concurrency) for name, load in loads.items()}
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
+    if arguments.prepare:
+        for peer in arguments.peers:
+            PEERS[peer](folder, checkpoint)
+        return
+    hold_this_process()
     rates = measure_machine()
     _print_rates(rates)
     servers: dict[str, Callable[[], AbstractContextManager[Server]]] = {}
@@ -201,7 +213,7 @@ def main() -> None:
         )
     for peer in arguments.peers:
         servers[peer] = partial(_peer, peer, folder, checkpoint)
-    measured = Measured(runs=[], start_s={}, rss_bytes={})
+    measured = Measured(runs=[], start_s={}, rss_bytes={}, held=explanation(arguments.peers))
     measure_in_turn(servers, loads, arguments.rounds, measured)
     # Once more, without the servers: what ran beside the first measurement would raise every share.
     rates = rates.best(measure_machine())

@@ -74,6 +74,8 @@ class Measured:
     rss_bytes: dict[str, int]
     # Servers that could not be had, or ended before the last run, and why.
     left_out: dict[str, str] = field(default_factory=dict)
+    # What holds the servers to a level of instructions; empty where nothing does.
+    held: str = ""
 
     def of(self, server: str, load: str) -> list[Run]:
         """Runs of one load on one server."""
@@ -119,6 +121,7 @@ def table(measured: Measured, rates: Machine, checkpoint: str) -> list[str]:
         *prefill_lines(measured, servers, rates, checkpoint),
         *_memory_lines(measured, servers),
         *(f"- {server} left out: {reason}" for server, reason in measured.left_out.items()),
+        *([f"- {measured.held}"] if measured.held else []),
     ]
 
 
@@ -188,6 +191,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     start_s: dict[str, float]
     rss_bytes: dict[str, int]
     left_out: dict[str, str] = {}
+    held: str = ""
 
     def table(self) -> list[str]:
         """Its title and rows."""
@@ -195,7 +199,11 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         known = {name: value for name, value in self.machine.items() if name in Machine.__dataclass_fields__}
         rates = Machine(**{name: float(str(value)) for name, value in known.items()})
         measured = Measured(
-            runs=self.runs, start_s=self.start_s, rss_bytes=self.rss_bytes, left_out=self.left_out
+            runs=self.runs,
+            start_s=self.start_s,
+            rss_bytes=self.rss_bytes,
+            left_out=self.left_out,
+            held=self.held,
         )
         title = (
             f"**{self.checkpoint}** on {self.machine.get('cpu', 'a CPU')}, {self.machine.get('cores', '?')} "

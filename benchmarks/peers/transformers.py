@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.peers.environments import environment
+from benchmarks.peers.levels import held_variables
 from benchmarks.peers.servers import Launch
 
 VERSION = "5.23.0"
@@ -24,7 +25,7 @@ def prepare(folder: Path, checkpoint: Path) -> Callable[[int], Launch]:
     def launch(port: int) -> Launch:
         return Launch(
             command=(str(home / "bin/python"), "-P", str(server), str(checkpoint), str(port), str(KV_GIB)),
-            variables={"HF_HUB_OFFLINE": "1"},
+            variables={"HF_HUB_OFFLINE": "1", **held_variables()},
         )
 
     return launch

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.peers.levels import held_variables
 from benchmarks.peers.servers import Launch
 from engine.vllm_core import environment
 
@@ -47,6 +48,7 @@ def prepare(
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "PATH": f"{home / 'bin'}:/usr/local/bin:/usr/bin:/bin",
+                **held_variables(),
             },
         )
 
