@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from observability.analysis.jaeger import JaegerReader
+from services import healthcheck
 from tests.deployment.containerfile import REPOSITORY
 
 KEY = {"authorization": "Bearer mr-dev-local"}
@@ -25,16 +28,17 @@ LIMITED_KEY = {"authorization": "Bearer mr-limited"}
 LIMIT_PER_MINUTE = 6
 MODEL = "millrace-nano"
 PORTS = {"TEST_API_PORT": "18080", "TEST_JAEGER_PORT": "18686"}
+JAEGER = f"http://127.0.0.1:{PORTS['TEST_JAEGER_PORT']}"
 PROJECT = "millrace-test"
 # No test waits longer for anything.
 LIMIT_S = 240.0
 
 
-def run(*words: str, environment: Mapping[str, str] | None = None) -> str:
+def run(*words: str, folder: Path = REPOSITORY, environment: Mapping[str, str] | None = None) -> str:
     """Standard output of a command; fails with all that it said."""
     done = subprocess.run(
         words,
-        cwd=REPOSITORY,
+        cwd=folder,
         env={**os.environ, **PORTS, **(environment or {})},
         capture_output=True,
         text=True,
@@ -52,6 +56,25 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
+def copy_checkout(folder: Path, umask: int = 0o022) -> None:
+    """What is in the repository, as somebody with this umask has it."""
+    tracked = [name for name in run("git", "ls-files", "-z").split("\0") if (REPOSITORY / name).is_file()]
+    packed = subprocess.run(
+        ["tar", "-C", str(REPOSITORY), "--no-recursion", "-cf", "-", *tracked],
+        check=True,
+        capture_output=True,
+    ).stdout
+    command = f"umask {umask:03o} && tar -C '{folder}' --no-same-permissions -xf -"
+    subprocess.run(["sh", "-c", command], input=packed, check=True)
+
+
+def serves(address: str, service: str = "") -> bool:
+    """Whether a process says of itself that it does, over gRPC."""
+    # It says on every attempt what is missing.
+    with contextlib.redirect_stderr(io.StringIO()):
+        return healthcheck.main([address, service]) == 0
+
+
 def make_certificates(folder: Path) -> Path:
     """What `make certificates` writes, readable to nobody but the owner and the group."""
     run("sh", "services/envoy/make-certificates.sh", str(folder))
@@ -62,41 +85,61 @@ def make_certificates(folder: Path) -> Path:
 
 
 class Compose(AbstractContextManager["Compose"]):
-    """docker-compose.yml with overlays, as a project of its own; gone with its volumes at the end."""
+    """docker-compose.yml with overlays, in a copy of the checkout and as a project of its own; gone with its
+    volumes at the end.
+    """
 
-    def __init__(self, *overlays: str, variables: Mapping[str, str] | None = None) -> None:
-        # A copy, for tests that edit it.
-        self.config = Path(tempfile.mkdtemp(prefix="millrace-config-")) / "millrace.toml"
-        self.config.parent.chmod(0o755)
-        settings = (REPOSITORY / "config/millrace.toml").read_text()
-        self.config.write_text(f"{settings}\n[tenants.limited]\nrequests_per_minute = {LIMIT_PER_MINUTE}\n")
-        self.config.chmod(0o644)
-        files = ("docker-compose.yml", "tests/containers/compose.yml", *overlays)
-        self._words = ["docker", "compose", "-p", PROJECT, *(word for file in files for word in ("-f", file))]
-        self._variables = {"TEST_CONFIG": str(self.config), **(variables or {})}
+    def __init__(
+        self, *overlays: str, variables: Mapping[str, str] | None = None, project: str = PROJECT
+    ) -> None:
+        # Tests edit it, and it is closed to others by default.
+        self._folder = tempfile.TemporaryDirectory(prefix="millrace-checkout-")
+        self.checkout = Path(self._folder.name)
+        self.checkout.chmod(0o755)
+        copy_checkout(self.checkout)
+        self.config = self.checkout / "config/millrace.toml"
+        with self.config.open("a") as file:
+            file.write(f"\n[tenants.limited]\nrequests_per_minute = {LIMIT_PER_MINUTE}\n")
+        self.environment = {
+            "COMPOSE_FILE": ":".join(("docker-compose.yml", "tests/containers/compose.yml", *overlays)),
+            "COMPOSE_PROJECT_NAME": project,
+            **(variables or {}),
+        }
+        index = REPOSITORY / "build/containers/torch_index"
+        if index.is_file() and (given := index.read_text().strip()):
+            self.environment["TORCH_INDEX"] = given
         self.url = f"http://127.0.0.1:{PORTS['TEST_API_PORT']}"
 
     def __exit__(self, *_: object) -> None:
         self.do("down", "--volumes", "--timeout", "5")
-        shutil.rmtree(self.config.parent)
+        self._folder.cleanup()
 
     def do(self, *words: str) -> str:
         """Output of a command of compose."""
-        return run(*self._words, *words, environment=self._variables)
+        return self.run("docker", "compose", *words)
+
+    def run(self, *words: str) -> str:
+        """Output of a command in the checkout, with the variables that name this project."""
+        return run(*words, folder=self.checkout, environment=self.environment)
 
     def up(self, *words: str) -> float:
         """Starts what does not run, and waits until all is healthy; seconds that it took."""
         began_s = time.monotonic()
-        self.do("up", "--detach", "--wait", "--no-build", *words)
+        self.do("up", "--detach", "--wait", *words)
         return time.monotonic() - began_s
 
-    def containers(self, service: str) -> list[str]:
-        """Ids of the running containers of a service."""
-        return self.do("ps", "--quiet", service).split()
+    def containers(self, service: str, *words: str) -> list[str]:
+        """Ids of the running containers of a service; with "--all", of those that have stopped as well."""
+        return self.do("ps", "--quiet", *words, service).split()
 
-    def inspect(self, service: str) -> list[dict[str, Any]]:
+    def inspect(self, service: str, *words: str) -> list[dict[str, Any]]:
         """What the engine knows of a service's containers."""
-        return list(json.loads(run("docker", "inspect", *self.containers(service))))
+        return list(json.loads(run("docker", "inspect", *self.containers(service, *words))))
+
+    def address(self, service: str) -> str:
+        """Where this machine reaches the first container of a service."""
+        networks = self.inspect(service)[0]["NetworkSettings"]["Networks"]
+        return str(networks[f"{PROJECT}_inside"]["IPAddress"])
 
     def states(self) -> dict[str, list[str]]:
         """Health, or else state, of every container by its service."""
@@ -129,11 +172,6 @@ class Compose(AbstractContextManager["Compose"]):
 
         wait_until(is_back, f"{service} did not come back")
 
-    def spans(self) -> list[dict[str, Any]]:
-        """What the stand-in of Jaeger was told."""
-        page = httpx.get(f"http://127.0.0.1:{PORTS['TEST_JAEGER_PORT']}/spans", trust_env=False, timeout=30)
-        return [json.loads(line) for line in page.text.splitlines()]
-
 
 def ask(url: str, *, key: Mapping[str, str] = KEY, **options: Any) -> httpx.Response:
     """One short chat, streamed."""
@@ -151,6 +189,7 @@ class Stream(threading.Thread):
         self._url, self._seed, self._options = url, seed, options
         self.num_tokens = num_tokens
         self.begun = threading.Event()
+        self.request_id = ""
         self.text = ""
         # Why it ended: "length" when it is whole.
         self.ended = ""
@@ -165,6 +204,7 @@ class Stream(threading.Thread):
                 httpx.Client(trust_env=False, timeout=LIMIT_S, **self._options) as client,
                 client.stream("POST", f"{self._url}/v1/completions", json=body, headers=KEY) as answer,
             ):
+                self.request_id = answer.headers.get("x-request-id", "")
                 if answer.status_code != 200:
                     self.ended = f"{answer.status_code}: {answer.read().decode()}"
                 for line in answer.iter_lines():
@@ -202,6 +242,26 @@ def streams(
         each.join(LIMIT_S)
     if not may_break:
         assert [each.ended for each in running] == ["length"] * num
+
+
+def wait_traced(request_ids: Iterable[str]) -> None:
+    """Returns when Jaeger has a whole trace of each request: four services' spans (Envoy, gateway, tokenizer,
+    engine) under one root.
+    """
+    wanted = set(request_ids)
+    with contextlib.closing(JaegerReader(JAEGER)) as reader:
+
+        def are_whole() -> bool:
+            for request_id in tuple(wanted):
+                for trace_id in reader.traces_of_request(request_id):
+                    spans = reader.trace(trace_id)
+                    ids = {span.span_id for span in spans}
+                    roots = [span for span in spans if span.parent_id not in ids]
+                    if len({span.service for span in spans}) == 4 and len(roots) == 1:
+                        wanted.discard(request_id)
+            return not wanted
+
+        wait_until(are_whole, f"Jaeger has no whole trace of {wanted}")
 
 
 def size_mb(image: str) -> float:

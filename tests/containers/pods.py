@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import socket
@@ -14,8 +12,7 @@ from typing import Any
 
 import httpx
 
-from services import healthcheck
-from tests.containers.engine import LIMIT_S, run
+from tests.containers.engine import LIMIT_S, run, serves
 from tests.deployment.kustomize import Manifest, find
 from tests.deployment.manifests import workloads
 
@@ -80,9 +77,7 @@ class Pods:
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         port = ports.get(what["port"], what["port"])
         if how == "grpc":
-            # It says on every attempt what is missing.
-            with contextlib.redirect_stderr(io.StringIO()):
-                return healthcheck.main([f"{address}:{port}", what.get("service", "")]) == 0
+            return serves(f"{address}:{port}", what.get("service", ""))
         try:
             if how == "httpGet":
                 page = httpx.get(f"http://{address}:{port}{what['path']}", trust_env=False, timeout=5)

@@ -119,6 +119,8 @@ stand_in() {
             tar -C "$python/lib" --exclude='*/site-packages/*' --exclude='*/test' --exclude=__pycache__ \
                 --exclude='*/config-3*' -c python3."$(.venv/bin/python -c 'import sys; print(sys.version_info.minor)')" \
                 | tar -C "$context/local/lib" -x ;;
+        otlp)
+            cp tests/unit/observability/{jaeger_stand_in,stand_in_server}.py "$context/" ;;
         envoy)
             cp "$(.venv/bin/python -c 'from services.supervisor.edge import envoy_binary; print(envoy_binary())')" "$context/" ;;
         prometheus)
@@ -128,10 +130,12 @@ stand_in() {
     docker build -q --network host -t "$2" "$context" >/dev/null
 }
 
-# image IMAGE STAND_IN: the real one where its registry answers.
+# image IMAGE STAND_IN: the real one where its registry answers. One that kept silent once is not asked again: that
+# may take a minute each time.
 image() {
     has "$1" && return
-    timeout 60 docker pull -q "$1" >/dev/null 2>&1 && return
+    [ -z "${is_silent:-}" ] && timeout 60 docker pull -q "$1" >/dev/null 2>&1 && return
+    is_silent=yes
     say "$1: its registry does not answer, a stand-in takes its place"
     stand_in "$2" "$1"
 }
@@ -157,6 +161,8 @@ build() {
         trap "kill $server" EXIT
         export TORCH_INDEX=http://127.0.0.1:$port/whl/cpu
     fi
+    # Who builds again is to find the same layers.
+    echo "${TORCH_INDEX:-}" >"$work/torch_index"
     docker compose -f docker-compose.yml -f "$here/compose.yml" build
 }
 
@@ -168,14 +174,15 @@ ensure_engine
 ensure_compose
 ensure_kubectl
 image "python:$(sed -n 's/^ARG PYTHON=//p' services/gateway/Dockerfile)" python
-docker compose -f docker-compose.yml config --format json | .venv/bin/python -c '
+others=$(docker compose -f docker-compose.yml config --format json | .venv/bin/python -c '
 import json, sys
 stand_ins = {"envoyproxy": "envoy", "valkey": "valkey", "otel": "otlp", "jaegertracing": "otlp", "prom": "prometheus", "grafana": "grafana"}
 for service in json.load(sys.stdin)["services"].values():
     owner = service["image"].partition("/")[0]
     if owner in stand_ins:
         print(service["image"], stand_ins[owner])
-' | while read -r name kind; do image "$name" "$kind" </dev/null; done
+')
+while read -r name kind; do image "$name" "$kind" </dev/null; done <<<"$others"
 image "$(sed -n 's/^ *image: \(postgres:.*\)/\1/p' k8s/components/postgres/postgres.yaml)" postgres
 say "building the project's images"
 build

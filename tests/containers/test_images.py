@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.containers.engine import run
-from tests.deployment.containerfile import REPOSITORY
+from tests.containers.engine import copy_checkout, run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -19,14 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout as a user makes it whose umask is 077."""
     folder = tmp_path_factory.mktemp("checkout")
-    tracked = run("git", "ls-files", "-z").split("\0")
-    packed = subprocess.run(
-        ["tar", "-C", str(REPOSITORY), "--no-recursion", "-cf", "-", *(name for name in tracked if name)],
-        check=True,
-        capture_output=True,
-    ).stdout
-    command = f"umask 077 && tar -C '{folder}' --no-same-permissions -xf -"
-    subprocess.run(["sh", "-c", command], input=packed, check=True)
+    copy_checkout(folder, umask=0o077)
     assert (folder / "gateway/app.py").stat().st_mode & 0o077 == 0
     return folder
 

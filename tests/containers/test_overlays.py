@@ -22,6 +22,7 @@ def _variables(certificates: Path) -> dict[str, str]:
     "overlays", [("compose.tls.yml",), ("compose.tls.yml", "compose.mtls.yml")], ids=["tls", "tls+mtls"]
 )
 def test_certificates_that_a_group_reads_serve(certificates: Path, overlays: tuple[str, ...]) -> None:
+    assert certificates.stat().st_mode & 0o777 == 0o750
     with Compose(*overlays, variables=_variables(certificates)) as stack:
         stack.up()
         url = stack.url.replace("http://127.0.0.1", "https://localhost")
@@ -33,6 +34,8 @@ def test_certificates_that_a_group_reads_serve(certificates: Path, overlays: tup
             given = [path for path in sources if path.is_relative_to(certificates)]
             assert all(path.is_file() for path in given), "a folder would bring all keys"
             assert not [path for path in given if path.name.endswith("ca.key")]
+            modes = {path.stat().st_mode & 0o777 for path in given}
+            assert modes <= {0o640}, "its group reads, and nobody else"
             assert len(given) == (2 if name == "envoy" else 0) + (3 if "compose.mtls.yml" in overlays else 0)
         # The command line, with the same authority.
         told = subprocess.run(

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+import yaml
 from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from services import third_party_images
 from tests.containers.engine import (
+    JAEGER,
     KEY,
     LIMIT_PER_MINUTE,
     LIMITED_KEY,
     MODEL,
     PORTS,
-    PROJECT,
     Compose,
     ask,
     run,
+    serves,
     size_mb,
     streams,
+    wait_traced,
     wait_until,
 )
 
 pytestmark = pytest.mark.timeout(900)
 
 OURS = ("gateway", "tokenizer", "engine")
+SENDERS, RECEIVERS = ("envoy", *OURS), ("collector", "jaeger", "prometheus")
 # Long enough to be under way while containers are stopped, and short enough for their drain.
 NUM_TOKENS = 1000
 
@@ -53,9 +57,47 @@ def test_everything_is_healthy(plain: Compose) -> None:
         print(f"\n{image}: {image_mb:.0f} MB, {image_mb - base_mb:.0f} of them beyond {base}", end="")
 
 
+def test_no_container_is_promised_more_than_the_smallest_machine_has(plain: Compose) -> None:
+    """The engine refuses a limit above the processors that there are."""
+    for name in plain.states():
+        for each in plain.inspect(name, "--all"):
+            assert each["HostConfig"]["NanoCpus"] <= 1_000_000_000, name
+
+
+def test_no_registry_is_asked_for_what_is_built_here(tmp_path: Path) -> None:
+    """Where nobody has built it either. A registry that was asked is in the message, whatever it answered."""
+    asking = tmp_path / "asking.yml"
+    asking.write_text(yaml.safe_dump({"services": {name: {"pull_policy": "missing"} for name in OURS}}))
+    starting = ("up", "--detach", "--no-build", "--no-deps", *OURS)
+    variables = {"MILLRACE_TAG": "built-by-nobody"}
+    told = {}
+    for how, overlays in (("as it is", ()), ("asking", (str(asking),))):
+        with Compose(*overlays, variables=variables, project="millrace-test-unbuilt") as stack:
+            with pytest.raises(AssertionError) as refused:
+                stack.do(*starting)
+            told[how] = str(refused.value)
+    assert "No such image: millrace/" in told["as it is"]
+    assert not [word for word in ("registry", "Get ", "pull access") if word in told["as it is"]], told
+    assert [word for word in ("registry", "Get ", "pull access") if word in told["asking"]], told
+
+
+def _ends(stack: Compose, services: Iterable[str]) -> dict[str, str]:
+    """When the last container of each stopped; fails if one did not end as it was told to."""
+    ends = {}
+    for name in services:
+        states = [each["State"] for each in stack.inspect(name, "--all")]
+        assert {state["ExitCode"] for state in states} == {0}, name
+        ends[name] = max(state["FinishedAt"] for state in states)
+    return ends
+
+
 def test_it_starts_in_seconds(plain: Compose) -> None:
-    """Every container answers for its health within a second of its start, so waiting is short."""
+    """Every container answers for its health within a second of its start, so waiting is short. What takes
+    spans and metrics stops after who sends them.
+    """
     plain.do("stop")
+    ends = _ends(plain, (*SENDERS, *RECEIVERS))
+    assert min(ends[name] for name in RECEIVERS) >= max(ends[name] for name in SENDERS), ends
     print(f"\nall containers healthy after {plain.up():.1f} s")
     for name in OURS:
         for each in plain.inspect(name):
@@ -80,21 +122,11 @@ def test_both_faces_stream_answers(plain: Compose) -> None:
 
 
 def test_one_trace_leads_from_envoy_to_the_engine(plain: Compose) -> None:
+    """And the command line draws it from the deployment's own store."""
     request_id = ask(plain.url).headers["x-request-id"]
-
-    def is_whole() -> bool:
-        traces = defaultdict(list)
-        for span in plain.spans():
-            traces[span["trace"]].append(span)
-        for spans in traces.values():
-            if any(request_id in span["attributes"].values() for span in spans):
-                ids = {span["span"] for span in spans}
-                roots = [span for span in spans if span["parent"] not in ids]
-                # Envoy, gateway, tokenizer, engine; Envoy's span is above all others.
-                return len({span["service"] for span in spans}) == 4 and len(roots) == 1
-        return False
-
-    wait_until(is_whole, "no whole trace of the request arrived")
+    wait_traced([request_id])
+    told = run(".venv/bin/millrace", "why", request_id, "--jaeger", JAEGER)
+    assert "computing its own prompt" in told, told
 
 
 def test_two_gateways_share_the_limits(plain: Compose) -> None:
@@ -161,6 +193,22 @@ def test_a_container_that_is_made_anew_lets_its_streams_finish(plain: Compose) -
     assert ask(plain.url).status_code == 200
 
 
+def test_a_gateway_that_leaves_says_so_takes_requests_still_and_then_refuses(plain: Compose) -> None:
+    """And is alive until its streams have ended: whoever asked whether it lives would kill it otherwise."""
+    address = plain.address("gateway")
+    health, url = f"{address}:50051", f"http://{address}:8000"
+    assert serves(health)
+    with ThreadPoolExecutor() as pool, streams(url, 2, 3 * NUM_TOKENS) as under_way:
+        leaving = pool.submit(run, "docker", "stop", "-t", "45", plain.containers("gateway")[0])
+        wait_until(lambda: not serves(health), "it does not say that it leaves")
+        assert ask(url).status_code == 200, "it refuses before anybody can know"
+        wait_until(lambda: ask(url).status_code == 503, "it takes requests for ever")
+        assert serves(health, "live")
+        assert not [each.ended for each in under_way if each.ended], "they ended before it refused"
+    leaving.result()
+    plain.up()
+
+
 def test_a_gateway_that_leaves_refuses_nobody(plain: Compose) -> None:
     with ThreadPoolExecutor() as pool:
         leaving = pool.submit(run, "docker", "restart", "-t", "45", plain.containers("gateway")[0])
@@ -174,14 +222,9 @@ def test_a_gateway_that_leaves_refuses_nobody(plain: Compose) -> None:
 
 def test_containers_are_replaced_one_at_a_time(plain: Compose) -> None:
     """services/roll.sh, while somebody asks without pause."""
-    environment = {
-        "COMPOSE_FILE": "docker-compose.yml:tests/containers/compose.yml",
-        "COMPOSE_PROJECT_NAME": PROJECT,
-        "TEST_CONFIG": str(plain.config),
-    }
     old = set(plain.containers("gateway"))
     with ThreadPoolExecutor() as pool:
-        rolling = pool.submit(run, "services/roll.sh", "gateway", environment=environment)
+        rolling = pool.submit(plain.run, "services/roll.sh", "gateway")
         statuses = set()
         while not rolling.done():
             statuses.add(ask(plain.url).status_code)
@@ -194,14 +237,19 @@ def test_containers_are_replaced_one_at_a_time(plain: Compose) -> None:
 
 def test_an_edited_configuration_is_applied_or_refused(plain: Compose) -> None:
     """Compose does not look into what it mounts, and an `up` that changed nothing must not look good."""
-    before = plain.config.read_text()
+    before, running = plain.config.read_text(), set(plain.containers("gateway"))
     plain.config.write_text(before + "\n# Edited.\n")
     with pytest.raises(AssertionError, match="configure"):
         plain.up()
-    assert "was edited" in plain.do("logs", "configure")
-    plain.up("--force-recreate")
-    plain.up()
+    told = plain.do("logs", "configure")
+    assert "was edited" in told
+    # As it is told.
+    assert "docker compose up --detach --build" in told
+    plain.up("--build")
+    assert not running & set(plain.containers("gateway"))
     assert ask(plain.url).status_code == 200
+    # Nothing is left to be applied.
+    plain.up()
 
 
 def test_logs_have_no_noise_of_forks(plain: Compose) -> None:
@@ -217,17 +265,13 @@ def test_images_know_nothing_of_the_checkout_s_modes(plain: Compose) -> None:
 
 
 def test_stopping_everything_lets_streams_finish_and_their_spans_arrive(plain: Compose) -> None:
-    senders, receivers = ("envoy", "gateway", "tokenizer", "engine"), ("collector", "jaeger", "prometheus")
-    with streams(plain.url, 4, NUM_TOKENS):
+    """What keeps them in memory stays to be asked; that it stops last is seen where everything stops."""
+    with streams(plain.url, 4, NUM_TOKENS) as under_way:
         began_s = time.monotonic()
-        plain.do("stop")
+        plain.do("stop", *SENDERS, "collector")
     print(f"\nstopped after {time.monotonic() - began_s:.1f} s")
-    ends = {}
-    for name in (*senders, *receivers):
-        ids = plain.do("ps", "--all", "--quiet", name).split()
-        states = [json.loads(run("docker", "inspect", each, "-f", "{{json .State}}")) for each in ids]
-        assert {state["ExitCode"] for state in states} == {0}, name
-        ends[name] = max(state["FinishedAt"] for state in states)
-    assert min(ends[name] for name in receivers) >= max(ends[name] for name in senders), ends
+    ends = _ends(plain, (*SENDERS, "collector"))
+    assert ends["collector"] >= max(ends[name] for name in SENDERS), ends
+    wait_traced(each.request_id for each in under_way)
     plain.up()
     assert ask(plain.url).status_code == 200

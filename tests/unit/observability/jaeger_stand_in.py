@@ -103,7 +103,7 @@ def _answer(spans: Iterable[tuple[str, trace_pb2.Span]]) -> bytes:
     return json.dumps({"result": _hexed(found)}).encode()
 
 
-def jaeger(messages: Messages) -> AbstractContextManager[str]:
+def jaeger(messages: Messages, address: tuple[str, int] = ("127.0.0.1", 0)) -> AbstractContextManager[str]:
     """The address of one that has what `messages` returns when it is asked."""
 
     def answer(url: SplitResult) -> tuple[int, bytes]:
@@ -116,4 +116,4 @@ def jaeger(messages: Messages) -> AbstractContextManager[str]:
             return 404, b'{"error":{"httpCode":404,"message":"No traces found"}}'
         return 200, _answer(spans)
 
-    return serving(answer)
+    return serving(answer, address)

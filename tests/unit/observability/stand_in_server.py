@@ -10,7 +10,9 @@ from urllib.parse import SplitResult, urlsplit
 
 
 @contextmanager
-def serving(answer: Callable[[SplitResult], tuple[int, bytes]]) -> Iterator[str]:
+def serving(
+    answer: Callable[[SplitResult], tuple[int, bytes]], address: tuple[str, int] = ("127.0.0.1", 0)
+) -> Iterator[str]:
     """The address of one that answers GET with this status and body."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -23,7 +25,7 @@ def serving(answer: Callable[[SplitResult], tuple[int, bytes]]) -> Iterator[str]
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(address, Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
