@@ -2,6 +2,7 @@
 //
 // With so few rows, packing keys and values costs more than multiplying them: here columns go from the transposition,
 // and values from the cache, straight into the products. Each sum is the chain of attention_math.h, so bits are the same.
+// Level avx2 takes values so; its registers are too few for keys that are transposed between products.
 #pragma once
 
 #include "attention/attention_math.h"
@@ -155,6 +156,41 @@ inline void few_products(const float* weights, int64_t weights_stride, const Str
   for (; column < width; column += kLine * kLanes) {
     few_values<Cache, kRows, kLine>(weights, weights_stride, values, count, column, ahead, sums + column, width, fresh);
   }
+}
+
+#elif defined(__AVX2__)
+
+// Adds the values of `count` positions, weighted, to kVectors vectors of kRows sums, `stride` apart.
+template <typename Cache, int kRows, int kVectors>
+inline void few_values(const float* weights, int64_t weights_stride, const char* const* values, int64_t count,
+                       int64_t column, Ahead* later, float* sums, int64_t stride, bool fresh) {
+  Vec total[kRows][kVectors];
+  UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int j = 0; j < kVectors; ++j) total[r][j] = fresh ? zero() : load(sums + r * stride + j * kLanes);
+  for (int64_t at = 0; at < count; ++at) {
+    if (later) later->call(1);
+    const char* from = values[at] + column * Cache::kBytes;
+    UNROLLED for (int j = 0; j < kVectors; ++j) {
+      const Vec value = Cache::values(from + j * kLanes * Cache::kBytes);
+      UNROLLED for (int r = 0; r < kRows; ++r)
+        total[r][j] = Float32Math::step(total[r][j], set1(weights[r * weights_stride + at]), value);
+    }
+  }
+  UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int j = 0; j < kVectors; ++j) store(sums + r * stride + j * kLanes, total[r][j]);
+}
+
+// Values of whole vectors; `later` is called for beside the first of them.
+template <typename Cache, int kRows>
+inline void few_products(const float* weights, int64_t weights_stride, const char* const* values, int64_t count,
+                         int64_t width, Ahead& later, float* sums, bool fresh) {
+  constexpr int kWide = kRows == 1 ? 8 : kRows <= 3 ? 4 : 2;
+  Ahead* beside = &later;
+  int64_t column = 0;
+  for (; column + kWide * kLanes <= width; column += kWide * kLanes, beside = nullptr)
+    few_values<Cache, kRows, kWide>(weights, weights_stride, values, count, column, beside, sums + column, width, fresh);
+  for (; column < width; column += kLanes, beside = nullptr)
+    few_values<Cache, kRows, 1>(weights, weights_stride, values, count, column, beside, sums + column, width, fresh);
 }
 
 #endif

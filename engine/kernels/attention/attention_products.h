@@ -103,6 +103,12 @@ class FloatProducts {
   void add_values(int64_t row, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
     const float* weights = scores(row) + at / Math::kPerWord;
     const int64_t wide = sizes_.wide;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (rows_ - row <= kFewRows && wide == sizes_.value_dim)
+      return with_constant<kFewRows>(rows_ - row, [&](auto few) {
+        few_products<Cache, few>(weights, kPartTokens, values, count, wide, later, weighted_ + row * wide, fresh);
+      });
+#endif
     pack_values<Math, Cache>(values, later, count, sizes_.value_dim, packed_);
     product<Math>(rows_ - row, wide / kLanes, weights, kPartTokens, packed_,
                   (count + Math::kPerWord - 1) / Math::kPerWord, weighted_ + row * wide, wide, fresh);
