@@ -206,22 +206,26 @@ async def stalled_streams(target: Target, outcomes: Counter[str]) -> None:
     await _repeatedly(25, once)
 
 
+async def _called(channel: grpc.aio.Channel, payload: bytes, target: Target, outcomes: Counter[str]) -> None:
+    """One call, read to its end."""
+    call = channel.unary_stream(_CHAT_CALL)(payload, metadata=(("authorization", f"Bearer {target.key}"),))
+    with contextlib.suppress(grpc.RpcError):
+        async for _ in call:
+            pass
+    outcomes[(await call.code()).name] += 1
+
+
 async def grpc_garbage(target: Target, outcomes: Counter[str]) -> None:
     """Messages of 4 MB that are garbage, and of which a part reads like fields that nobody knows."""
     unknown = b"".join(struct.pack("<BB", 0xA0, 0x7F) + b"\x01" for _ in range(1_300_000))
     noise = random.Random(0).randbytes(4 * 1024 * 1024)
-    metadata = (("authorization", f"Bearer {target.key}"),)
     options = (("grpc.use_local_subchannel_pool", 1),)
 
     async with grpc.aio.insecure_channel(target.authority(), options=options) as channel:
 
         async def once() -> None:
             for payload in (unknown, noise, b"\xff" * 64):
-                call = channel.unary_stream(_CHAT_CALL)(payload, metadata=metadata)
-                with contextlib.suppress(grpc.RpcError):
-                    async for _ in call:
-                        pass
-                outcomes[(await call.code()).name] += 1
+                await _called(channel, payload, target, outcomes)
 
         await _repeatedly(16, once)
 
@@ -232,16 +236,12 @@ def grpc_large(num_characters: int) -> Attack:
     async def attack(target: Target, outcomes: Counter[str]) -> None:
         head = inference_pb2.ChatRequest(model=target.model)
         head.conversation.messages.add(role=chat_pb2.ROLE_USER, content="a b, c" * (num_characters // 6))
-        payload, metadata = head.SerializeToString(), (("authorization", f"Bearer {target.key}"),)
+        payload = head.SerializeToString()
 
         async def once() -> None:
             options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", len(payload)))
             async with grpc.aio.insecure_channel(target.authority(), options=options) as channel:
-                call = channel.unary_stream(_CHAT_CALL)(payload, metadata=metadata)
-                with contextlib.suppress(grpc.RpcError):
-                    async for _ in call:
-                        pass
-                outcomes[(await call.code()).name] += 1
+                await _called(channel, payload, target, outcomes)
 
         await _repeatedly(60, once)
 
