@@ -5,9 +5,10 @@ One frame is four bytes of length, little endian, and the message.
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
+import threading
+from queue import Empty, SimpleQueue
 
 import msgspec
 
@@ -50,31 +51,44 @@ class FrameBuffer:
 
 
 class CoreSocket:
-    """The core's end: reads without blocking while there is work, and waits on the socket when idle."""
+    """The core's end. A thread reads, also while a step is computed: the socket holds a few long prompts, and
+    who stands behind them would wait for one step more each time that it is full. It has the interpreter for
+    moments only, as messages are decoded by whoever receives them.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._buffer = FrameBuffer()
         self._decoder = msgspec.msgpack.Decoder(Command)
+        # Pieces as they came; an empty one is the end.
+        self._pieces: SimpleQueue[bytes] = SimpleQueue()
+        threading.Thread(target=self._read, name="read-commands", daemon=True).start()
+
+    def _read(self) -> None:
+        data = b"?"
+        while data:
+            try:
+                data = self._socket.recv(_CHUNK_BYTES)
+            except OSError:
+                data = b""
+            self._pieces.put(data)
 
     def receive(self, timeout_s: float) -> list[Command]:
-        """Messages that are there, waiting up to `timeout_s` for the first. Raises PeerGone at the end."""
-        if timeout_s > 0:
-            select.select([self._socket], [], [], timeout_s)
+        """Messages that are there, waiting up to `timeout_s` for the first piece. Raises PeerGone at
+        the end.
+        """
         messages: list[Command] = []
-        while True:
-            try:
-                data = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return messages
-            except ConnectionError as error:
-                raise PeerGone from error
-            if not data:
-                raise PeerGone
-            messages += [self._decoder.decode(payload) for payload in self._buffer.feed(data)]
-            if len(data) < _CHUNK_BYTES:
-                # That was all; what comes now is read in the next turn.
-                return messages
+        try:
+            data = self._pieces.get(timeout_s > 0, timeout_s)
+            while data:
+                messages += [self._decoder.decode(payload) for payload in self._buffer.feed(data)]
+                data = self._pieces.get_nowait()
+        except Empty:
+            return messages
+        self._pieces.put(data)
+        if not messages:
+            raise PeerGone
+        return messages
 
     def send(self, message: Report) -> None:
         """Writes one message. Raises PeerGone when nobody reads any more."""

@@ -212,10 +212,30 @@ def test_messages_survive_the_socket_in_any_pieces() -> None:
     for start in range(0, len(data), 777):
         ours.sendall(data[start : start + 777])
         received += core.receive(0.0)
+    while len(received) < len(sent):
+        received += core.receive(1.0)
     assert received == sent
     core.send(messages.Progress("load", 0.5))
     assert FrameBuffer().feed(ours.recv(1000))
     ours.close()
+    with pytest.raises(PeerGone):
+        core.receive(1.0)
+    theirs.close()
+
+
+def test_more_than_the_socket_holds_arrives_while_nobody_receives() -> None:
+    ours, theirs = socket.socketpair()
+    # If it stays full, sending fails.
+    ours.settimeout(30.0)
+    core = CoreSocket(theirs)
+    sent = [messages.Submit(request(number, tuple(range(20_000)))) for number in range(60)]
+    for message in sent:
+        ours.sendall(encode(message))
+    ours.close()
+    received: list[messages.Command] = []
+    while len(received) < len(sent):
+        received += core.receive(1.0)
+    assert received == sent
     with pytest.raises(PeerGone):
         core.receive(1.0)
     theirs.close()
