@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from engine.kv.hashing import BlockHash
 
@@ -50,9 +51,14 @@ class BlockPool:
         """Block that holds this content; it is not referenced by the look-up."""
         return self._cached.get(block_hash)
 
-    def is_evictable(self, block_id: int) -> bool:
-        """Whether the block is cached and unreferenced, so that reviving it costs an available block."""
-        return block_id in self._evictable
+    def lookup_leading(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Blocks of the first contents, as many as are held; long prompts have hundreds."""
+        held = takewhile(self._cached.__contains__, hashes)
+        return list(map(self._cached.__getitem__, held))
+
+    def num_evictable_of(self, block_ids: Iterable[int]) -> int:
+        """How many are cached and unreferenced, so that reviving them costs available blocks."""
+        return sum(map(self._evictable.__contains__, block_ids))
 
     def allocate(self) -> int:
         """A block with one reference and undefined content, evicting the least recently used if need be.

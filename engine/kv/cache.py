@@ -96,20 +96,14 @@ class KvCache:
         if not self.prefix_caching:
             return Prefix()
         candidates = hasher.hashes[: (num_tokens - 1) // self.block_size]
-        device: list[int] = []
-        for block_hash in candidates:
-            block_id = self._pool.lookup(block_hash)
-            if block_id is None:
-                break
-            device.append(block_id)
+        device = self._pool.lookup_leading(candidates)
         host: list[BlockHash] = []
         if restore_worth_it and len(self._host):
             for block_hash in candidates[len(device) :]:
                 if block_hash not in self._host or self._pool.lookup(block_hash) is not None:
                     break
                 host.append(block_hash)
-        revived = sum(self._pool.is_evictable(block_id) for block_id in device)
-        return Prefix(tuple(device), tuple(host), revived)
+        return Prefix(tuple(device), tuple(host), self._pool.num_evictable_of(device))
 
     def adopt(self, table: BlockTable, prefix: Prefix) -> None:
         """Starts an empty table with a prefix; host blocks get a device block and a restore copy.

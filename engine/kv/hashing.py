@@ -37,11 +37,15 @@ class PrefixHasher:
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Hashes every full block of the first `num_tokens` tokens that has no hash yet."""
-        size = self._block_size
-        for index in range(len(self.hashes), num_tokens // size):
-            parent = self.hashes[-1] if self.hashes else self._root
-            packed = array("I", token_ids[index * size : (index + 1) * size]).tobytes()
-            self.hashes.append(blake2b(parent + packed, digest_size=_DIGEST_BYTES).digest())
+        size, first = self._block_size, len(self.hashes)
+        # At once: a long prompt has hundreds of blocks, and answers wait while it is hashed.
+        tokens = array("I", token_ids[first * size : num_tokens // size * size])
+        packed, num_bytes = tokens.tobytes(), size * tokens.itemsize
+        parent = self.hashes[-1] if self.hashes else self._root
+        for start in range(0, len(packed), num_bytes):
+            content = parent + packed[start : start + num_bytes]
+            parent = blake2b(content, digest_size=_DIGEST_BYTES).digest()
+            self.hashes.append(parent)
 
     def copy(self) -> PrefixHasher:
         """The same chain, to go on differently."""
