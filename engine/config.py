@@ -34,9 +34,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     long_prefill_tokens: int = 512
     # Largest part of a step that long prompts may take together while anyone else has work.
     long_prefill_share: float = 0.5
-    # While sequences decode, prompts are computed in chunks that keep a step near this time, as measured, or
-    # near twice the time of a step for one answer where that is longer: many prompts at once must not hold up
-    # who is being answered. 0 sets no time.
+    # While sequences decode, or several tenants asked within a second, prompts are computed in chunks that
+    # keep a step near this time, as measured, or near twice the time of a step for one answer where that is
+    # longer: many prompts at once must not hold up who is being answered, or has a short one. 0 sets no time.
     step_target_ms: float = 75.0
     # After so many preemptions a sequence keeps its place until it ends.
     max_preemptions: int = 3

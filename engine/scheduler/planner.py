@@ -54,9 +54,10 @@ class Planner:
             self._admitter.displace_beams(draft)
         prefills = self._plan_decodes(draft, allowed)
         if prefills or state.waiting:
-            if draft.rows:
+            sharers = self._sharers(prefills)
+            if draft.rows or len(sharers) > 1 or state.had_several(now):
                 long_share = self._config.long_prefill_share if contended else 1.0
-                draft.limit(self._chunk_work(draft), long_share, self._sharers(prefills))
+                draft.limit(self._chunk_work(draft), long_share, sharers)
             self._plan_prefills(draft, prefills, allowed)
         if draft.has_room or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from engine.config import SchedulerConfig
 from engine.kv import KvCache
 from engine.scheduler.adapters import AdapterPlaces, NoAdapters
 from engine.scheduler.beams import BeamSearch, Candidate
-from engine.scheduler.fairness import Places, VirtualTokenCounters
+from engine.scheduler.fairness import Account, Places, VirtualTokenCounters
 from engine.scheduler.pace import EventRate, StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
@@ -29,6 +30,8 @@ from engine.types import (
 
 # Seconds over which places that come free, and requests for them, are averaged.
 _RATE_MEMORY_S = 10.0
+# Who asked so many seconds ago may ask again any moment.
+_LATELY_S = 1.0
 # Tokens of a sequence that are compared with what others compute, while it waits.
 _LOOKED_AT_TOKENS = 8192
 
@@ -99,6 +102,9 @@ class SchedulerState:
     turnover: EventRate = field(default_factory=lambda: EventRate(_RATE_MEMORY_S, running=False))
     # Places asked for per second, by priority.
     arrivals: dict[int, EventRate] = field(default_factory=dict)
+    # Who asked last, and when; and when the last of all others did.
+    _newest: tuple[Account | None, float] = (None, -math.inf)
+    _others_s: float = -math.inf
     # So many were ever made; the last one has this number.
     num_sequences: int = 0
     speed: StepPace = field(default_factory=StepPace)
@@ -158,8 +164,15 @@ class SchedulerState:
         """A request joins the queue with its first sequence."""
         rate = self.arrivals.setdefault(sequence.priority, EventRate(_RATE_MEMORY_S))
         rate.count(now, sequence.num_places)
+        if self._newest[0] != account_of(sequence):
+            self._others_s = self._newest[1]
+        self._newest = (account_of(sequence), now)
         self.waiting.join(sequence)
         self._wait(sequence)
+
+    def had_several(self, now: float) -> bool:
+        """Whether several tenants have asked lately: whoever comes next waits for the step under way."""
+        return now - self._others_s < _LATELY_S
 
     def _wait(self, sequence: Sequence) -> None:
         num_tokens = self.tokens_to_compute(sequence)

@@ -160,6 +160,43 @@ def test_a_prompt_that_is_computed_leaves_other_tenants_their_part_of_a_step() -
     assert shared[1] <= 110
 
 
+def unanswered_driver() -> Driver:
+    """400 tokens a second were measured, of prompts that have ended: nobody is being answered."""
+    driver = Driver(
+        memory=memory_plan(1600, 4, 800),
+        max_num_batched_tokens=600,
+        long_prefill_tokens=5000,
+        step_target_ms=500,
+        check=False,
+    )
+    driver.runner.compute_s = 1.0
+    driver.submit(prompt(1), max_tokens=1, tenant="many")
+    driver.run()
+    return driver
+
+
+def test_tenants_share_a_step_in_time_before_anybody_is_answered() -> None:
+    driver = unanswered_driver()
+    for index in range(3):
+        driver.submit(prompt(3 + index), max_tokens=2, tenant="many")
+    driver.submit(prompt(9, 60), max_tokens=2, tenant="short")
+    driver.step()
+    # So 200 a step, of which half is another tenant's; alone they have the whole budget.
+    assert sorted(row.num_tokens for row in driver.plans[-1].scheduled) == [60, 100]
+
+
+@pytest.mark.parametrize(("ago_s", "num_tokens"), [(0.5, 200), (5.0, 600)])
+def test_a_step_is_short_for_tenants_that_asked_a_moment_ago(ago_s: float, num_tokens: int) -> None:
+    driver = unanswered_driver()
+    driver.submit(prompt(9, 20), max_tokens=1, tenant="short")
+    driver.run()
+    driver.wait(ago_s)
+    for index in range(3):
+        driver.submit(prompt(3 + index), max_tokens=2, tenant="many")
+    driver.step()
+    assert driver.plans[-1].num_tokens == num_tokens
+
+
 def test_chunks_grow_where_a_step_takes_its_time_whatever_is_in_it() -> None:
     pace, work, step_s = StepPace(), 30.0, 0.1
     pace.observe(0, 1, step_s, work=1.0)
