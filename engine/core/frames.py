@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 import msgspec
 
@@ -16,6 +16,8 @@ from engine.core.messages import Command, Report
 
 _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 20
+# Chunks that wait for the core at most.
+_MOST_PIECES = 64
 
 
 class PeerGone(Exception):
@@ -60,8 +62,8 @@ class CoreSocket:
         self._socket = connection
         self._buffer = FrameBuffer()
         self._decoder = msgspec.msgpack.Decoder(Command)
-        # Pieces as they came; an empty one is the end.
-        self._pieces: SimpleQueue[bytes] = SimpleQueue()
+        # Pieces as they came; an empty one is the end. Where nobody takes them, the front's own limit holds.
+        self._pieces: Queue[bytes] = Queue(_MOST_PIECES)
         threading.Thread(target=self._read, name="read-commands", daemon=True).start()
 
     def _read(self) -> None:

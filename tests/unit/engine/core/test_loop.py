@@ -241,6 +241,19 @@ def test_more_than_the_socket_holds_arrives_while_nobody_receives() -> None:
     theirs.close()
 
 
+def test_a_core_that_takes_nothing_holds_a_bounded_number_of_bytes() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(1.0)
+    core = CoreSocket(theirs)
+    commands = encode(messages.Submit(request(1, tuple(range(200_000))))) * 1000
+    with pytest.raises(TimeoutError):
+        ours.sendall(commands)
+    # It reads on.
+    assert core.receive(1.0)
+    ours.close()
+    theirs.close()
+
+
 class Making(CheckedRunner):
     """Has the grammars of which it was told."""
 
