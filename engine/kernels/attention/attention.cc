@@ -308,7 +308,6 @@ class Worker {
 
   // The part of a streamed unit of work, chunk by chunk.
   void stream_part(const Work& work, const Work* next) {
-#if defined(__AVX512F__)
     const int64_t part = work.unit->part, origin = part * kPartTokens;
     const Range range = seen(*work.unit, part);
     if (range.begin >= range.end) return nothing_seen();
@@ -327,13 +326,8 @@ class Worker {
     }
     add_span(span, range.begin);
     products_.finish_chunks();
-#else
-    (void)work;
-    (void)next;
-#endif
   }
 
-#if defined(__AVX512F__)
   Span span_of(const Work& work, const Range& range) const {
     const int64_t* blocks = table_of(*work.unit) + work.unit->part * (kPartTokens / cache_.block_size);
     return {blocks, range.begin / kChunk * kChunk, range.end, work.head, work.num_heads};
@@ -344,15 +338,15 @@ class Worker {
     if (!cache_.scales) return;
     key_scales_ = scratch_.key_scales.get(num_heads_ * kPartTokens);
     value_scales_ = scratch_.value_scales.get(num_heads_ * kPartTokens);
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-    for (int64_t at = span.begin; at < span.end; at += kChunk) {
-      const Mask m = first(range.end - at) & ~first(std::max<int64_t>(0, range.begin - at));
+    for (int64_t at = span.begin; at < span.end; at += kLanes) {
+      const Mask before = first(std::max<int64_t>(0, range.begin - at)), seen = first(std::max<int64_t>(0, range.end - at));
       for (int64_t head = 0; head < num_heads_; ++head) {
-        const char* from = row_of(cache_, cache_.scales, 2 * sizeof(float), span, head, at);
-        const Vec a = load(reinterpret_cast<const float*>(from)), b = load(reinterpret_cast<const float*>(from) + kLanes);
-        store(key_scales_ + head * kPartTokens + at, _mm512_maskz_permutex2var_ps(m, a, even, b));
-        store(value_scales_ + head * kPartTokens + at, _mm512_maskz_permutex2var_ps(m, a, odd, b));
+        const auto* from = reinterpret_cast<const float*>(row_of(cache_, cache_.scales, 2 * sizeof(float), span, head, at));
+        Vec scales[2];
+        unzip(load(from), load(from + kLanes), scales);
+        const auto place = head * kPartTokens + at;
+        store(key_scales_ + place, select(before, zero(), select(seen, scales[0], zero())));
+        store(value_scales_ + place, select(before, zero(), select(seen, scales[1], zero())));
       }
     }
   }
@@ -398,7 +392,6 @@ class Worker {
       products_.add_chunks(chunks, std::max(at, begin), end, rows_each_, stream_, at == span.begin);
     });
   }
-#endif
 
   // Turns a row's scores of the places that are read into weights, 0 for what it does not see of them.
   void weigh(int64_t row, int64_t origin, const Range& read, const Range& seen, int64_t position,

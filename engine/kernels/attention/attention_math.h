@@ -155,35 +155,22 @@ inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec o
 
 #else
 
-// Word by word of a row where it has fewer than a vector.
-template <typename Rows>
-inline void load_words(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[kLanes]) {
-  constexpr int64_t kBytes = 4 * kLanes;
-  for (int i = 0; i < kLanes; ++i) {
-    alignas(32) char part[kBytes] = {};
-    if (num_bytes < kBytes) std::memcpy(part, rows[i] + offset, num_bytes);
-    out[i] = load(reinterpret_cast<const float*>(num_bytes < kBytes ? part : rows[i] + offset));
-  }
-}
-
 #if defined(__AVX2__)
+// Whole rows. Halves of rows meet while they are loaded, which takes none of the units that shuffle.
 template <typename Rows>
-inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
-  __m256 r[8], t[8];
-  load_words(rows, offset, num_bytes, r);
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  for (int j = 0; j < 4; ++j) {
-    out[j] = _mm256_permute2f128_ps(r[j], r[4 + j], 0x20);
-    out[4 + j] = _mm256_permute2f128_ps(r[j], r[4 + j], 0x31);
+[[gnu::always_inline]] inline void transpose(const Rows& rows, int64_t offset, Vec out[8]) {
+  UNROLLED for (int half = 0; half < 2; ++half) {
+    const auto words = [&](int row) {
+      const auto at = [&](int which) { return reinterpret_cast<const float*>(rows[which] + offset) + 4 * half; };
+      return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(at(row))), _mm_loadu_ps(at(row + 4)), 1);
+    };
+    const Vec a = words(0), b = words(1), c = words(2), d = words(3);
+    const Vec ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+    out[4 * half] = _mm256_shuffle_ps(ab, cd, 0x44);
+    out[4 * half + 1] = _mm256_shuffle_ps(ab, cd, 0xee);
+    const Vec above = _mm256_unpackhi_ps(a, b), below = _mm256_unpackhi_ps(c, d);
+    out[4 * half + 2] = _mm256_shuffle_ps(above, below, 0x44);
+    out[4 * half + 3] = _mm256_shuffle_ps(above, below, 0xee);
   }
 }
 #else
@@ -196,10 +183,11 @@ inline void transpose_four(float32x4_t a, float32x4_t b, float32x4_t c, float32x
   }
 }
 
+// Whole rows.
 template <typename Rows>
-inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
+inline void transpose(const Rows& rows, int64_t offset, Vec out[8]) {
   Vec r[8];
-  load_words(rows, offset, num_bytes, r);
+  for (int i = 0; i < kLanes; ++i) r[i] = load(reinterpret_cast<const float*>(rows[i] + offset));
   float32x4_t top[8], bottom[8];
   transpose_four(r[0].low, r[1].low, r[2].low, r[3].low, top);
   transpose_four(r[0].high, r[1].high, r[2].high, r[3].high, top + 4);
@@ -208,6 +196,17 @@ inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec o
   for (int i = 0; i < 8; ++i) out[i] = {top[i], bottom[i]};
 }
 #endif
+
+// kLanes rows of up to as many words each to columns; absent words are zero.
+template <typename Rows>
+[[gnu::always_inline]] inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
+  constexpr int64_t kBytes = 4 * kLanes;
+  if (num_bytes >= kBytes) return transpose(rows, offset, out);
+  alignas(32) char parts[kLanes][kBytes] = {};
+  const char* at[kLanes];
+  for (int i = 0; i < kLanes; ++i) at[i] = static_cast<const char*>(std::memcpy(parts[i], rows[i] + offset, num_bytes));
+  transpose(at, 0, out);
+}
 
 #endif
 
@@ -218,6 +217,8 @@ struct Float32Cache {
   static void expand(Vec words, Vec* out) {
     out[0] = words;
   }
+  // Of the words' elements those that are the `at`th of a word.
+  static Vec element(Vec words, int) { return words; }
   static Vec values(const char* p) { return load(reinterpret_cast<const float*>(p)); }
   static Vec values(const char* p, Mask m) { return load(reinterpret_cast<const float*>(p), m); }
 };
@@ -229,10 +230,10 @@ struct Bfloat16Cache {
     if constexpr (Math::kPerWord == 2) {
       out[0] = words;
     } else {
-      out[0] = lower_half(words);
-      out[1] = upper_half(words);
+      for (int at = 0; at < 2; ++at) out[at] = element(words, at);
     }
   }
+  static Vec element(Vec words, int at) { return at ? upper_half(words) : lower_half(words); }
   static Vec values(const char* p) { return load_bf16(reinterpret_cast<const uint16_t*>(p)); }
   static Vec values(const char* p, Mask m) { return load_bf16(reinterpret_cast<const uint16_t*>(p), m); }
 #if defined(__AVX512F__)
@@ -257,12 +258,13 @@ struct Int8Cache {
       return;
     }
 #endif
-    const Vec a = signed_byte<0>(words), b = signed_byte<1>(words);
-    const Vec c = signed_byte<2>(words), d = signed_byte<3>(words);
-    out[0] = a;
-    out[1] = b;
-    out[2] = c;
-    out[3] = d;
+    for (int at = 0; at < 4; ++at) out[at] = element(words, at);
+  }
+  static Vec element(Vec words, int at) {
+    return at == 0   ? signed_byte<0>(words)
+           : at == 1 ? signed_byte<1>(words)
+           : at == 2 ? signed_byte<2>(words)
+                     : signed_byte<3>(words);
   }
   static Vec values(const char* p) { return load_int8(reinterpret_cast<const int8_t*>(p)); }
   static Vec values(const char* p, Mask m) { return load_int8(reinterpret_cast<const int8_t*>(p), m); }

@@ -103,12 +103,6 @@ class FloatProducts {
   void add_values(int64_t row, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
     const float* weights = scores(row) + at / Math::kPerWord;
     const int64_t wide = sizes_.wide;
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    if (rows_ - row <= kFewRows && wide == sizes_.value_dim)
-      return with_constant<kFewRows>(rows_ - row, [&](auto few) {
-        few_products<Cache, few>(weights, kPartTokens, values, count, wide, later, weighted_ + row * wide, fresh);
-      });
-#endif
     pack_values<Math, Cache>(values, later, count, sizes_.value_dim, packed_);
     product<Math>(rows_ - row, wide / kLanes, weights, kPartTokens, packed_,
                   (count + Math::kPerWord - 1) / Math::kPerWord, weighted_ + row * wide, wide, fresh);
@@ -119,19 +113,28 @@ class FloatProducts {
   // Whether few rows are multiplied without packing, by the functions below.
   bool streams() const { return kDirect && sizes_.value_dim * Cache::kBytes % 64 == 0; }
 
-#if defined(__AVX512F__)
   // Scores of the `rows` rows of a head against two of its chunks (or twice the same one); `soon` are the two after
   // them, of any head.
   void score_chunks(const Chunk now[2], const Chunk soon[2], int64_t rows, Stream& stream) {
     if constexpr (kDirect) {
       const bool single = now[0].at == now[1].at;
-      const float* queries = queries_ + now[0].row * words_;
-      float* const to[2] = {scores(now[0].row) + now[0].at, scores(now[1].row) + now[1].at};
-      TwoOf chunks = {{now[0].rows.base, now[1].rows.base}, {soon[0].rows.base, soon[1].rows.base}, {}};
-      chunks.ahead[0] = stream.ahead(now[0].rows.base);
-      if (!single) chunks.ahead[1] = stream.ahead(now[1].rows.base);
+      const char* ahead[2] = {stream.ahead(now[0].rows.base), nullptr};
+      if (!single) ahead[1] = stream.ahead(now[1].rows.base);
       with_constant<kFewRows>(rows, [&](auto count) {
-        few_scores<Cache, count>(queries, chunks, to, now[0].rows.stride, sizes_.key_dim, kPartTokens, single);
+        constexpr int kChunks = kScoredTogether<count>;
+        for (int first = 0; first < (single ? 1 : 2); first += kChunks) {
+          KeysOf<kChunks> chunks = {};
+          float* to[kChunks];
+          for (int i = 0; i < kChunks; ++i) {
+            const Chunk& chunk = now[first + i];
+            chunks.keys[i] = chunk.rows.base;
+            chunks.soon[i] = soon[first + i].rows.base;
+            chunks.ahead[i] = ahead[first + i];
+            to[i] = scores(chunk.row) + chunk.at;
+          }
+          few_scores<Cache, count, kChunks>(queries_ + now[0].row * words_, chunks, to, now[0].rows.stride,
+                                            sizes_.key_dim, kPartTokens, single);
+        }
       });
     }
   }
@@ -159,14 +162,9 @@ class FloatProducts {
       for (int64_t row = 0; row < rows_; ++row) few_sums_in_order<Cache>(weighted_ + row * sizes_.wide, sizes_.wide);
     }
   }
-#endif
 
  protected:
-#if defined(__AVX512F__)
-  static constexpr bool kDirect = Math::kPerWord == 1 && Cache::kBytes >= 2;
-#else
-  static constexpr bool kDirect = false;
-#endif
+  static constexpr bool kDirect = Math::kPerWord == 1;
 
   const ProductSizes sizes_;
   ProductScratch& scratch_;

@@ -123,13 +123,26 @@ inline Vec signed_byte(Vec words) {
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
 }
 
+// Lanes of two vectors in turn, a0 b0 a1 b1 …, and back.
+inline void zip(Vec a, Vec b, Vec out[2]) {
+  const Vec low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+  out[0] = _mm256_permute2f128_ps(low, high, 0x20);
+  out[1] = _mm256_permute2f128_ps(low, high, 0x31);
+}
+inline void unzip(Vec a, Vec b, Vec out[2]) {
+  out[0] = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(a, b, 0x88)), 0xD8));
+  out[1] = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(a, b, 0xDD)), 0xD8));
+}
+
 inline float from_float16(uint16_t bits) { return _cvtsh_ss(bits); }
 
 using Ints = __m256i;
 inline Ints set1_int(int32_t x) { return _mm256_set1_epi32(x); }
 inline Ints load_ints(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline void store_ints(int32_t* p, Ints v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints sub(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+inline Ints byte_up(Ints a) { return _mm256_slli_epi32(a, 8); }
 inline Vec to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
 
 }  // namespace millrace

@@ -85,6 +85,19 @@ inline Vec signed_byte(Vec words) {
   return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
 }
 
+// Lanes of two vectors in turn, a0 b0 a1 b1 …, and back.
+inline void zip(Vec a, Vec b, Vec out[2]) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  out[0] = _mm512_permutex2var_ps(a, low, b);
+  out[1] = _mm512_permutex2var_ps(a, high, b);
+}
+inline void unzip(Vec a, Vec b, Vec out[2]) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  out[0] = _mm512_permutex2var_ps(a, even, b);
+  out[1] = _mm512_permutex2var_ps(a, _mm512_or_si512(even, _mm512_set1_epi32(1)), b);
+}
+
 inline float from_float16(uint16_t bits) { return _cvtsh_ss(bits); }
 
 using Ints = __m512i;

@@ -139,6 +139,16 @@ inline void store_int8(int8_t* p, Mask m, Vec v) {
   std::memcpy(p, part, count(m));
 }
 
+// Lanes of two vectors in turn, a0 b0 a1 b1 …, and back.
+inline void zip(Vec a, Vec b, Vec out[2]) {
+  out[0] = {vzip1q_f32(a.low, b.low), vzip2q_f32(a.low, b.low)};
+  out[1] = {vzip1q_f32(a.high, b.high), vzip2q_f32(a.high, b.high)};
+}
+inline void unzip(Vec a, Vec b, Vec out[2]) {
+  out[0] = {vuzp1q_f32(a.low, a.high), vuzp1q_f32(b.low, b.high)};
+  out[1] = {vuzp2q_f32(a.low, a.high), vuzp2q_f32(b.low, b.high)};
+}
+
 inline float from_float16(uint16_t bits) {
   __fp16 value;
   std::memcpy(&value, &bits, sizeof(value));
