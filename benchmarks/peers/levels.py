@@ -35,6 +35,7 @@ class Held:
 _AVX512 = ("AVX512", "AVX512_VNNI")
 HELD = {
     "avx2": Held(onednn="AVX2", torch="avx2", mkl="AVX2"),
+    "avx2_vnni": Held(onednn="AVX2_VNNI", torch="avx2", mkl="AVX2", ggml=("AVX_VNNI",)),
     "avx512": Held(onednn="AVX512_CORE_VNNI", torch="avx512", mkl="AVX512", ggml=_AVX512),
     "avx512_bf16": Held(
         onednn="AVX512_CORE_BF16",

@@ -30,6 +30,7 @@ _DEFAULT_PORT = 8080
 # Instruction sets that the kernels can use, best last.
 _ISA_FLAGS = (
     "avx2",
+    "avx_vnni",
     "avx512f",
     "avx512_bf16",
     "avx512_vnni",

@@ -135,6 +135,36 @@ struct ByteKind : ByteSums {
     return sum;
   }
 };
+#elif defined(__AVXVNNI__) || defined(MILLRACE_EMULATE_BYTE_DOTS)
+#define MILLRACE_BYTE_DOTS
+// The same instruction over 32 bytes, which processors without AVX-512 have.
+struct ByteKind : ByteSums {
+  using Row = int8_t;
+  using Bytes = __m256i;
+  static constexpr int kParts = 1, kFlip = 0;
+  static void arrange(Row*, int64_t) {}
+  static Bytes spread_row(const Row* row, int = 0) { return _mm256_set1_epi32(four_of(row)); }
+  static Bytes column(const Weight* from, int = 0) { return _mm256_loadu_si256(reinterpret_cast<const Bytes*>(from)); }
+  static Bytes lower_levels(const Weight* from) { return _mm256_and_si256(column(from), _mm256_set1_epi8(15)); }
+  static Bytes upper_levels(const Weight* from) {
+    return _mm256_and_si256(_mm256_srli_epi16(column(from), 4), _mm256_set1_epi8(15));
+  }
+#if defined(MILLRACE_EMULATE_BYTE_DOTS)
+  // Even and odd bytes as words: both products are exact, as vpdpbusd is.
+  static Sum step(Sum sum, Bytes row, Bytes column) {
+    const Bytes even = _mm256_madd_epi16(_mm256_and_si256(column, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(row, 8), 8));
+    const Bytes odd = _mm256_madd_epi16(_mm256_srli_epi16(column, 8), _mm256_srai_epi16(row, 8));
+    return add(sum, add(even, odd));
+  }
+#else
+  static Sum step(Sum sum, Bytes row, Bytes column) {
+    // Assemblers take AVX-512's encoding where they may choose.
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(column), "x"(row));
+    return sum;
+  }
+#endif
+};
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define MILLRACE_BYTE_DOTS
 struct ByteKind : ByteSums {

@@ -44,8 +44,11 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mprfchw", "-mtune=haswell")
+# Processors with it and without AVX-512 are Intel's since Alder Lake.
+_AVX2_VNNI = (*_AVX2[:-1], "-mavxvnni", "-mtune=alderlake")
 _AVX512 = (*_AVX2[:-1], "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd", "-mavx512vnni")
 _WIDE = ("-mprefer-vector-width=512", "-mtune=icelake-server")
+_AVX2_NEEDS = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"})
 
 
@@ -59,7 +62,8 @@ class Level(NamedTuple):
 # Of each architecture, best last (but see `machine_levels`). Features as /proc/cpuinfo names them.
 _LEVELS_OF: dict[str, dict[str, Level]] = {
     "x86_64": {
-        "avx2": Level(_AVX2, frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})),
+        "avx2": Level(_AVX2, _AVX2_NEEDS),
+        "avx2_vnni": Level(_AVX2_VNNI, _AVX2_NEEDS | {"avx_vnni"}),
         "avx512": Level((*_AVX512, *_WIDE), _AVX512_NEEDS),
         "avx512_fp16": Level(
             (*_AVX512, "-mavx512fp16", "-mavx512vbmi2", *_WIDE),
@@ -82,9 +86,15 @@ _LEVELS_OF: dict[str, dict[str, Level]] = {
     },
 }
 LEVELS = _LEVELS_OF.get(platform.machine(), {})
-# AMX without its instructions, for tests on processors that lack them; never chosen.
-EMULATED = "emulated_tiles"
-EMULATED_FLAGS = (*_LEVELS_OF["x86_64"]["avx512_bf16"].flags, "-DMILLRACE_EMULATE_TILES")
+# Levels without the instructions that make them, for tests on processors that lack those: what the stand-in
+# is made of, and its flags. Never chosen.
+EMULATED = {
+    "emulated_vnni": ("avx2", (*_AVX2, "-DMILLRACE_EMULATE_BYTE_DOTS")),
+    "emulated_tiles": (
+        "avx512_bf16",
+        (*_LEVELS_OF["x86_64"]["avx512_bf16"].flags, "-DMILLRACE_EMULATE_TILES"),
+    ),
+}
 # Bits of the auxiliary vector for features of ARM (Linux' asm/hwcap.h): entry, bit.
 _AT_HWCAP, _AT_HWCAP2 = 16, 26
 _ARM_BITS = {
@@ -175,11 +185,9 @@ def _delete_unused(folder: Path) -> None:
 
 
 def _flags(level: str) -> tuple[str, ...]:
-    return (
-        EMULATED_FLAGS
-        if level == EMULATED
-        else next(of[level] for of in _LEVELS_OF.values() if level in of).flags
-    )
+    if level in EMULATED:
+        return EMULATED[level][1]
+    return next(of[level] for of in _LEVELS_OF.values() if level in of).flags
 
 
 def _cache_folder(name: str) -> Path:

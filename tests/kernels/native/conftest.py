@@ -21,10 +21,11 @@ def native(request: pytest.FixtureRequest) -> NativeLibrary:
 
 
 @pytest.fixture(
-    scope="session", params=[*LEVELS, EMULATED] if "avx512_bf16" in LEVELS else LEVELS or ["none"]
+    scope="session",
+    params=[*LEVELS, *(name for name, (level, _) in EMULATED.items() if level in LEVELS)] or ["none"],
 )
 def product_level(request: pytest.FixtureRequest) -> NativeLibrary:
-    """As `native`, and AMX's tiles in plain C++ besides."""
+    """As `native`, and what few processors have in plain instructions besides."""
     try:
         return load_level(request.param)
     except (NativeUnavailableError, KeyError) as error:

@@ -94,6 +94,12 @@ def test_the_best_level_depends_on_who_made_the_processor(
     assert build.machine_levels() == [*levels, "amx"]
 
 
+def test_a_laptop_without_avx512_multiplies_bytes_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = " ".join(build.LEVELS["avx2_vnni"].needs)
+    monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: GenuineIntel\nflags\t\t: fpu {flags}")
+    assert build.machine_levels() == ["avx2", "avx2_vnni"]
+
+
 @pytest.fixture
 def compiler(tmp_path: Path) -> Path:
     """One that takes no time: it links what was built of the same sources, and notes that it was asked to."""
