@@ -223,6 +223,16 @@ def _limit(stack: RunningStack, group: MemoryGroup, spare_mb: int) -> dict[str, 
     return {"stack": round(used_bytes / 1e6, 1), "above": spare_mb}
 
 
+def _grown_most(memory: dict[str, dict[str, float]], but: str) -> tuple[str, float]:
+    """The other process that grew most, under the attack or after it, and by how much."""
+    grown_mb = {
+        name: max(memory[when].get(name, 0.0) for when in ("under", "after")) - before_mb
+        for name, before_mb in memory["before"].items()
+        if name != but
+    }
+    return max(grown_mb.items(), key=lambda each: each[1])
+
+
 def _row(found: dict[str, Any]) -> str:
     before, under, after = found["before"], found["under"], found["after"]
     memory = found["memory_mb"]
@@ -230,6 +240,7 @@ def _row(found: dict[str, Any]) -> str:
     if "killed" in found:
         answers.append(f"processes of the stack killed: {found['killed']}")
     gateway = next(name for name in memory["before"] if name.startswith("gateway"))
+    other, grown_mb = _grown_most(memory, gateway)
     cells = [
         found["attack"],
         f"{before['ttft_p99_ms']:.0f} / {under['ttft_p99_ms']:.0f} / {after['ttft_p99_ms']:.0f}",
@@ -237,6 +248,7 @@ def _row(found: dict[str, Any]) -> str:
         f"{under['gap_max_ms']:.0f}",
         f"{under['lost']} of {under['requests']}",
         " / ".join(f"{memory[when].get(gateway, 0.0):.0f}" for when in ("before", "under", "after")),
+        f"{other} {grown_mb:+.0f}",
         ", ".join(answers),
     ]
     return "| " + " | ".join(cells) + " |"
@@ -244,7 +256,7 @@ def _row(found: dict[str, Any]) -> str:
 
 _COLUMNS = (
     *("attack", "TTFT p99, ms", "gaps p99, ms", "worst gap", "lost"),
-    *("gateway, MB", "the attacker's answers"),
+    *("gateway, MB", "grew most beside it, MB", "the attacker's answers"),
 )
 _TABLE = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
 
