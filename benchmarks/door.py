@@ -6,7 +6,7 @@ Starts the whole stack (Envoy, gateway, tokenizer, an engine with a real model),
 has clients ask for more: two equal tenants, of which one has 120 clients and the other 50; a tenth of each is
 gold, four tenths are silver, half is bronze. A client's requests come up at random moments; it sends one
 after the other, and comes back as told when it was refused, every second client in whole seconds. Then the
-same again with one queue, first come, first served.
+same loads again with one queue, first come, first served.
 
 Prints per tier how many requests were accepted and how many of those met the tier's targets for the time to
 the first token and per output token (goodput); the accepted tokens of the two tenants since the tier's door
@@ -385,7 +385,7 @@ def measure(checkpoint: Path | None, loads: Sequence[float], seconds: float) -> 
     for name in (OURS, ONE_QUEUE):
         with running_stack(CONFIGS[name], *arguments) as stack:
             able_per_s = able_per_s or asyncio.run(capacity(stack))
-            for number, load in enumerate(loads if name == OURS else loads[:1]):
+            for number, load in enumerate(loads):
                 asked = asyncio.run(real(stack, load * able_per_s, seconds, number))
                 rows += rows_of(name, load, asked, seconds)
     print(f"capacity: {able_per_s:.2f} requests/s of {PROMPT_TOKENS} + {COMPLETION_TOKENS} tokens")

@@ -114,6 +114,14 @@ class SamplingOptions(CommonOptions, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def branches(self) -> tuple[str, int]:
+        """The option that says how many sequences are computed for a prompt, and how many those are."""
+        n, best_of, beam_width = self.n or 1, self.best_of or 1, self.beam_width or 1
+        if beam_width > max(n, best_of):
+            return "beam_width", beam_width
+        return ("best_of", best_of) if best_of > n else ("n", n)
+
     def given(self) -> dict[str, Any]:
         """Numbers and switches that were set, by name."""
         pairs = zip(SCALARS, scalars_of(self), strict=True)

@@ -95,7 +95,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_values: PositiveInt = 64 * 1024
     # Lists and objects inside each other.
     max_depth: PositiveInt = 512
-    # Answers that are computed: prompts times the larger of n and best_of.
+    # Answers that are computed: prompts times the largest of n, best_of and beam_width.
     max_answers: PositiveInt = 256
     # Bytes of large bodies that are read, and of the requests in them until they are answered, counted three
     # times for what is made of them; and of answers with log-probabilities. A tenant may have as much as is
@@ -170,7 +170,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     queue_limit_ms: PositiveInt | None = None
     # Engines with this `engine.pool` alone serve the tier; "" takes every engine.
     pool: str = ""
-    # Streams of the whole tier at a time.
+    # Streams of the whole tier at a time, counted as max_concurrent_streams of tenants.
     max_concurrency: PositiveInt | None = None
     # Prompt plus completion.
     max_context_tokens: PositiveInt | None = None
@@ -191,7 +191,8 @@ class LimitValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Prompt plus completion tokens, those of candidates (best_of) and beams that are not returned included;
     # so are they in both monthly limits.
     tokens_per_minute: PositiveInt | None = None
-    # Requests that run at a time, each however many choices it asks for.
+    # Sequences that are computed at a time: a request has its prompts times the largest of n, best_of and
+    # beam_width.
     max_concurrent_streams: PositiveInt | None = None
     # Tokens per calendar month (UTC).
     monthly_tokens: PositiveInt | None = None

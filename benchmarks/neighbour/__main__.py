@@ -9,6 +9,10 @@ process before, under and after. The aims are 250 ms to the first token and 100 
 
     python -m benchmarks.neighbour [--attack NAME ...] [--quick] [--memory-mb N] [--json OUT] [--markdown OUT]
 
+    python -m benchmarks.neighbour --alone [NAME ...] [--json OUT] [--markdown OUT]
+
+sends single large requests instead, and tells how long each stops the gateway's loop (see alone.py).
+
 With `--memory-mb` the stack has so many megabytes more than it needs before the first attack. What would
 take more is killed: nothing, is the aim. It needs control groups (Linux, as root).
 """
@@ -27,8 +31,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.neighbour.attacks import ATTACKS, Target, drive, request_head
+from benchmarks.neighbour import alone
+from benchmarks.neighbour.attacks import ATTACKS, drive
 from benchmarks.neighbour.memory import MemoryGroup, memory_group
+from benchmarks.neighbour.requests import Target, request_head
 from benchmarks.neighbour.tenants import CONFIG, KEYS
 from benchmarks.stack import RunningStack, running_stack, write_result
 from benchmarks.tokenizer_isolation import quantile, steal_ms
@@ -217,6 +223,16 @@ def _limit(stack: RunningStack, group: MemoryGroup, spare_mb: int) -> dict[str, 
     return {"stack": round(used_bytes / 1e6, 1), "above": spare_mb}
 
 
+def _grown_most(memory: dict[str, dict[str, float]], but: str) -> tuple[str, float]:
+    """The other process that grew most, under the attack or after it, and by how much."""
+    grown_mb = {
+        name: max(memory[when].get(name, 0.0) for when in ("under", "after")) - before_mb
+        for name, before_mb in memory["before"].items()
+        if name != but
+    }
+    return max(grown_mb.items(), key=lambda each: each[1])
+
+
 def _row(found: dict[str, Any]) -> str:
     before, under, after = found["before"], found["under"], found["after"]
     memory = found["memory_mb"]
@@ -224,6 +240,7 @@ def _row(found: dict[str, Any]) -> str:
     if "killed" in found:
         answers.append(f"processes of the stack killed: {found['killed']}")
     gateway = next(name for name in memory["before"] if name.startswith("gateway"))
+    other, grown_mb = _grown_most(memory, gateway)
     cells = [
         found["attack"],
         f"{before['ttft_p99_ms']:.0f} / {under['ttft_p99_ms']:.0f} / {after['ttft_p99_ms']:.0f}",
@@ -231,13 +248,17 @@ def _row(found: dict[str, Any]) -> str:
         f"{under['gap_max_ms']:.0f}",
         f"{under['lost']} of {under['requests']}",
         " / ".join(f"{memory[when].get(gateway, 0.0):.0f}" for when in ("before", "under", "after")),
+        f"{other} {grown_mb:+.0f}",
         ", ".join(answers),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-_TABLE = """| attack | TTFT p99, ms | gaps p99, ms | worst gap | lost | gateway, MB | the attacker's answers |
-|---|---|---|---|---|---|---|"""
+_COLUMNS = (
+    *("attack", "TTFT p99, ms", "gaps p99, ms", "worst gap", "lost"),
+    *("gateway, MB", "grew most beside it, MB", "the attacker's answers"),
+)
+_TABLE = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
 
 
 def main() -> None:
@@ -246,12 +267,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--attack", nargs="*", choices=list(ATTACKS), metavar="NAME", help="one or several")
+    parser.add_argument("--alone", nargs="*", choices=alone.NAMES, metavar="NAME", help="one request each")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of an attack")
     parser.add_argument("--quick", action="store_true", help="4 seconds each")
     parser.add_argument("--memory-mb", type=int, help="limit of memory above what the stack needs")
     parser.add_argument("--json", type=Path, help="write the figures there, beside those of other attacks")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args()
+    if options.alone is not None:
+        _alone(options)
+        return
     seconds = 4.0 if options.quick else options.seconds
     found: list[dict[str, Any]] = []
     limit: dict[str, Any] = {}
@@ -268,6 +293,21 @@ def main() -> None:
             if found[-1]["restarted"]:
                 print(f"started again: {found[-1]['restarted']}", flush=True)
             _keep(options, limit, found)
+
+
+def _alone(options: argparse.Namespace) -> None:
+    """Single large requests, one after the other."""
+    found: list[dict[str, Any]] = []
+    with running_stack(CONFIG) as stack:
+        # The bundled model's first answer takes what later ones do not.
+        asyncio.run(_window(_targets(stack)[0], _PAUSE_S))
+        print(alone.TABLE, flush=True)
+        for name in options.alone or alone.NAMES:
+            found.append(alone.measure(stack.addresses("gateway", "http")[0], _targets(stack)[1], name))
+            print(alone.row(found[-1]), flush=True)
+            write_result(options.json, {"aim_ms": alone.AIM_MS, "requests": found})
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join([alone.TABLE, *map(alone.row, found)]) + "\n", encoding="utf-8")
 
 
 def _keep(options: argparse.Namespace, limit: dict[str, Any], found: list[dict[str, Any]]) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import json
 import os
 import random
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,172 +23,36 @@ from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2
 
 from benchmarks.neighbour import http2
+from benchmarks.neighbour.floods import FLOODS
+from benchmarks.neighbour.requests import (
+    BODIES,
+    CHAT,
+    CHAT_CALL,
+    MEGABYTES_16,
+    WIDTHS,
+    Attack,
+    Target,
+    chat_body,
+    http2_fields,
+    json_fields,
+    posted,
+    posted_once,
+    repeatedly,
+    request_head,
+    sent,
+    status,
+)
 
 _LIMIT_S = 60.0
-_MEGABYTES_16 = 16 * 1024 * 1024 - 1024
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_CHAT_CALL = "/millrace.inference.v1.InferenceService/Chat"
-
-
-class Target(NamedTuple):
-    """Where the edge listens, and who attacks it."""
-
-    host: str
-    port: int
-    key: str
-    model: str
-
-    def authority(self) -> str:
-        """host:port."""
-        return f"{self.host}:{self.port}"
-
-
-Attack = Callable[[Target, Counter[str]], Awaitable[None]]
-# Makes of a target the path and the body that are sent.
-Body = Callable[[Target], tuple[str, bytes]]
-
-
-def request_head(target: Target, path: str, length: int | None, *, key: bool = True, more: str = "") -> bytes:
-    framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    credentials = f"authorization: Bearer {target.key}\r\n" if key else ""
-    return (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\n{credentials}content-type: application/json\r\n{more}"
-        f"{framing}\r\n\r\n"
-    ).encode()
-
-
-async def _status(reader: asyncio.StreamReader) -> str:
-    line = await reader.readline()
-    return line.split()[1].decode() if line else "closed"
-
-
-async def _sent(target: Target, request: bytes, outcomes: Counter[str], *, reads: bool = True) -> None:
-    """One request on a connection of its own, read to its end."""
-    writer = None
-    try:
-        reader, writer = await asyncio.open_connection(target.host, target.port)
-        writer.write(request)
-        outcomes[await _status(reader)] += 1
-        while reads and await reader.read(1 << 20):
-            pass
-    except (OSError, asyncio.IncompleteReadError):
-        outcomes["connection lost"] += 1
-    finally:
-        if writer is not None:
-            writer.close()
-
-
-async def _repeatedly(width: int, once: Callable[[], Awaitable[None]]) -> None:
-    async def one_after_the_other() -> None:
-        while True:
-            await once()
-
-    await asyncio.gather(*(one_after_the_other() for _ in range(width)))
-
-
-def posted(make: Body, *, width: int = 4, more: str = "") -> Attack:
-    """Sends one body again and again, so many at a time."""
-
-    async def attack(target: Target, outcomes: Counter[str]) -> None:
-        path, body = make(target)
-        request = request_head(target, path, len(body), more=f"connection: close\r\n{more}") + body
-        await _repeatedly(width, lambda: _sent(target, request, outcomes))
-
-    return attack
-
-
-def _list(item: bytes, count: int) -> bytes:
-    return b"[" + b",".join([item] * count) + b"]"
-
-
-def _chat_body(target: Target, rest: bytes = b"", messages: bytes | None = None) -> tuple[str, bytes]:
-    messages = messages or b'[{"role":"user","content":"Hi"}]'
-    return _CHAT, b'{"model":"%b","messages":%b%b}' % (target.model.encode(), messages, rest)
-
-
-def _completion(target: Target, prompt: bytes, rest: bytes = b"") -> tuple[str, bytes]:
-    return _COMPLETIONS, b'{"model":"%b","prompt":%b%b}' % (target.model.encode(), prompt, rest)
-
-
-def _json(**fields: Any) -> bytes:
-    return b"," + json.dumps(fields).encode()[1:-1]
-
-
-_TURN = b'{"role":"user","content":"a"}'
-_PART = b'{"type":"text","text":"a"}'
-_CALL = b'{"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}'
-
-_BODIES: Mapping[str, Body] = {
-    "detokenize of 8 million ids": lambda target: ("/detokenize", b'{"tokens":%b}' % _list(b"1", 7_900_000)),
-    "tokenize of 400,000 messages": lambda target: (
-        "/tokenize",
-        b'{"messages":%b}' % _list(_TURN, 400_000),
-    ),
-    "500,000 messages": lambda target: _chat_body(target, messages=_list(_TURN, 500_000)),
-    "300,000 parts": lambda target: _chat_body(
-        target, messages=b'[{"role":"user","content":%b}]' % _list(_PART, 300_000)
-    ),
-    "a prompt of 3 million ids": lambda target: _completion(target, _list(b"5", 3_000_000)),
-    "allowed_token_ids of 3 million": lambda target: _chat_body(
-        target, b',"allowed_token_ids":' + _list(b"5", 3_000_000)
-    ),
-    "stop_token_ids of 3 million": lambda target: _chat_body(
-        target, b',"stop_token_ids":' + _list(b"5", 3_000_000)
-    ),
-    "14 MB of chat_template_kwargs": lambda target: _chat_body(
-        target, b',"chat_template_kwargs":{"a":%b}' % _list(b'{"b":[1]}', 1_400_000)
-    ),
-    "14 MB of documents": lambda target: _chat_body(
-        target, b',"documents":' + _list(b'{"title":"a","text":"b"}', 560_000)
-    ),
-    "700,000 entries of metadata": lambda target: _chat_body(
-        target, b',"metadata":{%b}' % b",".join(b'"k%d":"v"' % index for index in range(700_000))
-    ),
-    "100,000 tool calls": lambda target: _chat_body(
-        target, messages=b'[{"role":"assistant","tool_calls":%b},%b]' % (_list(_CALL, 100_000), _TURN)
-    ),
-    "a million choices": lambda target: _chat_body(
-        target, b',"guided_choice":[%b]' % b",".join(b'"c%d"' % index for index in range(1_000_000))
-    ),
-    "a model name of 4 MB": lambda target: _chat_body(target._replace(model="m" * 4_000_000)),
-    "nesting of 100,000": lambda target: _chat_body(
-        target, b',"guided_json":' + b'{"items":' * 100_000 + b"{}" + b"}" * 100_000
-    ),
-    "a text of 16 MB": lambda target: _chat_body(
-        target, messages=b'[{"role":"user","content":"%b"}]' % (b"a b, c" * (_MEGABYTES_16 // 6 - 64))
-    ),
-    "60 texts of 4 MB": lambda target: _chat_body(
-        target, messages=b'[{"role":"user","content":"%b"}]' % (b"a b, c" * 700_000)
-    ),
-    "128 prompts x n = 128": lambda target: _completion(
-        target,
-        _list(b'"The rain in Spain"', 128),
-        _json(n=128, max_tokens=64, temperature=1.0, ignore_eos=True),
-    ),
-    "best_of = 128 x 16 prompts": lambda target: _completion(
-        target,
-        _list(b'"The rain in Spain"', 16),
-        _json(best_of=128, max_tokens=64, temperature=1.0, ignore_eos=True),
-    ),
-    "n = 128 with log-probabilities": lambda target: _chat_body(
-        target, _json(n=128, max_completion_tokens=1000, logprobs=True, top_logprobs=20, ignore_eos=True)
-    ),
-    "prompts as long as the context": lambda target: _completion(
-        target, b"[" + b",".join(b"%d" % random.randrange(10, 2000) for _ in range(4000)) + b"]"
-    ),
-}
-_WIDTHS = {
-    "60 texts of 4 MB": 60,
-    "best_of = 128 x 16 prompts": 8,
-    "prompts as long as the context": 32,
-}
 
 
 async def stalled_streams(target: Target, outcomes: Counter[str]) -> None:
     """Opens 25 streams of 8 choices with 20 log-probabilities each, and reads none of them."""
-    path, body = _chat_body(
+    path, body = chat_body(
         target,
-        _json(n=8, max_completion_tokens=3500, logprobs=True, top_logprobs=20, stream=True, ignore_eos=True),
+        json_fields(
+            n=8, max_completion_tokens=3500, logprobs=True, top_logprobs=20, stream=True, ignore_eos=True
+        ),
     )
     request = request_head(target, path, len(body)) + body
 
@@ -198,17 +60,17 @@ async def stalled_streams(target: Target, outcomes: Counter[str]) -> None:
         reader, writer = await asyncio.open_connection(target.host, target.port, limit=1024)
         writer.transport.get_extra_info("socket").setsockopt(1, 8, 4096)  # SOL_SOCKET, SO_RCVBUF
         writer.write(request)
-        outcomes[await _status(reader)] += 1
+        outcomes[await status(reader)] += 1
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         await asyncio.sleep(_LIMIT_S)
         writer.close()
 
-    await _repeatedly(25, once)
+    await repeatedly(25, once)
 
 
 async def _called(channel: grpc.aio.Channel, payload: bytes, target: Target, outcomes: Counter[str]) -> None:
     """One call, read to its end."""
-    call = channel.unary_stream(_CHAT_CALL)(payload, metadata=(("authorization", f"Bearer {target.key}"),))
+    call = channel.unary_stream(CHAT_CALL)(payload, metadata=(("authorization", f"Bearer {target.key}"),))
     with contextlib.suppress(grpc.RpcError):
         async for _ in call:
             pass
@@ -227,7 +89,7 @@ async def grpc_garbage(target: Target, outcomes: Counter[str]) -> None:
             for payload in (unknown, noise, b"\xff" * 64):
                 await _called(channel, payload, target, outcomes)
 
-        await _repeatedly(16, once)
+        await repeatedly(16, once)
 
 
 def grpc_large(num_characters: int) -> Attack:
@@ -243,7 +105,7 @@ def grpc_large(num_characters: int) -> Attack:
             async with grpc.aio.insecure_channel(target.authority(), options=options) as channel:
                 await _called(channel, payload, target, outcomes)
 
-        await _repeatedly(60, once)
+        await repeatedly(60, once)
 
     return attack
 
@@ -252,7 +114,7 @@ async def gzip_bodies(target: Target, outcomes: Counter[str]) -> None:
     """Bodies of 300 KB that unpack to 300 MB, over HTTP and gRPC."""
     packed = gzip.compress(b" " * 300_000_000, 9)
     http = (
-        request_head(target, _CHAT, len(packed), more="connection: close\r\ncontent-encoding: gzip\r\n")
+        request_head(target, CHAT, len(packed), more="connection: close\r\ncontent-encoding: gzip\r\n")
         + packed
     )
 
@@ -267,17 +129,11 @@ async def gzip_bodies(target: Target, outcomes: Counter[str]) -> None:
         except OSError:
             outcomes["grpc connection lost"] += 1
 
-    await asyncio.gather(_repeatedly(4, lambda: _sent(target, http, outcomes)), _repeatedly(4, over_grpc))
-
-
-def _fields(target: Target, path: str, *more: tuple[str, str], key: bool = True) -> list[tuple[str, str]]:
-    credentials = [("authorization", f"Bearer {target.key}")] if key else []
-    pseudo = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", target.authority())]
-    return [*pseudo, *credentials, *more]
+    await asyncio.gather(repeatedly(4, lambda: sent(target, http, outcomes)), repeatedly(4, over_grpc))
 
 
 def _grpc_fields(target: Target, *more: tuple[str, str]) -> list[tuple[str, str]]:
-    return _fields(target, _CHAT_CALL, ("content-type", "application/grpc"), ("te", "trailers"), *more)
+    return http2_fields(target, CHAT_CALL, ("content-type", "application/grpc"), ("te", "trailers"), *more)
 
 
 async def _one_http2(target: Target, fields: list[tuple[str, str]], body: bytes) -> None:
@@ -325,8 +181,8 @@ def rapid_reset(*, over_grpc: bool) -> Attack:
     """Opens streams with a key and resets each at once, hundreds in one write."""
 
     async def attack(target: Target, outcomes: Counter[str]) -> None:
-        _, body = _chat_body(target)
-        fields = _fields(target, _CHAT, ("content-type", "application/json"))
+        _, body = chat_body(target)
+        fields = http2_fields(target, CHAT, ("content-type", "application/json"))
         if over_grpc:
             fields, body = _grpc_fields(target), http2.grpc_message(b"")
 
@@ -350,7 +206,7 @@ def rapid_reset(*, over_grpc: bool) -> Attack:
             except OSError:
                 outcomes["connection lost"] += 1
 
-        await _repeatedly(8, once)
+        await repeatedly(8, once)
 
     return attack
 
@@ -365,7 +221,7 @@ def endless_bodies(*, over_http2: bool, key: bool, width: int = 100) -> Attack:
             except OSError:
                 outcomes["connection lost"] += 1
 
-        await _repeatedly(width, once)
+        await repeatedly(width, once)
 
     return attack
 
@@ -373,13 +229,13 @@ def endless_bodies(*, over_http2: bool, key: bool, width: int = 100) -> Attack:
 async def _endless_http1(target: Target, outcomes: Counter[str], key: bool) -> None:
     reader, writer = await asyncio.open_connection(target.host, target.port)
     try:
-        writer.write(request_head(target, _CHAT, None, key=key))
-        status = asyncio.ensure_future(_status(reader))
-        while not status.done():
+        writer.write(request_head(target, CHAT, None, key=key))
+        said = asyncio.ensure_future(status(reader))
+        while not said.done():
             writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
             await writer.drain()
-            await asyncio.wait({status}, timeout=0.01)
-        outcomes[status.result()] += 1
+            await asyncio.wait({said}, timeout=0.01)
+        outcomes[said.result()] += 1
     finally:
         writer.close()
 
@@ -387,7 +243,7 @@ async def _endless_http1(target: Target, outcomes: Counter[str], key: bool) -> N
 async def _endless_http2(target: Target, outcomes: Counter[str], key: bool) -> None:
     reader, writer = await http2.connected(target.host, target.port)
     try:
-        fields = _fields(target, _CHAT, ("content-type", "application/json"), key=key)
+        fields = http2_fields(target, CHAT, ("content-type", "application/json"), key=key)
         writer.write(b"".join(http2.headers(number, fields) for number in range(1, 41, 2)))
         answered = asyncio.ensure_future(_answers(reader, 20))
         while not answered.done():
@@ -412,8 +268,8 @@ async def _answers(reader: asyncio.StreamReader, count: int) -> int:
 
 async def large_endless_bodies(target: Target, outcomes: Counter[str]) -> None:
     """Sends 60 bodies of 16 MB with a key, but for their last bytes, and waits."""
-    part = b'{"model":"' + b"m" * (_MEGABYTES_16 - 2048)
-    request = request_head(target, _CHAT, _MEGABYTES_16) + part
+    part = b'{"model":"' + b"m" * (MEGABYTES_16 - 2048)
+    request = request_head(target, CHAT, MEGABYTES_16) + part
 
     async def once() -> None:
         try:
@@ -422,7 +278,7 @@ async def large_endless_bodies(target: Target, outcomes: Counter[str]) -> None:
             try:
                 # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the answer.
                 async with asyncio.timeout(_LIMIT_S):
-                    outcomes[await _status(reader)] += 1
+                    outcomes[await status(reader)] += 1
             finally:
                 # What was refused is not sent any more, or the attacker would be busy with that alone.
                 writer.transport.abort()
@@ -430,12 +286,12 @@ async def large_endless_bodies(target: Target, outcomes: Counter[str]) -> None:
             outcomes["connection lost"] += 1
             await asyncio.sleep(0.1)
 
-    await _repeatedly(60, once)
+    await repeatedly(60, once)
 
 
 ATTACKS: Mapping[str, Attack] = {
     "streams that are not read": stalled_streams,
-    **{name: posted(make, width=_WIDTHS.get(name, 4)) for name, make in _BODIES.items()},
+    **{name: posted(make, width=WIDTHS.get(name, 4)) for name, make in BODIES.items()},
     "garbage over gRPC": grpc_garbage,
     "60 messages of 8 MB over gRPC": grpc_large(8_000_000),
     "60 messages of 15 MB over gRPC": grpc_large(15_000_000),
@@ -447,6 +303,7 @@ ATTACKS: Mapping[str, Attack] = {
     "endless bodies, HTTP/2, no key": endless_bodies(over_http2=True, key=False),
     "endless bodies, HTTP/1.1, with a key": endless_bodies(over_http2=False, key=True),
     "60 bodies of 16 MB that never end": large_endless_bodies,
+    **FLOODS,
 }
 
 
@@ -460,17 +317,26 @@ def _stand_back() -> None:
 
 def drive(name: str, target: Target, seconds: float, pipe: Connection) -> None:
     """In a process of its own: attacks for so many seconds once it is told to; sends what became of it."""
+    _drive(ATTACKS[name], target, seconds, pipe)
+
+
+def drive_once(name: str, target: Target, seconds: float, pipe: Connection) -> None:
+    """The same with one large request, which has so many seconds."""
+    _drive(posted_once(*BODIES[name](target)), target, seconds, pipe)
+
+
+def _drive(attack: Attack, target: Target, seconds: float, pipe: Connection) -> None:
     _stand_back()
     outcomes: Counter[str] = Counter()
     pipe.send("ready")
     pipe.recv()
 
-    async def attack() -> None:
+    async def attacking() -> None:
         try:
             async with asyncio.timeout(seconds):
-                await ATTACKS[name](target, outcomes)
+                await attack(target, outcomes)
         except TimeoutError:
             pass
 
-    asyncio.run(attack())
+    asyncio.run(attacking())
     pipe.send(dict(outcomes))

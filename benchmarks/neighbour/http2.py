@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, WINDOW_UPDATE = 0, 1, 3, 4, 8
+DATA, HEADERS, RST_STREAM, SETTINGS, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 8, 9
 END_STREAM, END_HEADERS = 1, 4
 # Of a SETTINGS frame: what a stream may send before more is asked for.
 INITIAL_WINDOW_SIZE = 4
@@ -21,10 +21,22 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def headers(stream: int, fields: Iterable[tuple[str, str]], *, ends: bool = False) -> bytes:
-    """A request's head: literal fields without indexing, names and values as they are (RFC 7541, 6.2.2)."""
-    block = b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields)
-    return frame(HEADERS, END_HEADERS | (END_STREAM if ends else 0), stream, block)
+def headers(
+    stream: int, fields: Iterable[tuple[str, str]], *, ends: bool = False, is_whole: bool = True
+) -> bytes:
+    """A request's head; one that is not whole goes on in continuations."""
+    flags = (END_HEADERS if is_whole else 0) | (END_STREAM if ends else 0)
+    return frame(HEADERS, flags, stream, _block(fields))
+
+
+def continuation(stream: int, fields: Iterable[tuple[str, str]]) -> bytes:
+    """More of a head, and not its end."""
+    return frame(CONTINUATION, 0, stream, _block(fields))
+
+
+def _block(fields: Iterable[tuple[str, str]]) -> bytes:
+    """Literal fields without indexing, names and values as they are (RFC 7541, 6.2.2)."""
+    return b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields)
 
 
 def _text(text: str) -> bytes:

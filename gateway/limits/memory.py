@@ -71,6 +71,13 @@ class _Window:
         return None
 
 
+@dataclass(slots=True)
+class _Lease:
+    slots: int
+    # In Unix milliseconds.
+    lapses_ms: int
+
+
 class MemoryLimitStore:
     """LimitStore for one gateway process; nothing survives the process. `clock` gives Unix milliseconds."""
 
@@ -80,8 +87,7 @@ class MemoryLimitStore:
         self._clock = clock
         self._lease_ttl_ms = round(lease_ttl_s * 1000)
         self._windows: dict[str, _Window] = {}
-        # Moment, in Unix milliseconds, at which each lease lapses.
-        self._leases: dict[str, dict[str, int]] = {}
+        self._leases: dict[str, dict[str, _Lease]] = {}
         self._meters: dict[str, int] = {}
 
     async def acquire(self, demand: Demand) -> Granted | Refused:
@@ -97,7 +103,8 @@ class MemoryLimitStore:
         for window in demand.windows:
             self._window(window.key, bucket).add(bucket, window.amount)
         for lease in demand.leases:
-            self._leases.setdefault(lease.key, {})[lease.lease_id] = now_ms + self._lease_ttl_ms
+            held = self._leases.setdefault(lease.key, {})
+            held[lease.lease_id] = _Lease(lease.slots, now_ms + self._lease_ttl_ms)
         units = tuple(self._charge_meter(meter) for meter in demand.meters)
         return Granted(
             bucket=bucket,
@@ -120,7 +127,7 @@ class MemoryLimitStore:
         for lease in leases:
             held = self._leases.get(lease.key, {})
             if lease.lease_id in held:
-                held[lease.lease_id] = expiry
+                held[lease.lease_id].lapses_ms = expiry
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -147,10 +154,11 @@ class MemoryLimitStore:
     def _refuse_leases(self, demands: tuple[LeaseDemand, ...], now_ms: int) -> Refused | None:
         for index, demand in enumerate(demands):
             held = self._leases.get(demand.key, {})
-            for lapsed in [lease_id for lease_id, expiry in held.items() if expiry <= now_ms]:
+            for lapsed in [lease_id for lease_id, lease in held.items() if lease.lapses_ms <= now_ms]:
                 del held[lapsed]
-            if len(held) >= demand.limit:
-                return Refused(Kind.LEASE, index, len(held))
+            used = sum(lease.slots for lease in held.values())
+            if used + demand.slots > demand.limit:
+                return Refused(Kind.LEASE, index, used)
         return None
 
     def _refuse_meters(self, demands: tuple[MeterDemand, ...]) -> Refused | None:

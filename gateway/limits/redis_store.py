@@ -94,7 +94,7 @@ class RedisLimitStore:
             arguments += (window.limit, window.amount)
         for lease in demand.leases:
             keys.append(_PREFIX + lease.key)
-            arguments += (lease.limit, lease.lease_id)
+            arguments += (lease.limit, lease.lease_id, lease.slots)
         for meter in demand.meters:
             keys.append(_PREFIX + meter.key)
             arguments += (meter.limit, meter.base, meter.unit_cost, meter.units)
@@ -118,7 +118,7 @@ class RedisLimitStore:
             arguments += (window.bucket, window.delta)
         for lease in settlement.leases:
             keys.append(_PREFIX + lease.key)
-            arguments.append(lease.lease_id)
+            arguments += (lease.lease_id, lease.slots)
         for meter in settlement.meters:
             keys.append(_PREFIX + meter.key)
             arguments.append(meter.delta)
@@ -135,7 +135,7 @@ class RedisLimitStore:
             expiry = seconds * 1000 + microseconds // 1000 + self._lease_ttl_ms
             async with self._client.pipeline(transaction=False) as pipeline:
                 for lease in leases:
-                    pipeline.zadd(_PREFIX + lease.key, {lease.lease_id: expiry}, xx=True)
+                    pipeline.zadd(_PREFIX + lease.key, dict.fromkeys(_slots(lease), expiry), xx=True)
                     pipeline.pexpire(_PREFIX + lease.key, self._lease_ttl_ms)
                 await pipeline.execute()
 
@@ -195,6 +195,11 @@ class RedisLimitStore:
         # Idle connections to a server that went away would each fail once more.
         await self._client.connection_pool.disconnect(inuse_connections=False)
         return StoreLostError(f"{type(error).__name__}: {error}")
+
+
+def _slots(lease: LeaseReturn) -> list[str]:
+    """Members of a lease's sorted set, as `slot_of` of the scripts names them."""
+    return [lease.lease_id, *(f"{lease.lease_id}:{slot}" for slot in range(2, lease.slots + 1))]
 
 
 def _script(*names: str) -> str:

@@ -34,6 +34,12 @@ def is_cost_meter(key: str) -> bool:
     return key.split(":")[-2] == "cost"
 
 
+def stream_limit_name(key: str) -> str:
+    """The setting behind a lease, and whose it is."""
+    setting = "max_concurrency" if key.startswith("tier:") else "max_concurrent_streams"
+    return f"{setting} of {_holder(key)}"
+
+
 def _holder(key: str) -> str:
     kind, name, *_ = key.split(":")
     return f"{kind} {name}"
@@ -62,9 +68,14 @@ def _token_rate_exceeded(refused: Refused, window: WindowDemand) -> MillraceErro
 def _concurrency_exceeded(refused: Refused, lease: LeaseDemand) -> MillraceError:
     return MillraceError(
         Reason.CONCURRENCY_EXCEEDED,
-        f"{_holder(lease.key)} has {refused.used} streams running; the limit is {lease.limit}; "
-        "wait for one to end",
-        metadata={"limit": str(lease.limit), "scope": _holder(lease.key)},
+        f"{_holder(lease.key)} has {refused.used} streams running and this request has {lease.slots}; the "
+        f"limit is {lease.limit}; wait for some to end",
+        metadata={
+            "limit": str(lease.limit),
+            "used": str(refused.used),
+            "requested": str(lease.slots),
+            "scope": _holder(lease.key),
+        },
         retry_after_s=_SLOT_RETRY_S,
     )
 

@@ -46,7 +46,7 @@ class _Limiter(Protocol):
 
 
 class Reservation:
-    """Tokens, a stream slot and budget, held until `settle` or `cancel`; the first of them counts."""
+    """Tokens, slots of streams and budget, held until `settle` or `cancel`; the first of them counts."""
 
     def __init__(self, limiter: _Limiter, holds: Holds, prompt_tokens: int) -> None:
         self._limiter = limiter
@@ -85,7 +85,7 @@ class Reservation:
     async def settle(
         self, prompt_tokens: int, completion_tokens: int, *, cached_prompt_tokens: int = 0
     ) -> None:
-        """Replaces what was reserved by what was used and gives the stream's slot back."""
+        """Replaces what was reserved by what was used and gives the slots of its streams back."""
         if self.is_open:
             self.is_open = False
             used = self._correction(prompt_tokens, cached_prompt_tokens, completion_tokens)

@@ -2,8 +2,9 @@
 
 "closed": charges raise StoreLostError, which callers turn into 503. "local_share": this process counts alone,
 each limit divided by the number of gateways. At the moment of the loss, what the shared windows held is not
-known here: for one window length a limit can be passed by up to itself once more. Meters go on from the sums
-last seen, and what was used meanwhile is added to the shared ones when the store is back.
+known here: for one window length a limit can be passed by up to itself once more. A request with more streams
+than the share is refused until the store is back. Meters go on from the sums last seen, and what was used
+meanwhile is added to the shared ones when the store is back.
 
 What was sent and not answered may have arrived or not. When the store answers again, settlements are repeated
 under their ids, and charges are taken back: their callers have had another answer, or are gone.
@@ -168,7 +169,7 @@ class ResilientLimitStore:
         )
         outcome = await self._local.acquire(shared_out)
         if isinstance(outcome, Granted):
-            self._local_leases.update(LeaseReturn(lease.key, lease.lease_id) for lease in demand.leases)
+            self._local_leases.update(lease.given_back for lease in demand.leases)
             for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
                 self._owe(MeterChange(meter.key, meter.base + units * meter.unit_cost))
         return outcome

@@ -1,6 +1,6 @@
 """What limits are made of, and the one interface behind which their counters live.
 
-Three kinds of counters are enough. A *window* sums what was charged in the last 60 s. A *lease* is one of a
+Three kinds of counters are enough. A *window* sums what was charged in the last 60 s. A *lease* has some of a
 number of slots, free again when it is returned or when its holder stops renewing it. A *meter* sums what was
 charged in a calendar month.
 
@@ -40,12 +40,26 @@ class WindowDemand(msgspec.Struct, frozen=True):
     amount: int
 
 
+class LeaseReturn(msgspec.Struct, frozen=True):
+    """Frees all slots that one lease has."""
+
+    key: str
+    lease_id: str
+    slots: int = 1
+
+
 class LeaseDemand(msgspec.Struct, frozen=True):
-    """A slot of `key`, held as `lease_id`, if fewer than `limit` are held."""
+    """So many slots of `key`, held as `lease_id`, if all of them are free under `limit`."""
 
     key: str
     limit: int
     lease_id: str
+    slots: int = 1
+
+    @property
+    def given_back(self) -> LeaseReturn:
+        """What frees them."""
+        return LeaseReturn(self.key, self.lease_id, self.slots)
 
 
 class MeterDemand(msgspec.Struct, frozen=True):
@@ -115,13 +129,6 @@ class WindowChange(msgspec.Struct, frozen=True):
     delta: int
 
 
-class LeaseReturn(msgspec.Struct, frozen=True):
-    """Frees a slot."""
-
-    key: str
-    lease_id: str
-
-
 class MeterChange(msgspec.Struct, frozen=True):
     """Adds `delta`, positive or negative, to a meter without asking."""
 
@@ -146,7 +153,7 @@ def reversal(demand: Demand, granted: Granted) -> Settlement:
     charged = zip(demand.meters, granted.meter_units, strict=True)
     return Settlement(
         windows=tuple(WindowChange(each.key, granted.bucket, -each.amount) for each in demand.windows),
-        leases=tuple(LeaseReturn(each.key, each.lease_id) for each in demand.leases),
+        leases=tuple(each.given_back for each in demand.leases),
         meters=tuple(MeterChange(each.key, -each.base - units * each.unit_cost) for each, units in charged),
         operation=f"{demand.operation}-back",
     )

@@ -37,7 +37,7 @@ from gateway.pipeline.outcome import Ended, OutcomeRecorder
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.shadow import Shadows
 from gateway.pipeline.transcript import Transcript
-from gateway.pipeline.validate import check_vocabulary, ranked_tokens, validate
+from gateway.pipeline.validate import check_streams, check_vocabulary, ranked_tokens, validate
 from gateway.text.detokenizer import detokenizer
 from gateway.tiers import Tier, Tiers
 from gateway.tokenizer.client import TokenizerClient
@@ -182,6 +182,8 @@ class Pipeline:
             self.catalog.check(caller.identity, request.model)
             tier = self._tiers.resolve(caller.identity, request.service_tier)
             tier_name = tier.name
+            if request.num_streams > 1 and (most := self.limiter.stream_limit(caller.identity, tier)):
+                check_streams(request, *most)
             target = self.catalog.resolve(
                 caller.identity, request.model, tier=tier.name, cache_key=request.prompt_cache_key
             )
@@ -353,6 +355,7 @@ class Pipeline:
                 num_prompt_tokens,
                 asked,
                 num_sequences=num_sequences,
+                num_streams=call.request.num_streams,
                 model=call.target.told,
                 tier=call.tier,
             )

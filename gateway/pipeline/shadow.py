@@ -89,9 +89,9 @@ class Shadows:
         if config is None or call.target.adapter or call.target.served.name == config.model:
             return False
         sampling = call.request.sampling
-        is_plain = max(sampling.n or 1, sampling.best_of or 1, sampling.beam_width or 1) == 1
+        _, num_sequences = sampling.branches
         chosen = share(f"shadow\0{call.request.model}", call.caller.identity.request_id) < config.share
-        return is_plain and sampling.max_tokens != 0 and chosen
+        return num_sequences == 1 and sampling.max_tokens != 0 and chosen
 
     def offer(self, end: Ended) -> None:
         """Takes a request that has ended, if its tokens were kept."""

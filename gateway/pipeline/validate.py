@@ -67,9 +67,7 @@ def validate(request: GenerationRequest, limits: RequestConfig = DEFAULT_REQUEST
 
 def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestConfig) -> None:
     """Raises INVALID_ARGUMENT for more answers than one request may have computed."""
-    sampling = request.sampling
-    name = "n" if (sampling.n or 1) >= (sampling.best_of or 1) else "best_of"
-    num_each = max(sampling.n or 1, sampling.best_of or 1, sampling.beam_width or 1)
+    name, num_each = request.sampling.branches
     if num_prompts * num_each > limits.max_answers:
         raise refuse(
             request,
@@ -77,6 +75,22 @@ def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestC
             f"{num_prompts} prompts with {num_each} answers each; the limit is {limits.max_answers} answers "
             "in all: send fewer prompts in one request, or ask for fewer answers",
         )
+
+
+def check_streams(request: GenerationRequest, limit: int, whose: str) -> None:
+    """Raises INVALID_ARGUMENT for more sequences than may ever run at a time under a limit of somebody."""
+    name, num_each = request.sampling.branches
+    if request.num_streams <= limit:
+        return
+    remedy = "ask for fewer"
+    if num_each <= limit:
+        name, remedy = "prompt", "send fewer prompts in one request"
+    raise refuse(
+        request,
+        name,
+        f"{request.num_prompts} prompts with {num_each} answers each are {request.num_streams} streams at a "
+        f"time; the limit is {limit} ({whose}): {remedy}",
+    )
 
 
 def ranked_tokens(request: GenerationRequest, max_tokens: int, limits: RequestConfig) -> int:

@@ -29,11 +29,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Return the prompt before the completion.
     echo: bool = False
     streaming: bool = True
+    # Prompts that came together with this one, itself included, where it is the first; 0 where it is another:
+    # the first one takes the streams of all.
+    num_prompts: int = 1
     # For metrics: http or grpc.
     face: str = "http"
     # Our field name to the face's own, for error messages; and parts of names such as ".function.name".
     field_names: Mapping[str, str] = {}
     field_parts: Mapping[str, str] = {}
+
+    @property
+    def num_streams(self) -> int:
+        """Sequences that it has under way at a time, those that came together with it included."""
+        return self.num_prompts * self.sampling.branches[1]
 
     def field(self, name: str) -> str:
         """The name under which the caller knows a field, or a part of one as in "messages[0].role"."""

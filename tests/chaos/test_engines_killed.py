@@ -1,5 +1,5 @@
 """Engines die by SIGKILL, or stand still by SIGSTOP, under running streams: every accepted stream completes,
-byte for byte the same.
+byte for byte the same, and the limits have back what was held for them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.chaos.limits import assert_limits_are_whole, held, limited
 from tests.chaos.streams import Answer, ask, assert_numbers, connected, first_of, numbers, plain
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import Stack, eventually, running_stack
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e
 
@@ -26,12 +28,13 @@ ENVIRONMENT = {"MILLRACE_ENGINE__SIMULATION__STEP_MS": "20"}
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Stack]:
-    with running_stack(tmp_path, "--simulated", "--engines", "3", environment=ENVIRONMENT) as stack:
+def engines(tmp_path: Path, redis: RedisServer) -> Iterator[Stack]:
+    options = ("--simulated", "--engines", "3")
+    with running_stack(tmp_path, *options, config=limited(redis), environment=ENVIRONMENT) as stack:
         yield stack
 
 
-async def ask_all(stack: Stack, *signals: signal.Signals) -> list[Answer]:
+async def ask_all(stack: Stack, server: RedisServer, *signals: signal.Signals) -> list[Answer]:
     async with connected(stack) as client:
         begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
         options = {**plain(NUM_TOKENS), "temperature": 0.8, "logprobs": True}
@@ -42,6 +45,7 @@ async def ask_all(stack: Stack, *signals: signal.Signals) -> list[Answer]:
             for number, event in enumerate(begun)
         ]
         await asyncio.gather(*(event.wait() for event in begun))
+        assert held(server)[0] == NUM_STREAMS
         for index, number in enumerate(signals):
             name = f"engine-{index}"
             os.kill(stack.pid(name), number)
@@ -52,13 +56,14 @@ async def ask_all(stack: Stack, *signals: signal.Signals) -> list[Answer]:
         return await asyncio.gather(*streams)
 
 
-def test_dead_engines_change_nothing_that_a_client_reads(engines: Stack) -> None:
-    undisturbed = asyncio.run(ask_all(engines))
+def test_dead_engines_change_nothing_that_a_client_reads(engines: Stack, redis: RedisServer) -> None:
+    undisturbed = asyncio.run(ask_all(engines, redis))
     assert {answer.finish_reason for answer in undisturbed} == {"length"}
     assert {answer.num_logprobs for answer in undisturbed} == {NUM_TOKENS}
-    disturbed = asyncio.run(ask_all(engines, signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL))
+    disturbed = asyncio.run(ask_all(engines, redis, signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL))
     assert disturbed == undisturbed
     engines.assert_nothing_leaked()
+    assert_limits_are_whole(engines, redis)
 
 
 # --- the bundled model: the grammar's state is found again from the tokens so far ---------------------------

@@ -1,5 +1,5 @@
-"""Two engines with vLLM's core, 64 mixed streams, and the death of one engine: nothing accepted is lost. An
-engine of two ranks ends with either of them, and comes back.
+"""Two engines with vLLM's core, 64 mixed streams, and the death of one engine: nothing accepted is lost, and
+no limit keeps anything of it. An engine of two ranks ends with either of them, and comes back.
 
 Needs vLLM's environment (E2E_VLLM_PYTHON, or what `millrace engine install vllm` made), and four gigabytes.
 """
@@ -16,9 +16,11 @@ import openai
 import psutil
 import pytest
 
+from tests.chaos.limits import assert_limits_are_whole, held, limited
 from tests.chaos.streams import ask, assert_numbers, connected, first_of, numbers, plain
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import LIMIT_S, VLLM_SETTINGS, Stack, eventually, running_stack
+from tests.redis_server import RedisServer
 
 # Two engines of this make take minutes to start where processors are few.
 pytestmark = [pytest.mark.e2e, needs_weights, pytest.mark.timeout(900), pytest.mark.usefixtures("vllm")]
@@ -33,8 +35,9 @@ TIERS = ("interactive", "auto", "batch")
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Stack]:
-    with running_stack(tmp_path, "--engine", "vllm", "--engines", "2", environment=VLLM_SETTINGS) as stack:
+def engines(tmp_path: Path, redis: RedisServer) -> Iterator[Stack]:
+    options = ("--engine", "vllm", "--engines", "2")
+    with running_stack(tmp_path, *options, config=limited(redis), environment=VLLM_SETTINGS) as stack:
         yield stack
 
 
@@ -61,13 +64,14 @@ async def mixed(client: openai.AsyncOpenAI, stack: Stack, number: int, begun: as
     return "plain"
 
 
-async def ask_all(stack: Stack, victim: str) -> list[str]:
+async def ask_all(stack: Stack, server: RedisServer, victim: str) -> list[str]:
     async with connected(stack, 3 * LIMIT_S) as client:
         begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
         streams = [
             asyncio.ensure_future(mixed(client, stack, number, event)) for number, event in enumerate(begun)
         ]
         await first_of(begun[:8])
+        assert held(server)[0] > 0
         os.kill(stack.pid(victim), signal.SIGKILL)
         return await asyncio.gather(*streams)
 
@@ -76,13 +80,14 @@ def is_back(stack: Stack) -> bool:
     return eventually(lambda: "engine-0 is ready again" in stack.output.read_text(), LOADS_LIMIT_S)
 
 
-def test_nothing_accepted_is_lost_with_an_engine(engines: Stack) -> None:
-    ends = asyncio.run(ask_all(engines, "engine-0"))
+def test_nothing_accepted_is_lost_with_an_engine(engines: Stack, redis: RedisServer) -> None:
+    ends = asyncio.run(ask_all(engines, redis, "engine-0"))
     assert ends.count("left") <= NUM_STREAMS // 8
     assert ends.count("guided") == NUM_STREAMS // 4
     assert ends.count("plain") + ends.count("left") == NUM_STREAMS - NUM_STREAMS // 4
     assert is_back(engines), engines.transcript()
     engines.assert_nothing_leaked()
+    assert_limits_are_whole(engines, redis)
 
 
 def test_two_ranks_serve_and_end_together(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from observability.analysis.scrape import Reading, parse
 from observability.analysis.source import StoreError
 from observability.analysis.store import SpanReader
 from observability.emit.names import ENVOY
+from services.resources import cpuinfo
 from services.supervisor.config import BUNDLED_MODEL
 from services.supervisor.process import die_with_parent
 from services.supervisor.state import RunState, read_state
@@ -90,6 +91,13 @@ hash = "{_hash(RESTRICTED_KEY)}"
 """
 
 
+def _vllm_dtype() -> dict[str, str]:
+    """What vLLM computes in: its bfloat16 does not become ready where an x86 processor has no AVX-512."""
+    features = cpuinfo("flags")
+    is_without = bool(features) and "avx512f" not in features[0].split()
+    return {"MILLRACE_ENGINE__DTYPE": "float32"} if is_without else {}
+
+
 # Whose core serves the stacks that have a model: "vllm", or ours; and the interpreter that has vLLM, where it
 # is not the one that `millrace engine install vllm` made.
 MAKE = os.environ.get("E2E_MAKE", "")
@@ -99,6 +107,7 @@ VLLM_SETTINGS = {
     "MILLRACE_ENGINE__VLLM__EAGER": "true",
     "MILLRACE_ENGINE__VLLM__BLOCK_SIZE": "32",
     "MILLRACE_ENGINE__CACHE__KV_CACHE_BYTES": str(1 << 29),
+    **_vllm_dtype(),
 }
 _MAKES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "": ((), {}),

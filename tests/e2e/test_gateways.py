@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -62,9 +63,11 @@ def served_by(stack: Stack) -> list[float]:
     return counts
 
 
-async def outcome(client: openai.AsyncOpenAI, stack: Stack, max_tokens: int = 1) -> str:
+async def outcome(client: openai.AsyncOpenAI, stack: Stack, max_tokens: int = 1, **options: Any) -> str:
     try:
-        await client.chat.completions.create(model=stack.model, messages=HELLO, max_tokens=max_tokens)
+        await client.chat.completions.create(
+            model=stack.model, messages=HELLO, max_tokens=max_tokens, **options
+        )
     except openai.APIStatusError as error:
         return str(error.response.json()["error"]["reason"])
     return "ok"
@@ -88,6 +91,32 @@ def test_streams_are_counted_over_all_gateways_and_both_serve(pair: Stack) -> No
     for _ in range(2):
         assert asyncio.run(ask()) == {"ok": 3, "CONCURRENCY_EXCEEDED": 9}
     assert all(now > then for now, then in zip(served_by(pair), before, strict=True))
+    pair.assert_nothing_leaked()
+
+
+def test_branches_are_streams_over_all_gateways(pair: Stack) -> None:
+    async def ask() -> Counter[str]:
+        async with client_of(pair, "slots") as client:
+            asking = [outcome(client, pair, 60, n=2, extra_body={"ignore_eos": True}) for _ in range(6)]
+            return Counter(await asyncio.gather(*asking))
+
+    async def ask_too_much() -> tuple[openai.BadRequestError, openai.BadRequestError]:
+        async with client_of(pair, "slots") as client:
+            with pytest.raises(openai.BadRequestError) as choices:
+                await client.chat.completions.create(
+                    model=pair.model, messages=HELLO, n=4, temperature=1.0, max_tokens=1
+                )
+            with pytest.raises(openai.BadRequestError) as prompts:
+                await client.completions.create(model=pair.model, prompt=["a", "b", "c", "d"], max_tokens=1)
+        return choices.value, prompts.value
+
+    # Three slots: one request of two streams, and every slot is free again after it.
+    for _ in range(2):
+        assert asyncio.run(ask()) == {"ok": 1, "CONCURRENCY_EXCEEDED": 5}
+    choices, prompts = asyncio.run(ask_too_much())
+    assert (choices.param, prompts.param) == ("n", "prompt")
+    assert "the limit is 3 (max_concurrent_streams of tenant slots)" in choices.message
+    assert "retry-after" not in choices.response.headers
     pair.assert_nothing_leaked()
 
 

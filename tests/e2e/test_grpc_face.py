@@ -182,6 +182,18 @@ def test_limits_say_when_to_come_back(stack: Stack, stub: Stub) -> None:
     assert details["RetryInfo"].retry_delay.ToNanoseconds() > 0
 
 
+@pytest.mark.parametrize("option", ["n", "best_of", "beam_width"])
+def test_more_branches_than_streams_are_refused_for_good(stack: Stack, stub: Stub, option: str) -> None:
+    request = chat_request(stack)
+    setattr(request.sampling, option, 2)
+    with pytest.raises(grpc.RpcError) as raised:
+        list(stub.Chat(request, metadata=stack.metadata(CONCURRENT_KEY), timeout=LIMIT_S))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    details = details_of(raised.value)
+    assert details["BadRequest"].field_violations[0].field == f"sampling.{option}"
+    assert "RetryInfo" not in details
+
+
 def test_unknown_method_is_unimplemented(stack: Stack) -> None:
     with stack.channel() as channel:
         call = channel.unary_unary("/millrace.engine.v1.EngineService/Drain")

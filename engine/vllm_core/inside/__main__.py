@@ -103,8 +103,9 @@ async def _run(
     config: dict[str, Any],
     stages: dict[str, float],
 ) -> int:
-    places = config["scheduler"]["max_num_seqs"] * config["vllm"]["data_parallel_size"]
-    bridge = Bridge(vllm, front.send, max_num_seqs=places)
+    ranks = config["vllm"]["data_parallel_size"]
+    places = config["scheduler"]["max_num_seqs"] * ranks
+    bridge = Bridge(vllm, front.send, max_num_seqs=places, num_ranks=ranks)
     # The first load report comes before readiness, so that whoever asks finds one.
     bridge.publish([])
     front.send({"type": "ready", "memory": vllm.memory, "facts": vllm.facts, "stages_s": stages})

@@ -62,7 +62,9 @@ class Engine(Protocol):
         ...
 
     async def books(self) -> dict[str, Any]:
-        """The core's own count: `free` and `total` blocks, `keys` of what it holds; raises EngineDied."""
+        """The core's own count: `free` and `total` blocks, `keys` of what it holds, and of each data-parallel
+        rank its `free` and `total` blocks and how many choices are `running`; raises EngineDied.
+        """
         ...
 
     def kv_events(self) -> list[dict[str, Any]]:
@@ -91,6 +93,7 @@ class Bridge:
         send: Callable[[dict[str, Any]], None],
         *,
         max_num_seqs: int,
+        num_ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -102,7 +105,7 @@ class Bridge:
         self._choices: dict[str, tuple[OpenRequest, Choice]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._turns = FairTurns()
-        self._meter = Meter(engine.memory["num_blocks"])
+        self._meter = Meter(engine.memory["num_blocks"], num_ranks)
         self._eos = tuple(engine.facts["eos_token_ids"])
         self._step_id = 0
 
@@ -176,7 +179,7 @@ class Bridge:
 
     async def _check(self, token: int) -> None:
         books = await self._engine.books()
-        self._meter.num_free = books["free"]
+        self._meter.counted(books["ranks"])
         stray = sorted(set(books["keys"]) - set(self._choices))
         self._send(
             {
@@ -225,9 +228,8 @@ class Bridge:
         offset = now - stamp if abs(now - stamp) > _SAME_CLOCK_S else 0.0
         at_s = stamp + offset
         if outputs.scheduler_stats is not None:
-            self._meter.num_running = outputs.scheduler_stats.num_running_reqs
-            used = outputs.scheduler_stats.kv_cache_usage
-            self._meter.num_free = round((1 - used) * self._meter.num_blocks)
+            stats = outputs.scheduler_stats
+            self._meter.told(outputs.engine_index, stats.num_running_reqs, stats.kv_cache_usage)
         events: list[dict[str, Any]] = []
         strays: list[str] = []
         begins: list[float] = []
@@ -298,7 +300,7 @@ class Bridge:
         """Tells the load every second, as long as the engine core answers."""
         while True:
             books = await self._engine.books()
-            self._meter.num_free = books["free"]
+            self._meter.counted(books["ranks"])
             self.publish([])
             await asyncio.sleep(_BEAT_S)
 

@@ -183,6 +183,7 @@ class VllmEngine:
             "free": sum(each["free"] for each in ranks),
             "total": sum(each["total"] for each in ranks),
             "keys": [key for each in ranks for key in each["keys"]],
+            "ranks": ranks,
         }
 
     def kv_events(self) -> list[dict[str, Any]]:
@@ -267,7 +268,9 @@ def _memory(settings: Any, checkpoint: Path) -> dict[str, Any]:
     num_blocks = cache.num_gpu_blocks - ranks
     heads = model.get_total_num_kv_heads()
     size = 1 if "fp8" in str(cache.cache_dtype) else _bytes_of(model.dtype)
-    per_token = 2 * model.get_total_num_hidden_layers() * heads * model.get_head_size() * size
+    # Of latent attention one vector is kept for all heads, keys and values: that is its head size there.
+    num_vectors = 1 if getattr(model, "use_mla", False) else 2 * heads
+    per_token = num_vectors * model.get_total_num_hidden_layers() * model.get_head_size() * size
     weights = sum(each.stat().st_size for each in checkpoint.glob("*.safetensors")) * ranks
     kv_bytes = num_blocks * cache.block_size * per_token
     return {

@@ -11,12 +11,16 @@ _ENOUGH_TOKENS = 64
 
 
 class Meter:
-    """Rates and counts over all steps. Blocks are as vLLM tells them."""
+    """Rates and counts over all steps. Blocks and what runs are as vLLM tells them, each data-parallel rank
+    of its own: they are added up.
+    """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_ranks: int = 1) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
-        self.num_running = 0
+        self._blocks_of_rank = num_blocks / num_ranks
+        # By rank that has spoken.
+        self._running: dict[int, int] = {}
+        self._used: dict[int, float] = {}
         self.counters: dict[str, Any] = {
             "prefix_queried_tokens": 0,
             "prefix_hit_tokens": 0,
@@ -31,7 +35,27 @@ class Meter:
     def idle(self) -> None:
         """Nothing is under way: the next step begins when something comes."""
         self._last_s = None
-        self.num_running = 0
+        self._running.clear()
+
+    @property
+    def num_running(self) -> int:
+        """Choices that have places, of all ranks."""
+        return sum(self._running.values())
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody uses, of all ranks; a rank that has said nothing uses none."""
+        return self.num_blocks - round(sum(self._used.values()))
+
+    def told(self, rank: int, num_running: int, used_share: float) -> None:
+        """What a rank said with a step: of its places, and the share of its blocks that is in use."""
+        self._running[rank] = num_running
+        self._used[rank] = used_share * self._blocks_of_rank
+
+    def counted(self, ranks: list[dict[str, int]]) -> None:
+        """What all ranks have counted in their books, in their order."""
+        self._running = {rank: each["running"] for rank, each in enumerate(ranks)}
+        self._used = {rank: each["total"] - each["free"] for rank, each in enumerate(ranks)}
 
     def prompt_done(self, num_tokens: int, num_cached: int) -> None:
         """A prompt was looked up and computed."""

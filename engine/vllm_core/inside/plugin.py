@@ -84,6 +84,7 @@ def _tell_books() -> None:
             # One of them is vLLM's own and never given out.
             "total": pool.num_gpu_blocks - 1,
             "keys": list(scheduler.requests),
+            "running": len(scheduler.running),
         }
 
     EngineCore.millrace_books = millrace_books

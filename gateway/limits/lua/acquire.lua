@@ -3,7 +3,7 @@
 -- KEYS (after those of once.lua): one per window, then per lease, then per meter.
 -- ARGV: bucket length in ms, number of buckets, lease lifetime in ms, meter lifetime in s,
 --       number of windows, of leases, of meters, 1 if nothing is to be charged that was not charged before;
---       per window: limit, amount; per lease: limit, id; per meter: limit, base, unit cost, units.
+--       per window: limit, amount; per lease: limit, id, slots; per meter: limit, base, unit cost, units.
 -- Returns {1, bucket, window sums..., granted units..., meter sums...}
 --      or {0, kind (1 window, 2 lease, 3 meter), index from 0, used, ms to wait or -1}.
 local bucket_ms, num_buckets, lease_ttl_ms, meter_ttl_s = number(), number(), number(), number()
@@ -44,10 +44,10 @@ for index = 1, num_windows do
   windows[index] = window
 end
 for index = 1, num_leases do
-  local lease = { key = key(), limit = number(), id = argument() }
+  local lease = { key = key(), limit = number(), id = argument(), slots = number() }
   redis.call('ZREMRANGEBYSCORE', lease.key, '-inf', now_ms)
   local held = redis.call('ZCARD', lease.key)
-  if held >= lease.limit then
+  if held + lease.slots > lease.limit then
     return { 0, 2, index - 1, held, -1 }
   end
   leases[index] = lease
@@ -76,7 +76,9 @@ for _, window in ipairs(windows) do
   redis.call('PEXPIRE', window.key, (num_buckets + 1) * bucket_ms)
 end
 for _, lease in ipairs(leases) do
-  redis.call('ZADD', lease.key, now_ms + lease_ttl_ms, lease.id)
+  for slot = 1, lease.slots do
+    redis.call('ZADD', lease.key, now_ms + lease_ttl_ms, slot_of(lease.id, slot))
+  end
   redis.call('PEXPIRE', lease.key, lease_ttl_ms)
 end
 for _, meter in ipairs(meters) do

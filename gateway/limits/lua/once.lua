@@ -23,6 +23,11 @@ local function number()
   return tonumber(argument())
 end
 
+-- A lease is a member of its key's sorted set for each of its slots, the first one under the lease's own id.
+local function slot_of(id, slot)
+  return slot == 1 and id or id .. ':' .. slot
+end
+
 local function recall()
   local known = redis.call('GET', KEYS[1])
   return known and cmsgpack.unpack(known)

@@ -2,7 +2,7 @@
 --
 -- KEYS (after those of once.lua): one per window change, then per lease, then per meter change.
 -- ARGV: bucket length in ms, number of buckets, meter lifetime in s, number of windows, of leases, of meters;
---       per window change: bucket, delta; per lease: id; per meter change: delta.
+--       per window change: bucket, delta; per lease: id, slots; per meter change: delta.
 -- What has left a window is not given back; what is added counts from now.
 if recall() then
   return 0
@@ -32,7 +32,10 @@ for _ = 1, num_windows do
   end
 end
 for _ = 1, num_leases do
-  redis.call('ZREM', key(), argument())
+  local lease, id, slots = key(), argument(), number()
+  for slot = 1, slots do
+    redis.call('ZREM', lease, slot_of(id, slot))
+  end
 end
 for _ = 1, num_meters do
   local meter, delta = key(), number()

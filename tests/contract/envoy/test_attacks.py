@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -125,6 +126,26 @@ async def test_streams_that_are_reset_at_once_mostly_reach_nobody(edge: Edge) ->
         pass
     writer.close()
     assert await begun(edge) - before < len(numbers) / 4
+
+
+@pytest.mark.parametrize("kind", ["CONTINUATION", "empty DATA"])
+async def test_frames_about_nothing_end_the_connection(edge: Edge, kind: str) -> None:
+    before = await begun(edge)
+    host, port = edge.address.split(":")
+    reader, writer = await http2.connected(host, int(port))
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", "/x"), (":authority", "a")]
+    is_head = kind == "CONTINUATION"
+    again = http2.continuation(1, [("x-more", "a" * 1000)]) if is_head else http2.data(1, b"")
+    fields.append(("authorization", f"Bearer {GOOD_KEY}"))
+    writer.write(http2.headers(1, fields, is_whole=not is_head))
+    ended = asyncio.ensure_future(reader.read())
+    while not ended.done():
+        writer.write(again * 100)
+        await asyncio.wait({ended}, timeout=0.01)
+    with contextlib.suppress(ConnectionError):
+        await ended
+    writer.close()
+    assert await begun(edge) - before <= (not is_head)
 
 
 async def test_a_request_may_send_little_before_somebody_takes_it(edge: Edge) -> None:

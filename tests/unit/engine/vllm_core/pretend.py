@@ -90,7 +90,8 @@ class _Core:
         while self.hangs:
             await asyncio.sleep(3600)
         used = len(self.requests)
-        return [{"free": 64 - used, "total": 64, "keys": list(self.requests)}]
+        running = min(2, used)
+        return [{"free": 64 - used, "total": 64, "keys": list(self.requests), "running": running}]
 
     async def get_output_async(self):
         found = await self.queue.get()
@@ -116,7 +117,9 @@ class _Core:
             if outputs:
                 stats = SimpleNamespace(num_running_reqs=len(outputs), kv_cache_usage=len(outputs) / 64)
                 self.queue.put_nowait(
-                    SimpleNamespace(outputs=outputs, timestamp=time.monotonic(), scheduler_stats=stats)
+                    SimpleNamespace(
+                        engine_index=0, outputs=outputs, timestamp=time.monotonic(), scheduler_stats=stats
+                    )
                 )
 
     def output(self, request):

@@ -28,6 +28,8 @@ from engine.vllm_core.door import Door
 from engine.vllm_core.environment import find_python
 from engine.vllm_core.inside import plugin
 from engine.vllm_core.inside.calls import calls_of, seed_of
+from engine.vllm_core.inside.engine import _memory
+from engine.vllm_core.inside.meter import Meter
 from engine.vllm_core.inside.prefixes import Prefixes
 from engine.vllm_core.inside.turns import FairTurns
 from engine.vllm_core.options import EXCEPTIONS, OPTIONS, table
@@ -178,6 +180,41 @@ def test_who_would_be_late_is_told_when_to_come() -> None:
         end = TokenEvent(request_id=number, finish_reason=FinishReason.LENGTH)
         door.passes(StepDone(2, [end], (), _load(prefill_tokens_per_s=10.0)), now)
     assert door.refusal(ask(4), now) is None
+
+
+def test_load_is_that_of_all_data_parallel_ranks() -> None:
+    meter = Meter(num_blocks=200, num_ranks=2)
+
+    def told(num_open: int) -> tuple[int, int, int]:
+        load = meter.load(num_open, 0, 0.0)
+        return load["num_running"], load["num_waiting"], load["num_free_blocks"]
+
+    meter.told(0, 3, 0.5)
+    assert told(6) == (3, 3, 150), "the other rank has said nothing yet"
+    meter.told(1, 2, 0.1)
+    assert told(6) == (5, 1, 140)
+    meter.told(0, 1, 0.0)
+    assert told(4) == (3, 1, 190)
+    # What a rank lost without a step of its own stands in its books.
+    meter.counted([{"running": 0, "free": 100, "total": 100}, {"running": 1, "free": 80, "total": 100}])
+    assert told(1) == (1, 0, 180)
+    meter.idle()
+    assert told(0) == (0, 0, 180)
+
+
+@pytest.mark.parametrize(("use_mla", "per_token"), [(False, 2 * 16 * 61 * 576 * 2), (True, 61 * 576 * 2)])
+def test_latent_attention_keeps_one_vector_a_token(tmp_path: Path, use_mla: bool, per_token: int) -> None:
+    model = SimpleNamespace(
+        use_mla=use_mla, dtype=torch.bfloat16, max_model_len=256,
+        get_total_num_kv_heads=lambda: 16, get_total_num_hidden_layers=lambda: 61, get_head_size=lambda: 576,
+    )  # fmt: skip
+    settings = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(num_gpu_blocks=65, block_size=16, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+    )
+    found = _memory(settings, tmp_path)
+    assert (found["kv_bytes_per_token"], found["kv_cache_bytes"]) == (per_token, 64 * 16 * per_token)
 
 
 def test_what_is_meant_for_our_core_is_refused() -> None:

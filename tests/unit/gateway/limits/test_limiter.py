@@ -69,8 +69,10 @@ class Rig:
         self.requests = RequestLimiter(self.store, self.directory, clock=lambda: self.now_s)
         self.identity = Identity(request_id="r", tenant="acme", key_id="k", tier="standard")
 
-    async def reserve(self, prompt: int, completion: int | None) -> Any:
-        return await self.limiter.reserve(self.identity, prompt, completion, tier=self.tier, model="m")
+    async def reserve(self, prompt: int, completion: int | None, num_streams: int = 1) -> Any:
+        return await self.limiter.reserve(
+            self.identity, prompt, completion, tier=self.tier, model="m", num_streams=num_streams
+        )
 
     async def refusal(self, prompt: int, completion: int | None) -> MillraceError:
         with pytest.raises(MillraceError) as caught:
@@ -139,13 +141,28 @@ async def test_stream_slots_of_tenant_and_tier() -> None:
     await rig.reserve(1, 1)
     error = await rig.refusal(1, 1)
     assert error.reason is Reason.CONCURRENCY_EXCEEDED
-    assert "tenant acme has 2 streams running; the limit is 2" in error.message
+    assert "tenant acme has 2 streams running and this request has 1; the limit is 2" in error.message
     await first.settle(1, 1)
     await rig.reserve(1, 1)
     rig = Rig({})
     for _ in range(3):
         await rig.reserve(1, 1)
     assert (await rig.refusal(1, 1)).metadata["scope"] == "tier standard"
+
+
+async def test_request_holds_as_many_slots_as_it_has_streams() -> None:
+    rig = Rig({"max_concurrent_streams": 5}, {"max_concurrent_streams": 4})
+    assert rig.limiter.stream_limit(rig.identity, rig.tier) == (3, "max_concurrency of tier standard")
+    first = await rig.reserve(1, 1, num_streams=2)
+    with pytest.raises(MillraceError) as caught:
+        await rig.reserve(1, 1, num_streams=2)
+    assert caught.value.metadata == {"limit": "3", "used": "2", "requested": "2", "scope": "tier standard"}
+    # What another one has taken for all takes nothing.
+    await rig.reserve(1, 1, num_streams=0)
+    second = await rig.reserve(1, 1)
+    await second.settle(1, 1)
+    await first.cancel()
+    await rig.reserve(1, 1, num_streams=3)
 
 
 async def test_monthly_tokens_cut_the_answer_where_they_end() -> None:

@@ -14,6 +14,7 @@ from gateway.limits.store import (
     Demand,
     Granted,
     LeaseDemand,
+    LeaseReturn,
     MeterDemand,
     Settlement,
     WindowChange,
@@ -90,22 +91,28 @@ def test_meter_never_passes_its_limit_and_wastes_less_than_one_unit(
     asyncio.run(walk())
 
 
-@given(st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 5), st.booleans()), max_size=60))
 @settings(deadline=None)
-def test_never_more_leases_than_slots(steps: list[tuple[int, bool]]) -> None:
+def test_never_more_leases_than_slots(steps: list[tuple[int, int, bool]]) -> None:
     now_ms = 0
     store = MemoryLimitStore(lease_ttl_s=30, clock=lambda: now_ms)
 
     async def walk() -> None:
         nonlocal now_ms
-        # Lease id to the moment at which it lapses.
-        held: dict[str, int] = {}
-        for number, (wait_ms, _) in enumerate(steps):
+        # By lease: its slots, and the moment at which they lapse.
+        held: dict[LeaseReturn, tuple[int, int]] = {}
+        for number, (wait_ms, slots, returns) in enumerate(steps):
             now_ms += wait_ms
-            held = {key: end for key, end in held.items() if end > now_ms}
-            outcome = await store.acquire(Demand(leases=(LeaseDemand("l", 3, str(number)),)))
-            assert isinstance(outcome, Granted) == (len(held) < 3)
+            held = {lease: of for lease, of in held.items() if of[1] > now_ms}
+            demand = LeaseDemand("l", 4, str(number), slots)
+            outcome = await store.acquire(Demand(leases=(demand,)))
+            used = sum(of[0] for of in held.values())
+            assert isinstance(outcome, Granted) == (used + slots <= 4)
             if isinstance(outcome, Granted):
-                held[str(number)] = now_ms + 30_000
+                held[demand.given_back] = slots, now_ms + 30_000
+            if returns and held:
+                first = next(iter(held))
+                await store.settle(Settlement(leases=(first,)))
+                del held[first]
 
     asyncio.run(walk())

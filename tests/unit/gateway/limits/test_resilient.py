@@ -99,13 +99,13 @@ async def test_local_share_counts_against_a_share_of_every_limit(own_redis: Redi
 async def test_lease_taken_alone_is_returned_alone(own_redis: RedisServer) -> None:
     rig = Rig(own_redis, "local_share", num_gateways=1)
     own_redis.kill()
-    await rig.store.acquire(Demand(leases=(LeaseDemand("l", 1, "a"),)))
+    await rig.store.acquire(Demand(leases=(LeaseDemand("l", 3, "a", 3),)))
     own_redis.start()
     await rig.until(lambda: rig.store.is_up)
-    await rig.store.settle(Settlement(leases=(LeaseReturn("l", "a"),)))
+    await rig.store.settle(Settlement(leases=(LeaseReturn("l", "a", 3),)))
     own_redis.kill()
     await rig.until(lambda: not rig.store.is_up)
-    assert isinstance(await rig.store.acquire(Demand(leases=(LeaseDemand("l", 1, "b"),))), Granted)
+    assert isinstance(await rig.store.acquire(Demand(leases=(LeaseDemand("l", 3, "b", 3),))), Granted)
     await rig.store.close()
 
 

@@ -67,8 +67,8 @@ def meter(units: int, *, limit: int = 100, base: int = 10, unit_cost: int = 2) -
     return Demand(meters=(MeterDemand("m", limit, base, unit_cost, units),))
 
 
-def lease(lease_id: str, limit: int = 2) -> Demand:
-    return Demand(leases=(LeaseDemand("l", limit, lease_id),))
+def lease(lease_id: str, limit: int = 2, slots: int = 1) -> Demand:
+    return Demand(leases=(LeaseDemand("l", limit, lease_id, slots),))
 
 
 async def granted(store: LimitStore, demand: Demand) -> Granted:
@@ -135,6 +135,48 @@ async def test_lease_is_free_again_when_returned(store: LimitStore) -> None:
     assert (await refused(store, lease("c"))).used == 2
     await store.settle(Settlement(leases=(LeaseReturn("l", "a"),)))
     await granted(store, lease("c"))
+
+
+async def test_lease_takes_all_of_its_slots_or_none(store: LimitStore) -> None:
+    await granted(store, lease("a", limit=5, slots=3))
+    assert (await refused(store, lease("b", limit=5, slots=3))).used == 3
+    await granted(store, lease("c", limit=5, slots=2))
+    assert (await refused(store, lease("d", limit=5))).used == 5
+    await store.renew((LeaseReturn("l", "a", 3),))
+    await store.settle(Settlement(leases=(LeaseReturn("l", "a", 3),)))
+    assert (await refused(store, lease("e", limit=5, slots=4))).used == 2
+    await granted(store, lease("f", limit=5, slots=3))
+
+
+async def test_repeated_returns_of_many_slots_free_no_others(store: LimitStore) -> None:
+    await granted(store, lease("a", limit=6, slots=3))
+    await granted(store, lease("b", limit=6, slots=3))
+    for _ in range(2):
+        await store.settle(Settlement(leases=(LeaseReturn("l", "a", 3),)))
+    assert (await refused(store, lease("c", limit=6, slots=4))).used == 3
+
+
+async def test_all_slots_of_a_lease_lapse_unless_renewed(short_lived: LimitStore) -> None:
+    await granted(short_lived, lease("dead", limit=5, slots=2))
+    await granted(short_lived, lease("alive", limit=5, slots=3))
+    # Renewed until the other has lapsed, which would have come first for both.
+    while isinstance(await short_lived.acquire(lease("c", limit=5, slots=2)), Refused):
+        await asyncio.sleep(SHORT_LEASE_TTL_S / 50)
+        await short_lived.renew((LeaseReturn("l", "alive", 3),))
+    assert (await refused(short_lived, lease("d", limit=5))).used == 5
+
+
+async def test_many_leases_at_once_never_pass_the_limit(store: LimitStore) -> None:
+    asked = [lease(str(number), limit=10, slots=1 + number % 4) for number in range(40)]
+    outcomes = await asyncio.gather(*(store.acquire(each) for each in asked))
+    held = [
+        each.leases[0].given_back
+        for each, outcome in zip(asked, outcomes, strict=True)
+        if isinstance(outcome, Granted)
+    ]
+    assert sum(each.slots for each in held) == 10
+    await store.settle(Settlement(leases=tuple(held)))
+    await granted(store, lease("all", limit=10, slots=10))
 
 
 async def test_lease_lapses_unless_renewed(short_lived: LimitStore) -> None:
