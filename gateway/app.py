@@ -124,6 +124,7 @@ class Gateway:
         """Listens, and begins to look for the tokenizer service and engines. Health is NOT_SERVING."""
         version, models = metadata.version("millrace"), ",".join(self._settings.models.models)
         self._metrics.set(names.BUILD_INFO, 1, service=names.GATEWAY, version=version, model=models)
+        self._metrics.set(names.CONFIGURATION_INFO, 1, sha256=source().sha256)
         self._metrics.set_function(names.ENGINES_UP, self._num_engines)
         await self._edge.start()
         await self.grpc.start()

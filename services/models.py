@@ -7,6 +7,7 @@ models; `[shadows.<name>]` sends copies of what is asked under a name to another
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -183,10 +184,15 @@ class Source:
         self._environ = environ
         written = environ.get(MODELS_FILE_VARIABLE)
         self._path = Path(written) if written else config
+        # Of the file as it was read first, in hexadecimal; "" where there is none.
+        self.sha256 = ""
 
     def read(self) -> dict[str, Any]:
         """All tables; see `read_tables`."""
-        return read_tables(self._config, self._environ)
+        tables = read_tables(self._config, self._environ)
+        if self._config is not None and not self.sha256:
+            self.sha256 = sha256_of(self._config)
+        return tables
 
     async def follow(self, apply: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
         """Has `apply` called with all tables whenever the file has changed, until cancelled.
@@ -218,6 +224,11 @@ class Source:
             return None
         # A mounted ConfigMap is exchanged as a whole, whatever its times say.
         return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def sha256_of(config: Path) -> str:
+    """By which a configuration file is told from another, in hexadecimal."""
+    return hashlib.sha256(config.read_bytes()).hexdigest()
 
 
 # Of this process.

@@ -555,6 +555,11 @@ MEMORY_USED = gauge(
 BUILD_INFO = gauge(
     "millrace_build_info{service,version,model}", "1", "Always 1; the labels name service, version and model."
 )
+CONFIGURATION_INFO = gauge(
+    "millrace_gateway_configuration_info{sha256}",
+    "1",
+    "Always 1; the label is of the configuration file that the gateway was started with.",
+)
 SPANS_STORED = counter("millrace_spans_stored_total", "{span}", "Spans written to the local store.")
 SPANS_DROPPED = counter(
     "millrace_spans_dropped_total", "{span}", "Spans lost because the local store was behind."

@@ -39,6 +39,8 @@ OURS = ("gateway", "tokenizer", "engine")
 SENDERS, RECEIVERS = ("envoy", *OURS), ("collector", "jaeger", "prometheus")
 # Long enough to be under way while containers are stopped, and short enough for their drain.
 NUM_TOKENS = 1000
+# Of a page that calls the API from a browser.
+ORIGIN = "https://app.example"
 
 
 def test_everything_is_healthy(plain: Compose) -> None:
@@ -238,18 +240,36 @@ def test_containers_are_replaced_one_at_a_time(plain: Compose) -> None:
 def test_an_edited_configuration_is_applied_or_refused(plain: Compose) -> None:
     """Compose does not look into what it mounts, and an `up` that changed nothing must not look good."""
     before, running = plain.config.read_text(), set(plain.containers("gateway"))
-    plain.config.write_text(before + "\n# Edited.\n")
+    plain.config.write_text(f'{before}\n[envoy]\ncors_origins = ["{ORIGIN}"]\n')
     with pytest.raises(AssertionError, match="configure"):
         plain.up()
     told = plain.do("logs", "configure")
     assert "was edited" in told
-    # As it is told.
     assert "docker compose up --detach --build" in told
+    assert not _allowed_origin(plain)
     plain.up("--build")
     assert not running & set(plain.containers("gateway"))
-    assert ask(plain.url).status_code == 200
+    assert _allowed_origin(plain) == ORIGIN
     # Nothing is left to be applied.
     plain.up()
+
+
+def _allowed_origin(stack: Compose) -> str:
+    """What the edge says of a page that asks from elsewhere."""
+    answer = ask(stack.url, headers={"origin": ORIGIN})
+    assert answer.status_code == 200, answer.text
+    return str(answer.headers.get("access-control-allow-origin", ""))
+
+
+def test_an_edit_that_reached_gateways_one_at_a_time_is_refused_no_more(plain: Compose) -> None:
+    """As `make roll` has it."""
+    plain.config.write_text(plain.config.read_text() + "\n# Edited.\n")
+    plain.do("build")
+    plain.run("services/roll.sh", "gateway")
+    running = set(plain.containers("gateway"))
+    plain.up()
+    assert set(plain.containers("gateway")) == running
+    assert ask(plain.url).status_code == 200
 
 
 def test_logs_have_no_noise_of_forks(plain: Compose) -> None:
