@@ -237,7 +237,7 @@ def test_a_step_of_an_answer_alone_is_the_shortest_that_was_seen() -> None:
 
 
 def test_where_steps_vary_a_chunk_leaves_room_for_the_slow_ones() -> None:
-    """Both computed 100 tokens a second on average; half of the one's steps took three times the others' time."""
+    """Both computed 100 tokens a second on average; half of one's steps took three times the others' time."""
     steady, varying = StepPace(), StepPace()
     for index in range(200):
         steady.observe(100, 1, 1.0, work=100.0)
