@@ -3,8 +3,8 @@
 Starts the whole stack with the bundled model. The first tenant asks for n = 64, or best_of = 64; once it
 decodes, the second asks for 64 answers one by one, or for n = 64 as well. Told are the second's first token,
 its tokens over the window that begins with it, and what share they are of all that the engine generated:
-half, and a first token within 1 s, are the aims. Candidates that are not returned are counted when they end:
-beside best_of there is no share, and the second's tokens are to be those that it gets beside n = 64.
+half, and a first token within 1 s, are the aims. Candidates of best_of are counted as generated when they
+end; so what was generated is what steps computed, less prompts and what was computed again.
 
     python -m benchmarks.places [--seconds 12] [--json OUT]
 """
@@ -60,8 +60,15 @@ async def _ask(
                 answers.first_s = answers.first_s or time.perf_counter()
 
 
-async def _read(stack: RunningStack, metric: names.Metric) -> float:
-    return await asyncio.to_thread(stack.counter, "engine", metric.name)
+async def _read(stack: RunningStack, name: str, label: str = "") -> float:
+    return await asyncio.to_thread(stack.counter, "engine", name, label)
+
+
+async def _generated(stack: RunningStack) -> float:
+    """Tokens that steps have sampled, of candidates that are under way too."""
+    computed = await _read(stack, f"{names.STEP_TOKENS.name}_sum")
+    prompts = await _read(stack, names.PROMPT_TOKENS_DONE.name, 'source="computed"')
+    return computed - prompts - await _read(stack, names.RECOMPUTED.name)
 
 
 async def _beside(
@@ -74,7 +81,7 @@ async def _beside(
         asyncio.TaskGroup() as group,
     ):
         tasks = [group.create_task(_ask(client, "attacker", first, _Answers(), 0))]
-        while not await _read(stack, names.REQUESTS_RUNNING):
+        while not await _read(stack, names.REQUESTS_RUNNING.name):
             await asyncio.sleep(_POLL_S)
         await asyncio.sleep(_HEAD_START_S)
         asked_s = time.perf_counter()
@@ -83,9 +90,9 @@ async def _beside(
         ]
         while equal.first_s is None:
             await asyncio.sleep(_POLL_S)
-        begun = (await _read(stack, names.GENERATED_TOKENS), equal.total())
+        begun = (await _generated(stack), equal.total())
         await asyncio.sleep(seconds)
-        ended = (await _read(stack, names.GENERATED_TOKENS), equal.total())
+        ended = (await _generated(stack), equal.total())
         for task in tasks:
             task.cancel()
     generated, its_own = (end - begin for begin, end in zip(begun, ended, strict=True))
@@ -94,7 +101,7 @@ async def _beside(
         "second": f"{num_requests} x {json.dumps(second)}",
         "ttft_s": round(equal.first_s - asked_s, 3),
         "tokens_s": round(its_own / seconds),
-        "share": round(its_own / generated, 3) if "n" in first else None,
+        "share": round(its_own / generated, 3),
     }
 
 
@@ -117,7 +124,7 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"{row['first']:18} {row['second']:18} {row['ttft_s']:14.3f} {row['tokens_s']:13} "
-                    f"{row['share'] or '-':>10}",
+                    f"{row['share']:10.3f}",
                     flush=True,
                 )
     write_result(options.json, {"rows": rows})
