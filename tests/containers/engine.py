@@ -27,8 +27,9 @@ KEY = {"authorization": "Bearer mr-dev-local"}
 LIMITED_KEY = {"authorization": "Bearer mr-limited"}
 LIMIT_PER_MINUTE = 6
 MODEL = "millrace-nano"
-PORTS = {"TEST_API_PORT": "18080", "TEST_JAEGER_PORT": "18686"}
+PORTS = {"TEST_API_PORT": "18080", "TEST_JAEGER_PORT": "18686", "TEST_PROMETHEUS_PORT": "18090"}
 JAEGER = f"http://127.0.0.1:{PORTS['TEST_JAEGER_PORT']}"
+PROMETHEUS = f"http://127.0.0.1:{PORTS['TEST_PROMETHEUS_PORT']}"
 PROJECT = "millrace-test"
 # No test waits longer for anything.
 LIMIT_S = 240.0

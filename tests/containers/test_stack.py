@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -23,6 +24,7 @@ from tests.containers.engine import (
     LIMITED_KEY,
     MODEL,
     PORTS,
+    PROMETHEUS,
     Compose,
     ask,
     run,
@@ -235,6 +237,42 @@ def test_containers_are_replaced_one_at_a_time(plain: Compose) -> None:
     new = set(plain.containers("gateway"))
     assert len(new) == 2
     assert not old & new
+
+
+def test_what_a_deployment_keeps_tells_whom_limits_refused(plain: Compose) -> None:
+    """Its own Jaeger and Prometheus are asked, not what a stack on this machine keeps."""
+    for _ in range(3 * LIMIT_PER_MINUTE):
+        ask(plain.url, key=LIMITED_KEY)
+    told = ""
+
+    def is_told() -> bool:
+        nonlocal told
+        # There are to be enough answers to compare slices of.
+        assert ask(plain.url).status_code == 200
+        command = (".venv/bin/millrace", "diagnose", "--jaeger", JAEGER)
+        told = run(*command, environment={"COLUMNS": "300"})
+        return "of tenant limited (REQUEST_RATE_EXCEEDED)" in told
+
+    wait_until(is_told, "diagnose does not tell whom limits refused")
+    top = run(".venv/bin/millrace", "top", "--once", "--prometheus", PROMETHEUS)
+    assert "engine" in top, top
+
+
+def test_prometheus_reaches_everybody_and_can_evaluate_every_rule(plain: Compose) -> None:
+    def asked(what: str) -> dict[str, Any]:
+        with httpx.Client(trust_env=False) as client:
+            return dict(client.get(f"{PROMETHEUS}/api/v1/{what}").raise_for_status().json()["data"])
+
+    def are_up() -> bool:
+        up: dict[str, set[str]] = {}
+        for target in asked("targets")["activeTargets"]:
+            up.setdefault(target["labels"]["job"], set()).add(target["health"])
+        return set(up) >= {"envoy", *OURS} and all(health == {"up"} for health in up.values())
+
+    wait_until(are_up, f"not all targets are up: {asked('targets')['activeTargets']}")
+    rules = [rule for group in asked("rules")["groups"] for rule in group["rules"]]
+    assert rules
+    assert [rule for rule in rules if rule["health"] == "err"] == []
 
 
 def test_an_edited_configuration_is_applied_or_refused(plain: Compose) -> None:
