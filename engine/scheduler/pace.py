@@ -36,10 +36,8 @@ class StepPace:
         self.decode_tokens_per_s = 0.0
         # Of steps that used up their budget: what the engine can do, not what it was asked for.
         self.full_prefill_tokens_per_s = 0.0
-        # All work of steps that computed a chunk of prompt, per second, and how far a step is from that on
-        # average: where others use the processors it varies, and their target is meant for nearly all steps.
+        # All work of steps that computed a chunk of prompt, per second.
         self.chunk_work_per_s = 0.0
-        self.chunk_deviation_per_s = 0.0
         # The shortest step beside answers with no more than the least chunk: of one answer alone, or more.
         # What a step takes whatever is in it would count as the pace of small chunks otherwise, and make
         # them smaller still.
@@ -78,7 +76,7 @@ class StepPace:
             return math.inf
         least = least_chunk(num_decodes)
         target_s = max(target_s, LEAST_STEPS_ALONE * self.step_alone_s)
-        return max(least, target_s * (self.chunk_work_per_s - self.chunk_deviation_per_s) - decodes)
+        return max(least, target_s * self.chunk_work_per_s - decodes)
 
     def stepped(self, seconds: float) -> None:
         """Books the whole duration of a step, planning included."""
@@ -98,11 +96,7 @@ class StepPace:
                 rate = prefill / seconds
                 self.full_prefill_tokens_per_s = _average(self.full_prefill_tokens_per_s, rate)
             if prefill >= LEAST_CHUNK_TOKENS:
-                rate, expected = work / seconds, self.chunk_work_per_s
-                # A rate beyond twice the usual says nothing of slow steps.
-                off = min(abs(rate - expected), expected)
-                self.chunk_deviation_per_s += _ALPHA * (off - self.chunk_deviation_per_s)
-                self.chunk_work_per_s = _average(expected, rate)
+                self.chunk_work_per_s = _average(self.chunk_work_per_s, work / seconds)
         if decode and prefill <= least_chunk(decode):
             self.step_alone_s = min(seconds, self.step_alone_s or seconds)
         if decode:

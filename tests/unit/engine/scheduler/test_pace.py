@@ -234,13 +234,3 @@ def test_a_step_of_an_answer_alone_is_the_shortest_that_was_seen() -> None:
     pace.observe(0, 2, 0.2, work=2.0)
     pace.observe(0, 1, 0.25, work=1.0)
     assert pace.step_alone_s == 0.2
-
-
-def test_where_steps_vary_a_chunk_leaves_room_for_the_slow_ones() -> None:
-    """Both computed 100 tokens a second on average; half of one's steps took three times the others' time."""
-    steady, varying = StepPace(), StepPace()
-    for index in range(200):
-        steady.observe(100, 1, 1.0, work=100.0)
-        varying.observe(100, 1, 2.0 if index % 2 else 2 / 3, work=100.0)
-    assert steady.chunk_work(1.0, 1.0, 1) == pytest.approx(99.0)
-    assert varying.chunk_work(1.0, 1.0, 1) == pytest.approx(49.0, rel=0.2)
