@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from observability.analysis.decode import StoredSpan
 from observability.analysis.jaeger import JaegerReader
 from observability.analysis.source import SpanSource, StoreError
 from observability.analysis.store import SpanReader
@@ -20,8 +21,10 @@ from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 
 _SIZE_WHEN_PIPED = (140, 40)
-# Services send their spans every few seconds.
+# Services send their spans every few seconds; a trace whose newest span ended longer ago than the latter gets
+# no more of them.
 _WAIT_S = 15.0
+_YOUNG_NS = 5_000_000_000
 _PAUSE_S = 0.1
 
 Answer = Callable[[SpanSource, argparse.Namespace], RenderableType]
@@ -44,14 +47,32 @@ def table(*titles: str, num_left: int = 1) -> Table:
 
 def _wait_whole(reader: SpanSource, request_id: str) -> None:
     """Returns when the trace of a request that has ended is there, or when it does not come."""
+
+    def spans() -> list[StoredSpan]:
+        return [span for each in reader.traces_of_request(request_id) for span in reader.trace(each)]
+
     deadline_s = time.monotonic() + _WAIT_S
-    while not _is_whole(reader, request_id) and time.monotonic() < deadline_s:
+    while not _is_whole(spans()) and time.monotonic() < deadline_s:
         time.sleep(_PAUSE_S)
 
 
-def _is_whole(reader: SpanSource, request_id: str) -> bool:
-    """Whether every service has told its part: each sends its spans by itself."""
-    spans = [span for each in reader.traces_of_request(request_id) for span in reader.trace(each)]
+def _wait_last(reader: SpanSource) -> str:
+    """The id of the newest request's trace, once all of it is there or the rest no longer comes; "" when
+    there is none. It is that trace's whatever is asked meanwhile.
+    """
+    trace_id = reader.last_trace()
+    deadline_s = time.monotonic() + _WAIT_S
+    while trace_id and time.monotonic() < deadline_s:
+        spans = reader.trace(trace_id)
+        newest_ns = max((span.end_ns for span in spans), default=0)
+        if _is_whole(spans) or time.time_ns() - newest_ns > _YOUNG_NS:
+            break
+        time.sleep(_PAUSE_S)
+    return trace_id
+
+
+def _is_whole(spans: Sequence[StoredSpan]) -> bool:
+    """Whether every service has told its part of a request: each sends its spans by itself."""
     asked = next((span for span in spans if span.name == names.GATEWAY_REQUEST), None)
     if asked is None or all(span.name != names.ENVOY_INGRESS for span in spans):
         return False
@@ -70,8 +91,11 @@ def run(parser: argparse.ArgumentParser, answer: Answer, arguments: Sequence[str
     try:
         reader: SpanSource = JaegerReader(parsed.jaeger) if parsed.jaeger else SpanReader(parsed.store)
         try:
-            if parsed.after and getattr(parsed, "what", "") == "last":
-                _wait_whole(reader, parsed.after)
+            if getattr(parsed, "what", "") == "last":
+                if parsed.after:
+                    _wait_whole(reader, parsed.after)
+                # Others, who told nobody here, may have asked since.
+                parsed.what = _wait_last(reader) or parsed.what
             found = answer(reader, parsed)
         finally:
             reader.close()
