@@ -87,7 +87,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The runner is loaded and warmed up."""
+    """The runner is loaded and has taken its first steps."""
 
     memory: MemoryPlan
     facts: ModelFacts

@@ -37,6 +37,11 @@ _ANSWER_TOKENS = 8
 _FIRST_TOKENS = 32
 _PROMPT_TOKENS = 512
 _PROMPT_LIMIT_S = 1.0
+# The largest step has as many tokens as take no longer than this at the measured rate, and no more sequences
+# than tokens: it is smaller on a slow machine. The steps of the answers after it have fewer tokens.
+_LARGEST_LIMIT_S = 0.5
+# From the third token on, a step follows one of the same sequences, as most do.
+_LARGEST_ANSWER_TOKENS = 4
 # As most requests draw, with what else a step may have to tell.
 _DRAWN = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, logprobs=1, ignore_eos=True)
 _SEED = 0
@@ -80,6 +85,7 @@ class WarmUp:
         self._config = config
         self._vocab_size = facts.vocab_size
         self._num_tokens = min(facts.max_model_len, memory.capacity_tokens)
+        self._capacity_tokens = memory.capacity_tokens
         self._mailbox = _Requests()
         self._loop = EngineLoop(scheduler, runner, self._mailbox, overlap=overlap)
         self._random = random.Random(_SEED)
@@ -101,6 +107,7 @@ class WarmUp:
         num_tokens = min(_PROMPT_TOKENS, room, int(rate * _PROMPT_LIMIT_S))
         if num_tokens > _FIRST_TOKENS:
             rate = self._prompt_rate(num_tokens)
+        self._largest_step(rate)
         together = min(TOGETHER, self._config.scheduler.max_num_seqs)
         each = min(_FIRST_TOKENS, self._num_tokens // together - _ANSWER_TOKENS)
         return MeasuredSpeed(
@@ -113,6 +120,20 @@ class WarmUp:
     def _prompt_rate(self, num_tokens: int) -> float:
         steps = self._serve(1, num_tokens, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         return sum(step.num_tokens for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
+
+    def _largest_step(self, rate: float) -> None:
+        """As many sequences and tokens in one step as there may be, and answers to all of them: memory for so
+        many is touched, and what grows with their number has grown.
+        """
+        limits = self._config.scheduler
+        num_tokens = min(limits.max_num_batched_tokens, int(rate * _LARGEST_LIMIT_S))
+        num_requests = min(limits.max_num_seqs, max(TOGETHER, num_tokens))
+        num_requests = min(num_requests, self._capacity_tokens // (1 + _LARGEST_ANSWER_TOKENS))
+        if num_requests < 1:
+            return
+        room = min(self._num_tokens, self._capacity_tokens // num_requests) - _LARGEST_ANSWER_TOKENS
+        each = max(1, min(num_tokens // num_requests, room))
+        self._serve(num_requests, each, msgspec.structs.replace(_DRAWN, max_tokens=_LARGEST_ANSWER_TOKENS))
 
     def _answer_rate(self, num_requests: int, num_tokens: int) -> float:
         sampling = msgspec.structs.replace(_DRAWN, max_tokens=_ANSWER_TOKENS)

@@ -19,6 +19,7 @@ from engine.model.checkpoint import LoadRequest
 from engine.model.forward_batch import ForwardBatch
 from engine.model.loader import Progress, load_here
 from engine.model.native_decoder import NativeDecoder, why_not_lowered
+from engine.model.plan import num_logit_rows
 from engine.model.records import ModelRecord
 from engine.model.spec import ModelSpec
 from services.errors import ConfigError
@@ -109,6 +110,7 @@ def load_model(
             library,
             num_threads=config.num_threads,
             max_tokens=config.scheduler.max_num_batched_tokens,
+            max_rows=num_logit_rows(config),
         )
     import torch
 

@@ -1,8 +1,8 @@
 """A loaded model as a program of native ops: one call computes a whole step.
 
-The program is made once for the largest step seen so far; what changes from step to step goes through one
-StepStruct. Activations are float32 and row-major in buffers that all layers share. Families that cannot be
-lowered are named by `why_not_lowered` and served by torch.
+The program is made once, for the largest step that its owner says there may be, and anew for what is larger;
+what changes from step to step goes through one StepStruct. Activations are float32 and row-major in buffers
+that all layers share. Families that cannot be lowered are named by `why_not_lowered` and served by torch.
 
 Shape letters: T tokens, R rows whose logits are wanted, E hidden size, V vocabulary.
 """
@@ -50,7 +50,13 @@ class NativeDecoder:
     row_multiple = 1
 
     def __init__(
-        self, model: ModelRecord, library: NativeLibrary, *, num_threads: int, max_tokens: int = 256
+        self,
+        model: ModelRecord,
+        library: NativeLibrary,
+        *,
+        num_threads: int,
+        max_tokens: int = 256,
+        max_rows: int = 16,
     ) -> None:
         self.model = model
         self.spec = model.spec
@@ -72,7 +78,7 @@ class NativeDecoder:
         self._hidden = empty((0, 0))
         # Body and head, and both as one program with the ops around them.
         self._joined: tuple[Program, Program, Program] | None = None
-        self._head = self._build_head(16)
+        self._head = self._build_head(max_rows)
 
     def wake(self) -> None:
         """A step follows shortly: the threads get up while it is prepared."""

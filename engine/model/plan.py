@@ -148,10 +148,16 @@ def workspace_bytes(given: PlanInput) -> int:
     # Queries, scores of one chunk of history with their weights, and the weighted values, all float32.
     per_query = spec.num_heads * (2 * spec.query_key_dim + 2 * spec.value_dim + 2 * ATTENTION_CHUNK_TOKENS)
     attention = tokens * per_query * 4
-    rows = max(16, min(scheduler.max_num_seqs * (1 + given.config.speculation.num_draft_tokens), tokens))
+    rows = max(16, num_logit_rows(given.config))
     # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
     sampling = rows * spec.vocab_size * (4 + 4 + 8 + 4)
     return max(dense + attention, sampling) + tokens * spec.hidden_size * 4
+
+
+def num_logit_rows(config: EngineConfig) -> int:
+    """Rows of one step whose logits are wanted at most: each sequence's last, and those of its drafts."""
+    wanted = config.scheduler.max_num_seqs * (1 + config.speculation.num_draft_tokens)
+    return min(wanted, config.scheduler.max_num_batched_tokens)
 
 
 def make_plan(given: PlanInput) -> MemoryPlan:

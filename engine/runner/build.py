@@ -85,6 +85,7 @@ def build(
     draft = _draft_model(given, load, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)
+    reading = grammar.read_ahead()
     proposer = Proposer(config.speculation, draft)
     if device.type == "cuda":
         from engine.runner.cuda.build import make_device_runner
@@ -103,7 +104,16 @@ def build(
     else:
         runner = _host_runner(config, decoder, attention, storage, grammar, proposer)
     runner.adapters = adapters
-    facts = ModelFacts(
+    # First steps are measured, and nothing else is to be computed meanwhile.
+    reading.join()
+    return runner, plan, _facts(given, plan, attention, device, has_draft=draft is not None)
+
+
+def _facts(
+    given: PlanInput, plan: MemoryPlan, attention: AttentionBackend | None, device: Device, *, has_draft: bool
+) -> ModelFacts:
+    spec = given.spec
+    return ModelFacts(
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
@@ -113,11 +123,10 @@ def build(
         device=str(device),
         num_layers=spec.num_layers,
         # A draft model reads the same tables, as far back as it likes.
-        window=spec.window if draft is None else None,
+        window=None if has_draft else spec.window,
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
     )
-    return runner, plan, facts
 
 
 def _name_of(device: Any) -> str:

@@ -8,6 +8,7 @@ grammar's end (see closing).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -170,7 +171,7 @@ class Matcher:
 
 class GrammarEngine:
     """Builds matchers for one tokenizer and fills masks beside the forward. The tokenizer is read when first
-    needed.
+    needed, or ahead of that.
     """
 
     def __init__(self, checkpoint: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -183,6 +184,17 @@ class GrammarEngine:
         self._loading = threading.Lock()
         self._prototypes = Prototypes(self._build)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+
+    def read_ahead(self) -> threading.Thread:
+        """Reads the tokenizer in a thread; what it cannot read is told to the requests that need it."""
+
+        def read() -> None:
+            with contextlib.suppress(GrammarError):
+                self._load_tokenizer()
+
+        thread = threading.Thread(target=read, name="grammar-tokenizer", daemon=True)
+        thread.start()
+        return thread
 
     def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
         """Whether `matcher` has only to copy; if not, what it needs is made in a thread, tenants in turns."""

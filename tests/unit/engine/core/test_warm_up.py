@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SimulatedConfig
+from engine.core import warm_up as warm_up_module
 from engine.core.warm_up import TOGETHER, WarmUp
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler import Scheduler
@@ -39,12 +40,12 @@ class Recorder(SimulatedRunner):
 
 
 def warmed(
-    *, num_blocks: int = 256, max_num_seqs: int = 16, **simulation: int
+    *, num_blocks: int = 256, max_num_seqs: int = 16, **simulation: float
 ) -> tuple[WarmUp, Recorder, Scheduler]:
     scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512)
     config = EngineConfig(scheduler=scheduling)
     runner = Recorder(
-        SimulatedConfig(step_ms=STEP_MS, tokens_per_s=TOKENS_PER_S, vocab_size=100, **simulation)
+        SimulatedConfig(**{"step_ms": STEP_MS, "tokens_per_s": TOKENS_PER_S, "vocab_size": 100, **simulation})
     )
     memory = memory_plan(num_blocks, 4, 1024)
     scheduler = Scheduler(scheduling, CacheConfig(), memory, model="m")
@@ -68,6 +69,30 @@ def test_nothing_stays_with_the_runner_or_in_the_cache() -> None:
     warm_up.run()
     assert (runner.num_states(), scheduler.num_requests, scheduler.has_work) == (0, 0, False)
     scheduler.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "num_sequences", "num_tokens"),
+    [
+        (512 / TOKENS_PER_S, 16, 512),
+        (200 / TOKENS_PER_S, 16, 16 * 12),
+        # No fewer sequences than are measured afterwards.
+        (4 / TOKENS_PER_S, TOGETHER, TOGETHER),
+    ],
+)
+def test_the_largest_step_there_may_be_is_taken_as_far_as_time_allows(
+    limit_s: float, num_sequences: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up_module, "_LARGEST_LIMIT_S", limit_s * 1.001)
+    warm_up, runner, _ = warmed(step_ms=0.0)
+    warm_up.run()
+    # Those that are measured together come after it.
+    together = [
+        sum(each.num_tokens for each in plan.scheduled)
+        for plan in runner.plans
+        if len(plan.scheduled) == num_sequences
+    ]
+    assert together[:4] == [num_tokens, *[num_sequences] * 3]
 
 
 def test_an_answer_is_drawn_as_most_are() -> None:

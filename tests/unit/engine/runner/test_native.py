@@ -268,7 +268,9 @@ def test_a_step_that_memory_ends_for_leaves_the_program_that_was_there(
 ) -> None:
     """Steps of the size before go on in their buffers; a larger one gets its own when memory is back."""
     make_checkpoint(tmp_path, "llama")
-    runner = open_runner(tmp_path, native="required", scheduler=SchedulerConfig(max_num_batched_tokens=64))
+    # With four drafts each, 20 rows of logits.
+    limits = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4)
+    runner = open_runner(tmp_path, native="required", scheduler=limits)
     model = runner.model
     assert isinstance(model, NativeDecoder)
 
@@ -279,7 +281,11 @@ def test_a_step_that_memory_ends_for_leaves_the_program_that_was_there(
     def no_memory(*_: object) -> None:
         raise MemoryError
 
-    few, many = outputs(3, 10), outputs(3, 20)
+    few = outputs(3, 10)
+    with monkeypatch.context() as patched:
+        # As many as there may be have had their place since the start.
+        patched.setattr("engine.model.native_decoder.make_workspace", no_memory)
+        many = outputs(3, 20)
     for builder, length, count in (("native_decoder", 1, 60), ("program_builder", 90, 1)):
         with monkeypatch.context() as patched:
             patched.setattr(f"engine.model.{builder}.make_workspace", no_memory)
