@@ -27,6 +27,8 @@ KEY = {"authorization": "Bearer mr-dev-local"}
 LIMITED_KEY = {"authorization": "Bearer mr-limited"}
 LIMIT_PER_MINUTE = 6
 MODEL = "millrace-nano"
+# Of compose.models.yml and the component `second-model`.
+SECOND_MODEL = "millrace-nano-draft"
 PORTS = {"TEST_API_PORT": "18080", "TEST_JAEGER_PORT": "18686", "TEST_PROMETHEUS_PORT": "18090"}
 JAEGER = f"http://127.0.0.1:{PORTS['TEST_JAEGER_PORT']}"
 PROMETHEUS = f"http://127.0.0.1:{PORTS['TEST_PROMETHEUS_PORT']}"
@@ -98,9 +100,12 @@ class Compose(AbstractContextManager["Compose"]):
         self.checkout = Path(self._folder.name)
         self.checkout.chmod(0o755)
         copy_checkout(self.checkout)
-        self.config = self.checkout / "config/millrace.toml"
-        with self.config.open("a") as file:
-            file.write(f"\n[tenants.limited]\nrequests_per_minute = {LIMIT_PER_MINUTE}\n")
+        file = "config/millrace.toml"
+        if "compose.models.yml" in overlays:
+            file = "k8s/components/second-model/millrace.toml"
+        self.config = self.checkout / file
+        with self.config.open("a") as config:
+            config.write(f"\n[tenants.limited]\nrequests_per_minute = {LIMIT_PER_MINUTE}\n")
         self.environment = {
             "COMPOSE_FILE": ":".join(("docker-compose.yml", "tests/containers/compose.yml", *overlays)),
             "COMPOSE_PROJECT_NAME": project,
@@ -174,9 +179,9 @@ class Compose(AbstractContextManager["Compose"]):
         wait_until(is_back, f"{service} did not come back")
 
 
-def ask(url: str, *, key: Mapping[str, str] = KEY, **options: Any) -> httpx.Response:
+def ask(url: str, *, key: Mapping[str, str] = KEY, model: str = MODEL, **options: Any) -> httpx.Response:
     """One short chat, streamed."""
-    body = {"model": MODEL, "stream": True, "max_tokens": 4}
+    body = {"model": model, "stream": True, "max_tokens": 4}
     body["messages"] = [{"role": "user", "content": "Hello"}]
     with httpx.Client(trust_env=False, timeout=60, **options) as client:
         return client.post(f"{url}/v1/chat/completions", json=body, headers=dict(key))

@@ -14,7 +14,7 @@ import httpx
 
 from tests.containers.engine import LIMIT_S, run, serves
 from tests.deployment.kustomize import Manifest, find
-from tests.deployment.manifests import workloads
+from tests.deployment.manifests import WORKLOADS, workloads
 
 NETWORK = "millrace-test-pods"
 
@@ -25,6 +25,11 @@ class Pods:
     def __init__(self, manifests: list[Manifest], folder: Path) -> None:
         self._manifests = manifests
         self._pods = dict(workloads(manifests))
+        self._labels = {
+            each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
+            for each in manifests
+            if each["kind"] in WORKLOADS
+        }
         self._folder = folder
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
@@ -46,15 +51,18 @@ class Pods:
         for container in pod.get("initContainers", ()):
             run("docker", "run", "--rm", *self._words(pod, container, mounts))
         (container,) = pod["containers"]
-        aliases = [
-            word
-            for service in self._manifests
-            if service["kind"] == "Service" and service["spec"]["selector"]["app.kubernetes.io/name"] == name
-            for word in ("--network-alias", service["metadata"]["name"])
-        ]
+        aliases = [word for each in self.services(name) for word in ("--network-alias", each)]
         self._started.append(f"{NETWORK}-{name}")
         words = self._words(pod, container, mounts)
         run("docker", "run", "--detach", "--name", f"{NETWORK}-{name}", *aliases, *words)
+
+    def services(self, name: str) -> list[str]:
+        """Names of the Services that choose a workload's pods."""
+        return [
+            each["metadata"]["name"]
+            for each in self._manifests
+            if each["kind"] == "Service" and each["spec"]["selector"].items() <= self._labels[name].items()
+        ]
 
     def probe(self, name: str, kind: str) -> bool:
         """What the kubelet would find: kind is "startup", "readiness" or "liveness"."""

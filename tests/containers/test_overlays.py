@@ -1,4 +1,4 @@
-"""The overlays of docker-compose.yml in a real engine: TLS for clients, TLS inside, and a public port."""
+"""The overlays of docker-compose.yml in a real engine: TLS, a public port, a second model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.engine import PORTS, Compose, ask
+from tests.containers.engine import MODEL, PORTS, SECOND_MODEL, Compose, ask, run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -77,3 +77,17 @@ def test_the_public_port_takes_its_own_key_alone() -> None:
         assert ask(stack.url).status_code == 401
         (envoy,) = stack.inspect("envoy")
         assert {each["HostIp"] for each in envoy["NetworkSettings"]["Ports"]["8080/tcp"]} >= {"0.0.0.0"}
+
+
+def test_engines_of_two_models_serve_behind_one_api_and_are_scaled_each_by_themselves() -> None:
+    with Compose("compose.models.yml") as stack:
+        stack.up()
+        for model in (MODEL, SECOND_MODEL):
+            answer = ask(stack.url, model=model)
+            assert answer.status_code == 200, answer.text
+            assert f'"model":"{model}"' in answer.text.replace(" ", "")
+        stack.up("--scale", "engine-second=2")
+        assert [len(stack.containers(name)) for name in ("engine", "engine-second")] == [1, 2]
+        # With the first of them gone there is another one, of the same model.
+        run("docker", "stop", "-t", "45", stack.containers("engine-second")[0])
+        assert {ask(stack.url, model=model).status_code for model in (MODEL, SECOND_MODEL)} == {200}

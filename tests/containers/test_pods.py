@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.engine import ask, run, streams, wait_until
+from tests.containers.engine import MODEL, SECOND_MODEL, ask, run, streams, wait_until
 from tests.containers.pods import NETWORK, Pods
 from tests.deployment import kustomize
 from tests.deployment.kustomize import Manifest, find
@@ -44,6 +44,31 @@ def test_pods_start_serve_and_drain_as_the_manifests_say(tmp_path: Path) -> None
         with streams(url, 3, NUM_TOKENS), ThreadPoolExecutor() as pool:
             statuses = pool.map(pods.stop, ("envoy", "gateway", "engine", "tokenizer"))
             assert list(statuses) == [0, 0, 0, 0]
+
+
+def test_pods_of_two_models_are_found_under_one_name(tmp_path: Path) -> None:
+    manifests = kustomize.build(stage(tmp_path / "staged", "redis", "second-model"))
+    known = find(kustomize.build(K8S / "overlays/local"), "Secret", "millrace-secrets")
+    assert known is not None
+    names = ("redis", "tokenizer", "engine", "engine-second", "gateway", "envoy")
+    with Pods([*manifests, known], tmp_path / "pods") as pods:
+        assert pods.services("engine") == pods.services("engine-second") == ["engine"]
+        for name in names:
+            pods.start(name)
+        for name in names:
+            for kind in PROBES:
+                pods.wait(name, kind)
+        url = f"http://{pods.address('envoy')}:8080"
+        wait_until(lambda: _serves(url, MODEL), UNNOTICED)
+        wait_until(lambda: _serves(url, SECOND_MODEL), "nobody serves the second model")
+        # Each of them is the other's no replacement: it is one model's alone.
+        assert pods.stop("engine-second") == 0
+        wait_until(lambda: not _serves(url, SECOND_MODEL), "somebody else serves the second model")
+        assert _serves(url, MODEL)
+
+
+def _serves(url: str, model: str) -> bool:
+    return ask(url, model=model).status_code == 200
 
 
 def _secrets(certificates: Path) -> list[Manifest]:
