@@ -62,6 +62,17 @@ def test_commands_are_in_exec_form_and_health_is_checked(dockerfile: Dockerfile)
     assert dockerfile.health_command()[:3] == ["python", "-m", "services.healthcheck"]
 
 
+def test_extra_arguments_of_pip_reach_the_install_of_torch_alone() -> None:
+    """They name PyTorch's own index, which lacks versions of what torch needs."""
+    lines = (REPOSITORY / "Makefile").read_text().splitlines()
+    installs = [line for line in lines if "$(PIP_ARGS)" in line and " install " in line]
+    # Of the environment, and of the one that renews its constraints.
+    assert len(installs) == 2
+    for line in installs:
+        assert "--no-deps" in line.split(), line
+        assert line.endswith('$(PIP_ARGS) "$(TORCH)"'), line
+
+
 def test_installs_are_pinned_and_leave_nothing_behind(dockerfile: Dockerfile) -> None:
     for stage in dockerfile.stages:
         assert not stage.every("ADD")
