@@ -70,6 +70,10 @@ certificates: ## Make an authority and a certificate for localhost, for TLS on t
 image-ages: $(VENV)/.installed ## Name the images of others that nobody has looked at for too long
 	$(BIN)/python -m services.third_party_images
 
+.PHONY: image-digests
+image-digests: $(VENV)/.installed ## Pin the images of others by the digests that their registries tell, by Docker
+	$(BIN)/python -m services.image_digests
+
 .PHONY: sbom
 sbom: dev ## Write what each image holds to build/sbom (CycloneDX); with Docker, Debian's packages as well
 	MILLRACE_TAG=$(IMAGE_TAG) services/bills.sh build/sbom

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-_LIST = Path(__file__).with_suffix(".toml")
+LIST = Path(__file__).with_suffix(".toml")
 
 
 class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_list() -> Images:
     """What third_party_images.toml says."""
-    return msgspec.convert(tomllib.loads(_LIST.read_text(encoding="utf-8")), Images)
+    return msgspec.convert(tomllib.loads(LIST.read_text(encoding="utf-8")), Images)
 
 
 def main(today: datetime.date) -> int:
@@ -52,7 +52,7 @@ def main(today: datetime.date) -> int:
     num_open = sum(not each.digest for each in listed.images)
     if num_open:
         print(
-            f"{num_open} of {len(listed.images)} are pinned by their tags alone: see the head of {_LIST.name}"
+            f"{num_open} of {len(listed.images)} are pinned by their tags alone: see the head of {LIST.name}"
         )
     return status
 
