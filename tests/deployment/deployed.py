@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -110,21 +109,6 @@ class Deployment:
         container = Container(argv, variables, folder, log, as_user=as_user, confinement=confinement)
         self.running[name] = container
         return container
-
-    def check_health(self, name: str, dockerfile: str) -> None:
-        """Runs the image's own health check against the running container."""
-        image = self.image(dockerfile)
-        words = [self.translate(word, name, image) for word in image.dockerfile.health_command()]
-        words[0] = str(image.root / "opt/venv/bin" / words[0])
-        checked = subprocess.run(
-            words,
-            env=image.environment(),
-            cwd=image.root / "app",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert checked.returncode == 0, f"{name}: {checked.stderr}"
 
     def start_envoy(self, argv: list[str], config: Path) -> int:
         """Starts Envoy with a rendered configuration; gives the port that stands for 8080."""

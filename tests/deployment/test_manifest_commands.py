@@ -20,17 +20,6 @@ from tests.deployment.manifests import K8S, stage
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_the_manifests_run(root: Path) -> None:
-    manifests = kustomize.build(REPOSITORY / "k8s/overlays/local")
-    deployment = Deployment(root, _hosts(manifests))
-    try:
-        _start_services(deployment, manifests, ("engine",), {})
-        ask(_start_edge(deployment, manifests))
-        _drain(deployment)
-    finally:
-        deployment.close()
-
-
 def test_one_gateway_serves_two_models_of_the_manifests(root: Path, tmp_path: Path) -> None:
     manifests = kustomize.build(stage(tmp_path, "redis", "second-model"))
     known = kustomize.find(kustomize.build(K8S / "overlays/local"), "Secret", "millrace-secrets")
@@ -121,20 +110,6 @@ def _start_edge(deployment: Deployment, manifests: list[kustomize.Manifest]) -> 
     (port,) = [port["containerPort"] for port in envoy["ports"] if port["name"] == probe["port"]]
     wait_http(f"http://127.0.0.1:{deployment.network.port('envoy', port)}{probe['path']}")
     return edge
-
-
-def _drain(deployment: Deployment) -> None:
-    """What is told to end takes no new connections once nothing is in flight, and ends."""
-    assert deployment.running["envoy"].terminate() == 0
-    assert not _answers(f"http://127.0.0.1:{deployment.network.port('envoy', 8080)}/health")
-
-
-def _answers(url: str) -> bool:
-    try:
-        httpx.get(url, timeout=5, trust_env=False)
-    except httpx.TransportError:
-        return False
-    return True
 
 
 def _container(manifests: list[kustomize.Manifest], name: str, kind: str = "containers") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An edited configuration is refused exactly where gateways run that were started with another file."""
+"""What `configure` makes, and that it refuses an edited file exactly where gateways run with another one."""
 
 from __future__ import annotations
 
@@ -74,6 +74,16 @@ def test_an_edit_is_refused_until_gateways_run_with_it(config: Path, gateway: tu
     assert done.returncode == 0, done.stderr
     assert "envoy.filters.http.cors" not in before
     assert "envoy.filters.http.cors" in rendered.read_text()
+
+
+def test_the_secret_of_a_deployment_is_made_once_and_is_its_owner_s_alone(config: Path) -> None:
+    secret = config.parent / "secrets/context_secret"
+    assert configure(config, "").returncode == 0
+    first = secret.read_text()
+    assert len(first.strip()) == 64
+    assert secret.stat().st_mode & 0o077 == 0
+    assert configure(config, "").returncode == 0
+    assert secret.read_text() == first
 
 
 @pytest.mark.parametrize("gateways", ["", "nobody.invalid:9464", "127.0.0.1:1"])
