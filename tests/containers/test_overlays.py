@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.engine import MODEL, PORTS, SECOND_MODEL, Compose, ask, run
+from tests.containers.engine import MODEL, PORTS, SECOND_MODEL, Compose, ask, run, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -81,13 +81,33 @@ def test_the_public_port_takes_its_own_key_alone() -> None:
 
 def test_engines_of_two_models_serve_behind_one_api_and_are_scaled_each_by_themselves() -> None:
     with Compose("compose.models.yml") as stack:
-        stack.up()
+        # The images are those of this checkout, so that nothing is left to be built below.
+        stack.up("--build")
         for model in (MODEL, SECOND_MODEL):
             answer = ask(stack.url, model=model)
             assert answer.status_code == 200, answer.text
             assert f'"model":"{model}"' in answer.text.replace(" ", "")
+        _edit(stack)
         stack.up("--scale", "engine-second=2")
         assert [len(stack.containers(name)) for name in ("engine", "engine-second")] == [1, 2]
         # With the first of them gone there is another one, of the same model.
         run("docker", "stop", "-t", "45", stack.containers("engine-second")[0])
-        assert {ask(stack.url, model=model).status_code for model in (MODEL, SECOND_MODEL)} == {200}
+        wait_until(
+            lambda: ask(stack.url, model=SECOND_MODEL).status_code == 200, "the other one does not serve"
+        )
+        assert ask(stack.url).status_code == 200
+
+
+def _edit(stack: Compose) -> None:
+    """An edited file that no image holds is refused, and applied as it is told."""
+    stack.config.write_text(stack.config.read_text() + "\n# Edited.\n")
+    running = set(stack.containers("gateway"))
+    with pytest.raises(AssertionError, match="configure"):
+        stack.up("--build")
+    assert "docker compose up --detach --build --force-recreate" in stack.do("logs", "configure")
+    assert set(stack.containers("gateway")) == running
+    stack.up("--build", "--force-recreate")
+    assert not running & set(stack.containers("gateway"))
+    assert ask(stack.url).status_code == 200
+    # Nothing is left to be applied.
+    stack.up()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.containers.engine import MODEL, SECOND_MODEL, ask, run, streams, wait_until
@@ -61,6 +63,11 @@ def test_pods_of_two_models_are_found_under_one_name(tmp_path: Path) -> None:
         url = f"http://{pods.address('envoy')}:8080"
         wait_until(lambda: _serves(url, MODEL), UNNOTICED)
         wait_until(lambda: _serves(url, SECOND_MODEL), "nobody serves the second model")
+        for name, model in (("engine", MODEL), ("engine-second", SECOND_MODEL)):
+            # By which the queries of `second-model/autoscale` tell them apart.
+            page = httpx.get(f"http://{pods.address(name)}:9464/metrics", trust_env=False, timeout=30).text
+            assert re.findall(r'^millrace_build_info{.*model="([^"]*)"', page, re.MULTILINE) == [model]
+            assert len(re.findall(r"^millrace_engine_requests_waiting[{ ]", page, re.MULTILINE)) == 1
         # Each of them is the other's no replacement: it is one model's alone.
         assert pods.stop("engine-second") == 0
         wait_until(lambda: not _serves(url, SECOND_MODEL), "somebody else serves the second model")

@@ -1,8 +1,7 @@
-"""Runs a container's command on this machine: its files, packages, user and environment, with other ports.
+"""Runs a command in an image's place on this machine: its files, packages, user and environment.
 
 Where this machine lets us mount, the root file system is read-only but for what the deployment declares.
-What a container engine adds besides (other name spaces, limits) is not there; what can be wrong in a
-command, a path, a variable, a port or a missing file is.
+What a container engine adds besides is not there: tests/containers have a real one.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -19,41 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.kernels.native.build import library_path, machine_levels
 from tests.deployment.containerfile import REPOSITORY, Context, Dockerfile, lay_out_packages
 
 _USER = 10001
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-class Network:
-    """Every host:port of the deployment stands for a free port of this machine."""
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._ports: dict[tuple[str, str], int] = {}
-        names = "|".join(sorted(map(re.escape, hosts), key=len, reverse=True))
-        self._address = re.compile(rf"(?<![\w.-])({names}|0\.0\.0\.0|127\.0\.0\.1):(\d{{2,5}})\b")
-
-    def port(self, host: str, port: str | int) -> int:
-        """The port of this machine that stands for `port` of `host`."""
-        key = (host, str(port))
-        if key not in self._ports:
-            self._ports[key] = _free_port()
-        return self._ports[key]
-
-    def translate(self, text: str, here: str) -> str:
-        """`text` of the container `here` with addresses of this machine."""
-
-        def replace(match: re.Match[str]) -> str:
-            host = here if match[1][0].isdigit() else match[1]
-            return f"127.0.0.1:{self.port(host, match[2])}"
-
-        return self._address.sub(replace, text)
 
 
 def can_switch_user() -> bool:
@@ -161,7 +127,6 @@ class Image:
         packages = root / "opt/venv/packages"
         lay_out_packages(dockerfile.requirements(), packages)
         self._install_metadata(packages)
-        self._lay_out_kernels()
         # What `python` means in the image: this interpreter, with the image's packages and no others.
         python = root / "opt/venv/bin/python"
         python.parent.mkdir(parents=True)
@@ -181,18 +146,6 @@ class Image:
         script = re.sub(r"^(chmod|python -m compileall) .*$", "", script, flags=re.MULTILINE)
         script = re.sub(r"^metadata=.*(?=/millrace)", f"metadata={packages}", script, flags=re.MULTILINE)
         subprocess.run(["/bin/sh", "-c", script], cwd=build, check=True)
-
-    def _lay_out_kernels(self) -> None:
-        """Native kernels where the Dockerfile builds them: those that this machine has built already."""
-        command = "NATIVE_KERNELS_CACHE=/app/native python -m engine.kernels.native.build"
-        if not any(command in run for stage in self.dockerfile.stages for run in stage.every("RUN")):
-            return
-        folder = self.root / "app/native"
-        folder.mkdir()
-        for level in machine_levels()[-2:]:
-            library = library_path(level)
-            for path in (library, library.with_suffix(".sha256")):
-                shutil.copy2(path, folder)
 
     def environment(self) -> dict[str, str]:
         """ENV of the image with paths of this machine."""
