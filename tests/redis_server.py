@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
+import redis
 
 
 class RedisServer:
@@ -23,12 +25,21 @@ class RedisServer:
         self.url = f"unix://{self._socket}"
 
     def start(self) -> None:
-        """Returns when it listens."""
+        """Returns when it answers."""
         self._process = subprocess.Popen(
             [*self._command, "--appendonly", "no"], stdout=subprocess.DEVNULL, cwd=self._socket.parent
         )
-        while not self._socket.exists():
+        # The file is there before anybody listens at it.
+        while not self._answers():
             assert self._process.poll() is None, "redis-server ended"
+            time.sleep(0.005)
+
+    def _answers(self) -> bool:
+        with redis.Redis.from_url(self.url) as client:
+            try:
+                return bool(client.ping())
+            except redis.ConnectionError:
+                return False
 
     def hang(self) -> None:
         """Stops it: connections stay, what is sent waits for it, and nothing is answered."""
