@@ -82,13 +82,15 @@ class Gateway:
 
     def _build_pipeline(self) -> Pipeline:
         edge = self._edge
+        recorder = OutcomeRecorder(self._metrics, self._telemetry, edge.ledger)
+        recorder.expects(self._settings.models.models, edge.tiers.all.values())
         return Pipeline(
             catalog=self._catalog,
             tokenizer=self._tokenizer,
             limiter=edge.limiter,
             tiers=edge.tiers,
             callers=self._callers,
-            recorder=OutcomeRecorder(self._metrics, self._telemetry, edge.ledger),
+            recorder=recorder,
             telemetry=self._telemetry,
             deferred=edge.deferred,
             intake=self._intake,

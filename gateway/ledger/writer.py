@@ -88,6 +88,8 @@ class LedgerWriter:
         self._closing = False
         self._is_failing = False
         metrics.set_function(names.LEDGER_PENDING, lambda: float(len(self._waiting)))
+        for counter in (names.LEDGER_JOURNALS, names.LEDGER_RECOVERED, names.LEDGER_MISSING):
+            metrics.begin(counter)
         self._folder = journal_folder(config)
         self._journal = None if self._folder is None else open_journal(self._folder)
         self._thread = threading.Thread(target=self._write_forever, name="ledger", daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import CANCELLED, Generation, Outcome
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Ledger, OpenEntry
 from gateway.pipeline.span_attributes import ttft_parts
+from gateway.tiers import Tier
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
 from observability.emit import genai, names
@@ -63,6 +65,14 @@ class OutcomeRecorder:
         self.metrics = metrics
         self._telemetry = telemetry
         self._ledger = ledger
+
+    def expects(self, models: Iterable[str], tiers: Iterable[Tier]) -> None:
+        """Counts of these models and tiers begin at 0; those of tenants do when each is first counted."""
+        judged = [tier.name for tier in tiers if tier.config.ttft_target_ms or tier.config.tpot_target_ms]
+        for model in models:
+            self.metrics.begin(names.TOOL_CALLS, model=model)
+            for tier in judged:
+                self.metrics.begin(names.GOODPUT, tier=tier, model=model)
 
     def refused(
         self,

@@ -86,6 +86,7 @@ class Pipeline:
         self._tiers = tiers
         self._recorder = recorder
         self._metrics = recorder.metrics
+        self._metrics.begin(names.RESUBMISSIONS)
         self._telemetry = telemetry
         # By model: one that is served no more is forgotten with its last request.
         self._readers: WeakKeyDictionary[ServedModel, AnswerReader] = WeakKeyDictionary()

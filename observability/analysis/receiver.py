@@ -37,6 +37,8 @@ class TraceReceiver:
     def __init__(self, store: SpanStore, metrics: Metrics) -> None:
         self._store = store
         self._metrics = metrics
+        for counter in (names.SPANS_STORED, names.SPANS_DROPPED):
+            metrics.begin(counter)
         self._queued: list[tuple[int, bytes]] = []
         self._num_queued = 0
         self._num_queued_bytes = 0

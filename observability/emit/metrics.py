@@ -6,6 +6,7 @@ import threading
 from collections import Counter as Counts
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIServer
 
@@ -54,7 +55,9 @@ class _Bound:
 
 
 class Metrics:
-    """The metrics of one process. Families appear with their first value; thread-safe.
+    """The metrics of one process. Families appear with their first value; thread-safe. A counter appears with
+    every value of the labels whose values are declared, at 0 but for the one that is counted: Prometheus does
+    not see the first event of a series that begins with it.
 
     Values are given by the declaration and its labels: `metrics.observe(names.TTFT_PART, 0.2, part="queue",
     tier="standard")`. A label that the declaration lacks, or one too few, is a ValueError.
@@ -74,6 +77,10 @@ class Metrics:
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Adds to a counter. Raises ValueError for what is below 0."""
         self._one(Counter, metric, labels).inc(amount)
+
+    def begin(self, metric: Metric, **labels: str) -> None:
+        """Has a counter exist before its first event; labels whose values are declared are left out."""
+        self._one(Counter, metric, labels | {label: known[0] for label, known in metric.values.items()})
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Sets a gauge."""
@@ -150,11 +157,19 @@ class Metrics:
             family = self._family(metric)
             if self._num_combinations[metric.name] >= _MAX_COMBINATIONS:
                 labels |= dict.fromkeys(_BOUNDED_LABELS.intersection(labels), OTHER)
-            if (metric.name, *labels.items()) not in self._series:
-                self._num_combinations[metric.name] += 1
-            series = family.labels(**labels) if metric.labels else family
-            self._series[metric.name, *labels.items()] = series
+            series = self._keep(metric, family, labels)
+            for values in product(*metric.values.values()):
+                self._keep(metric, family, labels | dict(zip(metric.values, values, strict=True)))
         return series
+
+    def _keep(
+        self, metric: Metric, family: Counter | Gauge | Histogram, labels: dict[str, str]
+    ) -> Counter | Gauge | Histogram:
+        key = (metric.name, *labels.items())
+        if key not in self._series:
+            self._series[key] = family.labels(**labels) if metric.labels else family
+            self._num_combinations[metric.name] += 1
+        return self._series[key]
 
     def _family(self, metric: Metric) -> Counter | Gauge | Histogram:
         family = self._families.get(metric.name)

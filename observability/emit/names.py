@@ -8,7 +8,7 @@ The list is kept in one file, longer than others, because it is looked up rather
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Literal, NewType, Self, TypeAlias
@@ -38,7 +38,9 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric family as Prometheus sees it. `name` is the exposed name, suffixes included."""
+    """One metric family as Prometheus sees it. `name` is the exposed name, suffixes included; `values` are
+    those of labels that have no others.
+    """
 
     name: str
     kind: Kind
@@ -46,21 +48,26 @@ class Metric:
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 METRICS: dict[str, Metric] = {}
 
 
 def _metric(kind: Kind, series: str, unit: str, meaning: str, buckets: tuple[float, ...] = ()) -> Metric:
-    """Declares a metric; `series` is its name and its labels as Prometheus writes them: name{label,label}."""
-    name, _, labels = series.rstrip("}").partition("{")
+    """Declares a metric; `series` is its name and its labels as Prometheus writes them, name{label,label}, a
+    label with all its values where they are known: name{label=one|other}.
+    """
+    name, _, told = series.rstrip("}").partition("{")
+    pairs = [each.partition("=")[::2] for each in told.split(",")] if told else []
+    values = {label: tuple(known.split("|")) for label, known in pairs if known}
     if name in METRICS:
         raise ValueError(f"{name} is declared twice")
     if (kind == "counter") != name.endswith("_total"):
         raise ValueError(f"{name}: counters, and only counters, end in _total")
     if (kind == "histogram") != bool(buckets):
         raise ValueError(f"{name}: histograms, and only histograms, have buckets")
-    METRICS[name] = Metric(name, kind, unit, meaning, tuple(labels.split(",")) if labels else (), buckets)
+    METRICS[name] = Metric(name, kind, unit, meaning, tuple(label for label, _ in pairs), buckets, values)
     return METRICS[name]
 
 
@@ -248,7 +255,7 @@ _COUNT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 
 # By what times to tokens can be asked for. Of many combinations, further ones have no tenant (emit/metrics).
 _SLICES = "tenant,tier,model,revision,prompt_bucket,cache,guided,speculative,adapter,pool"
 REQUESTS = counter(
-    "millrace_requests_total{face,model,revision,tier,tenant,outcome}",
+    "millrace_requests_total{face,model,revision,tier,tenant,outcome=ok|cancelled|refused|failed}",
     "{request}",
     "Requests that ended, by outcome: ok, cancelled, refused or failed.",
 )
@@ -286,17 +293,17 @@ E2E = histogram(
     _DURATION,
 )
 SLO = counter(
-    "millrace_slo_requests_total{tier,tenant,objective,met}",
+    "millrace_slo_requests_total{tier,tenant,objective,met=true|false}",
     "{request}",
     "Requests judged against a target of their tier: objective is ttft or tpot, met is true or false.",
 )
 GOODPUT = counter(
-    "millrace_goodput_requests_total{tier,model,met}",
+    "millrace_goodput_requests_total{tier,model,met=true|false}",
     "{request}",
     "Accepted requests of tiers with targets whose client has stayed; met is true where all targets were.",
 )
 TOOL_CALLS = counter(
-    "millrace_tool_calls_total{model,valid}",
+    "millrace_tool_calls_total{model,valid=true|false}",
     "{call}",
     "Tool calls in answers; valid is true for a tool that was offered, with a JSON object as arguments.",
 )
@@ -344,7 +351,9 @@ ROUTED = counter(
     "Requests sent to an engine, with the router's reason.",
 )
 RESUBMISSIONS = counter(
-    "millrace_resubmissions_total{outcome}", "{request}", "Streams continued on another engine."
+    "millrace_resubmissions_total{outcome=continued|failed}",
+    "{request}",
+    "Streams continued on another engine.",
 )
 ENGINES_UP = gauge("millrace_engines_up", "{engine}", "Engines that the gateway can send work to.")
 LIMIT_STORE_UP = gauge(
@@ -355,12 +364,12 @@ LEDGER_JOURNALS = counter(
     "millrace_ledger_journals_total", "{journal}", "Journals of killed gateways that were taken in."
 )
 LEDGER_RECOVERED = counter(
-    "millrace_ledger_recovered_entries_total{interrupted}",
+    "millrace_ledger_recovered_entries_total{interrupted=true|false}",
     "{entry}",
     "Ledger entries of killed gateways, from their journals; interrupted (true or false) were cut off.",
 )
 LEDGER_MISSING = counter(
-    "millrace_ledger_missing_entries_total{reason}",
+    "millrace_ledger_missing_entries_total{reason=killed|waiting|refused}",
     "{entry}",
     "Requests without a ledger entry: killed (its gateway, of a full disk), waiting (too many) or refused.",
 )
@@ -370,7 +379,7 @@ FALLBACKS = counter(
     "Requests that a cheaper model answered, with the reason of the refusal that they would have got.",
 )
 SHADOW_REQUESTS = counter(
-    "millrace_shadow_requests_total{model,shadow,outcome}",
+    "millrace_shadow_requests_total{model,shadow,outcome=same|different|failed|late|dropped}",
     "{request}",
     "Copies for another model, by outcome: same, different, failed, late or dropped. Charged to nobody.",
 )
@@ -381,7 +390,7 @@ SHADOW_AGREEMENT = histogram(
     (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0),
 )
 SHADOW_OUTPUTS = counter(
-    "millrace_shadow_outputs_total{model,shadow,side,valid}",
+    "millrace_shadow_outputs_total{model,shadow,side=live|shadow,valid=true|false}",
     "{output}",
     "Constrained answers of both sides (live or shadow), by whether they satisfy their constraint.",
 )
@@ -403,7 +412,7 @@ SHADOW_COST = counter(
     "What answers that were compared cost, or would have cost.",
 )
 GUIDED_OUTPUTS = counter(
-    "millrace_guided_outputs_total{kind,valid}",
+    "millrace_guided_outputs_total{kind,valid=true|false}",
     "{output}",
     "Guided requests that succeeded; valid is inferred from their end (no limit cut them), as each token was "
     "allowed by the grammar. Only where a schema is not wholly enforced, the text is checked.",
@@ -420,10 +429,10 @@ GRAMMAR_COMPILE_SECONDS = histogram(
     "millrace_grammar_compile_seconds{kind}", "s", "Compilation of a grammar that was not cached.", _LATENCY
 )
 GRAMMAR_LOOKUPS = counter(
-    "millrace_grammar_lookups_total{result}", "{lookup}", "Grammar cache, result is hit or miss."
+    "millrace_grammar_lookups_total{result=hit|miss}", "{lookup}", "Grammar cache, result is hit or miss."
 )
 GRAMMAR_REFUSALS = counter(
-    "millrace_grammar_refusals_total{cause}", "{grammar}", "Grammars refused, by cause."
+    "millrace_grammar_refusals_total{cause=grammar|time|memory}", "{grammar}", "Grammars refused, by cause."
 )
 COMPILES_WAITING = gauge(
     "millrace_grammar_compiles_waiting", "{grammar}", "Compilations waiting for a worker."

@@ -60,6 +60,8 @@ class Preparer:
         self._pace = Pace()
         self._telemetry = telemetry
         self._metrics = metrics
+        for counter in (names.GRAMMAR_LOOKUPS, names.GRAMMAR_REFUSALS):
+            metrics.begin(counter)
         self._threads = TextThreads()
         self._limits = self._prompts.limits
 

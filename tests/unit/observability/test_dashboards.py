@@ -128,3 +128,17 @@ def test_alerts_say_what_to_do() -> None:
             assert page == "docs/operations.md"
             assert anchor == rule["alert"].lower()
             assert anchor in anchors, f"docs/operations.md says nothing of {rule['alert']}"
+
+
+def test_a_counter_that_an_alert_asks_for_by_value_has_the_value_declared() -> None:
+    """So that its series exists at 0 before the first event, which a rate would miss otherwise."""
+    counters = [
+        (name, label, value)
+        for rule in _rules()
+        for name, conditions in _metrics(rule["expr"])
+        for label, value in re.findall(r'(\w+)="(\w+)"', conditions)
+        if _declared(name).kind == "counter"
+    ]
+    assert counters
+    for name, label, value in counters:
+        assert value in _declared(name).values.get(label, ()), name

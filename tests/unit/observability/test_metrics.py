@@ -60,6 +60,45 @@ def test_combinations_beyond_the_bound_are_kept_without_the_tenant(monkeypatch: 
     assert _value(metrics, names.COST.name, tier="t", tenant=OTHER) == 4
 
 
+def test_counters_exist_at_0_with_every_value_that_is_declared() -> None:
+    """Prometheus does not see the first event of a series that begins with it."""
+    metrics = Metrics()
+    metrics.begin(names.RESUBMISSIONS)
+    assert [_value(metrics, names.RESUBMISSIONS.name, outcome=each) for each in ("continued", "failed")] == [
+        0,
+        0,
+    ]
+    metrics.add(names.SLO, tier="t", tenant="a", objective="ttft", met="true")
+    labels = {"tier": "t", "tenant": "a", "objective": "ttft"}
+    assert [_value(metrics, names.SLO.name, **labels, met=each) for each in ("true", "false")] == [1, 0]
+    metrics.begin(names.SLO, **labels)
+    assert _value(metrics, names.SLO.name, **labels, met="true") == 1
+
+
+def test_what_exists_at_0_is_bounded_as_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("observability.emit.metrics._MAX_COMBINATIONS", 4)
+    metrics = Metrics(max_label_values=3)
+    labels = {"tier": "t", "objective": "ttft"}
+    for tenant in "abcd":
+        metrics.add(names.SLO, **labels, tenant=tenant, met="false")
+    samples = [
+        sample
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == names.SLO.name
+    ]
+    found = {(sample.labels["tenant"], sample.labels["met"]): sample.value for sample in samples}
+    # Two tenants fill the combinations, each with both values; what is beyond has both as well.
+    assert found == {
+        ("a", "false"): 1,
+        ("a", "true"): 0,
+        ("b", "false"): 1,
+        ("b", "true"): 0,
+        (OTHER, "false"): 2,
+        (OTHER, "true"): 0,
+    }
+
+
 def test_a_sampled_span_becomes_the_exemplar() -> None:
     metrics = Metrics()
     span = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))

@@ -9,6 +9,7 @@ import pytest_asyncio
 from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -54,14 +55,18 @@ async def test_texts_of_a_tenant_in_debt_are_prepared_by_workers_of_the_lowest_p
 ) -> None:
     checkpoint = load_checkpoint(BUNDLED_CHECKPOINT)
     telemetry = Telemetry("tokenizer", ObservabilityConfig(), None)
+    metrics = Metrics()
     preparer = Preparer(
         checkpoint,
         GrammarCompiler(pool, fingerprint="x", cache_bytes=1 << 20),
         telemetry,
-        Metrics(),
+        metrics,
         limits=LimitsConfig(),
         turn_cache_tokens=1 << 20,
     )
+    # Nobody has asked yet.
+    for result in ("hit", "miss"):
+        assert metrics.registry.get_sample_value(names.GRAMMAR_LOOKUPS.name, {"result": result}) == 0
     model = ModelConfig()
 
     async def load(model: ModelConfig) -> Served:

@@ -19,6 +19,7 @@ from gateway.ledger.tables import REQUESTS, open_ledger
 from gateway.ledger.writer import LedgerWriter
 from gateway.limits.prices import Prices
 from gateway.pipeline.ports import FinishedRequest
+from observability.emit import names
 from observability.emit.metrics import Metrics
 from services.errors import ConfigError
 
@@ -67,6 +68,14 @@ def writer(url: str, **config: Any) -> LedgerWriter:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/deep/ledger.sqlite"
+
+
+def test_entries_that_are_missing_are_counted_from_0(url: str) -> None:
+    metrics = Metrics()
+    ledger = LedgerWriter(open_ledger(url), PRICES, LedgerConfig(url=url), metrics)
+    ledger.close()
+    for reason in ("killed", "waiting", "refused"):
+        assert metrics.registry.get_sample_value(names.LEDGER_MISSING.name, {"reason": reason}) == 0
 
 
 def test_entry_holds_what_the_request_used_and_cost(url: str) -> None:

@@ -85,3 +85,28 @@ async def test_tool_calls_are_counted_by_validity(call: dict[str, object], valid
             each: value(stack, names.TOOL_CALLS, model="tiny", valid=each) for each in ("true", "false")
         }
     assert counted == {"true": 0.0, "false": 0.0} | {valid: 1.0}
+
+
+async def test_what_alerts_rate_is_there_before_it_happens() -> None:
+    """What a gateway knows before anybody asks, and the rest with the first request of a slice."""
+    async with deployed(ScriptedEngine(), tables=tables()) as stack:
+
+        def counted(metric: Metric, **labels: str) -> set[str]:
+            ((label, _),) = metric.values.items()
+            found = (
+                sample
+                for family in stack.metrics.registry.collect()
+                for sample in family.samples
+                if sample.name == metric.name
+            )
+            return {each.labels[label] for each in found if labels.items() <= each.labels.items()}
+
+        both = {"true", "false"}
+        assert counted(names.GOODPUT, tier="standard", model="tiny") == both
+        assert counted(names.TOOL_CALLS, model="tiny") == both
+        assert counted(names.RESUBMISSIONS) == {"continued", "failed"}
+        assert counted(names.REQUESTS) == counted(names.SLO) == set()
+        assert (await stack.chat()).status_code == 200
+        await told(stack)
+        assert counted(names.REQUESTS, tenant="acme") == {"ok", "cancelled", "refused", "failed"}
+        assert counted(names.SLO, tenant="acme", objective="ttft") == both
