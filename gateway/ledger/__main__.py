@@ -33,7 +33,7 @@ _HEADS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one line on stderr."""
     options = _parser().parse_args(arguments)
-    by: list[str] = options.by.split(",") if options.by else []
+    by: list[str] = list(dict.fromkeys(options.by.split(","))) if options.by else []
     unknown = [name for name in by if name not in DIMENSIONS]
     if unknown:
         print(f"millrace usage: --by {unknown[0]}: use of {', '.join(DIMENSIONS)}", file=sys.stderr)

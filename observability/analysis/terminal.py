@@ -80,9 +80,16 @@ def _is_whole(spans: Sequence[StoredSpan]) -> bool:
     return names.TTFT_MS not in asked.attributes or any(span.service == names.ENGINE for span in spans)
 
 
+def takes_a_request(parser: argparse.ArgumentParser) -> None:
+    """Of commands that tell of one request."""
+    parser.add_argument(
+        "what", nargs="?", default="last", help="request id, ours or the client's; trace id; 'last'"
+    )
+    parser.add_argument("--after", default="", metavar="ID", help="have `last` wait for this request's trace")
+
+
 def run(parser: argparse.ArgumentParser, answer: Answer, arguments: Sequence[str] | None) -> int:
     """Prints what `answer` says of the store: 0, or 1 with one clear line when there is nothing to say."""
-    parser.add_argument("--after", default="", metavar="ID", help="have `last` wait for this request's trace")
     parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
     parser.add_argument(
         "--jaeger", default="", metavar="URL", help="ask a deployment's Jaeger, as http://127.0.0.1:16686"

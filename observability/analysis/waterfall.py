@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from observability.analysis.decode import StoredSpan
-from observability.analysis.terminal import console_width, run
+from observability.analysis.terminal import console_width, run, takes_a_request
 from observability.analysis.tree import build_tree, delays_of, request_span, ttft_of, walk
 from observability.emit import genai, names
 
@@ -151,7 +151,7 @@ def _ttft_lines(spans: Sequence[StoredSpan]) -> list[RenderableType]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to show."""
     parser = argparse.ArgumentParser(prog="millrace trace", description=__doc__)
-    parser.add_argument("what", nargs="?", default="last", help="request id, trace id or 'last'")
+    takes_a_request(parser)
     return run(parser, lambda reader, parsed: render(reader.find(parsed.what), console_width()), arguments)
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from observability.analysis.causes import Explanation, explain, find_neighbours
 from observability.analysis.decode import StoredSpan
 from observability.analysis.source import SpanSource
-from observability.analysis.terminal import run
+from observability.analysis.terminal import run, takes_a_request
 from observability.analysis.tree import request_span
 from observability.emit import names
 
@@ -72,9 +72,7 @@ _CONTEXT = {names.TENANT: "tenant", names.TIER: "tier", names.ENGINE_ID: "engine
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to explain."""
     parser = argparse.ArgumentParser(prog="millrace why", description=__doc__)
-    parser.add_argument(
-        "what", nargs="?", default="last", help="request id, ours or the client's; trace id; 'last'"
-    )
+    takes_a_request(parser)
     return run(parser, lambda reader, parsed: render(*explain_stored(reader, parsed.what)), arguments)
 
 

@@ -378,10 +378,14 @@ def plan(
 
 def _on_traces(module: str, arguments: list[str]) -> int:
     options = {argument.partition("=")[0] for argument in arguments}
-    local = (
-        [] if options & {"--store", "--jaeger"} else ["--store", owners.trace_store(), *owners.last_request()]
-    )
+    local = [] if options & {"--store", "--jaeger"} else ["--store", owners.trace_store()]
     return owners.run_module(module, [*local, *arguments])
+
+
+def _on_one_trace(module: str, arguments: list[str]) -> int:
+    options = {argument.partition("=")[0] for argument in arguments}
+    after = [] if options & {"--store", "--jaeger"} else owners.last_request()
+    return _on_traces(module, [*after, *arguments])
 
 
 def _on_metrics(module: str, arguments: list[str]) -> int:
@@ -412,8 +416,8 @@ _OWNED = {
     "gateway.ledger": "Report tokens and cost by tenant, key and model.",
     "tokenizer_svc.check": "Report what of a JSON schema would be enforced.",
 }
-_pass_on(app, "trace", _on_traces, "observability.analysis.waterfall")
-_pass_on(app, "why", _on_traces, "observability.analysis.why")
+_pass_on(app, "trace", _on_one_trace, "observability.analysis.waterfall")
+_pass_on(app, "why", _on_one_trace, "observability.analysis.why")
 _pass_on(app, "diagnose", _on_traces, "observability.analysis.diagnose")
 _pass_on(app, "top", _on_metrics, "observability.analysis.top")
 _pass_on(app, "shadows", _on_metrics, "observability.analysis.shadows")

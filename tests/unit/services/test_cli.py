@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
-from services.cli import chat
+from services.cli import chat, owners
 from services.cli.app import app
 from services.cli.chat import Conversation, talk
 from services.cli.inference import InferenceClient, response_format
@@ -301,6 +301,29 @@ def test_help_names_the_program(command: str, capfd: pytest.CaptureFixture[str])
     shown = capfd.readouterr().out
     assert "python -m" not in shown
     assert command == "plan" or f"usage: millrace {command}" in shown
+
+
+def test_last_waits_for_the_request_that_was_just_sent_and_diagnose_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[list[str]] = []
+
+    def run_module(module: str, arguments: list[str]) -> int:
+        given.append(arguments)
+        return 0
+
+    monkeypatch.setattr(owners, "run_module", run_module)
+    monkeypatch.setattr(owners, "trace_store", lambda: "traces")
+    monkeypatch.setattr(owners, "last_request", lambda: ["--after", "r-1"])
+    for command in ("trace", "why", "diagnose"):
+        assert CliRunner().invoke(app, [command]).exit_code == 0
+    assert given == [["--store", "traces", "--after", "r-1"]] * 2 + [["--store", "traces"]]
+
+
+def test_diagnose_offers_no_request_to_wait_for(capfd: pytest.CaptureFixture[str]) -> None:
+    for command, offers in (("why", True), ("diagnose", False)):
+        CliRunner().invoke(app, [command, "--help"])
+        assert ("--after" in capfd.readouterr().out) == offers
 
 
 @pytest.mark.usefixtures("kept_umask")

@@ -85,6 +85,15 @@ def test_table_and_csv(config: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines()[1].startswith("a,3,120,180,30,")
 
 
+def test_a_dimension_that_is_named_twice_is_one_column(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(config), "--by", "key,key"]) == 0
+    told = capsys.readouterr().out
+    assert main(["--config", str(config), "--by", "key"]) == 0
+    assert told == capsys.readouterr().out
+
+
 def test_unknown_dimension_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--by", "tenant,weather"]) == 2
     assert "--by weather: use of tenant, tier" in capsys.readouterr().err
