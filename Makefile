@@ -47,10 +47,20 @@ serve: $(VENV)/.installed ## Install what is missing and serve the bundled model
 .PHONY: install
 install: $(VENV)/.installed ## Install what running needs, into .venv
 
+# What compose gives containers of the checkout, whose users are nobody on this machine.
+MOUNTED := config/millrace.toml k8s/base/envoy.sh k8s/components/second-model/millrace.toml \
+	observability/collector/config.yaml observability/jaeger/config.yaml observability/prometheus/prometheus.yml \
+	observability/prometheus/alerts.yml observability/grafana/provisioning observability/grafana/dashboards
+
 .PHONY: up
-up: ## Start the containers of docker-compose.yml
+up: mounted ## Start the containers of docker-compose.yml
 	@command -v docker >/dev/null || { echo "make up needs Docker with compose; without Docker use: make serve" >&2; exit 1; }
 	docker compose up --build --detach --wait
+
+.PHONY: mounted
+mounted: ## Let containers read what compose gives them of this checkout, as after a clone with umask 077
+	@closed=$$(find $(MOUNTED) \( -type d ! -perm -005 \) -o \( -type f ! -perm -004 \)); \
+	[ -z "$$closed" ] || { echo "opened to containers' users (chmod a+rX):" $$closed; chmod -R a+rX $(MOUNTED); }
 
 .PHONY: roll
 roll: ## Replace gateways and engines by the images that were built since, one container at a time
@@ -93,8 +103,8 @@ test: dev redis lint proto-check ## Install what is missing, then lint, types, a
 .PHONY: test-containers
 test-containers: dev ## Start docker-compose.yml and k8s/ with a real container engine, and use what runs
 	@# The engine is stopped if it was started for this.
-	trap 'tests/containers/prepare.sh stop' EXIT; tests/containers/prepare.sh && \
-	DOCKER_CONFIG=$(CURDIR)/build/containers/docker-config DOCKER_BUILDKIT=0 TEST_CONTAINERS=1 \
+	trap 'tests/containers/prepare.sh stop' EXIT; MILLRACE_TAG=test tests/containers/prepare.sh && \
+	DOCKER_CONFIG=$(CURDIR)/build/containers/docker-config DOCKER_BUILDKIT=0 MILLRACE_TAG=test TEST_CONTAINERS=1 \
 		PATH=$$PATH:$(CURDIR)/build/containers/packages/kubectl/usr/bin \
 		$(BIN)/python -m pytest -n 0 -s tests/containers tests/deployment/test_kubernetes_rendering.py \
 		--durations=10 $(PYTEST_ARGS)

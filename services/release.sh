@@ -22,6 +22,10 @@ export SOURCE_DATE_EPOCH MILLRACE_TAG=$version
 if docker info >/dev/null 2>&1; then
     docker compose build
     mapfile -t images < <(docker compose config --images | grep ^millrace/ | sort -u)
+    for image in "${images[@]}"; do
+        [ "$(docker image inspect -f '{{index .Config.Labels "millrace.stand-in"}}' "$image")" != true ] \
+            || fail "$image is built on what stands in for the image of a registry: see tests/containers/images.sh"
+    done
     docker save "${images[@]}" | gzip -n -1 >"$folder/millrace-images-$version.tar.gz"
 else
     echo "no Docker engine answers: the images are left out" >&2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -19,10 +20,14 @@ from typing import Any
 import httpx
 
 from observability.analysis.jaeger import JaegerReader
+from observability.analysis.scrape import Reading, scrape
+from observability.emit import names
 from services import healthcheck
 from tests.deployment.containerfile import REPOSITORY
 
 KEY = {"authorization": "Bearer mr-dev-local"}
+# Of another tenant.
+READER_KEY = {"authorization": "Bearer mr-reader"}
 # Of a tenant with a limit.
 LIMITED_KEY = {"authorization": "Bearer mr-limited"}
 LIMIT_PER_MINUTE = 6
@@ -33,6 +38,8 @@ PORTS = {"TEST_API_PORT": "18080", "TEST_JAEGER_PORT": "18686", "TEST_PROMETHEUS
 JAEGER = f"http://127.0.0.1:{PORTS['TEST_JAEGER_PORT']}"
 PROMETHEUS = f"http://127.0.0.1:{PORTS['TEST_PROMETHEUS_PORT']}"
 PROJECT = "millrace-test"
+# Of the images that `prepare.sh` has built: nobody's own are replaced.
+TAG = os.environ.get("MILLRACE_TAG", "test")
 # No test waits longer for anything.
 LIMIT_S = 240.0
 
@@ -59,15 +66,15 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
-def copy_checkout(folder: Path, umask: int = 0o022) -> None:
-    """What is in the repository, as somebody with this umask has it."""
+def copy_checkout(folder: Path) -> None:
+    """What is in the repository, as somebody has it whose umask is 077."""
     tracked = [name for name in run("git", "ls-files", "-z").split("\0") if (REPOSITORY / name).is_file()]
     packed = subprocess.run(
         ["tar", "-C", str(REPOSITORY), "--no-recursion", "-cf", "-", *tracked],
         check=True,
         capture_output=True,
     ).stdout
-    command = f"umask {umask:03o} && tar -C '{folder}' --no-same-permissions -xf -"
+    command = f"umask 077 && tar -C '{folder}' --no-same-permissions -xf -"
     subprocess.run(["sh", "-c", command], input=packed, check=True)
 
 
@@ -95,20 +102,22 @@ class Compose(AbstractContextManager["Compose"]):
     def __init__(
         self, *overlays: str, variables: Mapping[str, str] | None = None, project: str = PROJECT
     ) -> None:
-        # Tests edit it, and it is closed to others by default.
+        # Tests edit it. All of it is closed to others, but for what `make up` opens.
         self._folder = tempfile.TemporaryDirectory(prefix="millrace-checkout-")
         self.checkout = Path(self._folder.name)
-        self.checkout.chmod(0o755)
         copy_checkout(self.checkout)
+        run("make", "--silent", "mounted", folder=self.checkout)
         file = "config/millrace.toml"
         if "compose.models.yml" in overlays:
             file = "k8s/components/second-model/millrace.toml"
         self.config = self.checkout / file
         with self.config.open("a") as config:
             config.write(f"\n[tenants.limited]\nrequests_per_minute = {LIMIT_PER_MINUTE}\n")
+            config.write('[tenants.reader]\ntier = "standard"\n')
         self.environment = {
             "COMPOSE_FILE": ":".join(("docker-compose.yml", "tests/containers/compose.yml", *overlays)),
             "COMPOSE_PROJECT_NAME": project,
+            "MILLRACE_TAG": TAG,
             **(variables or {}),
         }
         index = REPOSITORY / "build/containers/torch_index"
@@ -144,8 +153,27 @@ class Compose(AbstractContextManager["Compose"]):
 
     def address(self, service: str) -> str:
         """Where this machine reaches the first container of a service."""
-        networks = self.inspect(service)[0]["NetworkSettings"]["Networks"]
-        return str(networks[f"{PROJECT}_inside"]["IPAddress"])
+        return next(iter(self.addresses(service).values()))
+
+    def addresses(self, service: str) -> dict[str, str]:
+        """Where this machine reaches the containers of a service, by their ids."""
+        return {
+            each["Id"]: str(each["NetworkSettings"]["Networks"][f"{PROJECT}_inside"]["IPAddress"])
+            for each in self.inspect(service)
+        }
+
+    def metrics(self, service: str) -> dict[str, Reading]:
+        """What containers of a service tell Prometheus, by their ids."""
+        targets = {each: f"{address}:9464" for each, address in self.addresses(service).items()}
+        readings = asyncio.run(scrape(targets, timeout_s=30.0))
+        assert not [reading.error for reading in readings.values() if reading.error], readings
+        return readings
+
+    def num_continued(self) -> float:
+        """Streams that all gateways have continued elsewhere."""
+        return sum(
+            each.value(names.RESUBMISSIONS, outcome="continued") for each in self.metrics("gateway").values()
+        )
 
     def states(self) -> dict[str, list[str]]:
         """Health, or else state, of every container by its service."""
@@ -165,11 +193,14 @@ class Compose(AbstractContextManager["Compose"]):
         """Returns when everything is."""
         wait_until(self.is_healthy, f"{self.states()}")
 
-    def crash(self, service: str) -> None:
-        """Kills the first process of one container, and waits until it was started again. `docker kill` would
-        count as somebody's wish.
+    def crash(self, service: str, under_way: Iterable[Stream] = (), container: str = "") -> None:
+        """Kills the first process of one container, by default a service's first, under these streams, of
+        which none may have ended; and waits until it was started again. `docker kill` would count as what
+        somebody wished.
         """
-        before = self.inspect(service)[0]
+        found = self.inspect(service)
+        before = next((each for each in found if each["Id"] == container), found[0])
+        assert not [each.ended for each in under_way if each.ended], "they ended before anything happened"
         os.kill(before["State"]["Pid"], signal.SIGKILL)
 
         def is_back() -> bool:

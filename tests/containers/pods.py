@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tests.containers.engine import LIMIT_S, run, serves
+from tests.containers.engine import LIMIT_S, TAG, run, serves
 from tests.deployment.kustomize import Manifest, find
 from tests.deployment.manifests import WORKLOADS, workloads
 
@@ -96,12 +96,25 @@ class Pods:
         return True
 
     def wait(self, name: str, kind: str) -> float:
-        """Seconds until the probe succeeds; fails with the container's log."""
+        """Seconds until the probe succeeds; fails with the container's log, at the latest when a kubelet
+        would end the pod, which it does for all but readiness.
+        """
+        (container,) = self._pods[name]["containers"]
+        probe = container[f"{kind}Probe"]
+        limit_s = LIMIT_S
+        if kind != "readiness":
+            patience_s = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
+            limit_s = min(LIMIT_S, probe.get("initialDelaySeconds", 0) + patience_s)
         began_s = time.monotonic()
         while not self.probe(name, kind):
-            assert time.monotonic() - began_s < LIMIT_S, f"{name}: {self.log(name)}"
+            assert time.monotonic() - began_s < limit_s, f"{name}: {kind}: {self.log(name)}"
             time.sleep(0.2)
         return time.monotonic() - began_s
+
+    def period_s(self, name: str, kind: str) -> float:
+        """How often a kubelet probes."""
+        (container,) = self._pods[name]["containers"]
+        return float(container[f"{kind}Probe"].get("periodSeconds", 10))
 
     def address(self, name: str) -> str:
         """Where this machine reaches the pod."""
@@ -190,7 +203,8 @@ class Pods:
         if command:
             words += ["--entrypoint", command[0]]
         arguments = [_expanded(word, variables) for word in container.get("args", ())]
-        return [*words, container["image"], *command[1:], *arguments]
+        image = re.sub(r"^(millrace/\w+):0\.1\.0", rf"\1:{TAG}", container["image"])
+        return [*words, image, *command[1:], *arguments]
 
     def _variables(self, container: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         known: dict[str, str] = {}

@@ -2,16 +2,18 @@
 # Makes ready what the tests of the containers need: a Docker engine, compose, the images that the project takes
 # from registries, and its own. Where a registry cannot be reached, stand-ins under the same names take the place
 # of its images (stand_ins/); what is not on this machine is unpacked below build/containers and not installed.
+# Its own are tagged $MILLRACE_TAG, by default `test`, so that nobody's images of a release are replaced.
 # usage: tests/containers/prepare.sh [engine | stop], in the repository's root: `engine` makes an engine ready and
 # nothing else, with status 1 where there can be none; `stop` ends the one that was started here.
 set -euo pipefail
 here=tests/containers
 work=$PWD/build/containers
-export DOCKER_CONFIG=$work/docker-config DOCKER_BUILDKIT=0
+export DOCKER_CONFIG=$work/docker-config DOCKER_BUILDKIT=0 MILLRACE_TAG=${MILLRACE_TAG:-test}
 mkdir -p "$DOCKER_CONFIG/cli-plugins"
 say() { printf '%s %s\n' "$(date +%T)" "$*" >&2; }
 fail() { echo "$*" >&2; exit 1; }
-has() { docker image inspect "$1" >/dev/null 2>&1; }
+# shellcheck source=tests/containers/images.sh
+. "$here/images.sh"
 debian_mirrors() { sed -n 's/^URIs: *//p' /etc/apt/sources.list.d/*.sources 2>/dev/null || true; }
 
 ensure_engine() {
@@ -127,17 +129,7 @@ stand_in() {
             unpack prometheus
             cp "$work/packages/prometheus/usr/bin/prometheus" "$context/" ;;
     esac
-    docker build -q --network host -t "$2" "$context" >/dev/null
-}
-
-# image IMAGE STAND_IN: the real one where its registry answers. One that kept silent once is not asked again: that
-# may take a minute each time.
-image() {
-    has "$1" && return
-    [ -z "${is_silent:-}" ] && timeout 60 docker pull -q "$1" >/dev/null 2>&1 && return
-    is_silent=yes
-    say "$1: its registry does not answer, a stand-in takes its place"
-    stand_in "$2" "$1"
+    docker build -q --network host --label "$label=true" -t "$2" "$context" >/dev/null
 }
 
 # The folder of this machine with a CPU build of torch, from which pip installs; nothing where PyTorch's own index
@@ -151,8 +143,9 @@ torch_wheels() {
     fail "neither PyTorch's index nor a CPU build of torch can be reached"
 }
 
+# From a checkout as the tests make theirs, whose modes are part of what layers are known by.
 build() {
-    local wheels port=${TORCH_INDEX_PORT:-18098} server
+    local wheels port=${TORCH_INDEX_PORT:-18098} server checkout=$work/checkout
     wheels=$(torch_wheels)
     if [ -n "$wheels" ]; then
         .venv/bin/python "$here/torch_index.py" "$port" "$wheels" &
@@ -163,7 +156,10 @@ build() {
     fi
     # Who builds again is to find the same layers.
     echo "${TORCH_INDEX:-}" >"$work/torch_index"
-    docker compose -f docker-compose.yml -f "$here/compose.yml" build
+    rm -rf "$checkout" && mkdir -p "$checkout"
+    git ls-files -z | (umask 077 && tar --null -T - --ignore-failed-read -c | tar --no-same-permissions -C "$checkout" -x)
+    make -s -C "$checkout" mounted
+    docker compose --project-directory "$checkout" -f "$checkout/docker-compose.yml" -f "$checkout/$here/compose.yml" build
 }
 
 case ${1:-} in

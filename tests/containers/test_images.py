@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout as a user makes it whose umask is 077."""
     folder = tmp_path_factory.mktemp("checkout")
-    copy_checkout(folder, umask=0o077)
+    copy_checkout(folder)
     assert (folder / "gateway/app.py").stat().st_mode & 0o077 == 0
     return folder
 
@@ -54,19 +54,26 @@ def test_a_changed_line_of_python_compiles_no_kernel_anew(closed: Path) -> None:
 
 
 def test_a_release_brings_images_that_load_and_say_what_they_hold(closed: Path) -> None:
-    """Of one service, under a version that nobody runs."""
+    """Of one service, under a version that nobody runs; and none whose base stands in for the real one, which
+    the label says here whatever the base is.
+    """
     project = closed / "pyproject.toml"
     project.write_text(project.read_text().replace('version = "0.1.0"', 'version = "9.9.9"'))
     (closed / "one.yml").write_text(
         "services:\n  gateway:\n    image: millrace/gateway:${MILLRACE_TAG}\n"
-        "    build: {context: ., dockerfile: services/gateway/Dockerfile, network: host}\n"
+        "    build: {context: ., dockerfile: services/gateway/Dockerfile, network: host,\n"
+        '      labels: {millrace.stand-in: "${STANDS_IN}"}}\n'
     )
     who = "-c user.name=Somebody -c user.email=somebody@example.com"
     kept = f"cd '{closed}' && git init -q && git add -A && git {who} commit -qm 'All of it'"
     run("sh", "-c", kept)
     environment = {"COMPOSE_FILE": "one.yml", "PYTHON": sys.executable}
-    run("sh", "-c", f"cd '{closed}' && services/release.sh build/release", environment=environment)
+    releasing = ("services/release.sh", "build/release")
+    with pytest.raises(AssertionError, match=r"millrace/gateway:9\.9\.9 .* stands in"):
+        run(*releasing, folder=closed, environment=environment | {"STANDS_IN": "true"})
     made = closed / "build/release"
+    assert not list(made.glob("millrace-images-*"))
+    run(*releasing, folder=closed, environment=environment | {"STANDS_IN": "false"})
     run("docker", "rmi", "millrace/gateway:9.9.9")
     run("docker", "load", "--input", str(made / "millrace-images-9.9.9.tar.gz"))
     command = ("python", "-c", "from importlib.metadata import version; print(version('millrace'))")

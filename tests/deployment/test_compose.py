@@ -344,3 +344,49 @@ def test_the_owner_s_group_reads_certificates_and_nobody_reads_authorities_keys(
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "made").iterdir()}
     assert modes.pop("ca.key") == modes.pop("internal-ca.key") == 0o600
     assert set(modes.values()) == {0o640}, modes
+
+
+def test_make_up_opens_what_containers_are_given_of_a_closed_checkout_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """Models and certificates are somebody's own: who names them says who may read them."""
+    mounted = {
+        Path(given)
+        for files in FILES.values()
+        for given in _given(load(*files, variables=VARIABLES))
+        if not Path(given).is_relative_to("certificates") and not Path(given).is_relative_to("models")
+    }
+    assert Path("config/millrace.toml") in mounted
+    for path in ("Makefile", "certificates/tls.key", "docker-compose.yml", *map(str, mounted)):
+        copy = tmp_path / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if (REPOSITORY / path).is_dir():
+            shutil.copytree(REPOSITORY / path, copy)
+        else:
+            copy.write_bytes((REPOSITORY / path).read_bytes() if (REPOSITORY / path).exists() else b"")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    first, second = (
+        subprocess.run(["make", "mounted"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    opened = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.stat().st_mode & 0o004}
+    assert {each for each in opened if not any(each.is_relative_to(path) for path in mounted)} == set()
+    wanted = {each for path in mounted for each in (path, *_inside(tmp_path, path))}
+    assert opened == wanted
+    assert "config/millrace.toml" in first
+    assert second == ""
+
+
+def _given(document: dict[str, Any]) -> list[str]:
+    """Paths of the checkout that containers are given."""
+    found = [str(each["file"]) for each in document.get("configs", {}).values()]
+    for service in document["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume["source"] if isinstance(volume, dict) else volume.split(":")[0]
+            found += [str(source)] if str(source).startswith(".") else []
+    return found
+
+
+def _inside(folder: Path, path: Path) -> list[Path]:
+    return [each.relative_to(folder) for each in (folder / path).rglob("*")]
