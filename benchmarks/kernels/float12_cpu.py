@@ -1,7 +1,7 @@
 """bfloat16 weights in 12 bits beside the same in 16, in turns within one process.
 
 `python -m benchmarks.kernels.float12_cpu [--shapes 4096,1024 …] [--rows 1 …] [--json FILE]`: the best time of
-each on weights that come from memory, at the level that multiplies float16. GB/s count two bytes a weight on
+each on weights that come from memory, at this machine's best level. GB/s count two bytes a weight on
 both sides, so that they say how many weights pass. 16 bits are the baseline.
 """
 
@@ -17,9 +17,8 @@ from benchmarks.kernels.cpu import MANY_ROWS, ROWS
 from benchmarks.kernels.levels_cpu import FOOTPRINT_BYTES, SHAPES, best_seconds
 from engine.kernels.linear.formats import DenseWeight
 from engine.kernels.linear.native import NativePacker
+from engine.kernels.native.build import machine_levels
 from engine.kernels.native.library import load_level
-
-LEVEL = "avx512_fp16"
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--json", type=Path, default=None, help="write the figures there as well")
     options = parser.parse_args()
-    library = load_level(LEVEL)
+    library = load_level(machine_levels()[-1])
     threads = library.num_threads()
     table: list[dict[str, str | float | int]] = []
     for outputs, inputs in (map(int, shape.split(",")) for shape in options.shapes):

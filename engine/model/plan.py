@@ -24,6 +24,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
+from engine.kernels.linear.packed import FLOAT12_LEVELS
 from engine.kernels.native import likely_level
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
@@ -121,9 +122,9 @@ def weights_bytes(count: WeightCount, dtype: str, *, float12: bool = False) -> i
 
 
 def packs_float12(given: PlanInput) -> bool:
-    """Whether bfloat16 weights lie in 12 bits: on CPUs whose kernels multiply float16 (kernels/native)."""
+    """Whether bfloat16 weights lie in 12 bits: on CPUs whose kernels multiply them so (kernels/linear)."""
     native = given.device == "cpu" and given.config.native != "off" and given.dtype == "bfloat16"
-    return native and likely_level() == "avx512_fp16"
+    return native and likely_level() in FLOAT12_LEVELS
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:

@@ -3,7 +3,7 @@
 // A packed weight is a row of panels of kPanel outputs (the last one narrower, a multiple of kLane). Inside a
 // panel, inputs go in groups of as many as one multiply-accumulate instruction takes, outputs side by side:
 // [inputs / group][outputs of the panel][group], group = 1 (float32), 2 (bfloat16) or 4 (int8, as w + 128). Two
-// groups of 4-bit levels share their bytes, the first in the lower halves; four weights of 12 bits share three words. Panels follow each other without gap,
+// groups of 4-bit levels share their bytes, the first in the lower halves; weights of 12 bits share words of 16. Panels follow each other without gap,
 // so a product reads the weight as one stream.
 //
 // Every output is one chain of additions over the inputs in ascending order, whatever the number of rows: rows
@@ -30,7 +30,7 @@ enum Format : int64_t {
   kInt4Grouped = 4,
   // int8, scaled by groups of inputs; rows are rounded to 16 bits.
   kInt8Grouped = 5,
-  // bfloat16 that lose nothing, or next to nothing, in 12 bits (gemm_float12.h; level avx512_fp16 alone).
+  // bfloat16 that lose nothing, or next to nothing, in 12 bits (gemm_float12.h, gemm_float12_avx2.h; no other level).
   kFloat12 = 6,
 };
 

@@ -20,8 +20,8 @@ constexpr int64_t kSharing = 4, kShared = 3;
 // Of an output's weights, one in so many may be rounded; where more would be, the weight stays in 16 bits.
 constexpr int64_t kMostRounded = 16;
 
-// How many of one output's weights (bfloat16) 12 bits do not hold exactly.
-inline int64_t count_rounded(const uint16_t* from, int64_t inputs) {
+// Whether 12 bits lose too much of one output's weights (bfloat16).
+inline bool is_too_wide(const uint16_t* from, int64_t inputs) {
   const float exponent = exponent_of(largest_of(from, inputs));
   int64_t count = 0;
   for (int64_t i = 0; i < inputs; i += kLanes) {
@@ -30,7 +30,7 @@ inline int64_t count_rounded(const uint16_t* from, int64_t inputs) {
     const Mask small = less(abs(units), set1(128.0f)), exact = _mm512_cmp_ps_mask(units, round(units), _CMP_EQ_OQ);
     count += __builtin_popcount(static_cast<Mask>(small & ~exact));
   }
-  return count;
+  return count * kMostRounded > inputs;
 }
 
 // float16 bits, whose second one is 0 -> the upper 12 bits of a word, half to even.

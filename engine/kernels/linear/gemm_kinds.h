@@ -94,6 +94,13 @@ struct HalfKind : FloatSums {
 };
 #endif
 
+// Whether bfloat16 weights can lie in 12 bits.
+#if defined(__AVX512FP16__) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr bool kHasFloat12 = true;
+#else
+constexpr bool kHasFloat12 = false;
+#endif
+
 // The same, leaving the expanded weights where more rows find them.
 struct KeepingKind : HalfKind {};
 

@@ -96,13 +96,17 @@ constexpr int most_vectors() {
   return MR == 3 ? 3 : 2;
 }
 
+// Lines of 64 bytes that a group of inputs takes for 16 outputs.
+template <class Kind>
+constexpr int kLinesOf = Kind::kStored * sizeof(typename Kind::Weight) / 4;
+
 // MR rows against a whole panel of `width` columns; each pass over some of them asks for its share of what comes next.
 template <class Kind, int MR, int kLines>
 inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
                       int64_t width, int64_t groups, typename Kind::Total* totals, bool first, const char* next,
                       int64_t ahead, float* kept = nullptr) {
   constexpr int kMost = most_vectors<MR>(), kLeast = kLane / kLanes;
-  constexpr int kShare = std::min<int>(kLines, (kMost * kLanes + 15) / 16);
+  constexpr int kShare = std::min<int>(kLines, (kMost * kLanes + 15) / 16) * kLinesOf<Kind>;
   constexpr int kCache = kLines == 4 ? kFirstCache : kSecondCache;
   const int64_t share = ahead * kMost * kLanes / kPanel;
   int64_t column = 0;
@@ -110,8 +114,8 @@ inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const 
     tile<Kind, MR, kMost, kShare, kCache>(rows, row_stride, panel + column * Kind::kStored, width, groups,
                                          totals + column, first, next, share, kept + column);
   for (; column < width; column += kLane)
-    tile<Kind, MR, kLeast, 1>(rows, row_stride, panel + column * Kind::kStored, width, groups, totals + column,
-                              first, next, share, kept + column);
+    tile<Kind, MR, kLeast, kLinesOf<Kind>>(rows, row_stride, panel + column * Kind::kStored, width, groups,
+                                           totals + column, first, next, share, kept + column);
 }
 
 // Tiles that cover so many rows.
@@ -159,7 +163,7 @@ inline void multiply(const typename Kind::Row* rows, int64_t row_stride, int64_t
     auto* sums = totals + row * kPanel;
     if (stream)
       tile_rows<Kind, MR, 4>(some, row_stride, panel, width, groups, sums, first, itself + kAhead, line);
-    else if (step <= 64)
+    else if (step <= 64 * kLinesOf<Kind>)
       tile_rows<Kind, MR, 1>(some, row_stride, panel, width, groups, sums, first, next, step);
     else
       tile_rows<Kind, MR, 2>(some, row_stride, panel, width, groups, sums, first, next, step);

@@ -4,6 +4,7 @@
 
 #include "linear/gemm.h"
 #include "linear/gemm_float12.h"
+#include "linear/gemm_float12_avx2.h"
 #include "linear/gemm_fp16.h"
 #include "native/simd.h"
 
@@ -126,6 +127,13 @@ void put_data(const PackArgs& args, int64_t first, int64_t width) {
         put_panel<uint16_t, 2>(weight, first, width, [=](int64_t i) { return halves[i]; });
 #endif
       break;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    case kFloat12:
+      put_float12_panel(halves + first * weight.inputs, weight.inputs, std::min(width, weight.outputs - first), width,
+                        static_cast<uint32_t*>(weight.data) + first * weight.padded_inputs * 3 / 8,
+                        weight.scales + first);
+      break;
+#endif
     case kInt4Grouped: put_levels(args, first, width); break;
     default: put_panel<uint8_t, 4>(weight, first, width, [=](int64_t i) { return bytes[i] ^ 0x80; });
   }
@@ -181,12 +189,12 @@ MILLRACE_OP(pack_weight, PackArgs)
 // such format.
 extern "C" void count_too_wide(const WidthArgs& args, int, int) {
   int64_t count = 0;
-#if defined(__AVX512FP16__)
+#if defined(__AVX512FP16__) || (defined(__AVX2__) && !defined(__AVX512F__))
   constexpr int64_t kPiece = 64;
   const auto* source = static_cast<const uint16_t*>(args.source);
   for (int64_t piece = op_take(); piece * kPiece < args.outputs; piece = op_take())
     for (int64_t output = piece * kPiece; output < std::min((piece + 1) * kPiece, args.outputs); ++output)
-      count += count_rounded(source + output * args.inputs, args.inputs) * kMostRounded > args.inputs;
+      count += is_too_wide(source + output * args.inputs, args.inputs);
 #else
   count = op_take() == 0 ? args.outputs : 0;
 #endif
@@ -197,7 +205,7 @@ MILLRACE_OP(count_too_wide, WidthArgs)
 
 // Scales that packing finds itself: per output, of a weight whose source has none.
 extern "C" int64_t millrace_own_scales(int64_t format) {
-  return kScaledHalves && (format == kBfloat16 || format == kFloat12);
+  return (kScaledHalves && format == kBfloat16) || (kHasFloat12 && format == kFloat12);
 }
 
 extern "C" int64_t millrace_packed_bytes(int64_t format, int64_t outputs, int64_t padded_inputs) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "linear/gemm_float12.h"
+#include "linear/gemm_float12_avx2.h"
 #include "linear/gemm_micro.h"
 #include "linear/gemm_rows.h"
 #include "linear/gemm_tiles.h"
@@ -40,6 +41,8 @@ struct alignas(64) Scratch {
   uint8_t levels[kBlockInputs * kPanel];
 #if defined(__AVX512FP16__)
   uint16_t halves[kChunk * kPanel];
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  uint16_t halves[kNearBlock<HalfKind> * kPanel];
 #endif
 };
 
@@ -99,7 +102,8 @@ template <class Kind>
 inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t num_rows,
                         const typename Kind::Weight* panel, int64_t width, int64_t inputs,
                         typename Kind::Total* totals, const Fetch& fetch) {
-  const int64_t line = width * static_cast<int64_t>(sizeof(typename Kind::Weight));
+  const auto elements = [&](int64_t count) { return count * width * Kind::kStored / Kind::kGroup; };
+  const int64_t line = elements(1) * static_cast<int64_t>(sizeof(typename Kind::Weight));
   // One tile of whole lines reads a weight once; several tiles, or passes over the columns, find a block of inputs in
   // the nearest cache.
   const bool near = kNearBlock<Kind> != 0 && num_rows > (kLanes == 16 ? kFewRows : 1);
@@ -115,7 +119,7 @@ inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t 
       some.is_stream = some.is_stream && !near;
     }
     if (!last) some.out = nullptr;
-    multiply_rows<Kind>(rows + begin, stride, num_rows, panel + begin * width, width, count / Kind::kGroup, totals,
+    multiply_rows<Kind>(rows + begin, stride, num_rows, panel + elements(begin), width, count / Kind::kGroup, totals,
                         begin == 0, some);
   }
 }
@@ -174,6 +178,28 @@ inline void expanded_panel(const float* rows, int64_t stride, int64_t num_rows, 
         tile_rows<FloatKind, MR, 1>(some, stride, scratch.expanded, width, count, sums, begin == 0, next, step);
       next += step * count;
     });
+  }
+}
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// One tile expands weights as it multiplies them; several find them as bfloat16, by blocks of inputs.
+inline void float12_panel(const float* rows, int64_t stride, int64_t num_rows, const uint32_t* panel, int64_t width,
+                          int64_t inputs, float* totals, const Fetch& fetch) {
+  if (num_rows <= kFewRows) {
+    plain_panel<Float12Kind>(rows, stride, num_rows, panel, width, inputs, totals, fetch);
+    return;
+  }
+  const int64_t line = width * 3 / 2;
+  for (int64_t begin = 0; begin < inputs; begin += kNearBlock<HalfKind>) {
+    const int64_t count = std::min(kNearBlock<HalfKind>, inputs - begin);
+    expand_float12(panel + begin * line / 4, count, width, scratch.halves);
+    Fetch some = fetch;
+    some.next = far_ahead(fetch, reinterpret_cast<const char*>(panel), begin, line);
+    some.bytes = count * line;
+    some.is_stream = false;
+    if (begin + count < inputs) some.out = nullptr;
+    multiply_rows<HalfKind>(rows + begin, stride, num_rows, scratch.halves, width, count / 2, totals, begin == 0, some);
   }
 }
 #endif
@@ -321,6 +347,13 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
         break;
 #endif
       }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+      case kFloat12:
+        float12_panel(static_cast<const float*>(rows.data) + first * rows.stride, rows.stride, num_rows,
+                      static_cast<const uint32_t*>(weight.data) + offset * 3 / 8, width, weight.padded_inputs, totals,
+                      fetch);
+        break;
+#endif
 #if defined(__AVX512FP16__)
       case kFloat12:
         fp16_panel<12>(static_cast<const uint32_t*>(rows.data) + first * rows.stride, rows.stride, num_rows,

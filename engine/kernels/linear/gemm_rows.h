@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "linear/gemm.h"
+#include "linear/gemm_float12_avx2.h"
 #include "linear/gemm_fp16.h"
 #include "linear/gemm_micro.h"
 #include "linear/gemm_wide.h"
@@ -26,14 +27,13 @@ inline bool is_wide(const PackedWeight& weight) {
 
 // Whether a row has one scale, which its results are multiplied by.
 inline bool has_row_scales(const PackedWeight& weight) {
-  return weight.format == kInt8Dynamic ||
-         (kScaledHalves && (weight.format == kBfloat16 || weight.format == kFloat12));
+  return weight.format == kInt8Dynamic || weight.format == kFloat12 || (kScaledHalves && weight.format == kBfloat16);
 }
 
 // Whether rows are copied to the workspace. Several rows always are: their own stride may be a power of two, which
 // maps all of them to the same few places of the nearest cache.
 inline bool converts(const PackedWeight& weight, int64_t num_rows) {
-  if (num_rows > 1 || weight.format == kInt8Dynamic || is_wide(weight)) return true;
+  if (num_rows > 1 || has_row_scales(weight) || is_wide(weight)) return true;
 #if defined(__AVX512BF16__) || defined(__AVX512FP16__) || defined(__ARM_FEATURE_BF16)
   return weight.format != kFloat32;
 #else
@@ -183,6 +183,10 @@ inline void convert_to(const PackedWeight& weight, const float* from, const Copy
   else if (weight.format == kInt8Dynamic)
     copy.scales[row] =
         quantize_row(from, reinterpret_cast<ByteKind::Row*>(to), weight.inputs, weight.padded_inputs, copy.sums + row);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  else if (weight.format == kFloat12)
+    copy.scales[row] = convert_scaled_row(from, reinterpret_cast<float*>(to), weight.inputs, weight.padded_inputs);
+#endif
   else if (is_wide(weight))
     widen_row(from, weight, reinterpret_cast<WideRow*>(to), copy.scales + row * scales, copy.sums + row * scales);
   else

@@ -59,7 +59,7 @@ class NativePacker:
     @property
     def packs_float12(self) -> bool:
         """Whether bfloat16 weights lie in 12 bits wherever these hold nearly all of them."""
-        return self._float12 and self.keeps_float16
+        return self._float12 and bool(self._own_scales(FLOAT12))
 
     def pack(self, weight: WeightFormat, bias: Tensor | None = None) -> PackedWeight:
         """The packed form of a weight and its bias [N]. The source may be dropped afterwards."""

@@ -21,6 +21,8 @@ from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.mirror import structure
 
 FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12 = range(7)
+# Levels that multiply bfloat16 weights out of 12 bits.
+FLOAT12_LEVELS = ("avx2", "avx2_vnni", "avx512_fp16")
 # Outputs are padded to a multiple of this with zeros, inputs to one of the other (float32 inputs are not).
 OUTPUT_MULTIPLE = 16
 INPUT_MULTIPLE = 64
