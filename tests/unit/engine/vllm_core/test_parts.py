@@ -71,8 +71,8 @@ def test_what_is_known_counts_towards_every_limit() -> None:
     # Penalties for what another engine wrote: twice 9, once 8.
     assert call.sampling["logit_bias"] == {9: -1.25, 8: 0.25}
     assert call.sampling["ignore_eos"]
-    (tight,) = calls_of(plain(request()), 8, ())
-    assert tight.sampling["max_tokens"] == 5
+    (tight,) = calls_of(plain(request(sampling={"min_tokens": 9})), 8, ())
+    assert (tight.sampling["max_tokens"], tight.sampling["min_tokens"]) == (5, 5)
 
 
 def test_choices_and_continuations_draw_on_their_own() -> None:
