@@ -164,6 +164,10 @@ build() {
     # Who builds again is to find the same layers.
     echo "${TORCH_INDEX:-}" >"$work/torch_index"
     docker compose -f docker-compose.yml -f "$here/compose.yml" build
+    [ "${TEST_CONTAINERS_VLLM:-}" != 1 ] || {
+        say "building the engine with vLLM's core"
+        docker compose -f docker-compose.yml -f compose.vllm.yml -f "$here/compose.yml" -f "$here/vllm.yml" build engine
+    }
 }
 
 case ${1:-} in
