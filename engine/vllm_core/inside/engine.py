@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from .prefixes import Prefixes
 # Releases whose interfaces this file was written for and tested with.
 TRIED = ("0.32.",)
 _MAX_LOGPROBS = 20
+# What its kernels for CPUs load, and the package of Debian and Ubuntu that has it.
+_CPU_LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
 class CannotStart(Exception):
@@ -24,6 +28,7 @@ class CannotStart(Exception):
 def check_version(config: dict[str, Any]) -> str:
     """vLLM's version; raises CannotStart where it was not tried and the operator does not insist."""
     import vllm
+    from vllm.platforms import current_platform
 
     version = str(vllm.__version__)
     if not version.startswith(TRIED) and not config["vllm"]["any_version"]:
@@ -32,7 +37,21 @@ def check_version(config: dict[str, Any]) -> str:
             f"engine.vllm.python: it has vLLM {version}; versions that work: {tried}; install one with "
             "`millrace engine install vllm`, or set engine.vllm.any_version = true"
         )
+    if current_platform.is_cpu():
+        check_libraries()
     return version
+
+
+def check_libraries(packages: Mapping[str, str] = _CPU_LIBRARIES) -> None:
+    """Raises CannotStart where one is missing: vLLM warns of it, and fails later in other words."""
+    for library, package in packages.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError as error:
+            raise CannotStart(
+                f"vLLM's kernels for CPUs cannot be loaded: {error}; on Debian and Ubuntu `apt-get install "
+                f"{package}` brings it"
+            ) from error
 
 
 def arguments(config: dict[str, Any], model: dict[str, Any], kv_endpoint: str) -> dict[str, Any]:

@@ -205,6 +205,9 @@ _FILES = {
     "sampling_params.py": _PARAMS,
     "config.py": _SETTINGS,
     "exceptions.py": _EXCEPTIONS,
+    "platforms.py": (
+        "class _Platform:\n    def is_cpu(self):\n        return False\n\ncurrent_platform = _Platform()\n"
+    ),
     "lora/request.py": _LORA,
     "engine/arg_utils.py": "from vllm.config import AsyncEngineArgs\n",
     "renderers.py": "def renderer_from_config(settings):\n    return None\n",
