@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 200
-IMAGE = f"millrace/engine:{os.environ.get('MILLRACE_TAG', '0.1.0')}-vllm"
+IMAGE = "millrace/engine:0.1.0-vllm"
 GROUP_SCRIPT = "/app/services/engine/vllm-group.sh"
 
 
