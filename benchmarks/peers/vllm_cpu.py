@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.peers.levels import held_variables
 from benchmarks.peers.servers import Launch
-from engine.vllm_core import environment
+from engine.vllm_core import install as ours
 
 KV_GIB = 4
 # Its bfloat16 does not become ready where a processor has no AVX-512.
@@ -21,8 +21,8 @@ def install(folder: Path) -> Path:
 
     The folder's own, else what `millrace engine install vllm` made, else it is made in the folder.
     """
-    own, users = folder / "vllm", environment.home()
-    python = environment.install(users if users.exists() and not own.exists() else own, cpu=True)
+    own, users = folder / "vllm", ours.home()
+    python = ours.install(users if users.exists() and not own.exists() else own, cpu=True)
     home = python.parent.parent
     if not any((home / "lib").glob("python3*/site-packages/pandas")):
         subprocess.run([python, "-m", "pip", "install", "--quiet", "pandas"], check=True)

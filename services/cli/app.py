@@ -235,7 +235,7 @@ def install(
 ) -> None:
     """Install an engine of another make, in versions that were tried; takes minutes and gigabytes."""
     arguments = ["--ray"] if ray else []
-    raise typer.Exit(owners.run_module({"vllm": "engine.vllm_core.environment"}[make], arguments))
+    raise typer.Exit(owners.run_module({"vllm": "engine.vllm_core.install"}[make], arguments))
 
 
 # --- asking -----------------------------------------------------------------------------------------------

@@ -46,7 +46,12 @@ async def render_configuration(config: Path | None, environment: Mapping[str, st
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    rendered, complaint = await process.communicate()
+    try:
+        rendered, complaint = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
     if process.returncode != 0:
         raise ConfigError(complaint.decode(errors="replace").strip() or "gateway.envoy failed")
     return rendered

@@ -197,6 +197,17 @@ class ChildProcess:
             except ProcessLookupError:
                 return
 
+    async def wait_killed(self) -> None:
+        """Returns when the process is gone that was killed: the loop may not end before it has heard of that.
+
+        One that the kernel holds fast is not waited for longer than the margin.
+        """
+        if self.running:
+            assert self._process is not None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_MARGIN_S):
+                    await self._process.wait()
+
     def log_tail(self, lines: int = 15) -> str:
         """Last lines of the log."""
         try:

@@ -66,7 +66,7 @@ async def _run(layout: Layout, options: Options, console: Console) -> int:
         return error.code if isinstance(error, StartFailed) else _EXIT_CONFIG
     finally:
         if not stack.healthy:
-            stack.kill()
+            await stack.kill()
     announce(summary(layout, stack.log_directory, stack.said))
     speeds.keep(layout.state_directory, speeds.of_engines(layout.model_name, stack.said))
     announce(f"\nHealthy after {elapsed_s:.1f} s.")
@@ -87,7 +87,7 @@ async def _stop(stack: Stack, signals: _Signals, announce: Callable[[str], None]
     await asyncio.wait({stopping, signals.second}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
         stopping.cancel()
-        stack.kill()
+        await stack.kill()
     announce("Stopped.")
 
 

@@ -284,9 +284,10 @@ class Stack:
     async def _stop_all(self, names: list[str]) -> None:
         await asyncio.gather(*(self._children[name].stop() for name in names))
 
-    def kill(self) -> None:
-        """Ends everything at once."""
+    async def kill(self) -> None:
+        """Ends everything at once; returns when it is gone."""
         self._leave_alone()
         for child in self._children.values():
             child.kill()
         remove_state(self.layout.state_directory)
+        await asyncio.gather(*(child.wait_killed() for child in self._children.values()))

@@ -159,7 +159,12 @@ build() {
     rm -rf "$checkout" && mkdir -p "$checkout"
     git ls-files -z | (umask 077 && tar --null -T - --ignore-failed-read -c | tar --no-same-permissions -C "$checkout" -x)
     make -s -C "$checkout" mounted
-    docker compose --project-directory "$checkout" -f "$checkout/docker-compose.yml" -f "$checkout/$here/compose.yml" build
+    local compose=(docker compose --project-directory "$checkout" -f "$checkout/docker-compose.yml")
+    "${compose[@]}" -f "$checkout/$here/compose.yml" build
+    [ "${TEST_CONTAINERS_VLLM:-}" != 1 ] || {
+        say "building the engine with vLLM's core"
+        "${compose[@]}" -f "$checkout/compose.vllm.yml" -f "$checkout/$here/compose.yml" -f "$checkout/$here/vllm.yml" build engine
+    }
 }
 
 case ${1:-} in

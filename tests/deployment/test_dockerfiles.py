@@ -149,7 +149,8 @@ def test_what_is_copied_can_be_read_whatever_the_checkout_s_modes(dockerfile: Do
     assert not [text for text in dockerfile.final.every("COPY") if "--from=" not in text]
     targets = {text.split()[-1] for text in dockerfile.final.every("COPY")} - {"/opt/venv"}
     assert dockerfile.build.instructions[-1] == ("RUN", "sh /app/services/finish_image.sh")
-    commands = "\n".join((FINISH.read_text(), *dockerfile.build.every("RUN")))
+    runs = [text for stage in dockerfile.stages for text in stage.every("RUN")]
+    commands = "\n".join((FINISH.read_text(), *runs))
     opened = " ".join(re.findall(r"chmod -R a\+rX ([^&\n]*)", commands)).split()
     assert targets <= set(opened)
 

@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from contract.sampling import OPTIONS, RANGES
 from tests.e2e.stack import RESTRICTED_KEY, Stack, raw
 
 HELLO = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -76,6 +77,28 @@ def test_stop_string_is_cut_off(client: openai.OpenAI, stack: Stack) -> None:
     cut = client.chat.completions.create(**options, stop=[stop])
     assert cut.choices[0].message.content == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
+
+
+def test_options_at_both_ends_of_their_limits_are_answered(client: openai.OpenAI, stack: Stack) -> None:
+    """What the contract allows, every make's core takes."""
+    ends = [
+        {name: end}
+        for name, limits in RANGES.items()
+        if limits.per == "token" or name in ("seed", "logprobs")
+        for end in (limits.minimum, limits.maximum)
+    ]
+    bias = OPTIONS["logit_bias"].limits
+    ends += [{"logit_bias": {"300": end}} for end in (bias.minimum, bias.maximum)]
+    # It would keep no token, and is refused.
+    ends.remove({"top_p": 0})
+    for options in ends:
+        answer = client.completions.create(
+            model=stack.model,
+            prompt="Once upon a time",
+            max_tokens=2,
+            extra_body={"ignore_eos": True} | options,
+        )
+        assert answer.usage.completion_tokens == 2, options
 
 
 def test_several_choices(client: openai.OpenAI, stack: Stack) -> None:

@@ -68,13 +68,13 @@ async def serve(front: Front, commands: AsyncIterator[dict[str, Any]]) -> int:
             engine.check_version(config)
             plugin.register()
             settings = engine.settings_of(engine.arguments(config, model, f"ipc://{folder}/kv"))
+            stages = {"configure vLLM": time.monotonic() - begun}
+            front.send({"type": "progress", "stage": "load the model", "fraction": 0.0})
+            vllm = await engine.VllmEngine.start(settings, model, _adapters(config))
         except (engine.CannotStart, ImportError) as error:
             front.send({"type": "refused", "message": _told(error)})
             await front.flush()
             return _EXIT_CONFIG
-        stages = {"configure vLLM": time.monotonic() - begun}
-        front.send({"type": "progress", "stage": "load the model", "fraction": 0.0})
-        vllm = await engine.VllmEngine.start(settings, model, _adapters(config))
         stages["load the model"] = time.monotonic() - begun - stages["configure vLLM"]
         try:
             return await _run(front, commands, vllm, config, stages)

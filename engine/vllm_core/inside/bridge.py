@@ -71,8 +71,12 @@ class Engine(Protocol):
         """Changes of the prefix cache since the last time."""
         ...
 
-    def add_adapter(self, name: str, folder: str) -> str:
-        """Serves an adapter from now on; what keeps it from that, or nothing."""
+    async def add_adapter(self, name: str, folder: str) -> str:
+        """Serves an adapter from now on; what keeps it from that, or nothing. Raises EngineDied."""
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """No further request asks for an adapter."""
         ...
 
     def logprobs(self, output: Any) -> list[list[Any]]:
@@ -121,8 +125,10 @@ class Bridge:
             case "fail":
                 await self._fail(command["request_id"], command["failure"])
             case "add_adapter":
-                problem = self._engine.add_adapter(command["name"], command["folder"])
+                problem = await self._engine.add_adapter(command["name"], command["folder"])
                 self._send({"type": "adapter_added", "token": command["token"], "problem": problem})
+            case "drop_adapter":
+                self._engine.drop_adapter(command["name"])
             case "check":
                 await self._check(command["token"])
 

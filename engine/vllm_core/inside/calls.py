@@ -98,9 +98,11 @@ def _sampling(
         stops += [each for each in eos_token_ids if each not in stops]
     # The others have vLLM's own names, and mean the same.
     chosen = {name: value for name, value in options.items() if name not in _OF_OURS}
+    max_tokens = max(1, min(options["max_tokens"], room) - len(known))
     chosen |= {
-        "max_tokens": max(1, min(options["max_tokens"], room) - len(known)),
-        "min_tokens": max(0, min(options["min_tokens"], options["max_tokens"]) - len(known)),
+        "max_tokens": max_tokens,
+        # vLLM refuses more than that.
+        "min_tokens": max(0, min(options["min_tokens"] - len(known), max_tokens)),
         "stop_token_ids": stops,
         # The list above says it all.
         "ignore_eos": True,

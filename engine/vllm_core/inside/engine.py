@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from .prefixes import Prefixes
 # Releases whose interfaces this file was written for and tested with.
 TRIED = ("0.32.",)
 _MAX_LOGPROBS = 20
+# What its kernels for CPUs load, and the package of Debian and Ubuntu that has it.
+_CPU_LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
 class CannotStart(Exception):
@@ -23,6 +28,7 @@ class CannotStart(Exception):
 def check_version(config: dict[str, Any]) -> str:
     """vLLM's version; raises CannotStart where it was not tried and the operator does not insist."""
     import vllm
+    from vllm.platforms import current_platform
 
     version = str(vllm.__version__)
     if not version.startswith(TRIED) and not config["vllm"]["any_version"]:
@@ -31,7 +37,21 @@ def check_version(config: dict[str, Any]) -> str:
             f"engine.vllm.python: it has vLLM {version}; versions that work: {tried}; install one with "
             "`millrace engine install vllm`, or set engine.vllm.any_version = true"
         )
+    if current_platform.is_cpu():
+        check_libraries()
     return version
+
+
+def check_libraries(packages: Mapping[str, str] = _CPU_LIBRARIES) -> None:
+    """Raises CannotStart where one is missing: vLLM warns of it, and fails later in other words."""
+    for library, package in packages.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError as error:
+            raise CannotStart(
+                f"vLLM's kernels for CPUs cannot be loaded: {error}; on Debian and Ubuntu `apt-get install "
+                f"{package}` brings it"
+            ) from error
 
 
 def arguments(config: dict[str, Any], model: dict[str, Any], kv_endpoint: str) -> dict[str, Any]:
@@ -84,12 +104,14 @@ def _adapter_arguments(adapters: dict[str, Any]) -> dict[str, Any]:
 class VllmEngine:
     """An engine core that runs. See bridge.Engine for what each method means."""
 
-    def __init__(self, core: Any, inputs: Any, settings: Any, model: dict[str, Any], adapters: Any) -> None:
+    def __init__(self, core: Any, inputs: Any, settings: Any, model: dict[str, Any]) -> None:
         self._core = core
         self._inputs = inputs
         self._settings = settings
         self._model = model
-        self._adapters = adapters
+        # vLLM's own requests for them, by name. It knows them by number; none is given twice.
+        self._adapters: dict[str, Any] = {}
+        self._numbers = itertools.count(1)
         self._tasks: Any = ()
         self._prefixes = Prefixes(model["path"])
         self._events: list[dict[str, Any]] = []
@@ -99,7 +121,9 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, settings: Any, model: dict[str, Any], adapters: dict[str, str]) -> VllmEngine:
-        """Starts the engine core and its workers; returns when they can compute."""
+        """Starts the engine core and its workers; returns when they can compute. Raises CannotStart where an
+        adapter cannot be served.
+        """
         from vllm.renderers import renderer_from_config
         from vllm.v1.engine.core_client import EngineCoreClient
         from vllm.v1.engine.input_processor import InputProcessor
@@ -112,14 +136,20 @@ class VllmEngine:
             log_stats=True,
             renderer=renderer,
         )
-        engine = cls(core, InputProcessor(settings, renderer), settings, model, adapters)
+        engine = cls(core, InputProcessor(settings, renderer), settings, model)
         engine._tasks = await core.get_supported_tasks_async()
+        for name, folder in adapters.items():
+            problem = await engine.add_adapter(name, folder)
+            if problem:
+                engine.close()
+                raise CannotStart(f"engine.adapters.paths.{name}: {problem}")
         for source in core.get_kv_event_sources().values():
             engine._subscribers.append(asyncio.ensure_future(engine._listen(source.endpoint)))
         return engine
 
     async def add(self, call: Call) -> None:
         """See bridge.Engine."""
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
         grammar = StructuredOutputsParams(grammar=call.grammar) if call.grammar else None
@@ -136,26 +166,40 @@ class VllmEngine:
                 lora_request=self._adapter(call.adapter),
                 priority=call.priority,
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, VLLMClientError) as error:
             raise Refused(str(error)) from error
         await self._core.add_request_async(request)
 
-    def add_adapter(self, name: str, folder: str) -> str:
-        """See bridge.Engine."""
+    async def add_adapter(self, name: str, folder: str) -> str:
+        """See bridge.Engine. vLLM would read its files in the step that first asks for it, and die of what it
+        finds there.
+        """
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         if self._settings.lora_config is None:
             return "vLLM was started without room for adapters; set engine.adapters.slots"
-        self._adapters[name] = folder
+        asked = LoRARequest(name, next(self._numbers), folder)
+        try:
+            await self._core.add_lora_async(asked)
+        except EngineDeadError as error:
+            raise EngineDied(str(error) or "the engine core ended") from error
+        # A failed call comes back as this, with nothing but its words.
+        except Exception as error:
+            return f"vLLM does not take the adapter in {folder}: {error}"
+        self._adapters[name] = asked
         return ""
+
+    def drop_adapter(self, name: str) -> None:
+        """See bridge.Engine. vLLM puts others in its place when it needs the room."""
+        self._adapters.pop(name, None)
 
     def _adapter(self, name: str) -> Any:
         if not name:
             return None
         if name not in self._adapters:
             raise Refused(f"there is no adapter {name!r}")
-        from vllm.lora.request import LoRARequest
-
-        # vLLM knows them by number; one is never forgotten, so that its number stays.
-        return LoRARequest(name, 1 + list(self._adapters).index(name), self._adapters[name])
+        return self._adapters[name]
 
     async def abort(self, keys: list[str]) -> None:
         """See bridge.Engine."""
@@ -232,12 +276,13 @@ def settings_of(chosen: dict[str, Any]) -> Any:
     """vLLM's checked configuration; raises CannotStart with its words."""
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.exceptions import VLLMError
 
     events = chosen.pop("kv_events_config", None)
     try:
         made = AsyncEngineArgs(**chosen, kv_events_config=KVEventsConfig(**events) if events else None)
         return made.create_engine_config()
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, VLLMError) as error:
         raise CannotStart(f"engine.vllm: {error}") from error
 
 

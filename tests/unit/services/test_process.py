@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -113,6 +114,29 @@ async def test_grandchildren_end_with_the_group(tmp_path: Path) -> None:
     inner = psutil.Process(int((await asyncio.wait_for(part.wait_ready_line(), LIMIT_S))["inner"]))
     await part.stop()
     await asyncio.to_thread(_wait_gone, inner)
+
+
+def test_the_loop_hears_of_what_was_killed_before_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else asyncio tells the user of it, below the line that says why nothing was started."""
+    # Its memory takes the kernel a moment to clear.
+    program = "import time; held = b'x' * (256 << 20); print('ready part', flush=True); time.sleep(600)"
+    part = child(tmp_path, program)
+
+    async def main() -> None:
+        await part.start()
+        await part.wait_ready_line()
+        part.kill()
+        await part.wait_killed()
+        assert not part.running
+
+    asyncio.run(main())
+    for thread in threading.enumerate():
+        # Of asyncio: it waits for the process, and tells the loop.
+        if thread.name.startswith("asyncio-waitpid"):
+            thread.join(LIMIT_S)
+    assert not caplog.records
 
 
 async def test_can_be_started_again(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A package named vllm with the interfaces that `inside.engine` and `inside.plugin` call.
 
 Its model is arithmetic: token i of an answer is (sum of the prompt + i) modulo 50, plus 100. It is written
-into a folder, so that another interpreter process imports it as it would import vLLM.
+into a folder, so that another interpreter process imports it as it would import vLLM. An adapter adds the
+number in its configuration.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ _INIT = '__version__ = "{version}"\n'
 _PARAMS = """
 import dataclasses
 from typing import Any
+from vllm.exceptions import VLLMValidationError
 
 @dataclasses.dataclass
 class StructuredOutputsParams:
@@ -22,7 +24,27 @@ class SamplingParams:
     def __init__(self, **chosen):
         self.__dict__.update({"structured_outputs": None, "seed": None, "prompt_logprobs": None, **chosen})
         if chosen.get("logit_bias", {}).get(7) == 77.0:
-            raise ValueError("logit_bias: not this one")
+            raise VLLMValidationError("logit_bias: not this one")
+"""
+
+# None of them is a ValueError.
+_EXCEPTIONS = """
+class VLLMError(Exception):
+    pass
+
+class VLLMClientError(VLLMError):
+    pass
+
+class VLLMValidationError(VLLMClientError):
+    pass
+"""
+
+_LORA = """
+from types import SimpleNamespace
+
+class LoRARequest(SimpleNamespace):
+    def __init__(self, name, number, path):
+        super().__init__(lora_name=name, lora_int_id=number, lora_path=path)
 """
 
 _SETTINGS = """
@@ -46,7 +68,7 @@ class AsyncEngineArgs:
             get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 32,
         )
         return SimpleNamespace(
-            model_config=model, lora_config=None,
+            model_config=model, lora_config="lora" if self.chosen.get("enable_lora") else None,
             cache_config=SimpleNamespace(num_gpu_blocks=65, block_size=16, cache_dtype="auto"),
             parallel_config=SimpleNamespace(data_parallel_size=1),
             device_config=SimpleNamespace(device_type="cpu"), chosen=self.chosen,
@@ -69,6 +91,7 @@ class EngineCoreClient:
 class _Core:
     def __init__(self):
         self.requests, self.queue, self.hangs = {}, asyncio.Queue(), False
+        self.adapters = {}
         self.task = asyncio.ensure_future(self.steps())
 
     async def get_supported_tasks_async(self):
@@ -84,6 +107,13 @@ class _Core:
     async def abort_requests_async(self, keys):
         for key in keys:
             self.requests.pop(key, None)
+
+    async def add_lora_async(self, asked):
+        # What it has read goes by number, and is not read again.
+        if not os.path.isfile(os.path.join(asked.lora_path, "adapter_config.json")):
+            raise Exception("Call to add_lora method failed: no adapter_config.json")
+        assert asked.lora_int_id not in self.adapters
+        self.adapters[asked.lora_int_id] = int(open(asked.lora_path + "/adapter_config.json").read())
 
     async def call_utility_all_async(self, name):
         assert name == "millrace_books"
@@ -125,7 +155,8 @@ class _Core:
     def output(self, request):
         params, now = request.params, time.monotonic()
         first = request.count == 0
-        token = 100 + (sum(request.prompt) + request.count) % 50
+        changed = self.adapters[request.lora.lora_int_id] if request.lora else 0
+        token = 100 + changed + (sum(request.prompt) + request.count) % 50
         request.count += 1
         reason = None
         if 203 in request.prompt and request.count == 3:
@@ -158,7 +189,7 @@ class InputProcessor:
     def process_inputs(self, key, prompt, params, tasks, *, arrival_time, lora_request, priority):
         return SimpleNamespace(
             request_id=key, prompt=prompt["prompt_token_ids"], params=params, priority=priority,
-            arrival=arrival_time,
+            arrival=arrival_time, lora=lora_request,
         )
 """
 
@@ -173,6 +204,11 @@ def bgmv_expand_slice(inputs, weights, output, indices, offset, size, add_inputs
 _FILES = {
     "sampling_params.py": _PARAMS,
     "config.py": _SETTINGS,
+    "exceptions.py": _EXCEPTIONS,
+    "platforms.py": (
+        "class _Platform:\n    def is_cpu(self):\n        return False\n\ncurrent_platform = _Platform()\n"
+    ),
+    "lora/request.py": _LORA,
     "engine/arg_utils.py": "from vllm.config import AsyncEngineArgs\n",
     "renderers.py": "def renderer_from_config(settings):\n    return None\n",
     "v1/executor.py": "class Executor:\n    get_class = staticmethod(lambda settings: None)\n",

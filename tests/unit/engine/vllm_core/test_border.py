@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from contract.sampling import SamplingParams
-from engine.config import EngineConfig, SchedulerConfig, VllmConfig
+from engine.config import AdaptersConfig, EngineConfig, SchedulerConfig, VllmConfig
 from engine.core import messages
 from engine.types import FinishReason, Request, RequestFailure, TokenEvent
 from engine.vllm_core import client as client_module
@@ -89,6 +89,7 @@ def talking(
     story: Callable[[Talk], Awaitable[None]],
     version: str = "0.32.0",
     vllm: VllmConfig | None = None,
+    adapters: AdaptersConfig | None = None,
 ) -> None:
     """Runs a story with a core that has started, or was refused."""
     packages = pretend.write(tmp_path / "packages", version)
@@ -103,6 +104,7 @@ def talking(
         make="vllm",
         vllm=vllm or VllmConfig(python=sys.executable),
         scheduler=SchedulerConfig(max_num_seqs=4),
+        adapters=adapters or AdaptersConfig(),
     )
 
     async def run() -> None:
@@ -174,6 +176,59 @@ def test_continuation_cancel_deadline_and_failure(tmp_path: Path, monkeypatch: p
         assert checked[0].num_runner_states == 0
 
     talking(tmp_path, monkeypatch, story)
+
+
+def adapter(folder: Path, adds: int) -> str:
+    """The folder of one whose answers are those of the model and so much more."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(str(adds))
+    return str(folder)
+
+
+def test_adapters_are_read_before_anybody_is_told_that_they_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AdaptersConfig(paths={"first": adapter(tmp_path / "first", 100)}, slots=2)
+
+    async def story(talk: Talk) -> None:
+        async def add(name: str, folder: str) -> str:
+            talk.reports.clear()
+            talk.client.send(messages.AddAdapter(1, name, folder))
+            (added,) = await talk.until(lambda: talk.of(messages.AdapterAdded))
+            return str(added.problem)
+
+        async def answer(number: int, name: str) -> TokenEvent:
+            return await talk.ask(request(number, adapter=name))
+
+        await answer(1, "first")
+        assert talk.tokens(1) == [token + 100 for token in expected((5, 6), 4)]
+        missing = str(tmp_path / "missing")
+        problem = await add("bad", missing)
+        assert missing in problem
+        assert "no adapter_config.json" in problem
+        refused = (await answer(2, "bad")).failure
+        assert refused is not None
+        assert "'bad'" in refused.message
+        assert await add("second", adapter(tmp_path / "second", 200)) == ""
+        await answer(3, "second")
+        assert talk.tokens(3) == [token + 200 for token in expected((5, 6), 4)]
+        talk.client.send(messages.DropAdapter("first"))
+        assert (await answer(4, "first")).failure is not None
+        await answer(5, "second")
+        assert talk.tokens(5) == talk.tokens(3), "it is still known by the same number"
+
+    talking(tmp_path, monkeypatch, story, adapters=config)
+
+
+def test_an_adapter_that_cannot_be_read_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(talk: Talk) -> None:
+        (refused,) = talk.of(messages.Refused)
+        assert "engine.adapters.paths.lost" in refused.message
+
+    config = AdaptersConfig(paths={"lost": str(tmp_path / "lost")}, slots=1)
+    talking(tmp_path, monkeypatch, story, adapters=config)
 
 
 def test_the_door_answers_before_the_core_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

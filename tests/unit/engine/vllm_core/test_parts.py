@@ -28,7 +28,7 @@ from engine.vllm_core.door import Door
 from engine.vllm_core.environment import find_python
 from engine.vllm_core.inside import plugin
 from engine.vllm_core.inside.calls import calls_of, seed_of
-from engine.vllm_core.inside.engine import _memory
+from engine.vllm_core.inside.engine import CannotStart, _memory, check_libraries
 from engine.vllm_core.inside.meter import Meter
 from engine.vllm_core.inside.prefixes import Prefixes
 from engine.vllm_core.inside.turns import FairTurns
@@ -71,8 +71,8 @@ def test_what_is_known_counts_towards_every_limit() -> None:
     # Penalties for what another engine wrote: twice 9, once 8.
     assert call.sampling["logit_bias"] == {9: -1.25, 8: 0.25}
     assert call.sampling["ignore_eos"]
-    (tight,) = calls_of(plain(request()), 8, ())
-    assert tight.sampling["max_tokens"] == 5
+    (tight,) = calls_of(plain(request(sampling={"min_tokens": 9})), 8, ())
+    assert (tight.sampling["max_tokens"], tight.sampling["min_tokens"]) == (5, 5)
 
 
 def test_choices_and_continuations_draw_on_their_own() -> None:
@@ -215,6 +215,12 @@ def test_latent_attention_keeps_one_vector_a_token(tmp_path: Path, use_mla: bool
     )
     found = _memory(settings, tmp_path)
     assert (found["kv_bytes_per_token"], found["kv_cache_bytes"]) == (per_token, 64 * 16 * per_token)
+
+
+def test_a_library_that_is_missing_is_named_with_its_package() -> None:
+    check_libraries({})
+    with pytest.raises(CannotStart, match=r"libmissing\.so\.9.*apt-get install libnuma1"):
+        check_libraries({"libmissing.so.9": "libnuma1"})
 
 
 def test_what_is_meant_for_our_core_is_refused() -> None:

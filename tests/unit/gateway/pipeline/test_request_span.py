@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -55,6 +56,20 @@ def _request_span(exporter: InMemorySpanExporter) -> ReadableSpan:
 def _attributes(span: ReadableSpan) -> Mapping[str, Any]:
     assert span.attributes is not None
     return span.attributes
+
+
+@pytest.mark.parametrize(("seed", "told"), [(7, 7), (2**63 - 1, 2**63 - 1), (2**64 - 1, str(2**64 - 1))])
+async def test_every_seed_can_be_told(
+    exporter: InMemorySpanExporter, seed: int, told: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A span's whole numbers end before seeds do."""
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("hello"))
+    async with deployed(engine, telemetry=_telemetry(exporter, capture_content=False)) as stack:
+        await stack.chat(seed=seed)
+    span = _request_span(exporter)
+    assert _attributes(span)[genai.SEED] == told
+    encode_spans([span])
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("stream", [False, True])
