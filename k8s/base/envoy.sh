@@ -29,6 +29,8 @@ drain() {
         is_serving || break
         sleep 1
     done
+    # It sends spans once a second (gateway/envoy/envoy.yaml.j2), and at its end none: those of the last requests.
+    sleep 2
     kill -TERM "$envoy" 2>/dev/null
 }
 

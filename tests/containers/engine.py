@@ -58,11 +58,11 @@ def run(*words: str, folder: Path = REPOSITORY, environment: Mapping[str, str] |
     return done.stdout
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Returns when it holds; fails after LIMIT_S."""
+def wait_until(condition: Callable[[], bool], what: object) -> None:
+    """Returns when it holds; fails after LIMIT_S and tells what there is then."""
     end_s = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < end_s, what
+        assert time.monotonic() < end_s, str(what)
         time.sleep(0.2)
 
 
@@ -285,7 +285,8 @@ def wait_traced(request_ids: Iterable[str]) -> None:
     """Returns when Jaeger has a whole trace of each request: four services' spans (Envoy, gateway, tokenizer,
     engine) under one root.
     """
-    wanted = set(request_ids)
+    # What there is of each.
+    wanted: dict[str, list[str]] = {each: [] for each in request_ids}
     with contextlib.closing(JaegerReader(JAEGER)) as reader:
 
         def are_whole() -> bool:
@@ -295,10 +296,12 @@ def wait_traced(request_ids: Iterable[str]) -> None:
                     ids = {span.span_id for span in spans}
                     roots = [span for span in spans if span.parent_id not in ids]
                     if len({span.service for span in spans}) == 4 and len(roots) == 1:
-                        wanted.discard(request_id)
+                        wanted.pop(request_id, None)
+                    elif request_id in wanted:
+                        wanted[request_id] = [f"{span.service} {span.name}" for span in spans]
             return not wanted
 
-        wait_until(are_whole, f"Jaeger has no whole trace of {wanted}")
+        wait_until(are_whole, wanted)
 
 
 def size_mb(image: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,6 +73,13 @@ def test_pods_of_two_models_are_found_under_one_name(tmp_path: Path) -> None:
         assert pods.stop("engine-second") == 0
         wait_until(lambda: not _serves(url, SECOND_MODEL), "somebody else serves the second model")
         assert _serves(url, MODEL)
+        # A gateway that has lost its engines is not to be restarted for it.
+        assert pods.stop("engine") == 0
+        wait_until(lambda: not pods.probe("gateway", "readiness"), "it says that it can serve")
+        assert pods.probe("gateway", "liveness")
+        time.sleep(pods.period_s("gateway", "liveness"))
+        assert pods.probe("gateway", "liveness")
+        assert not pods.probe("gateway", "readiness")
 
 
 def _serves(url: str, model: str) -> bool:
