@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "linear/gemm_kinds.h"
@@ -27,13 +28,6 @@ namespace millrace {
 constexpr int kBias = 127, kTopExponent = 15, kRowExponent = 239;
 // What rounding may take of any output's weights, squared: a quarter of what bfloat16 took of them, about 2^-10.
 constexpr double kMostLost = 1.0 / (1 << 24);
-
-inline float power_of(int exponent) {
-  const int32_t bits = (exponent + kBias) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof(power));
-  return power;
-}
 
 // --- packing ---
 
@@ -88,7 +82,7 @@ inline void put_float12_panel(const uint16_t* from, int64_t inputs, int64_t colu
                               float* scales) {
   for (int64_t column = 0; column < columns; ++column, from += inputs) {
     const int top = top_exponent(from, inputs);
-    scales[column] = power_of(top - kBias);
+    scales[column] = std::ldexp(1.0f, top - kBias);
     uint32_t* to = panel + column / kLanes * 3 * kLanes + column % kLanes;
     for (int64_t input = 0; input < inputs; input += 8, to += 3 * width)
       put_eight(from + input, std::min<int64_t>(8, inputs - input), top, to);
@@ -106,12 +100,12 @@ inline float convert_scaled_row(const float* from, float* to, int64_t inputs, in
   }
   // Bounded so that both powers are normal numbers.
   const int exponent = std::max(static_cast<int>(most >> 23), kRowExponent - kBias);
-  const Vec by = set1(power_of(kRowExponent - exponent));
+  const Vec by = set1(std::ldexp(1.0f, kRowExponent - exponent));
   int64_t i = 0;
   for (; i + kLanes <= inputs; i += kLanes) store(to + i, mul(load(from + i), by));
   for (; i < padded; i += kLanes)
     store(to + i, inputs <= i ? zero() : mul(load(from + i, millrace::first(inputs - i)), by));
-  return power_of(exponent - kBias);
+  return std::ldexp(1.0f, exponent - kBias);
 }
 
 // Vectors of words: [3] at `from`.
