@@ -48,7 +48,7 @@ class Metric:
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
 
 METRICS: dict[str, Metric] = {}

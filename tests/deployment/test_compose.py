@@ -366,8 +366,10 @@ def test_make_up_opens_what_containers_are_given_of_a_closed_checkout_and_nothin
             copy.write_bytes((REPOSITORY / path).read_bytes() if (REPOSITORY / path).exists() else b"")
     for path in (tmp_path, *tmp_path.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
+    # Within `make test` a make tells which folder it enters.
+    make = ["make", "--no-print-directory", "mounted"]
     first, second = (
-        subprocess.run(["make", "mounted"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        subprocess.run(make, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         for _ in range(2)
     )
     opened = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.stat().st_mode & 0o004}
