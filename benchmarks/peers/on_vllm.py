@@ -1,8 +1,8 @@
 """What Millrace costs, and gives, on top of vLLM: the whole stack with a vLLM engine beside the bare server.
 
 `python -m benchmarks.peers.on_vllm [--checkpoint llama-40m] [--loads 1 8 32 prefix] [--rounds 2]
-    [--batched-tokens 2048] [--kv-gib 1] [--dtype bfloat16] [--overload SECONDS] [--environments DIR]
-    [--json FILE] [--overload-json FILE]`
+    [--quick] [--batched-tokens 2048] [--kv-gib 1] [--dtype bfloat16] [--overload SECONDS]
+    [--environments DIR] [--json FILE] [--overload-json FILE]`
 
 Both have the same build of vLLM, the same checkpoint, settings and cache, and run in turn (A B B A …); one
 client (`services.bench`) sends the same requests to both. Prints for each load the tokens per second, their
@@ -27,7 +27,7 @@ import msgspec
 from benchmarks.engine.report import Row, publish
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
-from benchmarks.peers.loads import LOADS
+from benchmarks.peers.loads import LOADS, Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.servers import Server, ServerFailed, serve
 from services.bench.client import Target
@@ -90,13 +90,13 @@ def run_once(server: Server, workload: Workload) -> Summary:
     return total
 
 
-def in_turn(servers: list[Server], names: list[str], rounds: int) -> list[Row]:
+def in_turn(servers: list[Server], loads: dict[str, Load], rounds: int) -> list[Row]:
     """A row for each load: medians over the rounds, and of the ratios of neighbouring runs."""
     rows: list[Row] = []
-    for name in names:
+    for name, load in loads.items():
         runs: dict[str, list[Summary]] = {server.name: [] for server in servers}
         for number in range(rounds):
-            workload = LOADS[name].workload(number + zlib.crc32(name.encode()) * 2 * WARM_SEED)
+            workload = load.workload(number + zlib.crc32(name.encode()) * 2 * WARM_SEED)
             for server in servers if number % 2 == 0 else servers[::-1]:
                 runs[server.name].append(run_once(server, workload))
         theirs, ours = runs.values()
@@ -104,6 +104,8 @@ def in_turn(servers: list[Server], names: list[str], rounds: int) -> list[Row]:
         rows.append(
             {
                 "load": name,
+                "requests": load.num_requests,
+                "rounds": rounds,
                 "bare tokens/s": median(each.output_tokens_per_s for each in theirs),
                 "on top tokens/s": median(each.output_tokens_per_s for each in ours),
                 "ratio": median(own.output_tokens_per_s / other.output_tokens_per_s for own, other in pairs),
@@ -157,6 +159,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="llama-40m")
     parser.add_argument("--loads", nargs="*", choices=sorted(LOADS), default=["1", "8", "32", "prefix"])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="one request for each place, but four at 1")
     parser.add_argument(
         "--batched-tokens", type=int, default=2048, help="of a step, of both; the bare server's own default"
     )
@@ -169,6 +172,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--overload-json", type=Path, default=None)
     arguments = parser.parse_args()
+    loads = {name: LOADS[name] for name in arguments.loads}
+    if arguments.quick:
+        loads = {name: replace(load, num_requests=max(4, load.concurrency)) for name, load in loads.items()}
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
@@ -179,9 +185,9 @@ def main() -> None:
     options = ("--max-num-batched-tokens", str(size))
     bare = vllm_cpu.prepare(folder, checkpoint, options, kv_gib=kv_gib, dtype=arguments.dtype)
     with serve("vllm", bare, folder / "bare-vllm.log") as vllm:
-        if arguments.loads:
+        if loads:
             with stack() as on_top:
-                rows = in_turn([vllm, on_top], arguments.loads, arguments.rounds)
+                rows = in_turn([vllm, on_top], loads, arguments.rounds)
             publish(f"Millrace on vLLM, {arguments.checkpoint}, {arguments.dtype}", rows, arguments.json)
         if arguments.overload:
             # Tiers that refuse what cannot be in time.
