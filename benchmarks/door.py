@@ -19,7 +19,9 @@ At six times the load little is left for the tiers below the top: two tenants th
 requests each and differ by six differ by 10 %, and that difference does not grow with time. So runs that show
 the aims take minutes (--seconds 160).
 
-With --virtual the real scheduler serves such loads (--seeds) in virtual time: the same on every machine.
+With --virtual the real scheduler serves such loads (--seeds) in virtual time: the same on every machine. The
+device is a fast one, whose answers take a second, or one as slow as two cores (--device slow), whose answers
+take four: there a run must be as many times longer to show the same.
 """
 
 from __future__ import annotations
@@ -221,9 +223,16 @@ def rows_of(name: str, load: float, asked: Sequence[Asked], end_s: float) -> lis
 # Under a virtual clock.
 
 
-def virtual(load: float, seconds: float, *, one_queue: bool = False, seed: int = 0) -> list[Asked]:
-    """The load on a simulated device: 16 places, 6 ms a step and 0.1 ms a token."""
-    device = Device(step_s=0.006, token_s=0.0001, num_blocks=4096)
+DEVICES = {
+    "fast": Device(step_s=0.006, token_s=0.0001, num_blocks=4096),
+    "slow": Device(step_s=0.020, token_s=0.0003, num_blocks=4096),
+}
+
+
+def virtual(
+    load: float, seconds: float, *, device: Device = DEVICES["fast"], one_queue: bool = False, seed: int = 0
+) -> list[Asked]:
+    """The load on a simulated device with 16 places."""
     config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, step_target_ms=0.0)
     burst = [Arrival(0.0, PROMPT_TOKENS, COMPLETION_TOKENS, "gold") for _ in range(CAPACITY_REQUESTS)]
     capacity_per_s = CAPACITY_REQUESTS / simulate(burst, config, device).duration_s
@@ -403,14 +412,15 @@ def main() -> None:
     parser.add_argument("--loads", default="3,6", help="multiples of what the stack can do")
     parser.add_argument("--seconds", type=float, default=20.0, help="during which requests come")
     parser.add_argument("--virtual", action="store_true", help="the scheduler alone, under a virtual clock")
+    parser.add_argument("--device", choices=sorted(DEVICES), default="fast", help="with --virtual")
     parser.add_argument("--seeds", type=int, default=1, help="with --virtual: so many different loads")
     parser.add_argument("--json", type=Path, help="write the result here too")
     options = parser.parse_args()
     loads = [float(text) for text in options.loads.split(",")]
     if options.virtual:
-        title, rows = "The door (simulated device)", []
+        title, rows, device = f"The door ({options.device} simulated device)", [], DEVICES[options.device]
         for one_queue, load, seed in itertools.product((True, False), loads, range(options.seeds)):
-            asked = virtual(load, options.seconds, one_queue=one_queue, seed=seed)
+            asked = virtual(load, options.seconds, device=device, one_queue=one_queue, seed=seed)
             found = rows_of(ONE_QUEUE if one_queue else OURS, load, asked, options.seconds)
             rows += [{"seed": seed, **row} for row in found]
     else:

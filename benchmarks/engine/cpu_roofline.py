@@ -7,12 +7,14 @@ attention's included, at the rate of the fastest product; the share is that of t
 (of the shortest prompt). Rates are the better of two measurements, just before and just after, as what a
 virtual machine's memory gives changes from minute to minute; torch is held to the level, too. "native %" is
 the part of a step inside the kernels. Weights that fit a cache are read faster than memory is: the 0.6 B
-checkpoint's do not. NATIVE_KERNELS_LEVEL forces a level below the machine's best. "others" says how many CPUs
-other programs took meanwhile: above 0.05, measure again. Lines tell what was found as it goes. Needs what
-`make dev` installs: transformers makes the checkpoint.
+checkpoint's do not. The second table is what a prompt adds to the steps of answers beside which it is
+computed, and the same prompt alone: 100 % and more where both together are no dearer than their parts
+(medians of turns back and forth). NATIVE_KERNELS_LEVEL forces a level below the machine's best. "others" says
+how many CPUs other programs took meanwhile: above 0.05, measure again. Lines tell what was found as it goes.
+Needs what `make dev` installs: transformers makes the checkpoint.
 
     python -m benchmarks.engine.cpu_roofline [--checkpoint qwen3-0.6b] [--ours bf16] [--rows 1 4 8 16 32 64]
-        [--prompts 512 2048] [--context 64] [--environments DIR] [--json OUT]
+        [--prompts 512 2048] [--context 64] [--mixed 8+64 8+256 32+256] [--environments DIR] [--json OUT]
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ from benchmarks.peers.tables import OURS, precision_of
 _NUM_TOKENS = 24
 # A decode step's runs end, and no further prompt begins, once they have taken so long.
 _RUNS_S = 4.0
+# Prompts in one run of answers, and runs with and without them.
+_NUM_CHUNKS = 4
+_MIXED_TURNS = 3
 
 
 def _step(bench: Bench, rows: int, context: int) -> Row:
@@ -74,6 +79,25 @@ def _prompt(bench: Bench, num_tokens: int) -> Row:
     }
 
 
+def _mixed(bench: Bench, rows: int, context: int, chunk: int) -> Row:
+    """Milliseconds that a prompt adds to steps in which so many sequences decode, and those of it alone."""
+    together, alone = [], []
+    for _ in range(_MIXED_TURNS):
+        answers_s, both_s = (
+            bench.beside(rows, context, _NUM_TOKENS, chunk, count) for count in (0, _NUM_CHUNKS)
+        )
+        together.append((both_s - answers_s) / _NUM_CHUNKS)
+        alone.append(median(bench.run(1, chunk, 1)[0] for _ in range(3)))
+    added_ms, alone_ms = 1e3 * median(together), 1e3 * median(alone)
+    return {
+        "work": f"prompt of {chunk} beside {rows}",
+        "context": context,
+        "added ms": added_ms,
+        "baseline: alone ms": alone_ms,
+        "share %": 100 * alone_ms / added_ms,
+    }
+
+
 def _beside(row: Row, machine: Machine, checkpoint: str, precision: Precision) -> Row:
     """The row with what the machine's rates allow."""
     rows, context, ms = int(row["rows"]), int(row["context"]), float(row["ms"])
@@ -103,6 +127,11 @@ def _beside(row: Row, machine: Machine, checkpoint: str, precision: Precision) -
     }
 
 
+def _pair(text: str) -> tuple[int, int]:
+    rows, _, chunk = text.partition("+")
+    return int(rows), int(chunk)
+
+
 def main() -> None:
     """The table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -111,6 +140,13 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--prompts", nargs="*", type=int, default=[512, 2048])
     parser.add_argument("--context", type=int, default=64, help="tokens of a sequence before its first step")
+    parser.add_argument(
+        "--mixed",
+        nargs="*",
+        type=_pair,
+        default=[(8, 64), (8, 256), (32, 256)],
+        help="answers+tokens of a prompt",
+    )
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
@@ -142,6 +178,12 @@ def main() -> None:
         before = after
     notes = f"{arguments.checkpoint}, {arguments.ours}, level {bench.level}, {os.cpu_count()} CPUs"
     publish("Steps and prompts beside the machine's rates", rows, arguments.json, notes)
+    mixed: list[Row] = []
+    for count, chunk in arguments.mixed:
+        mixed.append(_mixed(bench, count, arguments.context, chunk))
+        tell(mixed[-1])
+    mixed_json = arguments.json and arguments.json.with_stem(f"{arguments.json.stem}_mixed")
+    publish("Prompts beside answers", mixed, mixed_json, notes)
     bench.runner.close()
 
 

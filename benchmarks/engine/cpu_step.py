@@ -159,16 +159,7 @@ class Bench:
         keeps the steps in which all of them decode.
         """
         scheduler = make_scheduler(self.config, self.model, self.memory, self.facts)
-        requests = [
-            Request(
-                request_id=index,
-                external_id=str(index),
-                prompt_token_ids=tuple(self._random.randrange(300, 30_000) for _ in range(prompt)),
-                sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-            )
-            for index in range(num_sequences)
-        ]
-        mailbox = _Mailbox(requests)
+        mailbox = _Mailbox([self._request(index, prompt, num_tokens) for index in range(num_sequences)])
         loop = EngineLoop(scheduler, self.runner, mailbox)
         self.watch.around(scheduler, "schedule", "plan")
         self.watch.around(scheduler, "update", "results")
@@ -189,6 +180,37 @@ class Bench:
         loop.step()
         others = (_busy_s() - busy - (time.process_time() - own)) / seconds
         return seconds, max(0.0, others)
+
+    def beside(self, num_sequences: int, prompt: int, num_tokens: int, chunk: int, num_chunks: int) -> float:
+        """Seconds that so many sequences take from the first step in which all of them decode to their end,
+        while in each of the first `num_chunks` of these steps a prompt of `chunk` tokens is computed whole.
+        """
+        whole = msgspec.structs.replace(self.config.scheduler, step_target_ms=0.0)
+        config = msgspec.structs.replace(self.config, scheduler=whole)
+        scheduler = make_scheduler(config, self.model, self.memory, self.facts)
+        mailbox = _Mailbox([self._request(index, prompt, num_tokens) for index in range(num_sequences)])
+        loop, began, num_asked = EngineLoop(scheduler, self.runner, mailbox), 0.0, 0
+        while mailbox.num_ended < num_sequences + num_chunks:
+            if began and num_asked < num_chunks:
+                mailbox.submit(self._request(num_sequences + num_asked, chunk, 1))
+                num_asked += 1
+            self._plan = None
+            loop.step()
+            scheduled = self._plan.scheduled if self._plan else ()
+            if len(scheduled) == num_sequences and all(each.num_tokens == 1 for each in scheduled):
+                began = began or time.perf_counter()
+        seconds = time.perf_counter() - began
+        loop.step()
+        self.watch.drop_step()
+        return seconds
+
+    def _request(self, number: int, prompt: int, num_tokens: int) -> Request:
+        return Request(
+            request_id=number,
+            external_id=str(number),
+            prompt_token_ids=tuple(self._random.randrange(300, 30_000) for _ in range(prompt)),
+            sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        )
 
     def decode_rows(self, num_sequences: int, machine: Machine) -> list[Row]:
         """Medians of the parts of a step in microseconds, of both kinds in turns."""

@@ -35,8 +35,13 @@ class _Mailbox:
         self.num_ended = 0
         self.num_bytes = 0
 
+    def submit(self, request: Request) -> None:
+        """Hands over one more."""
+        self._commands.append(messages.Submit(request))
+        self.tokens[request.request_id] = []
+
     def receive(self, timeout_s: float) -> list[messages.Command]:
-        """Everything at first, nothing later."""
+        """Everything that was not received before."""
         commands, self._commands = self._commands, []
         return commands
 

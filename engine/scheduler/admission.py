@@ -20,10 +20,10 @@ from engine.types import MemoryPlan, Request, RequestFailure
 # Shortest and longest retry delay that a refusal names, in seconds.
 _SHORTEST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 60.0
-# Part of the time that is left which a forecast may fill, since forecasts err; all of it for who was told to
-# come now.
+# Part of the time that is left which a forecast may fill, since forecasts err.
 _MARGIN = 0.85
-# The part for others as long as some are expected back.
+# The part for others as long as some are expected back; and for tenants that were accepted more than another
+# that is refused: who has more clients is back more often.
 _NEWCOMERS = 0.5
 # The part that a retry delay aims at: between the two.
 _AIM = 0.7
@@ -133,7 +133,7 @@ def refuse_for_now(
         expectation = "requests that were told to come back about now go first"
     return _refusal(
         f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
-        expected_s - _AIM * limit_s + forecast.line_s,
+        forecast.told_wait_s + prompt_s - _AIM * limit_s + forecast.line_s,
         {"expected_s": f"{expected_s:.3f}", "limit_s": f"{limit_s:.3f}"},
     )
 
@@ -157,9 +157,8 @@ def _refuse_without_room(
 
 def _margin(forecast: Forecast) -> float:
     """Part of the limit up to which a request is accepted."""
-    if forecast.is_back:
-        return 1.0
-    return _NEWCOMERS if forecast.line_s else _MARGIN
+    makes_way = forecast.leads or (forecast.line_s and not forecast.is_back)
+    return _NEWCOMERS if makes_way else _MARGIN
 
 
 def _refusal(message: str, delay_s: float, metadata: dict[str, str]) -> RequestFailure:

@@ -37,12 +37,16 @@ class Forecast:
     wait_s: float
     # The same if they come as they did on average, and for no longer than they have come.
     usual_wait_s: float
+    # The same at the pace at which its tier gets places, where that is the shorter: what a refusal tells.
+    told_wait_s: float
     # Then, until its prompt is computed.
     prompt_s: float
     # How long those take who were told to come back later and go before it.
     line_s: float
     # It was told to come now.
     is_back: bool
+    # Its tenant was accepted more than another one that is refused.
+    leads: bool
     # Hash of its prompt, by which it is known when it comes back.
     prompt: int
     # Tokens of each place that it takes, by weight, as far as they can be foreseen.
@@ -71,14 +75,18 @@ class WaitForecast:
                 wait_s = usual_wait_s
         running = sum(each.remaining_prefill for each in state.running if each.priority >= sequence.priority)
         prompts_s = state.speed.seconds_for(ahead.num_tokens + running)
+        # The tier's own pace is known better than the difference of what comes free and what others take.
+        told_wait_s = min(usual_wait_s, state.turns.wait_s(sequence.priority, in_line, now, usual_wait_s))
         interval_s = self._interval_s(sequence, usual_wait_s / in_line)
         weighted_tokens = self._weighted_tokens(sequence)
         return Forecast(
             wait_s=max(wait_s, prompts_s),
             usual_wait_s=max(usual_wait_s, prompts_s),
+            told_wait_s=max(told_wait_s, prompts_s),
             prompt_s=state.speed.seconds_for(num_tokens),
             line_s=state.turns.line_s(account, prompt, weighted_tokens, now, interval_s),
             is_back=is_back,
+            leads=state.turns.leads(account, weighted_tokens),
             prompt=prompt,
             weighted_tokens=weighted_tokens,
         )

@@ -9,8 +9,8 @@ always served.
 
 Not everybody comes back. What a tenant's tickets count for is the share of them that was used lately.
 
-Between tenants, whoever was accepted less goes first; tokens of accepted requests are counted as service is
-(see fairness), so that who asks oftener is not accepted more.
+Between tenants, whoever was accepted less goes first, back or not; tokens of accepted requests are counted as
+service is (see fairness), so that who asks oftener is not accepted more.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _ALPHA = 0.05
 _SHORTEST_S, _LONGEST_S = 0.001, 60.0
 # Tickets of one account; whoever is refused beyond them has none.
 _MOST = 1024
-# Seconds over which a pace is averaged.
-_MEMORY_S = 10.0
+# Requests by which an account was accepted more than another one when it makes way: fewer are chance.
+_CLEARLY = 3
+# Seconds over which a pace is averaged: slow engines have room for a request a second.
+_MEMORY_S = 30.0
 
 _due_s = attrgetter("due_s")
 
@@ -42,8 +44,8 @@ class _Ticket(NamedTuple):
 
     # Moment for which it was told to come.
     due_s: float
-    # The same when it was first refused: its place in the line.
-    first_due_s: float
+    # When it was first refused: its place in the line.
+    first_s: float
     # Hash of the prompt.
     prompt: int
     # Places in the batch that it takes.
@@ -107,24 +109,42 @@ class Turns:
                 found[account[1]] = line.share * sum(each.num_places for each in line.tickets[:num_due])
         return found
 
+    def wait_s(self, priority: int, num_places: float, now: float, usual_s: float) -> float:
+        """How long so many places of the tier take at the pace at which it got them lately, while some were
+        told to come back; `usual_s` as far as none was measured.
+        """
+        lines = [line for account, line in self._lines.items() if account[0] == priority]
+        if not usual_s or not any(line.pace.is_fresh for line in lines):
+            return usual_s
+        prior_per_s = num_places / usual_s / len(lines)
+        return num_places / sum(line.pace.per_s(now, prior_per_s=prior_per_s) for line in lines)
+
     def line_s(
         self, account: Account, prompt: int, num_tokens: float, now: float, interval_s: float
     ) -> float:
-        """How long those take who will be back later and go before a request of so many weighted tokens a
-        place: of its account, and of others that were accepted less. `interval_s` is the time that a place of
-        the account takes, as far as none was measured.
+        """How long those take who will be back and go before a request of so many weighted tokens a place: of
+        its account, and of others that were accepted less. `interval_s` is the time that a place of the
+        account takes, as far as none was measured.
         """
         line = self._lines.get(account)
         if line is None:
             return 0.0
         later, own = line.tickets[line.num_due(now) :], line.due(prompt, now)
         if own is not None:
-            later = [each for each in later if each.first_due_s < own.first_due_s]
+            # Also those that are due and have not come yet.
+            later = [each for each in line.tickets if each.first_s < own.first_s]
         num_places = line.share * sum(each.num_places for each in later)
         if own is None:
             num_places += self._lead(account, line) / num_tokens
         prior_per_s = 1 / min(max(interval_s, _SHORTEST_S), _LONGEST_S)
         return num_places / line.pace.per_s(now, prior_per_s=prior_per_s)
+
+    def leads(self, account: Account, num_tokens: float) -> bool:
+        """Whether the account was accepted clearly more than another one that is refused: by some requests of
+        so many weighted tokens a place.
+        """
+        line = self._lines.get(account)
+        return line is not None and self._lead(account, line) > _CLEARLY * num_tokens
 
     def _lead(self, account: Account, line: _Line) -> float:
         """Weighted tokens by which the account was accepted more than another one that is refused."""
@@ -152,7 +172,7 @@ class Turns:
         elif not line.tickets:
             self._join(account, line)
         if len(line.tickets) < _MOST:
-            insort(line.tickets, _Ticket(due_s, own.first_due_s if own else due_s, prompt, num_places))
+            insort(line.tickets, _Ticket(due_s, own.first_s if own else now, prompt, num_places))
         line.advance(now)
 
     def _join(self, account: Account, line: _Line) -> None:

@@ -133,9 +133,11 @@ class Door:
         return Forecast(
             wait_s=max(wait_s, prompts_s),
             usual_wait_s=max(wait_s, prompts_s),
+            told_wait_s=max(wait_s, prompts_s),
             prompt_s=len(request.prompt_token_ids) / speed if speed else 0.0,
             line_s=0.0,
             is_back=False,
+            leads=False,
             prompt=0,
             weighted_tokens=0.0,
         )

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engine.virtual import Arrival, Device, Served, simulate
 from engine.config import SchedulerConfig
-from engine.scheduler.turns import OPEN_S
+from engine.scheduler.turns import OPEN_S, Turns
 from engine.types import FinishReason
 from tests.unit.engine.driver import Driver
 
@@ -170,3 +170,34 @@ def test_the_sentence_of_a_refusal_is_true() -> None:
     assert all("try again in 1.0 s" in each for each in messages)
     driver.run()
     assert all(re.search("higher", each) is None for each in messages)
+
+
+def test_who_is_refused_again_is_told_to_come_behind_those_who_asked_before_and_are_due_as_well() -> None:
+    turns, account = Turns(), (0, "a")
+    # The last one was told too little, as forecasts err: it is back before those who asked before it.
+    for asked_s, prompt, due_s in ((0.0, 1, 4.0), (0.5, 2, 4.0), (1.0, 3, 3.0)):
+        turns.refuse(account, prompt, 1, due_s, asked_s)
+
+    def line_s(prompt: int) -> float:
+        return turns.line_s(account, prompt, 100, 4.5, 2.0)
+
+    assert line_s(1) == 0.0
+    assert line_s(2) > 0.0
+    assert line_s(3) == pytest.approx(2 * line_s(2)), "the two that are due and have not come go before it"
+    turns.refuse(account, 1, 1, 9.0, 4.5)
+    assert line_s(3) == pytest.approx(2 * line_s(2)), "who was sent away again keeps its place"
+
+
+def test_what_a_refusal_tells_goes_by_the_pace_at_which_the_tier_gets_places() -> None:
+    turns, account, other = Turns(), (0, "a"), (0, "b")
+    assert turns.wait_s(0, 4, 0.0, 8.0) == 8.0, "nobody was sent away"
+    for prompt in range(3):
+        turns.refuse(account, prompt, 1, 100.0, 0.0)
+        turns.refuse(other, prompt, 1, 100.0, 0.0)
+    assert turns.wait_s(0, 4, 0.0, 8.0) == 8.0, "nobody was accepted since"
+    for second in range(1, 61):
+        turns.accept(account, -1, 1, 100.0, float(second))
+        turns.accept(other, -1, 1, 100.0, float(second))
+    # Two places a second, though what comes free, less what others take, would have been half of one.
+    assert turns.wait_s(0, 4, 60.0, 8.0) == pytest.approx(2.0, rel=0.2)
+    assert turns.wait_s(1, 4, 60.0, 8.0) == 8.0, "another tier's pace is its own"
