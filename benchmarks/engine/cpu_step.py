@@ -54,7 +54,7 @@ from engine.runner.base import PendingStep
 from engine.runner.build import build_here
 from engine.runner.executors.following import FollowingSteps
 from engine.runner.runner import ModelRunner
-from engine.types import Request, SamplingParams, SchedulerOutput
+from engine.types import Request, SamplingParams, ScheduledSequence, SchedulerOutput
 from services.config import ModelConfig
 
 _PROMPT = 256
@@ -169,10 +169,9 @@ class Bench:
             self._plan = None
             with self.watch.during("step"):
                 loop.step()
-            scheduled = self._plan.scheduled if self._plan else ()
-            if len(scheduled) == num_sequences and all(each.num_tokens == 1 for each in scheduled):
+            if decoding := self._decoding(num_sequences):
                 self.watch.end_step()
-                self.watch.parts["context"].append(1 + sum(each.start for each in scheduled) / num_sequences)
+                self.watch.parts["context"].append(1 + sum(each.start for each in decoding) / num_sequences)
             else:
                 self.watch.drop_step()
         seconds = time.perf_counter() - began
@@ -196,13 +195,18 @@ class Bench:
                 num_asked += 1
             self._plan = None
             loop.step()
-            scheduled = self._plan.scheduled if self._plan else ()
-            if len(scheduled) == num_sequences and all(each.num_tokens == 1 for each in scheduled):
+            if self._decoding(num_sequences):
                 began = began or time.perf_counter()
         seconds = time.perf_counter() - began
         loop.step()
         self.watch.drop_step()
         return seconds
+
+    def _decoding(self, num_sequences: int) -> tuple[ScheduledSequence, ...]:
+        """What the last step computed, if so many sequences decoded in it and nothing else was computed."""
+        scheduled = self._plan.scheduled if self._plan else ()
+        alone = len(scheduled) == num_sequences and all(each.num_tokens == 1 for each in scheduled)
+        return scheduled if alone else ()
 
     def _request(self, number: int, prompt: int, num_tokens: int) -> Request:
         return Request(

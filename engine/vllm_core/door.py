@@ -130,10 +130,11 @@ class Door:
             wait_s = missing / rate if rate else 0.0 if few else math.inf
         speed = load.prefill_tokens_per_s if load is not None else 0.0
         prompts_s = ahead.num_tokens / speed if speed else 0.0
+        wait_s = max(wait_s, prompts_s)
         return Forecast(
-            wait_s=max(wait_s, prompts_s),
-            usual_wait_s=max(wait_s, prompts_s),
-            told_wait_s=max(wait_s, prompts_s),
+            wait_s=wait_s,
+            usual_wait_s=wait_s,
+            told_wait_s=wait_s,
             prompt_s=len(request.prompt_token_ids) / speed if speed else 0.0,
             line_s=0.0,
             is_back=False,
