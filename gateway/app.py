@@ -73,7 +73,7 @@ class Gateway:
             on_unclaimed=self._edge.note_unclaimed,
         )
         self._keeper = ModelKeeper(settings, self._catalog, self._tokenizer, self._edge.prices)
-        self.grpc = grpc_server(self._config)
+        self.grpc = grpc_server(self._config, self._intake.refusals)
         self._shadows = Shadows(self._catalog, self._tokenizer, self._callers, self._edge.prices, metrics)
         self._pipeline = self._build_pipeline()
         self.http = self._build_http()

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
@@ -20,6 +21,8 @@ from contract.proto.status import to_status
 _log = logging.getLogger(__name__)
 
 ServicerContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+# Ends a call with what its handler raised. Never returns.
+_Fail: TypeAlias = Callable[[ServicerContext, Exception], Awaitable[None]]
 
 # The stubs declare these as generic; at run time they are not.
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ class CallInterceptor(ServerInterceptor):
     An unexpected exception is logged with its traceback and answered as INTERNAL without details.
     """
 
+    def __init__(self, before_refusal: Callable[[ServicerContext], Awaitable[None]] | None = None) -> None:
+        """`before_refusal` is waited for before a caller is told a MillraceError."""
+        self._before_refusal = before_refusal
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
@@ -42,17 +49,35 @@ class CallInterceptor(ServerInterceptor):
     ) -> _Handler:
         handler: Any = await continuation(handler_call_details)
         if handler is not None:
-            handler = _wrapped(handler, handler_call_details.method)
+            method = handler_call_details.method
+            handler = _wrapped(handler, method, partial(self._fail, method))
         answer: _Handler = handler
         return answer
 
+    async def _fail(self, method: str, context: ServicerContext, error: Exception) -> None:
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        if isinstance(error, MillraceError):
+            # So does where it was raised, and what led to it.
+            forget_places(error)
+            if self._before_refusal is not None:
+                await self._before_refusal(context)
+            await abort(context, error)
+        if isinstance(error, NotImplementedError):
+            await abort(
+                context, MillraceError(Reason.ROUTE_NOT_FOUND, f"{method} is not implemented by this service")
+            )
+        _log.error("unexpected failure in %s", method, exc_info=error)
+        what = "an unexpected failure; the service's log has the details under this request's id"
+        await abort(context, MillraceError(Reason.INTERNAL, what))
 
-def _wrapped(handler: Any, method: str) -> Any:
+
+def _wrapped(handler: Any, method: str, fail: _Fail) -> Any:
     asks, deserialize = ("stream", _told) if handler.request_streaming else ("unary", _tolerant)
     answers, wrap = ("stream", _wrap_stream) if handler.response_streaming else ("unary", _wrap_unary)
     kind = f"{asks}_{answers}"
     make = getattr(grpc, f"{kind}_rpc_method_handler")
-    call = wrap(getattr(handler, kind), method)
+    call = wrap(getattr(handler, kind), fail)
     return make(call, deserialize(handler.request_deserializer, method), handler.response_serializer)
 
 
@@ -94,7 +119,7 @@ def _check_whole(request: Any) -> None:
         raise request
 
 
-def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _wrap_unary(behavior: Callable[..., Any], fail: _Fail) -> Callable[..., Any]:
     async def call(request: Any, context: ServicerContext) -> Any:
         token = otel_context.attach(_trace_context(context))
         try:
@@ -104,14 +129,14 @@ def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]
         except Exception as error:
             # An aborted call holds its own end, and all that stands here, until the collector comes by.
             request = None
-            return await _fail(context, error, method)
+            return await fail(context, error)
         finally:
             otel_context.detach(token)
 
     return call
 
 
-def _wrap_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _wrap_stream(behavior: Callable[..., Any], fail: _Fail) -> Callable[..., Any]:
     async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         token = otel_context.attach(_trace_context(context))
         try:
@@ -133,27 +158,11 @@ def _wrap_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any
             # An aborted call holds what stands here, as in the other wrapper.
             request = None
             otel_context.detach(token)
-            await _fail(context, error, method)
+            await fail(context, error)
         else:
             otel_context.detach(token)
 
     return call
-
-
-async def _fail(context: ServicerContext, error: Exception, method: str) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, MillraceError):
-        # So does where it was raised, and what led to it.
-        forget_places(error)
-        await abort(context, error)
-    if isinstance(error, NotImplementedError):
-        await abort(
-            context, MillraceError(Reason.ROUTE_NOT_FOUND, f"{method} is not implemented by this service")
-        )
-    _log.error("unexpected failure in %s", method, exc_info=error)
-    what = "an unexpected failure; the service's log has the details under this request's id"
-    await abort(context, MillraceError(Reason.INTERNAL, what))
 
 
 def forget_places(error: BaseException | None) -> None:

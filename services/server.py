@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ from services import reflection, tls
 from services.addresses import with_port
 from services.channels import SERVER_OPTIONS
 from services.errors import ConfigError
-from services.interceptors import CallInterceptor, ServerInterceptor
+from services.interceptors import CallInterceptor, ServerInterceptor, ServicerContext
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -56,12 +56,14 @@ class GrpcServer:
         *,
         interceptors: Sequence[ServerInterceptor] = (),
         options: Sequence[tuple[str, int]] = (),
+        before_refusal: Callable[[ServicerContext], Awaitable[None]] | None = None,
     ) -> None:
+        """See CallInterceptor for `before_refusal`."""
         self.listen = listen
         # Known after start().
         self.port = 0
         self._server = grpc.aio.server(
-            interceptors=[CallInterceptor(), *interceptors],
+            interceptors=[CallInterceptor(before_refusal), *interceptors],
             options=_named_once(*SERVER_OPTIONS, *options),
         )
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]

@@ -16,8 +16,9 @@ from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import GatewayConfig
 from gateway.grpc_face.large import Unparsed
 from gateway.grpc_face.servicer import FULL_NAME
+from gateway.pipeline.refusals import Refusals
 from gateway.tokenizer.room import Room
-from services.interceptors import ServerInterceptor
+from services.interceptors import ServerInterceptor, ServicerContext
 from services.server import GrpcServer
 
 # Windows stay at 64 KB for messages that nobody has asked for: those that grow with what the line can carry
@@ -25,13 +26,25 @@ from services.server import GrpcServer
 _OPTIONS = (("grpc.http2.bdp_probe", 0),)
 
 
-def grpc_server(config: GatewayConfig) -> GrpcServer:
+def grpc_server(config: GatewayConfig, refusals: Refusals) -> GrpcServer:
     """A server whose unread messages are bounded by tenant and in all, like bodies that are read."""
+
+    async def before_refusal(context: ServicerContext) -> None:
+        tenant = _tenant(context.invocation_metadata() or ())
+        if tenant:
+            await refusals.turn(tenant)
+
     return GrpcServer(
         config.grpc_listen,
         interceptors=[UnreadMessages(config.max_message_bytes, config.request.max_held_bytes)],
         options=(*_OPTIONS, ("grpc.max_receive_message_length", config.max_message_bytes)),
+        before_refusal=before_refusal,
     )
+
+
+def _tenant(metadata: Any) -> str:
+    """Unsigned: it decides behind whom something waits, and nothing else."""
+    return next((value for name, value in metadata if name == TENANT_HEADER), "")
 
 
 class UnreadMessages(ServerInterceptor):
@@ -50,9 +63,7 @@ class UnreadMessages(ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(f"/{FULL_NAME}/"):
             return handler
-        # Unsigned: it decides behind whom a message waits, and nothing else.
-        metadata: Any = handler_call_details.invocation_metadata
-        tenant = next((value for name, value in metadata if name == TENANT_HEADER), "")
+        tenant = _tenant(handler_call_details.invocation_metadata)
         await self._room.acquire(tenant, self._max_message_bytes)
         return handler._replace(request_deserializer=self._reading(tenant, handler.request_deserializer))
 

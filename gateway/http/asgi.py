@@ -40,7 +40,7 @@ class AsgiApplication:
             if not exchange.client_gone:
                 raise
         except Exception as error:
-            await _tell(exchange, error)
+            await self._tell(exchange, error)
             forget_places(error)
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -80,10 +80,15 @@ class AsgiApplication:
             raise
         return True
 
-
-async def _tell(exchange: Exchange, error: Exception) -> None:
-    if not isinstance(error, MillraceError):
-        _log.error("unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error)
-        error = unexpected()
-    if not exchange.begun:
+    async def _tell(self, exchange: Exchange, error: Exception) -> None:
+        if not isinstance(error, MillraceError):
+            _log.error(
+                "unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error
+            )
+            error = unexpected()
+        if exchange.begun:
+            return
+        exchange.drop_body()
+        if exchange.caller is not None:
+            await self._intake.refusals.turn(exchange.caller.identity.tenant)
         await exchange.respond_error(error)

@@ -153,6 +153,10 @@ class Exchange:
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def drop_body(self) -> None:
+        """Forgets what was read of the body: nobody takes it any more."""
+        self._pieces.clear()
+
     def watch_client(self, on_gone: Callable[[], None]) -> None:
         """Calls `on_gone` when the client disconnects before its answer is over, until `unwatch`."""
         self._on_gone = on_gone

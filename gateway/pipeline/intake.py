@@ -1,4 +1,6 @@
-"""What large requests may take of the process that everybody shares: memory, and turns on its event loop."""
+"""What requests that are large or refused may take of the process that everybody shares: memory, and turns on
+its event loop.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from weakref import WeakValueDictionary
 from contract.errors import MillraceError, Reason
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.engines.mailbox import Backlog
+from gateway.pipeline.refusals import Refusals
 from gateway.tokenizer.room import Shares
 from gateway.types.slices import Pace, Slices
 from services.memory import GiveBack
@@ -28,6 +31,7 @@ class Intake:
     def __init__(self, limits: RequestConfig = DEFAULT_REQUEST_LIMITS) -> None:
         self.limits = limits
         self.pace = Pace()
+        self.refusals = Refusals(limits.refusals_per_s)
         self._held = Shares(limits.max_held_bytes)
         # Tenants with a large request that is being parsed, or waits for that, and how many.
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
