@@ -81,7 +81,10 @@ def is_back(stack: Stack) -> bool:
 
 
 def test_nothing_accepted_is_lost_with_an_engine(engines: Stack, redis: RedisServer) -> None:
-    ends = asyncio.run(ask_all(engines, redis, "engine-0"))
+    try:
+        ends = asyncio.run(ask_all(engines, redis, "engine-0"))
+    except openai.OpenAIError as error:
+        raise AssertionError(f"{error}\n{engines.transcript()}") from error
     assert ends.count("left") <= NUM_STREAMS // 8
     assert ends.count("guided") == NUM_STREAMS // 4
     assert ends.count("plain") + ends.count("left") == NUM_STREAMS - NUM_STREAMS // 4

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services import hang as hang_module
 from services.hang import ProcessSilence
 from services.silence import TURNS, Silence
 from services.supervisor.health import wait_hung
@@ -103,6 +104,38 @@ async def test_work_of_children_is_work_of_who_waits_for_them(start: Callable[[s
     await until(lambda: waits.num_turns > 2 * TURNS)
     assert not told.done()
     told.cancel()
+
+
+async def test_a_process_whose_children_come_and_go_is_left_alone(
+    start: Callable[[str], ChildProcess],
+) -> None:
+    # As a compiler's do: what each has wanted is gone with it.
+    part = start(
+        "import subprocess, sys\n"
+        "print('ready part', flush=True)\n"
+        "while True: subprocess.run([sys.executable, '-S', '-c', 'sum(range(2000000))'])"
+    )
+    await part.start()
+    await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
+    silence = ProcessSilence(SILENCE_S, part.pid, BUSY_LIMIT_S, waits_for_children=True)
+    told = asyncio.create_task(silence.lasts())
+    await until(lambda: silence.num_turns > 8 * TURNS)
+    assert not told.done()
+    told.cancel()
+
+
+def test_what_a_child_that_has_ended_wanted_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child computes in the first half and is gone in the second, whose parent has wanted little."""
+    silence = ProcessSilence(SILENCE_S, 1, BUSY_LIMIT_S, waits_for_children=True)
+    monkeypatch.setattr(hang_module, "_is_at_work", lambda process: False)
+    halves = iter([{1: 5.0, 2: 3.0}, {1: 5.001}, {1: 5.001}, {1: 5.002}])
+    monkeypatch.setattr(silence, "_wanted_s", lambda: next(halves))
+    answers = []
+    for turn in range(1, 2 * TURNS + 1):
+        silence.num_turns = turn
+        answers.append(silence.is_dead())
+    # In the next silence there was nothing.
+    assert (answers[TURNS - 1], answers[2 * TURNS - 1]) == (False, True)
 
 
 async def test_a_stopped_process_that_answered_is_noticed(start: Callable[[str], ChildProcess]) -> None:
