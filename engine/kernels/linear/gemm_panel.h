@@ -273,6 +273,12 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
                 rows.scales + first_row * blocks.count, rows.sums + first_row * blocks.count, blocks.count};
   const float* scales = weight.group_size ? weight.scales + column * num_groups : nullptr;
   const float* minimums = weight.minimums ? weight.minimums + column * num_groups : nullptr;
+#if !defined(MILLRACE_BYTE_DOTS)
+  if (four && num_rows == 1 && width == kPanel && blocks.per_group == 1) {
+    one_row_of_levels(some, panel, blocks, {scales, minimums, 8}, totals, fetch);
+    return;
+  }
+#endif
   for (int64_t block = 0; block < blocks.count; ++block) {
     const int64_t begin = blocks.begin(block), count = blocks.end(block) - begin, group = blocks.group_of(block);
     const uint8_t* weights = panel + begin * width / density;

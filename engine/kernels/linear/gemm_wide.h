@@ -212,6 +212,47 @@ inline void multiply_words(const WideRows& rows, int64_t num_rows, const uint8_t
   });
 }
 
+// One row against a whole panel of 4-bit levels, groups of which are a block each. Blocks are so short that calls for
+// each of them, and sums that go through memory, would take longer than the products. Bit for bit as `multiply_words`.
+inline void one_row_of_levels(const WideRows& row, const uint8_t* panel, const Blocks& blocks, const BlockScales& by,
+                              float* totals, const Fetch& fetch) {
+  constexpr int NV = kPanel / kLanes;
+  constexpr int64_t kLine = 4 * kPanel;
+  const int64_t steps = blocks.group / LevelKind::kGroup, bytes = blocks.count * steps * kLine;
+  const char* itself = reinterpret_cast<const char*>(panel);
+  const WideRow* x = row.data;
+  BlockScales here = by;
+  fetch_results(fetch, 0, 1);
+  UNROLLED for (int v = 0; v < NV; ++v) store(totals + v * kLanes, zero());
+  for (int64_t block = 0; block < blocks.count; ++block) {
+    const int64_t at = block * steps * kLine + kAhead;
+    const char* next = at < bytes ? itself + at : fetch.next ? fetch.next + (at - bytes) : itself;
+    fetch_scales(here, kPanel);
+    Ints sums[NV];
+    UNROLLED for (int v = 0; v < NV; ++v) sums[v] = LevelKind::none();
+    for (int64_t step = 0; step < steps; ++step, panel += kLine, next += kLine, x += LevelKind::kGroup) {
+      UNROLLED for (int line = 0; line < kLine / 64; ++line) __builtin_prefetch(next + 64 * line, 0, kFirstCache);
+      UNROLLED for (int v = 0; v < NV; ++v) {
+        UNROLLED for (int part = 0; part < LevelKind::kParts; ++part)
+          sums[v] = LevelKind::step(sums[v], LevelKind::spread_row(x, part),
+                                    LevelKind::column(panel + 4 * kLanes * v, part));
+      }
+    }
+    const int32_t row_sum = row.sums[block];
+    const Ints less = set1_int(static_cast<int32_t>(static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(by.middle)));
+    const Vec row_scale = set1(row.scales[block]), scaled_sum = mul(row_scale, set1(static_cast<float>(row_sum)));
+    UNROLLED for (int v = 0; v < NV; ++v) {
+      float* total = totals + v * kLanes;
+      const Vec factor = mul(row_scale, load(here.scales + v * kLanes));
+      Vec value = fma(to_floats(sub(sums[v], less)), factor, load(total));
+      if (here.minimums) value = fma(scaled_sum, load(here.minimums + v * kLanes), value);
+      store(total, value);
+    }
+    here.scales += kPanel;
+    if (here.minimums) here.minimums += kPanel;
+  }
+}
+
 // Any number of rows against 4-bit levels.
 constexpr int64_t kRowsOfLevels = INT64_MAX;
 inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width, int64_t groups,
