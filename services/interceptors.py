@@ -150,6 +150,8 @@ def _wrap_stream(behavior: Callable[..., Any], fail: _Fail) -> Callable[..., Any
                 async with aclosing(result) as responses:
                     async for response in responses:
                         yield response
+                        # It may be megabytes, and the next one may be far away.
+                        del response
         except GeneratorExit:
             # Closed from outside, perhaps from another task, where the token means nothing. The call's own
             # task, whose context it was, is over.

@@ -58,6 +58,8 @@ async def run_stream(
             while (message := await call.read()) is not EOF:
                 silence.heard()
                 take(message)
+                # It may be megabytes, and the next one may be far away.
+                del message
         except grpc.RpcError as error:
             raise _from_peer(error, unavailable) from error
         except asyncio.CancelledError:
@@ -74,7 +76,11 @@ async def run_stream(
 
 async def _write(call: Any, outbox: Outbox[Item], join: Callable[[list[Item]], bytes]) -> None:
     while items := await outbox.take():
-        await call.write(join(items))
+        message = join(items)
+        del items
+        await call.write(message)
+        # As with what is read.
+        del message
     await call.done_writing()
 
 

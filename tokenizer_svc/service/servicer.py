@@ -83,6 +83,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         async with aclosing(CallStream(answer, self._at_once, self._beat_s).serve(requests)) as answers:
             async for message in answers:
                 yield message
+                del message
 
     def _at_once(self, call: Call) -> dict[str, Any] | None:
         """The answer to a call that asks for a short conversation alone, as most do: a task, a time limit and

@@ -82,7 +82,11 @@ class CallStream:
         try:
             while answers := await self._outbox.take():
                 self._room.set()
-                yield stream_response(answers)
+                message = stream_response(answers)
+                del answers
+                yield message
+                # It may be megabytes, and the next one may be far away.
+                del message
             self._reader.result()
         finally:
             beating.cancel()
@@ -94,18 +98,9 @@ class CallStream:
         worked_s = 0.0
         async for calls in requests:
             begin_s = time.monotonic()
-            for call in calls:
-                if isinstance(call, UnreadableCall):
-                    self._outbox.put(small_answer(call.id, error=to_detail(_UNREADABLE)))
-                    continue
-                fields = self._at_once(call)
-                if fields is not None:
-                    self._outbox.put(small_answer(call.id, response=fields))
-                    continue
-                self._num_bytes += call.num_bytes
-                task = asyncio.ensure_future(self._one(call))
-                self._tasks.add(task)
-                task.add_done_callback(self._ended)
+            self._take(calls)
+            # As with answers; the list is grpc.aio's until it has the next one.
+            calls.clear()
             worked_s += time.monotonic() - begin_s
             if worked_s >= _SLICE_S:
                 worked_s = 0.0
@@ -113,6 +108,23 @@ class CallStream:
             while self._is_full():
                 self._room.clear()
                 await self._room.wait()
+
+    def _take(self, calls: list[Call | UnreadableCall]) -> None:
+        for call in calls:
+            self._begin(call)
+
+    def _begin(self, call: Call | UnreadableCall) -> None:
+        if isinstance(call, UnreadableCall):
+            self._outbox.put(small_answer(call.id, error=to_detail(_UNREADABLE)))
+            return
+        fields = self._at_once(call)
+        if fields is not None:
+            self._outbox.put(small_answer(call.id, response=fields))
+            return
+        self._num_bytes += call.num_bytes
+        task = asyncio.ensure_future(self._one(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
     async def _beat(self) -> None:
         while self._beat_s < math.inf:

@@ -11,6 +11,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
 from services import memory
+from tests.unit.large_pieces import nothing_large_is_kept
 from tokenizer_svc.messages.wire import Call, LargeAnswer, UnreadableCall, large
 from tokenizer_svc.service import stream
 from tokenizer_svc.service.stream import CallStream
@@ -225,3 +226,21 @@ async def test_memory_is_given_back_after_large_calls(monkeypatch: pytest.Monkey
     assert not given_back.is_set()
     await answered(300_000)
     await asyncio.wait_for(given_back.wait(), 20)
+
+
+async def test_a_large_call_and_its_answer_are_not_kept_until_the_next_ones() -> None:
+    ends = asyncio.Event()
+
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+        return tokenizer_pb2.PrepareResponse(token_ids=range(1_000_000))
+
+    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+        yield [Call(tokenizer_pb2.PrepareCall(id=1), tokenizer_pb2.PrepareRequest(text="x" * 8_000_000))]
+        await ends.wait()
+
+    async with nothing_large_is_kept():
+        answers = CallStream(answer).serve(calls())
+        assert len(await anext(answers)) > 1_000_000
+        following = asyncio.ensure_future(anext(answers, None))
+    ends.set()
+    assert await following is None
