@@ -35,10 +35,11 @@ class AsgiApplication:
         exchange = Exchange(scope, receive, send, self._body_limit)
         try:
             await self._answer(exchange)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             # The client left while its request was being accepted: nobody reads an answer.
             if not exchange.client_gone:
                 raise
+            forget_places(error)
         except Exception as error:
             await self._tell(exchange, error)
             forget_places(error)

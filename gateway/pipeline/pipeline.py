@@ -198,7 +198,10 @@ class Pipeline:
                 model, end_s = request.model if self.catalog.knows(request.model) else "", time.monotonic()
                 refused = partial(self._recorder.refused, span, caller, request, tier_name)
                 self._deferred.call(refused, model, error, end_s)
-            told = request.tell(error) if isinstance(error, MillraceError) else error
+            # A name for any other would keep it, with all of the request, until the collector comes by.
+            if not isinstance(error, MillraceError):
+                raise
+            told = request.tell(error)
             if told is error:
                 raise
             raise told from error

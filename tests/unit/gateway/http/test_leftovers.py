@@ -12,6 +12,7 @@ from millrace.engine.v1 import engine_pb2
 from contract.errors import MillraceError, Reason
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.tokenizer import ByteTokenizer
 from tests.unit.gateway.rig.vocabulary import END_ID, encode
 from tests.unit.leftovers import leftovers
 
@@ -83,6 +84,43 @@ async def test_a_client_that_leaves_leaves_nothing_to_the_collector() -> None:
                 async for _ in response.aiter_bytes():
                     engine.gate.clear()
                     break
+            await _settled(stack)
+
+        await leave()
+        with leftovers() as found:
+            for _ in range(NUM_REQUESTS):
+                await leave()
+        assert not found
+
+
+class HeldTokenizer(ByteTokenizer):
+    """Answers a request when it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.release = asyncio.Event(), asyncio.Event()
+
+    async def Prepare(self, request: Any, context: Any) -> Any:
+        self.begun.set()
+        await self.release.wait()
+        return await super().Prepare(request, context)
+
+
+async def test_a_client_that_leaves_before_it_is_accepted_leaves_nothing_to_the_collector() -> None:
+    tokenizer = HeldTokenizer()
+    async with deployed(tokenizer=tokenizer) as stack:
+
+        async def leave() -> None:
+            tokenizer.begun.clear()
+            tokenizer.release.clear()
+            asking = asyncio.ensure_future(stack.chat())
+            await tokenizer.begun.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            async with asyncio.timeout(10):
+                while stack.gateway.http._server.server_state.tasks:  # type: ignore[union-attr]
+                    await asyncio.sleep(0)
+            tokenizer.release.set()
             await _settled(stack)
 
         await leave()
