@@ -60,7 +60,7 @@ class Gateway:
             silence_limit_s=settings.health.silence_limit_s,
             pace=self._intake.pace,
         )
-        self._edge = Edge(settings, telemetry, metrics)
+        self._edge = Edge(settings, telemetry, metrics, self._intake.refusals)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
         self._catalog = Catalog(settings.models, self._edge.tiers)
         self._fleet = self._catalog.fleet = Fleet(

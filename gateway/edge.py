@@ -28,6 +28,7 @@ from gateway.limits.resilient import ResilientLimitStore
 from gateway.limits.servicer import RateLimitServicer
 from gateway.limits.store import LimitStore
 from gateway.pipeline.ports import FinishedRequest, Ledger, OpenEntry
+from gateway.pipeline.refusals import Refusals
 from gateway.settings import Settings, priced
 from gateway.tiers import Tiers
 from observability.emit import names
@@ -44,7 +45,9 @@ _RECOVERY_INTERVAL_S = 2.0
 class Edge:
     """Everything about who may ask for how much. Started before the faces, closed after them."""
 
-    def __init__(self, settings: Settings, telemetry: Telemetry, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, telemetry: Telemetry, metrics: Metrics, refusals: Refusals
+    ) -> None:
         self.tiers = Tiers(settings)
         self.directory = KeyDirectory(settings)
         self._key_watch = _key_watch(settings, self.directory)
@@ -59,7 +62,7 @@ class Edge:
             self.directory, self.tiers, settings.security.secret(), telemetry, metrics, self.deferred
         )
         self.counter = RequestCounter(RequestLimiter(self._store, self.directory), telemetry, metrics)
-        self._ratelimit = RateLimitServicer(self.counter)
+        self._ratelimit = RateLimitServicer(self.counter, refusals.turn)
         self._recovery: asyncio.Task[None] | None = None
 
     def register(self, server: GrpcServer) -> None:

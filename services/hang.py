@@ -14,7 +14,7 @@ _BUSY_SHARE = 0.05
 
 
 class ProcessSilence(Silence):
-    """Silence of a process: while it computes, or waits for a processor, it has `busy_limit_s`.
+    """Silence of a process: while it computes, or waits for a processor or a disk, it has `busy_limit_s`.
 
     What its children compute counts as its own work where it `waits_for_children`.
     """

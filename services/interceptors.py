@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 ServicerContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 # Ends a call with what its handler raised. Never returns.
 _Fail: TypeAlias = Callable[[ServicerContext, Exception], Awaitable[None]]
+BeforeRefusal: TypeAlias = Callable[[ServicerContext, MillraceError], Awaitable[None]]
 
 # The stubs declare these as generic; at run time they are not.
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class CallInterceptor(ServerInterceptor):
     An unexpected exception is logged with its traceback and answered as INTERNAL without details.
     """
 
-    def __init__(self, before_refusal: Callable[[ServicerContext], Awaitable[None]] | None = None) -> None:
+    def __init__(self, before_refusal: BeforeRefusal | None = None) -> None:
         """`before_refusal` is waited for before a caller is told a MillraceError."""
         self._before_refusal = before_refusal
 
@@ -58,10 +59,10 @@ class CallInterceptor(ServerInterceptor):
         if isinstance(error, grpc.aio.AbortError):
             raise error
         if isinstance(error, MillraceError):
-            # So does where it was raised, and what led to it.
+            # Where it was raised, and what led to it, hold what stood there, too.
             forget_places(error)
             if self._before_refusal is not None:
-                await self._before_refusal(context)
+                await self._before_refusal(context, error)
             await abort(context, error)
         if isinstance(error, NotImplementedError):
             await abort(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ from services import reflection, tls
 from services.addresses import with_port
 from services.channels import SERVER_OPTIONS
 from services.errors import ConfigError
-from services.interceptors import CallInterceptor, ServerInterceptor, ServicerContext
+from services.interceptors import BeforeRefusal, CallInterceptor, ServerInterceptor
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -56,7 +56,7 @@ class GrpcServer:
         *,
         interceptors: Sequence[ServerInterceptor] = (),
         options: Sequence[tuple[str, int]] = (),
-        before_refusal: Callable[[ServicerContext], Awaitable[None]] | None = None,
+        before_refusal: BeforeRefusal | None = None,
     ) -> None:
         """See CallInterceptor for `before_refusal`."""
         self.listen = listen

@@ -78,6 +78,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             async for message in requests:
                 self._take_message(stream, message)
+                # The next one may be far away.
+                del message
         except Exception as error:
             # The stream ends with it, and whoever wraps the handler tells the gateway.
             stream.end(error)

@@ -15,6 +15,7 @@ from gateway.config import EnvoyConfig
 from gateway.envoy.clusters import clusters
 from gateway.envoy.replies import local_reply_config
 from gateway.limits import servicer
+from gateway.pipeline.refusals import LIMIT_S
 from gateway.settings import Settings, load_settings, split_address
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
@@ -70,6 +71,8 @@ def build(settings: Settings, observability: ObservabilityConfig) -> dict[str, A
         # Whether an answer of Envoy's own is for a page that may read it.
         from_pages=[True, False] if config.cors_origins else [False],
         edge_timeout=f"{config.authorization_timeout_ms / 1000:g}s",
+        # A refusal may wait for its tenant's turn.
+        count_timeout=f"{config.authorization_timeout_ms / 1000 + LIMIT_S:g}s",
         local_reply_config=local_reply_config(gateway.max_body_bytes),
         export=export,
         export_headers=[{"key": key, "value": value} for key, value in export.headers.items()]

@@ -12,11 +12,12 @@ from typing import Any
 
 import grpc
 
+from contract.errors import MillraceError
 from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import GatewayConfig
 from gateway.grpc_face.large import Unparsed
 from gateway.grpc_face.servicer import FULL_NAME
-from gateway.pipeline.refusals import Refusals
+from gateway.pipeline.refusals import Refusals, is_the_callers
 from gateway.tokenizer.room import Room
 from services.interceptors import ServerInterceptor, ServicerContext
 from services.server import GrpcServer
@@ -29,9 +30,9 @@ _OPTIONS = (("grpc.http2.bdp_probe", 0),)
 def grpc_server(config: GatewayConfig, refusals: Refusals) -> GrpcServer:
     """A server whose unread messages are bounded by tenant and in all, like bodies that are read."""
 
-    async def before_refusal(context: ServicerContext) -> None:
+    async def before_refusal(context: ServicerContext, error: MillraceError) -> None:
         tenant = _tenant(context.invocation_metadata() or ())
-        if tenant:
+        if tenant and is_the_callers(error):
             await refusals.turn(tenant)
 
     return GrpcServer(

@@ -101,11 +101,10 @@ class Application:
         methods += [method for beginning, (method, _) in self._below.items() if path.startswith(beginning)]
         allowed = ", ".join(methods)
         if not allowed:
-            await exchange.respond_error(not_found(path, _NOT_SERVED))
-            return
+            raise not_found(path, _NOT_SERVED)
         exchange.add_headers({"allow": allowed})
-        await exchange.respond_error(
-            MillraceError(Reason.METHOD_NOT_ALLOWED, f"{path} does not take {exchange.method}; use {allowed}")
+        raise MillraceError(
+            Reason.METHOD_NOT_ALLOWED, f"{path} does not take {exchange.method}; use {allowed}"
         )
 
 

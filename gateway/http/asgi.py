@@ -13,6 +13,7 @@ from gateway.auth.callers import HttpCallers
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange, Handler, Receive, Send
 from gateway.pipeline.intake import LARGE_BYTES, Hold, Intake
+from gateway.pipeline.refusals import is_the_callers
 from services.interceptors import forget_places
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ class AsgiApplication:
             forget_places(error)
         except Exception as error:
             await self._tell(exchange, error)
-            forget_places(error)
 
     async def _answer(self, exchange: Exchange) -> None:
         headers = exchange.headers
@@ -86,10 +86,13 @@ class AsgiApplication:
             _log.error(
                 "unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error
             )
+            forget_places(error)
             error = unexpected()
+        # Its places hold all of the request, which has no room to wait in.
+        forget_places(error)
+        exchange.drop_body()
         if exchange.begun:
             return
-        exchange.drop_body()
-        if exchange.caller is not None:
+        if exchange.caller is not None and is_the_callers(error):
             await self._intake.refusals.turn(exchange.caller.identity.tenant)
         await exchange.respond_error(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -30,19 +31,23 @@ class RateLimitServicer(rls_pb2_grpc.RateLimitServiceServicer):
     When requests cannot be counted and the policy is to refuse, the call fails and Envoy answers 503.
     """
 
-    def __init__(self, counter: RequestCounter) -> None:
+    def __init__(self, counter: RequestCounter, turn: Callable[[str], Awaitable[None]]) -> None:
+        """`turn` is waited for, with the tenant, before a refusal is told."""
         self._counter = counter
+        self._turn = turn
 
     async def ShouldRateLimit(
         self, request: rls_pb2.RateLimitRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> rls_pb2.RateLimitResponse:
         """Decides about one request by the tenant and key in its descriptor."""
         entries = {entry.key: entry.value for item in request.descriptors for entry in item.entries}
+        tenant = entries.get(TENANT_ENTRY, "")
         try:
-            headers = await self._counter.count(entries.get(TENANT_ENTRY, ""), entries.get(KEY_ENTRY, ""))
+            headers = await self._counter.count(tenant, entries.get(KEY_ENTRY, ""))
         except MillraceError as error:
             if error.reason is not Reason.REQUEST_RATE_EXCEEDED:
                 raise
+            await self._turn(tenant)
             return _over(error, is_grpc=is_grpc(entries.get(CONTENT_TYPE_ENTRY, "")))
         return rls_pb2.RateLimitResponse(overall_code=_OK, response_headers_to_add=_headers(headers))
 

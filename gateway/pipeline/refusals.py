@@ -6,18 +6,28 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from itertools import islice
 
+from contract.errors import MillraceError
+
 # So long a refusal waits at most, and so much of a tenant's rate it may be told at once, in seconds.
-_LIMIT_S = 1.0
+LIMIT_S = 1.0
 _BURST_S = 1.0
-# Refusals that wait at a time. Each holds a request's head: some 20 KB.
+# Refusals of a tenant that wait at a time; further ones are told at once. Each holds a request's head, and
+# over gRPC its message: some 20 KB, and 64 KB at most.
 _MAX_WAITING = 1024
 
 
+def is_the_callers(error: MillraceError) -> bool:
+    """Whether it is the caller's doing, and not a failure of this side, which is told at once."""
+    return error.mapping.http_status < HTTPStatus.INTERNAL_SERVER_ERROR
+
+
 class Refusals:
-    """A generic cell rate for each tenant. Use from one event loop."""
+    """A generic cell rate for each tenant of this gateway. Use from one event loop."""
 
     def __init__(
         self,
@@ -30,21 +40,23 @@ class Refusals:
         self._sleep = sleep
         # When the rate of what a tenant was told so far is over. Entries of the past say nothing.
         self._even_s: dict[str, float] = {}
-        self._num_waiting = 0
+        self._num_waiting: Counter[str] = Counter()
 
     async def turn(self, tenant: str) -> None:
         """Returns when one more refusal may be told: at once, or, beyond the rate, a second later at most."""
         now_s = self._clock()
         wait_s = self._even_s.get(tenant, now_s) - now_s - _BURST_S
-        if wait_s < _LIMIT_S:
+        if wait_s < LIMIT_S:
             self._note(tenant, now_s)
-        if wait_s <= 0 or self._num_waiting >= _MAX_WAITING:
+        if wait_s <= 0 or self._num_waiting[tenant] >= _MAX_WAITING:
             return
-        self._num_waiting += 1
+        self._num_waiting[tenant] += 1
         try:
-            await self._sleep(min(wait_s, _LIMIT_S))
+            await self._sleep(min(wait_s, LIMIT_S))
         finally:
-            self._num_waiting -= 1
+            self._num_waiting[tenant] -= 1
+            # Counts of 0 are forgotten.
+            self._num_waiting += Counter()
 
     def _note(self, tenant: str, now_s: float) -> None:
         # The first is whose last refusal lies furthest back: each is put at the end when it changes.

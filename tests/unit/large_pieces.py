@@ -12,7 +12,7 @@ _LARGE = 1 << 20
 
 
 @asynccontextmanager
-async def nothing_large_is_kept(but: str = "-") -> AsyncIterator[None]:
+async def nothing_large_is_kept(but: str = "no such file") -> AsyncIterator[None]:
     """Waits, once the block is over, until no piece of a megabyte that was taken in it is held any more, save
     those that code in the file `but` has taken.
     """

@@ -110,6 +110,7 @@ class CallStream:
                 await self._room.wait()
 
     def _take(self, calls: list[Call | UnreadableCall]) -> None:
+        # A loop in `_read` would keep the last call until the next ones come.
         for call in calls:
             self._begin(call)
 

@@ -30,6 +30,7 @@ from gateway.limits.counter import RequestCounter
 from gateway.limits.memory import MemoryLimitStore, unix_ms
 from gateway.limits.requests import RequestLimiter
 from gateway.limits.servicer import RateLimitServicer
+from gateway.pipeline.refusals import Refusals
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from gateway.types.caller import Caller
@@ -158,7 +159,7 @@ class Edge:
         )
         callers = HttpCallers(self._authorizer, verifier)
         self._face = known(callers, counter, self.faces.http)
-        ratelimit = RateLimitServicer(counter)
+        ratelimit = RateLimitServicer(counter, Refusals(100).turn)
         self.grpc.add(
             rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
             ratelimit,

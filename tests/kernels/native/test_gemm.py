@@ -73,7 +73,7 @@ def weights_of(shape: tuple[int, int]) -> dict[str, WeightFormat]:
     found["w8a8"] = Int8Weight(
         values=levels.clamp(-127), scale=scale, activations="int8", smoothing=torch.rand(inputs) + 0.5
     )
-    for group in (8, 32, 256):
+    for group in (8, 32, 64, 256):
         if inputs % group:
             continue
         groups = (outputs, inputs // group)
