@@ -82,17 +82,16 @@ class AsgiApplication:
         return True
 
     async def _tell(self, exchange: Exchange, error: Exception) -> None:
-        if not isinstance(error, MillraceError):
+        told = error if isinstance(error, MillraceError) else unexpected()
+        if told is not error:
             _log.error(
                 "unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error
             )
-            forget_places(error)
-            error = unexpected()
         # Its places hold all of the request, which has no room to wait in.
         forget_places(error)
         exchange.drop_body()
         if exchange.begun:
             return
-        if exchange.caller is not None and is_the_callers(error):
+        if exchange.caller is not None and is_the_callers(told):
             await self._intake.refusals.turn(exchange.caller.identity.tenant)
-        await exchange.respond_error(error)
+        await exchange.respond_error(told)
