@@ -1,10 +1,11 @@
-"""What vLLM loads into each of its processes (a general plugin): four things that its interface lacks.
+"""What vLLM loads into each of its processes (a general plugin): five things that its interface lacks.
 
 1. Its structured output takes the suite's serialized llguidance grammars as they are, and one that another
    engine has begun goes on where it stopped.
 2. The engine core tells its own books.
 3. Processes end with their parent, however that ends.
 4. On CPUs an adapter changes the answers of those alone who asked for it (vllm-project/vllm#48421).
+5. On CPUs a prompt that is computed in parts does not end the engine where its answer is drawn by a seed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ctypes
 import functools
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .calls import GRAMMAR_KEY
@@ -27,6 +28,7 @@ def register() -> None:
     _take_grammars()
     _tell_books()
     _keep_adapters_apart()
+    _draw_for_whole_prompts()
 
 
 def die_with_parent() -> None:
@@ -111,3 +113,38 @@ def for_its_own(expand: Callable[..., None]) -> Callable[..., None]:
         expand(inputs.masked_fill((indices < 0).unsqueeze(1), 0), weights, output, indices, *rest, **named)
 
     return expanded
+
+
+def _draw_for_whole_prompts() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    # It inherits the method, until this replaces it.
+    if "sample_tokens" not in vars(CPUModelRunner):
+        CPUModelRunner.sample_tokens = without_discarded(CPUModelRunner.sample_tokens)
+
+
+def without_discarded(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """`sample_tokens` of a model runner that draws from generators for those rows alone whose tokens count.
+
+    A step draws for every row, also for one whose prompt it has computed a part of. vLLM discards that token
+    and turns the row's generator back, by a call which generators of CPUs answer with an exception: the
+    worker, and with it the engine, ends. A row without a generator is drawn for by a common one, and nothing
+    has to be turned back.
+    """
+
+    @functools.wraps(sample)
+    def sampled(self: Any, *arguments: Any, **named: Any) -> Any:
+        batch = self.input_batch
+        discarded: Iterable[Any] = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0]
+        rows = [int(row) for row in discarded if int(row) in batch.generators]
+        kept = {row: batch.generators.pop(row) for row in rows}
+        try:
+            return sample(self, *arguments, **named)
+        finally:
+            batch.generators.update(kept)
+
+    return sampled

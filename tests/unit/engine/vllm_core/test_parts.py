@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -102,6 +103,32 @@ def test_an_adapter_changes_nobody_elses_rows() -> None:
     output, weights = torch.zeros(3, 2), torch.tensor([1.0, 10.0]).reshape(2, 1, 1).expand(2, 2, 1)
     plugin.for_its_own(expand)(torch.ones(3, 1), weights, output, torch.tensor([0, -1, 1]), add_inputs=True)
     assert output.tolist() == [[1.0, 1.0], [0.0, 0.0], [10.0, 10.0]]
+
+
+class Runner:
+    """As much of vLLM's model runner as draws."""
+
+    def __init__(self, discarded: list[bool], generators: dict[int, str]) -> None:
+        self.discard_request_mask = SimpleNamespace(np=np.array([*discarded, True, True]))
+        self.input_batch = SimpleNamespace(num_reqs=len(discarded), generators=generators)
+        self.fails = False
+
+    def sample_tokens(self, grammar: str) -> dict[int, str]:
+        if self.fails:
+            raise RuntimeError(grammar)
+        return dict(self.input_batch.generators)
+
+
+def test_rows_whose_token_is_discarded_draw_nothing_from_their_generators() -> None:
+    # Rows beyond the step's own are those of earlier steps.
+    runner = Runner([True, False, True, False], {0: "a", 1: "b", 3: "d", 4: "e"})
+    sample = plugin.without_discarded(Runner.sample_tokens)
+    assert sample(runner, "g") == {1: "b", 3: "d", 4: "e"}
+    assert runner.input_batch.generators == {0: "a", 1: "b", 3: "d", 4: "e"}
+    runner.fails = True
+    with pytest.raises(RuntimeError, match="g"):
+        sample(runner, "g")
+    assert runner.input_batch.generators == {0: "a", 1: "b", 3: "d", 4: "e"}
 
 
 def test_tenants_take_turns_by_weight() -> None:
