@@ -21,7 +21,9 @@ BENCH ?= gateway_overhead
 IMAGE_TAG ?= $(or $(MILLRACE_TAG),0.1.0)
 # Arguments for pytest, for example: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
-# Processes that run tests. Many tests wait for others: three keep two cores busy.
+# Tests to run instead of all of a target: make test-unit TESTS=tests/unit/engine/kv, or names in a file: TESTS=@FILE
+TESTS ?=
+# Processes that run tests; 0 is none beside pytest's own. Many tests wait for others: three keep two cores busy.
 WORKERS ?= 3
 # Files are shared out in their order: those with few tests take longest, and would come last otherwise.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -95,10 +97,23 @@ release: dev ## Wheel, images, bills of materials and sums in build/release; REL
 # --- checking ---------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: dev redis lint proto-check ## Install what is missing, then lint, types, architecture and every test that needs no GPU
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --durations=10 $(PYTEST_ARGS)
+test: $(VENV)/bin/python ## Lint, types, architecture, unit and end-to-end tests; ARGS="lint unit" runs two stages
+	@$(BIN)/python -m tests.stages $(or $(ARGS),install lint unit e2e)
+
+.PHONY: test-unit
+test-unit: dev redis ## Tests that start no stack, without those of kernels for GPUs
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --ignore tests/kernels/triton --durations=10 \
+		$(PYTEST_ARGS) $(TESTS)
+
+.PHONY: test-e2e
+test-e2e: dev redis ## Tests of running stacks over the network
 	@# Two stacks at a time are what two cores carry.
-	$(BIN)/python -m pytest $(PARALLEL) -n 2 -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(if $(filter 0,$(WORKERS)),,-n 2) -m "e2e and not gpu and not vllm" \
+		--durations=10 $(PYTEST_ARGS) $(TESTS)
+
+.PHONY: test-vllm
+test-vllm: dev redis ## Kill engines that have vLLM's core, which `millrace engine install vllm` installs
+	$(BIN)/python -m pytest -n 0 -m vllm --durations=10 $(PYTEST_ARGS) $(or $(TESTS),tests/chaos)
 
 .PHONY: test-containers
 test-containers: dev ## Start docker-compose.yml and k8s/ with a real container engine, and use what runs
@@ -106,8 +121,8 @@ test-containers: dev ## Start docker-compose.yml and k8s/ with a real container 
 	trap 'tests/containers/prepare.sh stop' EXIT; MILLRACE_TAG=test tests/containers/prepare.sh && \
 	DOCKER_CONFIG=$(CURDIR)/build/containers/docker-config DOCKER_BUILDKIT=0 MILLRACE_TAG=test TEST_CONTAINERS=1 \
 		PATH=$$PATH:$(CURDIR)/build/containers/packages/kubectl/usr/bin \
-		$(BIN)/python -m pytest -n 0 -s tests/containers tests/deployment/test_kubernetes_rendering.py \
-		--durations=10 $(PYTEST_ARGS)
+		$(BIN)/python -m pytest -n 0 -s --durations=10 $(PYTEST_ARGS) \
+		$(or $(TESTS),tests/containers tests/deployment/test_kubernetes_rendering.py)
 
 # What starts processes of its own Python has none here.
 ARM_TESTS := tests/kernels/native/test_gemm.py tests/kernels/native/test_rows.py tests/kernels/native/test_sampling.py \
@@ -118,8 +133,8 @@ test-arm: dev ## Run the native kernels' tests as on ARM's processors, emulated 
 	tests/arm/prepare.sh
 	CXX=aarch64-linux-gnu-g++ NATIVE_KERNELS_CACHE=build/arm/native \
 		$(BIN)/python -m engine.kernels.native.build --machine aarch64
-	tests/arm/python -m pytest -q -p no:cacheprovider -k "not self_check and not its_check" $(ARM_TESTS) \
-		--durations=10 $(PYTEST_ARGS)
+	tests/arm/python -m pytest -q -p no:cacheprovider -k "not self_check and not its_check" \
+		--durations=10 $(PYTEST_ARGS) $(or $(TESTS),$(ARM_TESTS))
 
 .PHONY: test-fast
 test-fast: dev redis ## Unit tests, contracts and import rules, without what took long when it last ran
@@ -128,12 +143,12 @@ test-fast: dev redis ## Unit tests, contracts and import rules, without what too
 
 .PHONY: test-clients
 test-clients: dev ## Drive one stack by clients that nobody here wrote, and write docs/clients.md; ARGS=litellm runs one
-	$(BIN)/python -m tests.clients --write docs/clients.md --torch '$(PIP_ARGS) "$(TORCH)"' $(ARGS)
+	$(BIN)/python -m tests.clients --write docs/clients.md --torch '$(PIP_ARGS) "$(TORCH)"' $(ARGS) $(TESTS)
 
 .PHONY: test-rehearsal
-test-rehearsal: dev redis ## Run every phase of `make bench-gpu` over tiny shapes, as on a machine with a GPU
-	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest $(PARALLEL) tests/kernels/triton/test_gpu_rehearsal.py \
-		tests/e2e/test_gpu_lease.py --durations=10 $(PYTEST_ARGS)
+test-rehearsal: dev redis ## Kernels for GPUs under Triton's interpreter, and every phase of `make bench-gpu` over tiny shapes
+	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --durations=10 $(PYTEST_ARGS) \
+		$(or $(TESTS),tests/kernels/triton tests/e2e/test_gpu_lease.py)
 
 .PHONY: lint
 lint: dev ## Style, types and import rules

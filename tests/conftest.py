@@ -1,5 +1,6 @@
-"""What every test shares: marks by folder, an environment without settings of the developer's shell, and
-`--fast`, which leaves out what took long when it last ran, here or where slow.txt was written.
+"""What every test shares: marks by folder, an environment without settings of the developer's shell, a report
+for the stages of `.ci/run`, and `--fast`, which leaves out what took long when it last ran, here or where
+slow.txt was written.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.stages import report
 
 try:
     from hypothesis import HealthCheck, settings
@@ -44,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measures, but not in a fast run: there, the first test that is left pays for what several share."""
+    report.pytest_configure(config)
     cache = getattr(config, "cache", None)
     is_worker = hasattr(config, "workerinput")
     if cache is None or is_worker or config.getoption("--fast"):
@@ -74,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(folder in item.path.parents for folder in _E2E):
             item.add_marker(pytest.mark.e2e)
+        if "vllm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.vllm)
     _keep(config, items, _each(items, config.getoption("--every")))
     if config.getoption("--fast"):
         cache = getattr(config, "cache", None)

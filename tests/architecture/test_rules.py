@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -158,3 +159,33 @@ def test_every_package_has_a_design_page(package: str) -> None:
 def test_every_module_says_why_it_exists(source: Source) -> None:
     if source.text.strip():
         assert ast.get_docstring(source.tree), f"{source.name} has no docstring"
+
+
+# Tests whose subject is a time that passes: how long a peer hangs, or how often a probe asks.
+_TIME_IS_THE_SUBJECT = {
+    "tests/containers/test_pods.py test_pods_of_two_models_are_found_under_one_name",
+    "tests/e2e/test_books.py hang",
+    "tests/unit/gateway/limits/test_hangs.py test_a_loop_that_stands_still_is_not_the_stores_silence",
+}
+
+
+def _sleeps_outside_loops(node: ast.AST, function: str = "") -> Iterator[str]:
+    """Functions that sleep once, and so hope that something has happened by then."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.While):
+            continue
+        is_sleep = isinstance(child, ast.Call) and ast.unparse(child.func).endswith("sleep")
+        if is_sleep and [ast.unparse(each) for each in child.args] != ["0"]:
+            yield function
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from _sleeps_outside_loops(child, child.name if is_function else function)
+
+
+def test_no_test_waits_for_the_clock() -> None:
+    """It waits for a condition, in a loop that looks for it."""
+    found = {
+        f"{source.name} {function}"
+        for source in python_sources("tests")
+        for function in _sleeps_outside_loops(source.tree)
+    }
+    assert found == _TIME_IS_THE_SUBJECT

@@ -2,7 +2,8 @@
 
 `python -m tests.clients [NAME ...] [--environments FOLDER] [--out FOLDER] [--write PAGE] [--torch ARGUMENTS]`
 
-Exits with 1 when a feature neither works nor is refused by name. With names, only those clients run.
+Exits with 1 when a feature neither works nor is refused by name. With names, only those clients run;
+@FILE has one a line. A stage of `.ci/run` is told which clients failed, as pytest's runs tell which tests.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from services.supervisor.ports import free_ports
 from tests.clients.environments import Client, Environments, NotInstalled, read_pins
 from tests.clients.table import RESULTS, Result, page, read_results
 from tests.e2e.stack import LIMIT_S, Stack, eventually, limited_config, running_stack
+from tests.stages.report import PATH, tell
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Beside what schemathesis is given for each of its two modes.
@@ -176,7 +178,9 @@ def _report(results: Mapping[str, Sequence[Result]]) -> int:
 
 def main() -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, fromfile_prefix_chars="@"
+    )
     parser.add_argument("names", nargs="*", help="clients; all of them if none is named")
     parser.add_argument("--environments", type=Path, default=_ROOT / "build" / "clients")
     parser.add_argument("--out", type=Path, help="for logs and results; those of clients not named are kept")
@@ -195,6 +199,9 @@ def main() -> int:
     environments = Environments(arguments.environments.resolve(), pins, shlex.split(arguments.torch))
     matrix = Matrix(clients, environments, out)
     matrix.run()
+    failed = [name for name, told in matrix.results.items() if any(each.outcome == "failed" for each in told)]
+    if PATH:
+        tell(Path(PATH), int(bool(failed)), failed, len(matrix.results) - len(failed))
     # Of the others, what they told in this folder before.
     results = {each.name: read_results(out / each.folder_name) for each in pins.clients} | matrix.results
     tables = page(results, pins.clients)

@@ -243,7 +243,7 @@ async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(
     monkeypatch.undo()
     # Long work does not raise it either.
     running = asyncio.ensure_future(pool.run(slow(10), tenant="debtor"))
-    await asyncio.sleep(0.1)
+    await asked(pool, "debtor")
     assert os.sched_getscheduler(slowest.pid) == os.SCHED_IDLE
     assert (await running).refused is not None
     # Others neither wait for it nor get it.

@@ -48,18 +48,18 @@ def test_many_branches_leave_an_equal_tenant_half_of_the_places(
     sampling: dict[str, int], neighbour: dict[str, int], overlap: bool
 ) -> None:
     driver = driver_for(overlap=overlap)
-    wide = driver.submit(PROMPT, max_tokens=380, tenant="wide", **sampling)
+    wide = driver.submit(PROMPT, max_tokens=140, tenant="wide", **sampling)
     steps(driver, 20)
     assert held(driver) == {"wide": PLACES}
-    first = driver.submit([4, *PROMPT], max_tokens=380, tenant="equal", **neighbour)
+    first = driver.submit([4, *PROMPT], max_tokens=140, tenant="equal", **neighbour)
     others = [
-        driver.submit([each, *PROMPT], max_tokens=380, tenant="equal")
+        driver.submit([each, *PROMPT], max_tokens=140, tenant="equal")
         for each in range(0 if neighbour else PLACES)
     ]
     before = {tenant: computed(driver, tenant) for tenant in ("wide", "equal")}
     steps(driver, 3 if overlap else 2)
     assert driver.tokens(first), "it does not wait for an answer to end"
-    steps(driver, 300)
+    steps(driver, 80)
     assert held(driver) == {"wide": PLACES // 2, "equal": PLACES // 2}
     got = {tenant: computed(driver, tenant) - count for tenant, count in before.items()}
     assert got["equal"] == pytest.approx(got["wide"], rel=0.1)

@@ -18,7 +18,16 @@ from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.resilient import Policy, ResilientLimitStore
-from gateway.limits.store import Demand, Granted, MeterChange, MeterDemand, Settlement, WindowDemand
+from gateway.limits.store import (
+    Demand,
+    Granted,
+    MeterChange,
+    MeterDemand,
+    Refused,
+    Settlement,
+    StoreLostError,
+    WindowDemand,
+)
 from gateway.settings import load_settings
 from gateway.types.identity import Identity
 from tests.redis_server import RedisServer
@@ -35,12 +44,31 @@ IDENTITY = Identity(request_id="r", tenant="t", key_id="k", tier="standard")
 NUM_STREAMS = 20
 
 
+class CountedStore(RedisLimitStore):
+    """Says what was asked of it, answered or not."""
+
+    num_charges = 0
+    num_lost_pings = 0
+
+    async def acquire(self, demand: Demand) -> Granted | Refused:
+        self.num_charges += 1
+        return await super().acquire(demand)
+
+    async def ping(self) -> None:
+        try:
+            await super().ping()
+        except StoreLostError:
+            self.num_lost_pings += 1
+            raise
+
+
 class Rig:
     """Streams of one tenant over a Redis that the test stops."""
 
     def __init__(self, server: RedisServer, policy: Policy) -> None:
+        self.redis = CountedStore(server.url, lease_ttl_s=600, timeout_s=0.1)
         self.store = ResilientLimitStore(
-            RedisLimitStore(server.url, lease_ttl_s=600, timeout_s=0.1),
+            self.redis,
             MemoryLimitStore(lease_ttl_s=600),
             policy=policy,
             num_gateways=1,
@@ -120,8 +148,8 @@ async def test_a_long_hang_under_load_leaves_what_was_used(own_redis: RedisServe
         own_redis.hang()
         during = [asyncio.create_task(rig.stream(number, now)) for number in range(NUM_STREAMS)]
         left = [asyncio.create_task(rig.stream(0, now)) for _ in range(3)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
+        num_asked = 2 * NUM_STREAMS + len(left)
+        await until(lambda: rig.redis.num_charges == num_asked)
         for each in left:
             each.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -132,8 +160,8 @@ async def test_a_long_hang_under_load_leaves_what_was_used(own_redis: RedisServe
             assert outcomes == [None] * NUM_STREAMS
         later.set()
         await asyncio.gather(*before)
-        # Some pings are lost as well.
-        await asyncio.sleep(0.5)
+        num_lost = rig.redis.num_lost_pings
+        await until(lambda: rig.redis.num_lost_pings >= num_lost + 2)
         own_redis.wake()
         await rig.settled()
         await rig.stream(7, now)
@@ -148,7 +176,7 @@ async def test_who_leaves_while_being_charged_is_not_charged(own_redis: RedisSer
         await rig.stream(5, settled)
         own_redis.hang()
         leaving = asyncio.create_task(rig.stream(5, settled))
-        await asyncio.sleep(0.01)
+        await until(lambda: rig.redis.num_charges == 2)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         own_redis.wake()

@@ -168,7 +168,9 @@ async def test_models_come_and_go_while_a_stream_of_another_goes_on(tmp_path: Pa
         models.use(models.Source(None, {}))
 
 
-async def test_another_revision_takes_over_when_an_engine_serves_it(tmp_path: Path) -> None:
+async def test_another_revision_takes_over_when_an_engine_serves_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "models.json"
     old, new = engine("a", revision="1"), engine("a", revision="2")
     new.reply = says("I am new")
@@ -179,7 +181,8 @@ async def test_another_revision_takes_over_when_an_engine_serves_it(tmp_path: Pa
         async with deployed(old, tables={"served": served}) as stack:
             # The same revision of another checkpoint is not believed.
             file.write_text('{"models": {"a": {"path": "y", "revision": "1"}}}')
-            await asyncio.sleep(1.2)
+            while "what is served stays as it was" not in caplog.text:
+                await asyncio.sleep(0.05)
             file.write_text('{"models": {"a": {"path": "y", "revision": "2"}}}')
             while not catalog(stack)._pending:
                 await asyncio.sleep(0.05)

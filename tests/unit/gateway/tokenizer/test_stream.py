@@ -19,6 +19,7 @@ from gateway.tokenizer.room import Room
 from gateway.tokenizer.stream import PrepareStream, PrepareStreams
 from services.channels import MAX_MESSAGE_BYTES
 from services.server import GrpcServer
+from services.stream_client import run_stream
 
 
 class Service(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -218,15 +219,27 @@ async def prepare_text(client: TokenizerClient, text: str, timeout_s: float = 20
     return prepared.token_ids
 
 
-async def test_a_service_that_is_gone_is_waited_for() -> None:
+async def test_a_service_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = asyncio.Event()
+
+    async def run(*arguments: Any, **options: Any) -> None:
+        try:
+            await run_stream(*arguments, **options)
+        except MillraceError:
+            broken.set()
+            raise
+
+    monkeypatch.setattr("gateway.tokenizer.stream.run_stream", run)
     server = await served(Service())
     address = f"127.0.0.1:{server.port}"
     client = TokenizerClient(address)
     assert await prepare_text(client, "one") == (3,)
     await server.stop(0)
+    await broken.wait()
+    broken.clear()
     waiting = [asyncio.create_task(prepare_text(client, "x" * size)) for size in range(5)]
     # They have found out that nobody is there.
-    await asyncio.sleep(0.3)
+    await broken.wait()
     assert not any(each.done() for each in waiting)
     server = await served(Service(), address)
     assert await asyncio.gather(*waiting) == [(size,) for size in range(5)]

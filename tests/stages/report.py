@@ -1,0 +1,53 @@
+"""A plugin of pytest that tells a stage how a run of tests ended, through the file that STAGE_REPORT names.
+
+One line of JSON for each run: pytest's exit status, the tests that failed, and how many passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+# Taken out of the environment at once: neither workers nor tests that start pytest report for this run.
+PATH = os.environ.pop("STAGE_REPORT", "")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Reports from the process that hears of all tests."""
+    if PATH and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(StageReport(Path(PATH)))
+
+
+def tell(path: Path, status: int, failed: list[str], num_passed: int) -> None:
+    """Appends the line of one run."""
+    line = json.dumps({"status": status, "failed": failed, "num_passed": num_passed})
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
+class StageReport:
+    """Collects what pytest says of its tests."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failed: dict[str, None] = {}
+        self._passed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test fails in its call, or in what it needs before or leaves after."""
+        if report.failed:
+            self._failed[report.nodeid] = None
+        elif report.passed and report.when == "call":
+            self._passed.add(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be collected counts by its own name."""
+        if report.failed:
+            self._failed[report.nodeid] = None
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """The run is over."""
+        tell(self._path, int(exitstatus), list(self._failed), len(self._passed - self._failed.keys()))

@@ -1,0 +1,177 @@
+"""Runs one stage, and once more, each alone, the tests that failed in it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.stages.table import ROOT, Stage
+
+# More tests than this do not fail by accident: they are not run again.
+MAX_AGAIN = 10
+# What ends a stage that outlives its limit has so long to clean up.
+_GRACE_S = 30.0
+# So often a signal is looked for.
+_LOOK_S = 0.5
+
+
+class Interruption:
+    """A signal that ends the whole run. It is looked at between waits, so that no process is lost."""
+
+    number = 0
+
+    def arrive(self, number: int, frame: object) -> None:
+        """The handler of the signal."""
+        self.number = number
+
+
+interruption = Interruption()
+
+
+class Outcome(enum.Enum):
+    """What became of a stage; the value is the word in the closing table."""
+
+    GREEN = "green"
+    UNSTEADY = "unsteady"
+    RED = "red"
+    LEFT_OUT = "left out"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the closing table."""
+
+    stage: str
+    outcome: Outcome
+    seconds: float
+    note: str = ""
+    # Names of tests that failed at first and passed alone.
+    unsteady: tuple[str, ...] = ()
+    # Names of tests that failed twice, or were not run again.
+    failed: tuple[str, ...] = ()
+    is_foundation: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run of tests told of itself through the file STAGE_REPORT; see `tests.stages.report`."""
+
+    failed: tuple[str, ...]
+    num_passed: int
+    # All failures are those of tests: none of collection, none of pytest.
+    is_whole: bool
+
+
+def run_stage(stage: Stage, *, runs_all: bool) -> Result:
+    """Its outcome; a stage that is left out says why. Prints what its commands print."""
+    began_s = time.monotonic()
+    if not runs_all and stage.is_unchanged():
+        note = f"its files are those of {stage.mark.relative_to(ROOT)}"
+        return Result(stage.name, Outcome.LEFT_OUT, 0.0, note)
+    print(f"\n=== {stage.name}: {stage.command}", flush=True)
+    if stage.needs and (missing := _missing(stage.needs)):
+        return Result(stage.name, Outcome.LEFT_OUT, time.monotonic() - began_s, missing)
+    digest = stage.digest()
+    try:
+        result = _judge(stage)
+    finally:
+        if stage.after:
+            subprocess.run(["bash", "-c", stage.after], cwd=ROOT, stdin=subprocess.DEVNULL, check=False)
+    if result.outcome is Outcome.GREEN and stage.depends_on:
+        stage.mark.parent.mkdir(parents=True, exist_ok=True)
+        stage.mark.write_text(f"{digest}\n")
+    return replace(result, seconds=time.monotonic() - began_s, is_foundation=stage.is_foundation)
+
+
+def _missing(needs: str) -> str:
+    """The last line of what this machine says that it lacks; empty where it lacks nothing."""
+    done = subprocess.run(
+        ["bash", "-c", needs], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    said = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
+    return f"not to be had here: {said[-1]}" if done.returncode else ""
+
+
+def _judge(stage: Stage) -> Result:
+    status, report = _command(stage, {})
+    if status == 0:
+        return Result(stage.name, Outcome.GREEN, 0.0)
+    if interruption.number:
+        return Result(stage.name, Outcome.RED, 0.0, f"ended by signal {interruption.number}")
+    if status is None:
+        return Result(stage.name, Outcome.RED, 0.0, f"not at its end after {stage.limit_minutes:g} minutes")
+    if report is None or not report.is_whole or not report.failed:
+        return Result(stage.name, Outcome.RED, 0.0, f"status {status}")
+    if len(report.failed) > MAX_AGAIN:
+        note = f"{len(report.failed)} tests failed; more than {MAX_AGAIN} are not run again"
+        return Result(stage.name, Outcome.RED, 0.0, note, failed=report.failed[:MAX_AGAIN])
+    red = tuple(name for name in report.failed if not _passes_alone(stage, name))
+    unsteady = tuple(name for name in report.failed if name not in red)
+    return Result(stage.name, Outcome.RED if red else Outcome.UNSTEADY, 0.0, "", unsteady, red)
+
+
+def _passes_alone(stage: Stage, name: str) -> bool:
+    """Whether the test passes when nothing runs beside it. One that is skipped now has not passed."""
+    print(f"\n=== {stage.name}, once more and alone: {name}", flush=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(f"{name}\n")
+        file.flush()
+        # Names of cases have characters that shells and make read in their own ways.
+        status, report = _command(stage, {"TESTS": f"@{file.name}", "WORKERS": "0"})
+    return status == 0 and report is not None and report.num_passed > 0
+
+
+def _command(stage: Stage, variables: Mapping[str, str]) -> tuple[int | None, Report | None]:
+    """Exit status, None if the command outlived its limit; and the report, None if no tests reported.
+
+    A process that is left of it ends with it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report"
+        process = subprocess.Popen(
+            ["bash", "-c", stage.command],
+            cwd=ROOT,
+            env={**os.environ, **variables, "STAGE_REPORT": str(path)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        status = _wait(process, time.monotonic() + 60 * stage.limit_minutes)
+        if status is None:
+            _signal(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+        _signal(process, signal.SIGKILL)
+        process.wait()
+        return status, _read(path)
+
+
+def _wait(process: subprocess.Popen[bytes], end_s: float) -> int | None:
+    while not interruption.number and time.monotonic() < end_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(_LOOK_S, max(0.0, end_s - time.monotonic())))
+    return None
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _read(path: Path) -> Report | None:
+    if not path.exists():
+        return None
+    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return Report(
+        failed=tuple(dict.fromkeys(name for each in runs for name in each["failed"])),
+        num_passed=sum(each["num_passed"] for each in runs),
+        is_whole=all(each["status"] in (0, 1) for each in runs),
+    )

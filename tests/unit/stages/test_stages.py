@@ -1,0 +1,219 @@
+"""Stages of `.ci/run`: what is red, what is unsteady, what is left out, and what the closing table says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.stages import closing, run, table
+from tests.stages.run import Outcome, Result, run_stage
+from tests.stages.table import ROOT, Stage, read_table
+
+# Names of the cases are what a shell and make read in their own ways.
+TESTS = """
+import pathlib
+import pytest
+
+@pytest.mark.parametrize("case", ["a b", "$HOME 'quoted'", "[x]"])
+def test_{name}(case):
+    flag = pathlib.Path(__file__).with_name(f"{{hash(case)}}")
+    was_there = flag.exists()
+    flag.touch()
+    assert {condition}
+"""
+
+
+@pytest.fixture(autouse=True)
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of digests for this test alone, and hashes of texts that every process has in common."""
+    monkeypatch.setattr(table, "GREEN", ROOT / "build" / tmp_path.name / "green")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    return table.GREEN
+
+
+def stage_of(folder: Path, condition: str, **row: object) -> Stage:
+    """A stage whose tests fail unless `condition` holds; it may look at `was_there` and `case`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "test_it.py").write_text(TESTS.format(name="it", condition=condition))
+    # Names of tests are relative to the folder; few plugins load fast.
+    python = f"cd {folder} && PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH={ROOT} {sys.executable} -m pytest"
+    command = f"{python} -q -p tests.stages.report -p no:cacheprovider -c /dev/null --rootdir . ${{TESTS:-.}}"
+    return Stage(name="it", command=command, **{"limit_minutes": 1.0, **row})  # type: ignore[arg-type]
+
+
+def outcome_of(stage: Stage) -> Result:
+    return run_stage(stage, runs_all=True)
+
+
+def test_what_passes_is_green_and_its_digest_is_kept(tmp_path: Path, marks: Path) -> None:
+    stage = stage_of(tmp_path / "tests", "True", depends_on=("tests/stages/*.py",))
+    assert outcome_of(stage).outcome is Outcome.GREEN
+    assert (marks / "it").read_text() == f"{stage.digest()}\n"
+    left_out = run_stage(stage, runs_all=False)
+    assert left_out.outcome is Outcome.LEFT_OUT
+    assert "green/it" in left_out.note
+    assert outcome_of(stage).outcome is Outcome.GREEN
+
+
+def test_what_passes_alone_is_unsteady_by_name_and_keeps_no_digest(tmp_path: Path, marks: Path) -> None:
+    stage = stage_of(tmp_path / "tests", "was_there", depends_on=("tests/stages/*.py",))
+    result = outcome_of(stage)
+    assert result.outcome is Outcome.UNSTEADY
+    assert [name.partition("[")[2] for name in result.unsteady] == ["a b]", "$HOME 'quoted']", "[x]]"]
+    assert not (marks / "it").exists()
+
+
+def test_what_fails_twice_is_red_beside_what_is_unsteady(tmp_path: Path) -> None:
+    result = outcome_of(stage_of(tmp_path / "tests", "was_there and case != 'a b'"))
+    assert result.outcome is Outcome.RED
+    assert [name.partition("[")[2] for name in result.failed] == ["a b]"]
+    assert len(result.unsteady) == 2
+
+
+def test_what_is_skipped_at_the_second_time_has_not_passed(tmp_path: Path) -> None:
+    result = outcome_of(stage_of(tmp_path / "tests", "was_there and pytest.skip('not now')"))
+    assert (result.outcome, len(result.failed)) == (Outcome.RED, 3)
+
+
+def test_many_failures_are_no_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MAX_AGAIN", 2)
+    result = outcome_of(stage_of(tmp_path / "tests", "was_there"))
+    assert result.outcome is Outcome.RED
+    assert result.note == "3 tests failed; more than 2 are not run again"
+
+
+@pytest.mark.parametrize(
+    ("command", "note"),
+    [
+        ("exit 3", "status 3"),
+        # No tests were told of.
+        ("kill -9 $$", "status -9"),
+        # Pytest itself has ended in another way than by failures.
+        (
+            'echo \'{"status": 3, "failed": ["a"], "num_passed": 1}\' >"$STAGE_REPORT"; exit 1',
+            "status 1",
+        ),
+    ],
+)
+def test_what_says_nothing_of_its_tests_is_red_at_once(command: str, note: str) -> None:
+    result = outcome_of(Stage(name="it", command=command, limit_minutes=1.0))
+    assert (result.outcome, result.note) == (Outcome.RED, note)
+
+
+def test_a_stage_that_outlives_its_limit_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    command = f"sleep 600 & echo $! >{pid}; wait"
+    result = outcome_of(Stage(name="it", command=command, limit_minutes=1 / 120))
+    assert (result.outcome, result.note) == (Outcome.RED, "not at its end after 0.00833333 minutes")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(pid.read_text())).wait(timeout=30)
+
+
+def test_what_the_machine_lacks_is_left_out_with_its_reason_and_what_comes_after_is_done(
+    tmp_path: Path,
+) -> None:
+    lacking = Stage(
+        name="it", command="exit 1", limit_minutes=1.0, needs="echo one; echo 'no engine' >&2; exit 1"
+    )
+    result = outcome_of(lacking)
+    assert (result.outcome, result.note) == (Outcome.LEFT_OUT, "not to be had here: no engine")
+    after = tmp_path / "after"
+    assert outcome_of(Stage(name="it", command="exit 1", limit_minutes=1.0, after=f"touch {after}")).note
+    assert after.exists()
+
+
+def repository(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    return folder
+
+
+def test_a_digest_knows_content_names_modes_and_the_row(tmp_path: Path) -> None:
+    root = repository(tmp_path, {"a/x.py": "1", "a/b/y.py": "2", "a/b/z.md": "3", ".gitignore": "*.log\n"})
+    stage = Stage(name="it", command="true", limit_minutes=1.0, depends_on=("a/**", "!**/*.md"))
+    assert table.files(stage.depends_on, root) == ["a/b/y.py", "a/x.py"]
+    assert table.files(("a/*",), root) == ["a/x.py"]
+    digests = [stage.digest(root)]
+
+    def changed(change: object = None) -> None:
+        digests.append(stage.digest(root))
+
+    changed((root / "a/x.py").write_text("4"))
+    changed((root / "a/x.py").rename(root / "a/w.py"))
+    changed((root / "a/w.py").chmod(0o755))
+    changed((root / "a/b/y.py").unlink())
+    assert len(set(digests)) == 5
+    (root / "a/b/z.md").write_text("5")
+    (root / "a/run.log").write_text("6")
+    assert stage.digest(root) == digests[-1]
+    row = Stage(name="it", command="false", limit_minutes=1.0, depends_on=stage.depends_on)
+    assert row.digest(root) != digests[-1]
+
+
+def test_the_closing_table_names_all_and_the_file_has_what_is_unsteady(tmp_path: Path) -> None:
+    results = [
+        Result("unit", Outcome.UNSTEADY, 61.4, unsteady=("tests/a.py::test_b",)),
+        Result("e2e", Outcome.RED, 5, failed=("tests/c.py::test_d",)),
+        Result("arm", Outcome.LEFT_OUT, 0, "its files are those of .ci/green/arm"),
+    ]
+    text = closing.write(results, ["unit", "e2e", "arm", "vllm"], 70, tmp_path)
+    assert text.splitlines()[1:] == [
+        "stages:",
+        "  unit  unsteady  1:01",
+        "      unsteady: tests/a.py::test_b",
+        "  e2e   red       0:05",
+        "      failed: tests/c.py::test_d",
+        "  arm   left out  0:00  its files are those of .ci/green/arm",
+        "  vllm  not run",
+        "  all   red       1:10",
+    ]
+    assert (tmp_path / "build/unsteady.txt").read_text() == "unit tests/a.py::test_b\n"
+
+
+def test_who_is_ended_tells_how_far_it_came(tmp_path: Path) -> None:
+    """As by a limit of whoever runs `.ci/run`: the table is the last thing that is printed then, too."""
+    rows = tmp_path / "table.toml"
+    rows.write_text(
+        '[first]\ncommand = "true"\nlimit_minutes = 1\n'
+        '[second]\ncommand = "kill -TERM $PPID; sleep 60"\nlimit_minutes = 1\n'
+        '[third]\ncommand = "true"\nlimit_minutes = 1\n'
+    )
+    program = f"""
+import pathlib, sys
+from tests.stages import __main__ as stages, table
+stages.read_table = lambda: table.read_table(pathlib.Path({str(rows)!r}))
+stages.ROOT = pathlib.Path({str(tmp_path)!r})
+sys.exit(stages.main([]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 128 + 15, done.stderr
+    words = [line.split()[:2] for line in done.stdout.splitlines()[-4:]]
+    assert words == [["first", "green"], ["second", "red"], ["third", "not"], ["all", "red"]]
+
+
+@pytest.mark.parametrize("stage", read_table(), ids=lambda stage: stage.name)
+def test_every_glob_of_the_table_matches_a_file(stage: Stage) -> None:
+    assert [glob for glob in stage.depends_on if not table.files((glob.removeprefix("!"),))] == []
+
+
+def test_a_row_with_a_key_too_much_is_named(tmp_path: Path) -> None:
+    (tmp_path / "table.toml").write_text('[it]\ncommand = "true"\nlimit = 1\n')
+    with pytest.raises(ValueError, match=r"\[it\] has limit; known are"):
+        read_table(tmp_path / "table.toml")
