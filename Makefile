@@ -145,6 +145,10 @@ test-fast: dev redis ## Unit tests, contracts and import rules, without what too
 test-clients: dev ## Drive one stack by clients that nobody here wrote, and write docs/clients.md; ARGS=litellm runs one
 	$(BIN)/python -m tests.clients --write docs/clients.md --torch '$(PIP_ARGS) "$(TORCH)"' $(ARGS) $(TESTS)
 
+.PHONY: client-environments
+client-environments: dev ## Install the clients of test-clients, each into an environment of its own
+	$(BIN)/python -m tests.clients --only-environments --torch '$(PIP_ARGS) "$(TORCH)"'
+
 .PHONY: test-rehearsal
 test-rehearsal: dev redis ## Kernels for GPUs under Triton's interpreter, and every phase of `make bench-gpu` over tiny shapes
 	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --durations=10 $(PYTEST_ARGS) \

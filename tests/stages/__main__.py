@@ -1,7 +1,7 @@
 """`python3 -m tests.stages [STAGE ...]`: runs the stages of table.toml, or those that are named.
 
-Exits with 1 when a stage is red, or is left out for a reason that it does not allow. `CI_ALL=1` also runs the
-stages whose files are as they were when they last passed.
+Exits with 1 when a stage is red. `CI_ALL=1` also runs the stages whose files are as they were when they last
+passed; so does naming them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
+from tests.stages import commands
 from tests.stages.closing import write
-from tests.stages.run import ROOT, Outcome, Result, interruption, run_stage
+from tests.stages.commands import interruption
+from tests.stages.prepare import Preparation
+from tests.stages.run import ROOT, Outcome, Result, is_left_out, run_stage
 from tests.stages.table import Stage, read_table
 
 
-def main(names: list[str]) -> int:
+def main(names: Sequence[str]) -> int:
     """See the module."""
     stages = read_table()
     unknown = set(names) - {stage.name for stage in stages}
@@ -26,24 +30,35 @@ def main(names: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption.arrive)
     began_s = time.monotonic()
-    results: list[Result] = []
     asked = [stage for stage in stages if stage.name in names or not names]
-    # A stage that is asked for by its name runs in any case.
-    runs_all = bool(names) or os.environ.get("CI_ALL") == "1"
-    for stage in asked:
-        if not interruption.number:
-            results.append(_result(stage, results, runs_all=runs_all))
+    results = _run(asked, runs_all=bool(names) or os.environ.get("CI_ALL") == "1")
     print(write(results, [stage.name for stage in asked], time.monotonic() - began_s, ROOT), flush=True)
     if interruption.number:
         return 128 + interruption.number
     return 1 if any(result.outcome is Outcome.RED for result in results) else 0
 
 
-def _result(stage: Stage, before: list[Result], *, runs_all: bool) -> Result:
-    broken = [each.stage for each in before if each.is_foundation and each.outcome is Outcome.RED]
-    if broken:
-        return Result(stage.name, Outcome.RED, 0.0, f"not run: {broken[0]} is red")
-    return run_stage(stage, runs_all=runs_all)
+def _run(asked: Sequence[Stage], *, runs_all: bool) -> list[Result]:
+    """What came of the stages; those that are missing were not reached before a signal."""
+    wanted = [stage for stage in asked if not is_left_out(stage, runs_all=runs_all)]
+    preparation = Preparation(wanted)
+    results: list[Result] = []
+    for stage in asked:
+        if interruption.number:
+            break
+        broken = [each.stage for each in results if each.is_foundation and each.outcome is Outcome.RED]
+        if broken:
+            results.append(Result(stage.name, Outcome.RED, 0.0, f"not run: {broken[0]} is red"))
+            continue
+        results.append(run_stage(stage, preparation, runs_all=runs_all))
+        if results[-1].outcome is not Outcome.RED:
+            # What prepares needs the foundations.
+            preparation.start()
+    preparation.end()
+    for stage in wanted:
+        if stage.after:
+            commands.start(stage.after, ROOT).wait()
+    return results
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import json
-import os
-import signal
 import subprocess
 import tempfile
 import time
@@ -14,27 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.stages import commands
+from tests.stages.commands import interruption
+from tests.stages.prepare import Preparation
 from tests.stages.table import ROOT, Stage
 
 # More tests than this do not fail by accident: they are not run again.
 MAX_AGAIN = 10
-# What ends a stage that outlives its limit has so long to clean up.
-_GRACE_S = 30.0
-# So often a signal is looked for.
-_LOOK_S = 0.5
-
-
-class Interruption:
-    """A signal that ends the whole run. It is looked at between waits, so that no process is lost."""
-
-    number = 0
-
-    def arrive(self, number: int, frame: object) -> None:
-        """The handler of the signal."""
-        self.number = number
-
-
-interruption = Interruption()
 
 
 class Outcome(enum.Enum):
@@ -71,25 +54,30 @@ class Report:
     is_whole: bool
 
 
-def run_stage(stage: Stage, *, runs_all: bool) -> Result:
+def run_stage(stage: Stage, preparation: Preparation, *, runs_all: bool) -> Result:
     """Its outcome; a stage that is left out says why. Prints what its commands print."""
     began_s = time.monotonic()
-    if not runs_all and stage.is_unchanged():
+    if is_left_out(stage, runs_all=runs_all):
         note = f"its files are those of {stage.mark.relative_to(ROOT)}"
         return Result(stage.name, Outcome.LEFT_OUT, 0.0, note)
     print(f"\n=== {stage.name}: {stage.command}", flush=True)
+    end_s = began_s + 60 * stage.limit_minutes
+    while not preparation.is_done(stage.name, commands.LOOK_S):
+        if interruption.number or time.monotonic() > end_s:
+            preparation.end()
     if stage.needs and (missing := _missing(stage.needs)):
         return Result(stage.name, Outcome.LEFT_OUT, time.monotonic() - began_s, missing)
     digest = stage.digest()
-    try:
-        result = _judge(stage)
-    finally:
-        if stage.after:
-            subprocess.run(["bash", "-c", stage.after], cwd=ROOT, stdin=subprocess.DEVNULL, check=False)
+    result = _judge(stage)
     if result.outcome is Outcome.GREEN and stage.depends_on:
         stage.mark.parent.mkdir(parents=True, exist_ok=True)
         stage.mark.write_text(f"{digest}\n")
     return replace(result, seconds=time.monotonic() - began_s, is_foundation=stage.is_foundation)
+
+
+def is_left_out(stage: Stage, *, runs_all: bool) -> bool:
+    """Whether its files are those that it last passed with, and nobody asks for it all the same."""
+    return not runs_all and stage.is_unchanged()
 
 
 def _missing(needs: str) -> str:
@@ -131,39 +119,11 @@ def _passes_alone(stage: Stage, name: str) -> bool:
 
 
 def _command(stage: Stage, variables: Mapping[str, str]) -> tuple[int | None, Report | None]:
-    """Exit status, None if the command outlived its limit; and the report, None if no tests reported.
-
-    A process that is left of it ends with it.
-    """
+    """Exit status, None if the command was ended; and the report, None if no tests reported."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report"
-        process = subprocess.Popen(
-            ["bash", "-c", stage.command],
-            cwd=ROOT,
-            env={**os.environ, **variables, "STAGE_REPORT": str(path)},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        status = _wait(process, time.monotonic() + 60 * stage.limit_minutes)
-        if status is None:
-            _signal(process, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
-        _signal(process, signal.SIGKILL)
-        process.wait()
-        return status, _read(path)
-
-
-def _wait(process: subprocess.Popen[bytes], end_s: float) -> int | None:
-    while not interruption.number and time.monotonic() < end_s:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(min(_LOOK_S, max(0.0, end_s - time.monotonic())))
-    return None
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+        process = commands.start(stage.command, ROOT, {**variables, "STAGE_REPORT": str(path)})
+        return commands.wait(process, 60 * stage.limit_minutes), _read(path)
 
 
 def _read(path: Path) -> Report | None:

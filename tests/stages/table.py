@@ -21,6 +21,7 @@ class Stage:
     command: str
     limit_minutes: float
     needs: str = ""
+    prepare: str = ""
     after: str = ""
     is_foundation: bool = False
     depends_on: tuple[str, ...] = ()

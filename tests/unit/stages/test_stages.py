@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests.stages import closing, run, table
+from tests.stages.prepare import Preparation
 from tests.stages.run import Outcome, Result, run_stage
 from tests.stages.table import ROOT, Stage, read_table
 
@@ -49,14 +49,14 @@ def stage_of(folder: Path, condition: str, **row: object) -> Stage:
 
 
 def outcome_of(stage: Stage) -> Result:
-    return run_stage(stage, runs_all=True)
+    return run_stage(stage, Preparation([]), runs_all=True)
 
 
 def test_what_passes_is_green_and_its_digest_is_kept(tmp_path: Path, marks: Path) -> None:
     stage = stage_of(tmp_path / "tests", "True", depends_on=("tests/stages/*.py",))
     assert outcome_of(stage).outcome is Outcome.GREEN
     assert (marks / "it").read_text() == f"{stage.digest()}\n"
-    left_out = run_stage(stage, runs_all=False)
+    left_out = run_stage(stage, Preparation([]), runs_all=False)
     assert left_out.outcome is Outcome.LEFT_OUT
     assert "green/it" in left_out.note
     assert outcome_of(stage).outcome is Outcome.GREEN
@@ -116,17 +116,10 @@ def test_a_stage_that_outlives_its_limit_ends_with_all_that_it_started(tmp_path:
         psutil.Process(int(pid.read_text())).wait(timeout=30)
 
 
-def test_what_the_machine_lacks_is_left_out_with_its_reason_and_what_comes_after_is_done(
-    tmp_path: Path,
-) -> None:
-    lacking = Stage(
-        name="it", command="exit 1", limit_minutes=1.0, needs="echo one; echo 'no engine' >&2; exit 1"
-    )
-    result = outcome_of(lacking)
+def test_what_the_machine_lacks_is_left_out_with_its_reason() -> None:
+    needs = "echo one; echo 'no engine' >&2; exit 1"
+    result = outcome_of(Stage(name="it", command="exit 1", limit_minutes=1.0, needs=needs))
     assert (result.outcome, result.note) == (Outcome.LEFT_OUT, "not to be had here: no engine")
-    after = tmp_path / "after"
-    assert outcome_of(Stage(name="it", command="exit 1", limit_minutes=1.0, after=f"touch {after}")).note
-    assert after.exists()
 
 
 def repository(folder: Path, files: Mapping[str, str]) -> Path:
@@ -179,33 +172,84 @@ def test_the_closing_table_names_all_and_the_file_has_what_is_unsteady(tmp_path:
     assert (tmp_path / "build/unsteady.txt").read_text() == "unit tests/a.py::test_b\n"
 
 
-def test_who_is_ended_tells_how_far_it_came(tmp_path: Path) -> None:
-    """As by a limit of whoever runs `.ci/run`: the table is the last thing that is printed then, too."""
-    rows = tmp_path / "table.toml"
-    rows.write_text(
-        '[first]\ncommand = "true"\nlimit_minutes = 1\n'
-        '[second]\ncommand = "kill -TERM $PPID; sleep 60"\nlimit_minutes = 1\n'
-        '[third]\ncommand = "true"\nlimit_minutes = 1\n'
-    )
+def run_table(folder: Path, rows: str, *names: str) -> subprocess.CompletedProcess[str]:
+    """What a process prints that runs a table of this test's own."""
+    (folder / "table.toml").write_text(rows)
     program = f"""
-import pathlib, sys
+import functools, pathlib, sys
 from tests.stages import __main__ as stages, table
-stages.read_table = lambda: table.read_table(pathlib.Path({str(rows)!r}))
-stages.ROOT = pathlib.Path({str(tmp_path)!r})
-sys.exit(stages.main([]))
+folder = pathlib.Path({str(folder)!r})
+stages.read_table = lambda: table.read_table(folder / "table.toml")
+stages.ROOT = folder
+stages.Preparation = functools.partial(stages.Preparation, root=folder)
+sys.exit(stages.main(sys.argv[1:]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
+    return subprocess.run(
+        [sys.executable, "-c", program, *names],
         cwd=ROOT,
-        env=os.environ,
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
+    )
+
+
+def words_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Stage and outcome of each line of the closing table."""
+    lines = done.stdout.partition("\nstages:\n")[2].splitlines()
+    return [" ".join(line.split()[:2]) for line in lines]
+
+
+def test_who_is_ended_tells_how_far_it_came_and_leaves_nothing(tmp_path: Path) -> None:
+    """As by a limit of whoever runs `.ci/run`: the table is the last thing that is printed then, too."""
+    done = run_table(
+        tmp_path,
+        f"""
+[first]
+command = "true"
+limit_minutes = 1
+[second]
+command = "until test -s {tmp_path}/pid; do sleep 0.05; done; kill -TERM $PPID; sleep 600"
+limit_minutes = 1
+[third]
+command = "true"
+prepare = "sleep 600 & echo $! >{tmp_path}/pid; wait"
+after = "touch {tmp_path}/after"
+limit_minutes = 1
+""",
     )
     assert done.returncode == 128 + 15, done.stderr
-    words = [line.split()[:2] for line in done.stdout.splitlines()[-4:]]
-    assert words == [["first", "green"], ["second", "red"], ["third", "not"], ["all", "red"]]
+    assert words_of(done) == ["first green", "second red", "third not", "all red"]
+    assert (tmp_path / "after").exists()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(timeout=30)
+
+
+def test_a_stage_waits_for_what_is_prepared_and_none_runs_on_a_broken_foundation(tmp_path: Path) -> None:
+    rows = f"""
+[first]
+command = "true"
+limit_minutes = 1
+[second]
+command = "test -e {tmp_path}/there"
+prepare = "sleep 1; echo fetched; touch {tmp_path}/there"
+limit_minutes = 1
+[third]
+command = "exit 1"
+is_foundation = true
+limit_minutes = 1
+[fourth]
+command = "touch {tmp_path}/never"
+limit_minutes = 1
+"""
+    done = run_table(tmp_path, rows)
+    assert words_of(done) == ["first green", "second green", "third red", "fourth red", "all red"]
+    assert done.returncode == 1
+    assert "not run: third is red" in done.stdout
+    assert not (tmp_path / "never").exists()
+    assert (tmp_path / "build/prepare-second.log").read_text() == "fetched\n"
+    assert words_of(run_table(tmp_path, rows, "first")) == ["first green", "all green"]
+    assert "known are first, second" in run_table(tmp_path, rows, "fifth").stdout
 
 
 @pytest.mark.parametrize("stage", read_table(), ids=lambda stage: stage.name)
