@@ -102,8 +102,12 @@ test: $(VENV)/bin/python ## Lint, types, architecture, unit and end-to-end tests
 
 .PHONY: test-unit
 test-unit: dev redis ## Tests that start no stack, without those of kernels for GPUs
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --ignore tests/kernels/triton --durations=10 \
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --durations=10 \
+		$(if $(TESTS),,--ignore $(GPU_TESTS)) \
 		$(PYTEST_ARGS) $(TESTS)
+
+# What machines with a GPU run, under Triton's interpreter: minutes of computing.
+GPU_TESTS := tests/kernels/triton
 
 .PHONY: test-e2e
 test-e2e: dev redis ## Tests of running stacks over the network
@@ -145,14 +149,10 @@ test-fast: dev redis ## Unit tests, contracts and import rules, without what too
 test-clients: dev ## Drive one stack by clients that nobody here wrote, and write docs/clients.md; ARGS=litellm runs one
 	$(BIN)/python -m tests.clients --write docs/clients.md --torch '$(PIP_ARGS) "$(TORCH)"' $(ARGS) $(TESTS)
 
-.PHONY: client-environments
-client-environments: dev ## Install the clients of test-clients, each into an environment of its own
-	$(BIN)/python -m tests.clients --only-environments --torch '$(PIP_ARGS) "$(TORCH)"'
-
 .PHONY: test-rehearsal
 test-rehearsal: dev redis ## Kernels for GPUs under Triton's interpreter, and every phase of `make bench-gpu` over tiny shapes
 	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --durations=10 $(PYTEST_ARGS) \
-		$(or $(TESTS),tests/kernels/triton tests/e2e/test_gpu_lease.py)
+		$(or $(TESTS),$(GPU_TESTS) tests/e2e/test_gpu_lease.py)
 
 .PHONY: lint
 lint: dev ## Style, types and import rules

@@ -43,13 +43,10 @@ class Matrix:
         self._variables: dict[str, str] = {}
         self.results: dict[str, list[Result]] = {}
 
-    def install(self) -> None:
-        """Makes all environments."""
+    def run(self) -> None:
+        """Makes all environments, then starts the stack and the programs, one after the other."""
         for client in self._clients:
             self._attempt_to_make(client)
-
-    def run(self) -> None:
-        """Starts the stack and the programs whose environments are there, one after the other."""
         ready = [each for each in self._clients if each.name not in self.results]
         tenants = [f"[tenants.{each.folder_name}]\nrequests_per_minute = 1" for each in ready]
         keys = {each.folder_name: f"mr-{each.folder_name}" for each in ready}
@@ -189,7 +186,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="for logs and results; those of clients not named are kept")
     parser.add_argument("--write", type=Path, help="write the tables to this page, once all clients have run")
     parser.add_argument("--torch", default="torch", help="arguments with which pip installs torch")
-    parser.add_argument("--only-environments", action="store_true", help="make them, and start nothing")
     arguments = parser.parse_args()
     pins = read_pins()
     unknown = set(arguments.names) - {each.name for each in pins.clients}
@@ -202,9 +198,6 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     environments = Environments(arguments.environments.resolve(), pins, shlex.split(arguments.torch))
     matrix = Matrix(clients, environments, out)
-    matrix.install()
-    if arguments.only_environments:
-        return 1 if _report(matrix.results) else 0
     matrix.run()
     failed = [name for name, told in matrix.results.items() if any(each.outcome == "failed" for each in told)]
     if PATH:

@@ -12,11 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.stages import commands
 from tests.stages.closing import write
 from tests.stages.commands import interruption
-from tests.stages.prepare import Preparation
-from tests.stages.run import ROOT, Outcome, Result, is_left_out, run_stage
+from tests.stages.run import ROOT, Outcome, Result, run_stage
 from tests.stages.table import Stage, read_table
 
 
@@ -40,8 +38,6 @@ def main(names: Sequence[str]) -> int:
 
 def _run(asked: Sequence[Stage], *, runs_all: bool) -> list[Result]:
     """What came of the stages; those that are missing were not reached before a signal."""
-    wanted = [stage for stage in asked if not is_left_out(stage, runs_all=runs_all)]
-    preparation = Preparation(wanted)
     results: list[Result] = []
     for stage in asked:
         if interruption.number:
@@ -50,14 +46,7 @@ def _run(asked: Sequence[Stage], *, runs_all: bool) -> list[Result]:
         if broken:
             results.append(Result(stage.name, Outcome.RED, 0.0, f"not run: {broken[0]} is red"))
             continue
-        results.append(run_stage(stage, preparation, runs_all=runs_all))
-        if results[-1].outcome is not Outcome.RED:
-            # What prepares needs the foundations.
-            preparation.start()
-    preparation.end()
-    for stage in wanted:
-        if stage.after:
-            commands.start(stage.after, ROOT).wait()
+        results.append(run_stage(stage, runs_all=runs_all))
     return results
 
 

@@ -9,12 +9,11 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 # What is told to end has so long to clean up.
 _GRACE_S = 30.0
 # So often a signal is looked for.
-LOOK_S = 0.5
+_LOOK_S = 0.5
 
 
 class Interruption:
@@ -30,17 +29,13 @@ class Interruption:
 interruption = Interruption()
 
 
-def start(
-    command: str, root: Path, variables: Mapping[str, str] | None = None, output: IO[bytes] | None = None
-) -> subprocess.Popen[bytes]:
-    """Gives the command to bash in `root`; its output goes to this process's, or to `output`."""
+def start(command: str, root: Path, variables: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Gives the command to bash in `root`; its output goes to this process's."""
     return subprocess.Popen(
         ["bash", "-c", command],
         cwd=root,
         env={**os.environ, **(variables or {})},
         stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output and subprocess.STDOUT,
         start_new_session=True,
     )
 
@@ -51,12 +46,12 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
     status = None
     while status is None and not interruption.number and time.monotonic() < end_s:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            status = process.wait(min(LOOK_S, max(0.0, end_s - time.monotonic())))
-    end(process)
+            status = process.wait(min(_LOOK_S, max(0.0, end_s - time.monotonic())))
+    _end(process)
     return status
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends it with everything that it has started."""
     if process.poll() is None:
         _signal(process, signal.SIGTERM)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tests.stages import commands
 from tests.stages.commands import interruption
-from tests.stages.prepare import Preparation
 from tests.stages.table import ROOT, Stage
 
 # More tests than this do not fail by accident: they are not run again.
@@ -54,30 +53,23 @@ class Report:
     is_whole: bool
 
 
-def run_stage(stage: Stage, preparation: Preparation, *, runs_all: bool) -> Result:
+def run_stage(stage: Stage, *, runs_all: bool) -> Result:
     """Its outcome; a stage that is left out says why. Prints what its commands print."""
     began_s = time.monotonic()
-    if is_left_out(stage, runs_all=runs_all):
+    if not runs_all and stage.is_unchanged():
         note = f"its files are those of {stage.mark.relative_to(ROOT)}"
         return Result(stage.name, Outcome.LEFT_OUT, 0.0, note)
     print(f"\n=== {stage.name}: {stage.command}", flush=True)
-    end_s = began_s + 60 * stage.limit_minutes
-    while not preparation.is_done(stage.name, commands.LOOK_S):
-        if interruption.number or time.monotonic() > end_s:
-            preparation.end()
     if stage.needs and (missing := _missing(stage.needs)):
         return Result(stage.name, Outcome.LEFT_OUT, time.monotonic() - began_s, missing)
     digest = stage.digest()
     result = _judge(stage)
+    if stage.after:
+        commands.start(stage.after, ROOT).wait()
     if result.outcome is Outcome.GREEN and stage.depends_on:
         stage.mark.parent.mkdir(parents=True, exist_ok=True)
         stage.mark.write_text(f"{digest}\n")
     return replace(result, seconds=time.monotonic() - began_s, is_foundation=stage.is_foundation)
-
-
-def is_left_out(stage: Stage, *, runs_all: bool) -> bool:
-    """Whether its files are those that it last passed with, and nobody asks for it all the same."""
-    return not runs_all and stage.is_unchanged()
 
 
 def _missing(needs: str) -> str:

@@ -21,7 +21,6 @@ class Stage:
     command: str
     limit_minutes: float
     needs: str = ""
-    prepare: str = ""
     after: str = ""
     is_foundation: bool = False
     depends_on: tuple[str, ...] = ()

@@ -110,8 +110,10 @@ async def test_a_flood_of_frames_takes_no_memory_and_others_do_not_notice(
             stop.set()
             sent = await flooding
         assert num_answers > 0
-        # It is not read any more, or is cut off, long before the end.
-        assert (0 < sent < _FLOOD_BYTES // 2) == is_stopped
+        if is_stopped:
+            # It is not read any more, or is cut off, long before the end. Of the others it is not asked:
+            # a sender gives up where processors are few and it is read slowly.
+            assert 0 < sent < _FLOOD_BYTES // 2
         assert most - before < _MAX_GROWTH_BYTES
         # Whoever connects anew is served as well.
         async with talking(address, "Echo") as other:

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from tests.stages import closing, run, table
-from tests.stages.prepare import Preparation
 from tests.stages.run import Outcome, Result, run_stage
 from tests.stages.table import ROOT, Stage, read_table
 
@@ -49,14 +48,14 @@ def stage_of(folder: Path, condition: str, **row: object) -> Stage:
 
 
 def outcome_of(stage: Stage) -> Result:
-    return run_stage(stage, Preparation([]), runs_all=True)
+    return run_stage(stage, runs_all=True)
 
 
 def test_what_passes_is_green_and_its_digest_is_kept(tmp_path: Path, marks: Path) -> None:
     stage = stage_of(tmp_path / "tests", "True", depends_on=("tests/stages/*.py",))
     assert outcome_of(stage).outcome is Outcome.GREEN
     assert (marks / "it").read_text() == f"{stage.digest()}\n"
-    left_out = run_stage(stage, Preparation([]), runs_all=False)
+    left_out = run_stage(stage, runs_all=False)
     assert left_out.outcome is Outcome.LEFT_OUT
     assert "green/it" in left_out.note
     assert outcome_of(stage).outcome is Outcome.GREEN
@@ -176,12 +175,11 @@ def run_table(folder: Path, rows: str, *names: str) -> subprocess.CompletedProce
     """What a process prints that runs a table of this test's own."""
     (folder / "table.toml").write_text(rows)
     program = f"""
-import functools, pathlib, sys
+import pathlib, sys
 from tests.stages import __main__ as stages, table
 folder = pathlib.Path({str(folder)!r})
 stages.read_table = lambda: table.read_table(folder / "table.toml")
 stages.ROOT = folder
-stages.Preparation = functools.partial(stages.Preparation, root=folder)
 sys.exit(stages.main(sys.argv[1:]))
 """
     return subprocess.run(
@@ -209,12 +207,11 @@ def test_who_is_ended_tells_how_far_it_came_and_leaves_nothing(tmp_path: Path) -
 command = "true"
 limit_minutes = 1
 [second]
-command = "until test -s {tmp_path}/pid; do sleep 0.05; done; kill -TERM $PPID; sleep 600"
+command = "sleep 600 & echo $! >{tmp_path}/pid; kill -TERM $PPID; wait"
+after = "touch {tmp_path}/after"
 limit_minutes = 1
 [third]
 command = "true"
-prepare = "sleep 600 & echo $! >{tmp_path}/pid; wait"
-after = "touch {tmp_path}/after"
 limit_minutes = 1
 """,
     )
@@ -225,14 +222,13 @@ limit_minutes = 1
         psutil.Process(int((tmp_path / "pid").read_text())).wait(timeout=30)
 
 
-def test_a_stage_waits_for_what_is_prepared_and_none_runs_on_a_broken_foundation(tmp_path: Path) -> None:
+def test_no_stage_runs_on_a_broken_foundation(tmp_path: Path) -> None:
     rows = f"""
 [first]
 command = "true"
 limit_minutes = 1
 [second]
-command = "test -e {tmp_path}/there"
-prepare = "sleep 1; echo fetched; touch {tmp_path}/there"
+command = "exit 1"
 limit_minutes = 1
 [third]
 command = "exit 1"
@@ -243,11 +239,10 @@ command = "touch {tmp_path}/never"
 limit_minutes = 1
 """
     done = run_table(tmp_path, rows)
-    assert words_of(done) == ["first green", "second green", "third red", "fourth red", "all red"]
+    assert words_of(done) == ["first green", "second red", "third red", "fourth red", "all red"]
     assert done.returncode == 1
     assert "not run: third is red" in done.stdout
     assert not (tmp_path / "never").exists()
-    assert (tmp_path / "build/prepare-second.log").read_text() == "fetched\n"
     assert words_of(run_table(tmp_path, rows, "first")) == ["first green", "all green"]
     assert "known are first, second" in run_table(tmp_path, rows, "fifth").stdout
 

@@ -232,7 +232,7 @@ async def test_a_large_call_and_its_answer_are_not_kept_until_the_next_ones() ->
     ends = asyncio.Event()
 
     async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
-        return tokenizer_pb2.PrepareResponse(token_ids=range(1_000_000))
+        return tokenizer_pb2.PrepareResponse(token_ids=[300] * 1_000_000)
 
     async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
         yield [Call(tokenizer_pb2.PrepareCall(id=1), tokenizer_pb2.PrepareRequest(text="x" * 8_000_000))]
