@@ -23,10 +23,13 @@ PURE = ("engine/types", "engine/scheduler", "engine/kv")
 _IMPURE = {"torch", "grpc", "time", "datetime", "asyncio", "threading", "random", "socket", "google"}
 
 
-@pytest.mark.parametrize("source", python_sources(*PURE), ids=lambda source: source.name)
-def test_bookkeeping_is_pure(source: Source) -> None:
-    used = {name.split(".")[0] for name in imported_modules(source.tree)} & _IMPURE
-    assert not used, f"{source.name} imports {sorted(used)}; time and devices are arguments here"
+def _packages(source: Source) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(source.tree)}
+
+
+def test_bookkeeping_is_pure() -> None:
+    used = {source.name: sorted(_packages(source) & _IMPURE) for source in python_sources(*PURE)}
+    assert not {name: found for name, found in used.items() if found}, "time and devices are arguments here"
 
 
 # --- proto classes stay at the border ---------------------------------------------------------------------
@@ -57,12 +60,10 @@ _BORDER = (
 )
 
 
-@pytest.mark.parametrize("source", python_sources(*PACKAGES), ids=lambda source: source.name)
-def test_proto_classes_stay_at_the_border(source: Source) -> None:
-    used = {name.split(".")[0] for name in imported_modules(source.tree)} & _PROTO_PACKAGES
-    assert not used or source.name.startswith(_BORDER), (
-        f"{source.name} uses proto classes; convert them in a servicer or in convert.py "
-        "(or, for a new border, add it here)"
+def test_proto_classes_stay_at_the_border() -> None:
+    inside = [source for source in python_sources(*PACKAGES) if not source.name.startswith(_BORDER)]
+    assert not [source.name for source in inside if _packages(source) & _PROTO_PACKAGES], (
+        "these use proto classes; convert them in a servicer or in convert.py, or add a new border here"
     )
 
 
@@ -79,16 +80,16 @@ def _reads_environment(tree: ast.AST) -> bool:
     )
 
 
-@pytest.mark.parametrize("source", python_sources(*PACKAGES), ids=lambda source: source.name)
-def test_environment_is_read_by_configs_and_mains_only(source: Source) -> None:
+def _may_read_environment(source: Source) -> bool:
     # The supervisor and the command line are the mains of the local stack: they pass the environment on.
-    allowed = (
-        source.name.endswith("config.py")
-        or source.is_main
-        or source.name.startswith(("services/cli/", "services/supervisor/", "services/bench/"))
-    )
-    assert allowed or not _reads_environment(source.tree), (
-        f"{source.name} reads the environment; add a key to the package's config instead"
+    mains = ("services/cli/", "services/supervisor/", "services/bench/")
+    return source.name.endswith("config.py") or source.is_main or source.name.startswith(mains)
+
+
+def test_environment_is_read_by_configs_and_mains_only() -> None:
+    others = [source for source in python_sources(*PACKAGES) if not _may_read_environment(source)]
+    assert not [source.name for source in others if _reads_environment(source.tree)], (
+        "these read the environment; add a key to the package's config instead"
     )
 
 
@@ -155,10 +156,9 @@ def test_every_package_has_a_design_page(package: str) -> None:
     assert len(page.read_text(encoding="utf-8").splitlines()) <= 200, "one page, not a book"
 
 
-@pytest.mark.parametrize("source", python_sources(*PACKAGES), ids=lambda source: source.name)
-def test_every_module_says_why_it_exists(source: Source) -> None:
-    if source.text.strip():
-        assert ast.get_docstring(source.tree), f"{source.name} has no docstring"
+def test_every_module_says_why_it_exists() -> None:
+    written = [source for source in python_sources(*PACKAGES) if source.text.strip()]
+    assert not [source.name for source in written if not ast.get_docstring(source.tree)]
 
 
 # Tests whose subject is a time that passes: how long a peer hangs, or how often a probe asks.
@@ -174,8 +174,9 @@ def _sleeps_outside_loops(node: ast.AST, function: str = "") -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.While):
             continue
-        is_sleep = isinstance(child, ast.Call) and ast.unparse(child.func).endswith("sleep")
-        if is_sleep and [ast.unparse(each) for each in child.args] != ["0"]:
+        called = child.func if isinstance(child, ast.Call) else None
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        if name.endswith("sleep") and [ast.unparse(each) for each in child.args] != ["0"]:
             yield function
         is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
         yield from _sleeps_outside_loops(child, child.name if is_function else function)
