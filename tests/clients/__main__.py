@@ -206,7 +206,7 @@ def main() -> int:
     results = {each.name: read_results(out / each.folder_name) for each in pins.clients} | matrix.results
     tables = page(results, pins.clients)
     print(f"\n{tables}")
-    if arguments.write and all(results.values()):
+    if arguments.write and all(results.values()) and not failed:
         arguments.write.write_text(tables, encoding="utf-8")
     return 1 if _report(matrix.results) else 0
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from tests.stages.closing import write
@@ -25,7 +26,7 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         print(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(each.name for each in stages)}")
         return 2
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, interruption.arrive)
     began_s = time.monotonic()
     asked = [stage for stage in stages if stage.name in names or not names]
@@ -46,7 +47,12 @@ def _run(asked: Sequence[Stage], *, runs_all: bool) -> list[Result]:
         if broken:
             results.append(Result(stage.name, Outcome.RED, 0.0, f"not run: {broken[0]} is red"))
             continue
-        results.append(run_stage(stage, runs_all=runs_all))
+        try:
+            results.append(run_stage(stage, runs_all=runs_all))
+        except Exception as error:
+            # Without git, for example. The table tells it, and what the others have found.
+            traceback.print_exc()
+            results.append(Result(stage.name, Outcome.RED, 0.0, f"{type(error).__name__}: {error}"))
     return results
 
 

@@ -9,11 +9,15 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 # What is told to end has so long to clean up.
 _GRACE_S = 30.0
 # So often a signal is looked for.
 _LOOK_S = 0.5
+# What a make that has started this process tells those that it starts: its own arguments would win over what
+# a stage is given.
+_OF_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "ARGS")
 
 
 class Interruption:
@@ -29,13 +33,18 @@ class Interruption:
 interruption = Interruption()
 
 
-def start(command: str, root: Path, variables: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Gives the command to bash in `root`; its output goes to this process's."""
+def start(
+    command: str, root: Path, variables: Mapping[str, str] | None = None, output: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Gives the command to bash in `root`; it prints where this process does, or to `output`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_MAKE}
     return subprocess.Popen(
         ["bash", "-c", command],
         cwd=root,
-        env={**os.environ, **(variables or {})},
+        env={**inherited, **(variables or {})},
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
         start_new_session=True,
     )
 
@@ -49,6 +58,14 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
             status = process.wait(min(_LOOK_S, max(0.0, end_s - time.monotonic())))
     _end(process)
     return status
+
+
+def clean_up(command: str, root: Path, limit_s: float) -> None:
+    """Runs the command to its end, or to the limit, also where a signal ends the whole run."""
+    process = start(command, root)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(limit_s)
+    _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ from tests.stages.table import ROOT, Stage
 
 # More tests than this do not fail by accident: they are not run again.
 MAX_AGAIN = 10
+# What cleans up after a stage has so long, whatever time the stage itself took.
+_AFTER_S = 120.0
 
 
 class Outcome(enum.Enum):
@@ -49,7 +50,7 @@ class Report:
 
     failed: tuple[str, ...]
     num_passed: int
-    # All failures are those of tests: none of collection, none of pytest.
+    # Every test was collected and has run to some end, and nothing but tests has failed.
     is_whole: bool
 
 
@@ -60,62 +61,77 @@ def run_stage(stage: Stage, *, runs_all: bool) -> Result:
         note = f"its files are those of {stage.mark.relative_to(ROOT)}"
         return Result(stage.name, Outcome.LEFT_OUT, 0.0, note)
     print(f"\n=== {stage.name}: {stage.command}", flush=True)
-    if stage.needs and (missing := _missing(stage.needs)):
-        return Result(stage.name, Outcome.LEFT_OUT, time.monotonic() - began_s, missing)
     digest = stage.digest()
-    result = _judge(stage)
+    result = _lacking(stage) or _judge(stage, began_s + 60 * stage.limit_minutes)
     if stage.after:
-        commands.start(stage.after, ROOT).wait()
-    if result.outcome is Outcome.GREEN and stage.depends_on:
+        commands.clean_up(stage.after, ROOT, _AFTER_S)
+    if stage.depends_on and result.outcome is Outcome.GREEN:
         stage.mark.parent.mkdir(parents=True, exist_ok=True)
         stage.mark.write_text(f"{digest}\n")
+    elif stage.depends_on and result.outcome is not Outcome.LEFT_OUT:
+        # What was found is not forgotten by the next run.
+        stage.mark.unlink(missing_ok=True)
     return replace(result, seconds=time.monotonic() - began_s, is_foundation=stage.is_foundation)
 
 
-def _missing(needs: str) -> str:
-    """The last line of what this machine says that it lacks; empty where it lacks nothing."""
-    done = subprocess.run(
-        ["bash", "-c", needs], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    said = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
-    return f"not to be had here: {said[-1]}" if done.returncode else ""
-
-
-def _judge(stage: Stage) -> Result:
-    status, report = _command(stage, {})
-    if status == 0:
-        return Result(stage.name, Outcome.GREEN, 0.0)
-    if interruption.number:
-        return Result(stage.name, Outcome.RED, 0.0, f"ended by signal {interruption.number}")
+def _lacking(stage: Stage) -> Result | None:
+    """Left out, with the last line of what this machine says that it lacks; None where it lacks nothing."""
+    if not stage.needs:
+        return None
+    with tempfile.TemporaryFile() as output:
+        process = commands.start(stage.needs, ROOT, output=output)
+        status = commands.wait(process, 60 * stage.limit_minutes)
+        output.seek(0)
+        said = output.read().decode(errors="replace").strip().splitlines() or [f"status {status}"]
     if status is None:
-        return Result(stage.name, Outcome.RED, 0.0, f"not at its end after {stage.limit_minutes:g} minutes")
-    if report is None or not report.is_whole or not report.failed:
-        return Result(stage.name, Outcome.RED, 0.0, f"status {status}")
+        return Result(stage.name, Outcome.RED, 0.0, _ended(stage))
+    return Result(stage.name, Outcome.LEFT_OUT, 0.0, f"not to be had here: {said[-1]}") if status else None
+
+
+def _ended(stage: Stage) -> str:
+    if interruption.number:
+        return f"ended by signal {interruption.number}"
+    return f"not at its end after {stage.limit_minutes:g} minutes"
+
+
+def _judge(stage: Stage, end_s: float) -> Result:
+    status, report = _command(stage, {}, end_s)
+    if status == 0 and (report is None or report.num_passed):
+        return Result(stage.name, Outcome.GREEN, 0.0)
+    if status is None:
+        return Result(stage.name, Outcome.RED, 0.0, _ended(stage))
+    if status == 0 or report is None or not report.is_whole or not report.failed:
+        note = f"status {status}" if status else "no test passed"
+        return Result(stage.name, Outcome.RED, 0.0, note, failed=report.failed[:MAX_AGAIN] if report else ())
     if len(report.failed) > MAX_AGAIN:
         note = f"{len(report.failed)} tests failed; more than {MAX_AGAIN} are not run again"
         return Result(stage.name, Outcome.RED, 0.0, note, failed=report.failed[:MAX_AGAIN])
-    red = tuple(name for name in report.failed if not _passes_alone(stage, name))
-    unsteady = tuple(name for name in report.failed if name not in red)
-    return Result(stage.name, Outcome.RED if red else Outcome.UNSTEADY, 0.0, "", unsteady, red)
+    unsteady = tuple(name for name in report.failed if _passes_alone(stage, name, end_s))
+    red = tuple(name for name in report.failed if name not in unsteady)
+    # Of those that were not run again nobody knows more.
+    note = _ended(stage) if red and (interruption.number or time.monotonic() > end_s) else ""
+    return Result(stage.name, Outcome.RED if red else Outcome.UNSTEADY, 0.0, note, unsteady, red)
 
 
-def _passes_alone(stage: Stage, name: str) -> bool:
+def _passes_alone(stage: Stage, name: str, end_s: float) -> bool:
     """Whether the test passes when nothing runs beside it. One that is skipped now has not passed."""
+    if interruption.number or time.monotonic() > end_s:
+        return False
     print(f"\n=== {stage.name}, once more and alone: {name}", flush=True)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(f"{name}\n")
         file.flush()
         # Names of cases have characters that shells and make read in their own ways.
-        status, report = _command(stage, {"TESTS": f"@{file.name}", "WORKERS": "0"})
+        status, report = _command(stage, {"TESTS": f"@{file.name}", "WORKERS": "0"}, end_s)
     return status == 0 and report is not None and report.num_passed > 0
 
 
-def _command(stage: Stage, variables: Mapping[str, str]) -> tuple[int | None, Report | None]:
+def _command(stage: Stage, variables: Mapping[str, str], end_s: float) -> tuple[int | None, Report | None]:
     """Exit status, None if the command was ended; and the report, None if no tests reported."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report"
         process = commands.start(stage.command, ROOT, {**variables, "STAGE_REPORT": str(path)})
-        return commands.wait(process, 60 * stage.limit_minutes), _read(path)
+        return commands.wait(process, end_s - time.monotonic()), _read(path)
 
 
 def _read(path: Path) -> Report | None:
@@ -125,5 +141,5 @@ def _read(path: Path) -> Report | None:
     return Report(
         failed=tuple(dict.fromkeys(name for each in runs for name in each["failed"])),
         num_passed=sum(each["num_passed"] for each in runs),
-        is_whole=all(each["status"] in (0, 1) for each in runs),
+        is_whole=all(each["status"] in (0, 1) and each["is_whole"] for each in runs),
     )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.stages import closing, run, table
+from tests.stages import closing, commands, run, table
 from tests.stages.run import Outcome, Result, run_stage
 from tests.stages.table import ROOT, Stage, read_table
 
@@ -30,11 +34,13 @@ def test_{name}(case):
 
 
 @pytest.fixture(autouse=True)
-def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of digests for this test alone, and hashes of texts that every process has in common."""
-    monkeypatch.setattr(table, "GREEN", ROOT / "build" / tmp_path.name / "green")
+    folder = ROOT / "build" / f"stages-{os.getpid()}-{tmp_path.name}"
+    monkeypatch.setattr(table, "GREEN", folder / "green")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    return table.GREEN
+    yield table.GREEN
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def stage_of(folder: Path, condition: str, **row: object) -> Stage:
@@ -88,6 +94,12 @@ def test_many_failures_are_no_accident(tmp_path: Path, monkeypatch: pytest.Monke
     assert result.note == "3 tests failed; more than 2 are not run again"
 
 
+def told(status: int, **more: object) -> str:
+    """A command that reports as a run of tests does, and ends as make would."""
+    line = json.dumps({"status": status, "failed": [], "num_passed": 0, "is_whole": True} | more)
+    return f"echo '{line}' >$STAGE_REPORT; exit {min(status, 1)}"
+
+
 @pytest.mark.parametrize(
     ("command", "note"),
     [
@@ -95,10 +107,10 @@ def test_many_failures_are_no_accident(tmp_path: Path, monkeypatch: pytest.Monke
         # No tests were told of.
         ("kill -9 $$", "status -9"),
         # Pytest itself has ended in another way than by failures.
-        (
-            'echo \'{"status": 3, "failed": ["a"], "num_passed": 1}\' >"$STAGE_REPORT"; exit 1',
-            "status 1",
-        ),
+        (told(3, failed=["a"], num_passed=1), "status 1"),
+        # Tests were left, as by a worker that crashed too often.
+        (told(1, failed=["a"], num_passed=1, is_whole=False), "status 1"),
+        (told(0), "no test passed"),
     ],
 )
 def test_what_says_nothing_of_its_tests_is_red_at_once(command: str, note: str) -> None:
@@ -106,13 +118,44 @@ def test_what_says_nothing_of_its_tests_is_red_at_once(command: str, note: str) 
     assert (result.outcome, result.note) == (Outcome.RED, note)
 
 
-def test_a_stage_that_outlives_its_limit_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    command = f"sleep 600 & echo $! >{pid}; wait"
-    result = outcome_of(Stage(name="it", command=command, limit_minutes=1 / 120))
+def test_a_stage_that_outlives_its_limit_is_red() -> None:
+    result = outcome_of(Stage(name="it", command="sleep 600", limit_minutes=1 / 120))
     assert (result.outcome, result.note) == (Outcome.RED, "not at its end after 0.00833333 minutes")
+
+
+def test_a_command_that_is_ended_takes_along_what_it_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    process = commands.start(f"sleep 600 & echo $! >{pid}; wait", ROOT)
+    while not pid.exists() or not pid.read_text():
+        time.sleep(0.01)
+    assert commands.wait(process, 0.0) is None
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(pid.read_text())).wait(timeout=30)
+
+
+def test_what_make_was_told_does_not_reach_the_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Makefile").write_text("inner:\n\t@echo '$(TESTS)' '$(WORKERS)' '$(ARGS)' '$(PYTEST_ARGS)'\n")
+    # As of `make test ARGS=unit WORKERS=3 TESTS=... PYTEST_ARGS=-x`.
+    monkeypatch.setenv("MAKEFLAGS", " -- ARGS=unit WORKERS=3 TESTS=theirs PYTEST_ARGS=-x")
+    for name, value in {"ARGS": "unit", "WORKERS": "3", "TESTS": "theirs", "PYTEST_ARGS": "-x"}.items():
+        monkeypatch.setenv(name, value)
+    with (tmp_path / "said").open("wb") as output:
+        process = commands.start("make inner", tmp_path, {"TESTS": "@f", "WORKERS": "0"}, output)
+        assert commands.wait(process, 60) == 0
+    assert (tmp_path / "said").read_text() == "@f 0  -x\n"
+
+
+def test_a_red_run_takes_the_mark_of_an_earlier_green_one(tmp_path: Path, marks: Path) -> None:
+    flag = tmp_path / "flag"
+    row = {"limit_minutes": 1.0, "depends_on": ("tests/stages/*.py",)}
+    stage = Stage(name="it", command=f"! test -e {flag}", **row)  # type: ignore[arg-type]
+    assert outcome_of(stage).outcome is Outcome.GREEN
+    assert run_stage(stage, runs_all=False).outcome is Outcome.LEFT_OUT
+    flag.touch()
+    assert outcome_of(stage).outcome is Outcome.RED
+    assert run_stage(stage, runs_all=False).outcome is Outcome.RED
 
 
 def test_what_the_machine_lacks_is_left_out_with_its_reason() -> None:
@@ -256,3 +299,44 @@ def test_a_row_with_a_key_too_much_is_named(tmp_path: Path) -> None:
     (tmp_path / "table.toml").write_text('[it]\ncommand = "true"\nlimit = 1\n')
     with pytest.raises(ValueError, match=r"\[it\] has limit; known are"):
         read_table(tmp_path / "table.toml")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("broken", "is_whole"), [("raise ValueError", False), ("", True)])
+def test_a_report_is_whole_where_everything_was_collected(
+    tmp_path: Path, workers: int, broken: str, is_whole: bool
+) -> None:
+    (tmp_path / "test_a.py").write_text("def test_a(): assert 0\ndef test_b(): pass\n")
+    (tmp_path / "test_b.py").write_text(f"{broken}\ndef test_c(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.stages.report", "-p", "xdist"]
+    subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", "-n", str(workers)],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": str(ROOT),
+            "STAGE_REPORT": str(tmp_path / "report"),
+        },
+        capture_output=True,
+        check=False,
+    )
+    line = json.loads((tmp_path / "report").read_text())
+    assert line["is_whole"] is is_whole or line["status"] == 2
+    assert (line["status"] in (0, 1) and line["is_whole"]) is is_whole
+    assert any("test_a" in name or "test_b.py" in name for name in line["failed"])
+
+
+def test_workers_that_crash_too_often_leave_no_whole_report(tmp_path: Path) -> None:
+    crash = (
+        "import os, pytest\n@pytest.mark.parametrize('i', range(30))\ndef test_it(i): i % 2 or os._exit(1)\n"
+    )
+    (tmp_path / "test_a.py").write_text(crash)
+    command = (
+        f"PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH={ROOT} {sys.executable} -m pytest -q -n 1 -p xdist"
+    )
+    command = (
+        f"cd {tmp_path} && {command} -p tests.stages.report -p no:cacheprovider -c /dev/null --rootdir ."
+    )
+    result = outcome_of(Stage(name="it", command=command, limit_minutes=2.0))
+    assert (result.outcome, result.unsteady) == (Outcome.RED, ())
