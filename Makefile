@@ -136,7 +136,7 @@ ARM_TESTS := tests/kernels/native/test_gemm.py tests/kernels/native/test_rows.py
 test-arm: dev ## Run the native kernels' tests as on ARM's processors, emulated by QEMU; root on Debian gets it installed
 	tests/arm/prepare.sh
 	CXX=aarch64-linux-gnu-g++ NATIVE_KERNELS_CACHE=build/arm/native \
-		$(BIN)/python -m engine.kernels.native.build --machine aarch64
+		$(BIN)/python -m kernels.native.build --machine aarch64
 	tests/arm/python -m pytest -q -p no:cacheprovider -k "not self_check and not its_check" \
 		--durations=10 $(PYTEST_ARGS) $(or $(TESTS),$(ARM_TESTS))
 
@@ -186,7 +186,7 @@ bench: $(VENV)/.installed ## Run one module of benchmarks/, for example: make be
 GPU_PYTHON_VERSION ?= 3.12
 GPU_SITE := build/gpu-site
 # What was brought along comes before the machine's own packages.
-GPU_RUN = PATH=$(CURDIR)/$(GPU_SITE)/bin:$$PATH PYTHONPATH=$(GPU_SITE):.:services/stubs $(PYTHON)
+GPU_RUN = PATH=$(CURDIR)/$(GPU_SITE)/bin:$$PATH PYTHONPATH=$(GPU_SITE):.:contract/stubs $(PYTHON)
 GPU_INSTALL = $(PIP) install -q --no-deps --no-compile --upgrade --only-binary=:all: --implementation cp \
 	--python-version $(GPU_PYTHON_VERSION) --platform manylinux2014_x86_64 \
 	$(foreach tag,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17,--platform manylinux_$(tag)_x86_64)
@@ -244,13 +244,13 @@ build/gpu-python/bin/python: benchmarks/gpu/requirements-machine.txt benchmarks/
 .PHONY: test-gpu-versions
 test-gpu-versions: dev build/gpu-bundle.tar.xz $(GPU_PYTHON) ## Compile all kernels for sm_80 and sm_90 and rehearse, here and as where the GPU is
 	$(MAKE) compile-there PYTHON=$(GPU_PYTHON)
-	$(BIN)/python -m engine.kernels.compile_ahead --beside build/compiled-there.json --write benchmarks/results/kernels_compiled_ahead.json
+	$(BIN)/python -m kernels.compile_ahead --beside build/compiled-there.json --write benchmarks/results/kernels_compiled_ahead.json
 	$(MAKE) test-there PYTHON=$(GPU_PYTHON)
 	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest -n 0 tests/kernels/triton/test_gpu_rehearsal.py $(PYTEST_ARGS)
 
 .PHONY: compile-there
 compile-there: gpu-site
-	$(GPU_RUN) -m engine.kernels.compile_ahead --write build/compiled-there.json
+	$(GPU_RUN) -m kernels.compile_ahead --write build/compiled-there.json
 
 .PHONY: test-there
 test-there: gpu-site

@@ -40,7 +40,7 @@ from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
 from models.batches import encode
 from models.corpus import Mixture, documents
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 from tests.unit.engine.quantization import gguf_writer, k_quants, writers
 from tests.unit.engine.quantization.writers import Writer
 

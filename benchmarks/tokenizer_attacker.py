@@ -22,10 +22,10 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from benchmarks.tokenizer_requests import ATTACKS, Request, context
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail, from_rpc_error
-from services.channels import CLIENT_OPTIONS
-from services.outbox import Outbox
-from services.server import GrpcServer
-from services.stream_client import run_stream
+from runtime.channels import CLIENT_OPTIONS
+from runtime.outbox import Outbox
+from runtime.server import GrpcServer
+from runtime.stream_client import run_stream
 from tokenizer_svc.messages.wire import SERVICE_NAME, Call, LargeRequest, add_to_server
 from tokenizer_svc.service.stream import Calls, CallStream
 from tokenizer_svc.workers.yielding import Yielding

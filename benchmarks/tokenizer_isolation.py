@@ -45,8 +45,8 @@ from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 from benchmarks.tokenizer_attacker import WAYS, Hostile, hostile
 from benchmarks.tokenizer_requests import ATTACKS, SECRET, Request, good_request
 from gateway.tokenizer.stream import PrepareStreams
+from runtime.channels import CLIENT_OPTIONS
 from services.bench.report import machine
-from services.channels import CLIENT_OPTIONS
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 20.0

@@ -13,7 +13,7 @@ from typing import Any
 from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from services.context import sign
+from runtime.context import sign
 
 SECRET = "benchmark secret of at least 16"
 _MAX_GRAMMAR_BYTES = 1024 * 1024

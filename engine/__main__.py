@@ -16,11 +16,11 @@ from engine.vllm_core.client import client_of
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import Telemetry, setup
-from services import memory, tls
-from services.config import HealthConfig, SecurityConfig, load_section
-from services.main import run, say_ready
-from services.models import own_model
-from services.server import GrpcServer, wait_for_signal
+from runtime import memory, tls
+from runtime.config import HealthConfig, SecurityConfig, load_section
+from runtime.main import run, say_ready
+from runtime.models import own_model
+from runtime.server import GrpcServer, wait_for_signal
 
 _log = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from services.config import load_section, problem_with_adapter_name
-from services.errors import ConfigError
-from services.models import own_model
-from services.resources import num_cores
+from kernels.config import KernelsConfig
+from runtime.config import load_section, problem_with_adapter_name
+from runtime.errors import ConfigError
+from runtime.models import own_model
+from runtime.resources import num_cores
 
 MOST_RANK, MOST_SLOTS = 64, 256
 
@@ -120,19 +121,6 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     head: Literal["int8", "dense"] = "int8"
     # How w8a8 balances channels with outliers: by ranges seen in a calibration run at load, or not at all.
     smoothing: Literal["calibrated", "off"] = "calibrated"
-
-
-class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[engine.kernels]`: back end of each operation by name ("torch", "triton"). "auto" is Triton on a GPU
-    that has it, torch elsewhere. (Attention has its own key; on CPUs engine.native replaces them all.)
-    linear = "invariant" gives every request the bits that it has alone, on a GPU, at the price of speed.
-    """
-
-    norm: str = "auto"
-    rope: str = "auto"
-    activation: str = "auto"
-    linear: str = "auto"
-    sampling: str = "auto"
 
 
 class PeakConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

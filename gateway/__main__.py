@@ -11,10 +11,10 @@ from gateway.settings import load_settings
 from observability.emit import names, tracing
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
-from services import memory, tls
-from services.addresses import with_port
-from services.main import run, say_ready
-from services.server import wait_for_signal
+from runtime import memory, tls
+from runtime.addresses import with_port
+from runtime.main import run, say_ready
+from runtime.server import wait_for_signal
 
 
 async def _serve(tables: dict[str, Any], config: ObservabilityConfig) -> int:

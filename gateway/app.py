@@ -32,8 +32,8 @@ from gateway.tokenizer.client import TokenizerClient
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
-from services.models import source
-from services.server import MODEL_HEALTH
+from runtime.models import source
+from runtime.server import MODEL_HEALTH
 
 _log = logging.getLogger(__name__)
 

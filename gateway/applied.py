@@ -16,7 +16,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from observability.emit.names import CONFIGURATION_INFO
-from services.models import sha256_of
+from runtime.models import sha256_of
 
 _TIMEOUT_S = 2.0
 # Nothing between services is to be asked through a proxy.

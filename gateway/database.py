@@ -19,7 +19,7 @@ from sqlalchemy.exc import (
     ProgrammingError,
 )
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 # For libpq: a server of which nothing comes any more counts as away after this long. What a query takes is
 # not limited by it: the server's kernel answers meanwhile.

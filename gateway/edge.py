@@ -34,8 +34,8 @@ from gateway.tiers import Tiers
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
-from services.deferred import Deferred
-from services.server import GrpcServer
+from runtime.deferred import Deferred
+from runtime.server import GrpcServer
 
 _log = logging.getLogger(__name__)
 # How often this gateway looks for journals of others that are gone: the next one to start may be far away.

@@ -23,10 +23,10 @@ from gateway.config import (
     TenantConfig,
     TierConfig,
 )
-from services.addresses import is_this_machine
-from services.config import HealthConfig, ModelConfig, SecurityConfig, decode_table, load_section
-from services.errors import ConfigError
-from services.models import Models, load_models
+from runtime.addresses import is_this_machine
+from runtime.config import HealthConfig, ModelConfig, SecurityConfig, decode_table, load_section
+from runtime.errors import ConfigError
+from runtime.models import Models, load_models
 
 # Names travel in headers, Redis keys and metric labels.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

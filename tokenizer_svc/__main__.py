@@ -9,11 +9,11 @@ from typing import Any
 from observability.emit import names, tracing
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
-from services import memory, tls
-from services.deferred import Deferred
-from services.main import run, say_ready
-from services.models import load_models, source
-from services.server import GrpcServer, wait_for_signal
+from runtime import memory, tls
+from runtime.deferred import Deferred
+from runtime.main import run, say_ready
+from runtime.models import load_models, source
+from runtime.server import GrpcServer, wait_for_signal
 from tokenizer_svc.config import load
 from tokenizer_svc.messages.wire import SERVICE_NAME, add_to_server
 from tokenizer_svc.service.loading import Loader

@@ -10,8 +10,8 @@ from pathlib import Path
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError
 from contract.grammar import EnforcementReport, KeywordStatus
-from services.config import ModelConfig
-from services.errors import ConfigError
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build

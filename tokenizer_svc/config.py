@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from services.config import HealthConfig, SecurityConfig, load_section
-from services.errors import ConfigError
-from services.models import Models, load_models
+from runtime.config import HealthConfig, SecurityConfig, load_section
+from runtime.errors import ConfigError
+from runtime.models import Models, load_models
 
 # Checkpoint whose tokenizer stands in when none is at hand.
 BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "millrace-nano"
@@ -84,7 +85,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     health: HealthConfig
 
 
-def load(tables: dict[str, Any]) -> ServiceConfig:
+def load(tables: Mapping[str, Any]) -> ServiceConfig:
     """Decodes the service's tables; raises ConfigError naming the key at fault."""
     config = ServiceConfig(
         tokenizer=load_section(tables, "tokenizer", TokenizerConfig),

@@ -31,7 +31,7 @@ from engine.config import AdaptersConfig, CacheConfig, EngineConfig, SchedulerCo
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 _KINDS = (0, 1, 8, 32)
 _PROMPT, _LONG_PROMPT, _NUM_STEPS, _ROUNDS = 64, 512, 24, 5

@@ -47,15 +47,15 @@ from benchmarks.peers.tables import OURS, precision_of
 from engine.config import EngineConfig
 from engine.core.__main__ import make_scheduler
 from engine.core.loop import EngineLoop
-from engine.kernels.native import Op
-from engine.kernels.native.library import Program
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.base import PendingStep
 from engine.runner.build import build_here
 from engine.runner.executors.following import FollowingSteps
 from engine.runner.runner import ModelRunner
 from engine.types import Request, SamplingParams, ScheduledSequence, SchedulerOutput
-from services.config import ModelConfig
+from kernels.native import Op
+from kernels.native.library import Program
+from runtime.config import ModelConfig
 
 _PROMPT = 256
 _NUM_TOKENS = 128

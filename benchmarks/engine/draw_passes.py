@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from benchmarks.engine.report import Row, arguments, publish
-from engine.kernels.sampling.on_device import sample_on_device
-from engine.kernels.sampling.rows import SamplingRows
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
+from kernels.sampling.on_device import sample_on_device
+from kernels.sampling.rows import SamplingRows
 
 _VOCAB = 128_256
 _CASES = {

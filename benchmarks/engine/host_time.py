@@ -26,8 +26,6 @@ from benchmarks.engine.overlap import _Mailbox
 from benchmarks.engine.report import Row, arguments, publish
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SimulatedConfig, SpeculationConfig
 from engine.core.loop import EngineLoop
-from engine.kernels.sampling.on_device import DeviceDrawn, row_options
-from engine.kernels.sampling.rows import SamplingRows
 from engine.runner import simulated
 from engine.runner.base import Runner
 from engine.runner.cuda.build import make_device_table
@@ -37,7 +35,9 @@ from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
 from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, Request, SamplingParams
-from services.config import ModelConfig
+from kernels.sampling.on_device import DeviceDrawn, row_options
+from kernels.sampling.rows import SamplingRows
+from runtime.config import ModelConfig
 
 _BATCHES = (1, 32, 128, 256)
 _NUM_TOKENS = 160

@@ -2,7 +2,7 @@
 
 Baseline: nothing is given back (pages of the file stay mapped while they are read, the embedding is copied,
 and what was freed stays with the allocator). Ours is what the engine does (engine/model/mapped_pages.py,
-services.memory.give_back). Each is a process of its own that loads as the engine's core does, and waits until
+runtime.memory.give_back). Each is a process of its own that loads as the engine's core does, and waits until
 the memory that the cache has ahead of its use is there. MiB; the peak is that of the process so far.
 
     python -m benchmarks.engine.load_memory --checkpoint FOLDER [--quantize w8a8] [--json OUT]
@@ -42,8 +42,8 @@ def load(checkpoint: str, quantize: str, *, gives_back: bool) -> list[dict[str, 
     from engine.config import EngineConfig
     from engine.model import mapped_pages, weights
     from engine.runner.build import build_here
-    from services.config import ModelConfig
-    from services.memory import give_back
+    from runtime.config import ModelConfig
+    from runtime.memory import give_back
 
     rows: list[dict[str, str | float]] = []
 

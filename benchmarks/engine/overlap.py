@@ -19,7 +19,7 @@ from engine.core.loop import EngineLoop
 from engine.runner.simulated import build
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 _NUM_STREAMS = 64
 _NUM_TOKENS = 200

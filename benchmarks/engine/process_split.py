@@ -31,10 +31,10 @@ from engine.service.engine_process import EngineProcess
 from engine.service.servicer import FULL_NAME, EngineServicer
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import Telemetry
-from services.channels import connect
-from services.config import ModelConfig
-from services.context import sign
-from services.server import GrpcServer
+from runtime.channels import connect
+from runtime.config import ModelConfig
+from runtime.context import sign
+from runtime.server import GrpcServer
 
 _SECRET = b"a secret of the benchmark"
 _NUM_STREAMS = 64

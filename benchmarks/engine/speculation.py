@@ -22,7 +22,7 @@ from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
 from models.chat_format import segments
 from models.corpus import Document, Draw, chat, extraction
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 _MODEL, _DRAFT = Path("models/millrace-nano"), Path("models/millrace-nano-draft")
 _NUM_PROMPTS = 24

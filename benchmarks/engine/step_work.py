@@ -29,11 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engine.report import Row, arguments, publish
 from benchmarks.gpu.random_model import LLAMA_8B, drawn_weights, write_checkpoint
-from engine.config import EngineConfig, KernelsConfig
-from engine.kernels import selection
-from engine.kernels.attention import triton_attention
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.sampling.on_device import DeviceDrawn
+from engine.config import EngineConfig
 from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder
 from engine.model.families import read_spec
@@ -46,6 +42,11 @@ from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from kernels import selection
+from kernels.attention import triton_attention
+from kernels.attention.triton_attention import TritonAttention
+from kernels.config import KernelsConfig
+from kernels.sampling.on_device import DeviceDrawn
 
 _ELSEWHERE = torch.device("meta")
 _SIZES = (1, 16, 128)
@@ -118,7 +119,7 @@ def _stand_in(counts: Counter[str]) -> None:
 
     DeviceDrawn.packed = readable
     for name in (*_MODULES, *_MORE_MODULES, *_DRAW_MODULES):
-        module = importlib.import_module(f"engine.kernels.{name}")
+        module = importlib.import_module(f"kernels.{name}")
         for attribute in [each for each in vars(module) if each.endswith("_kernel")]:
             setattr(module, attribute, _Kernel(counts))
     selection._triton_runs = lambda device: True

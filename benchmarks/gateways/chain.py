@@ -24,9 +24,9 @@ import httptools
 import uvloop
 
 from contract.errors import Reason
-from services.outbox import Outbox
-from services.server import GrpcServer, wait_for_signal
-from services.stream_client import run_stream
+from runtime.outbox import Outbox
+from runtime.server import GrpcServer, wait_for_signal
+from runtime.stream_client import run_stream
 
 _METHOD = "/chain.Echo/Pass"
 # About what a request is on its way to the tokenizer service.

@@ -14,7 +14,8 @@ import torch
 from benchmarks.gpu.device import Gpu
 from benchmarks.gpu.in_process import InProcessEngine, opened
 from benchmarks.gpu.report import Report
-from engine.config import GraphsConfig, KernelsConfig
+from engine.config import GraphsConfig
+from kernels.config import KernelsConfig
 
 # Of the 8B shape's 32: widths are what kernels depend on.
 NUM_LAYERS = 4

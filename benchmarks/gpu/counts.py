@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.kernels.compile_ahead import AbsentGpu
-from engine.kernels.experts.routing import Routing
-from engine.kernels.linear import DenseWeight
-from engine.kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.triton_backend import TritonLinear
-from engine.kernels.selection import Kernels
 from engine.model.experts import feed_sparse
 from engine.model.records import Linear, SparseFeedForward
+from kernels.compile_ahead import AbsentGpu
+from kernels.experts.routing import Routing
+from kernels.linear import DenseWeight
+from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.triton_backend import TritonLinear
+from kernels.selection import Kernels
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 16, 64, 128)
@@ -141,7 +141,7 @@ def experts() -> None:
 
 
 def _layer(up: WeightFormat, down: WeightFormat, router: Linear) -> SparseFeedForward:
-    from engine.kernels.experts.grouped import ExpertsTogether
+    from kernels.experts.grouped import ExpertsTogether
 
     linear = TritonLinear()
     gate_up, out = (linear.grouped([weight] * QWEN.num_experts) for weight in (up, down))

@@ -23,7 +23,7 @@ from engine.core.loop import EngineLoop
 from engine.runner.build import build_here
 from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, ModelFacts, Request, SamplingParams, TokenEvent
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 # Several engines fit beside one another with caches of this size; those that compile are up to seven.
 SMALL_CACHE_BYTES = 4 << 30

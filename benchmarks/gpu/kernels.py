@@ -16,9 +16,9 @@ from benchmarks.gpu import flashinfer_peer
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu, Roofs, Work
 from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.report import Report
-from engine.kernels.attention import AttentionOptions, RaggedBatch
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.paged_cache import LayerCache, allocate_layer
+from kernels.attention import AttentionOptions, RaggedBatch
+from kernels.attention.triton_attention import TritonAttention
+from kernels.paged_cache import LayerCache, allocate_layer
 
 TITLE = "Attention and row kernels"
 # Llama-3.1-8B: query heads, kv heads, head dim.
@@ -110,7 +110,7 @@ def backends() -> dict[str, Any]:
     num_heads, num_kv_heads, _ = HEADS
     found: dict[str, Any] = {"triton": TritonAttention(num_heads=num_heads, num_kv_heads=num_kv_heads)}
     try:
-        from engine.kernels.attention.flash import FlashAttention
+        from kernels.attention.flash import FlashAttention
 
         found["flash"] = FlashAttention(num_heads=num_heads, num_kv_heads=num_kv_heads)
     except Exception as error:
@@ -274,8 +274,8 @@ def _share(size: float, timing: Any, roofs: Roofs) -> float:
 
 
 def _rows(gpu: Gpu, report: Report, roofs: Roofs, rows: int) -> None:
-    from engine.kernels.activation.triton_activation import gate
-    from engine.kernels.norm.triton_norm import rms_norm
+    from kernels.activation.triton_activation import gate
+    from kernels.norm.triton_norm import rms_norm
 
     width, inner = gpu.pick((4096, 14336), (64, 96))
     copies = max(1, min(32, gpu.pick(300 << 20, 1) // (rows * width * 2) + 1))
@@ -312,8 +312,8 @@ def _rows(gpu: Gpu, report: Report, roofs: Roofs, rows: int) -> None:
 
 def _draws(gpu: Gpu, report: Report, roofs: Roofs, rows: int, draw: str) -> None:
     """Tokens from logits: torch's largest, or its sort, sum and multinomial, and the engine's draw."""
-    from engine.kernels.sampling.triton_sampling import RowOptions, process
-    from engine.kernels.sampling.triton_sampling import draw as drawn
+    from kernels.sampling.triton_sampling import RowOptions, process
+    from kernels.sampling.triton_sampling import draw as drawn
 
     vocab_size, asked = gpu.pick(128_256, 500), DRAWS[draw]
     size = rows * vocab_size * 4

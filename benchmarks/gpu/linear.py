@@ -10,11 +10,11 @@ from torch import Tensor
 
 from benchmarks.gpu.device import Gpu, Roofs, Work
 from benchmarks.gpu.report import Report
-from engine.kernels.linear.formats import Int4Weight, Int8Weight
-from engine.kernels.linear.triton_dense import dense_product
-from engine.kernels.linear.triton_linear import weight_only_product
-from engine.kernels.linear.triton_packing import pack_levels_for_triton
-from engine.kernels.linear.triton_scaled import scaled_product
+from kernels.linear.formats import Int4Weight, Int8Weight
+from kernels.linear.triton_dense import dense_product
+from kernels.linear.triton_linear import weight_only_product
+from kernels.linear.triton_packing import pack_levels_for_triton
+from kernels.linear.triton_scaled import scaled_product
 
 TITLE = "Matrix products"
 # Outputs and inputs: the stacked projections, the way out of attention, gate and up, down.

@@ -103,7 +103,7 @@ def waves_within(left_s: float, wave_s: float) -> int:
 
 def _environment() -> dict[str, str]:
     """So that every process finds the project, and draws weights."""
-    paths = [str(ROOT / "benchmarks/gpu/drawn"), str(ROOT), str(ROOT / "services/stubs")]
+    paths = [str(ROOT / "benchmarks/gpu/drawn"), str(ROOT), str(ROOT / "contract/stubs")]
     paths += [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 

@@ -16,15 +16,15 @@ import torch
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu
 from benchmarks.gpu.kernels import DTYPES, filled_cache, ragged
 from benchmarks.gpu.report import Report
-from engine.kernels.attention import AttentionOptions, DecodeBatch
-from engine.kernels.attention.reference import ReferenceAttention
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.linear.formats import Fp8Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.triton_backend import InvariantLinear, ScaledMmProduct, TritonLinear
-from engine.kernels.norm.reference import rms_norm as reference_norm
-from engine.kernels.norm.triton_norm import rms_norm
 from engine.runner.cuda.recorder import CudaGraphRecorder
 from engine.runner.host_memory import HostArena
+from kernels.attention import AttentionOptions, DecodeBatch
+from kernels.attention.reference import ReferenceAttention
+from kernels.attention.triton_attention import TritonAttention
+from kernels.linear.formats import Fp8Weight, Int8Weight, WeightFormat
+from kernels.linear.triton_backend import InvariantLinear, ScaledMmProduct, TritonLinear
+from kernels.norm.reference import rms_norm as reference_norm
+from kernels.norm.triton_norm import rms_norm
 
 TITLE = "Smoke"
 Check = Callable[[Gpu], str]
@@ -58,7 +58,7 @@ def _segments_grow(gpu: Gpu) -> str:
         return "not asked on a CPU"
     code = (
         "import torch; torch.cuda.is_available()\n"
-        "from engine.kernels.config import prefer_expandable_segments\n"
+        "from kernels.config import prefer_expandable_segments\n"
         "prefer_expandable_segments()\n"
         "kept = torch.zeros(1 << 24, device='cuda')\n"
         "print(torch.cuda.memory_snapshot()[0]['is_expandable'])\n"

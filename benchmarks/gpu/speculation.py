@@ -11,7 +11,8 @@ from benchmarks.gpu.captured import first_difference
 from benchmarks.gpu.device import Gpu
 from benchmarks.gpu.in_process import InProcessEngine, opened
 from benchmarks.gpu.report import Report
-from engine.config import KernelsConfig, SpeculationConfig
+from engine.config import SpeculationConfig
+from kernels.config import KernelsConfig
 
 NUM_LAYERS = 8
 NUM_DRAFTS = 4

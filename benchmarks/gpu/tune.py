@@ -1,5 +1,5 @@
 """Finds the fastest launch shapes of the attention kernel on this device and writes them as the engine reads
-them: OUT/attention-tuned.json, to be reviewed and copied to engine/kernels/attention/tuned.json.
+them: OUT/attention-tuned.json, to be reviewed and copied to kernels/attention/tuned.json.
 
 A shape counts when its results agree with the standing shape's; one that the device refuses (registers,
 shared memory) is passed over. Only shapes that are faster by more than the timings' spread replace it.
@@ -18,11 +18,11 @@ from torch import Tensor
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu, Work
 from benchmarks.gpu.kernels import DTYPES, filled_cache, ragged
 from benchmarks.gpu.report import Report
-from engine.kernels.attention import AttentionOptions, RaggedBatch
-from engine.kernels.attention.launch_shape import launch_shape
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.attention.tuning import Shape, arch_of, forced, key_of
-from engine.kernels.paged_cache import LayerCache
+from kernels.attention import AttentionOptions, RaggedBatch
+from kernels.attention.launch_shape import launch_shape
+from kernels.attention.triton_attention import TritonAttention
+from kernels.attention.tuning import Shape, arch_of, forced, key_of
+from kernels.paged_cache import LayerCache
 
 TITLE = "Launch shapes of the attention kernel"
 # Query heads, kv heads, head dim: Llama-3.1-8B and Qwen3, Llama-3.1-70B, gpt-oss and the like, Gemma.

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.report import arguments, publish
-from engine.kernels.linear.formats import DenseWeight
-from engine.kernels.linear.native import NativePacker, NativeProduct
-from engine.kernels.native.build import machine_levels
-from engine.kernels.native.library import load_level
+from kernels.linear.formats import DenseWeight
+from kernels.linear.native import NativePacker, NativeProduct
+from kernels.native.build import machine_levels
+from kernels.native.library import load_level
 
 ROWS, OUTPUTS = 96, 512
 INPUTS = (1024, 3072, 8192)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.engine.report import arguments, publish
-from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBatch
-from engine.kernels.paged_cache import allocate_layer
+from kernels.attention import AttentionOptions, NativeAttention, RaggedBatch
+from kernels.paged_cache import allocate_layer
 
 TOKENS, NEW, HEADS, KV_HEADS, DIM, BLOCK = 1024, 64, 16, 8, 128, 16
 CPU = torch.device("cpu")

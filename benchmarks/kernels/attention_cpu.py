@@ -7,7 +7,7 @@ through as many layers' caches as do not fit into the last-level cache, as steps
 is judged by the bytes of keys and values that a step must read, prefill by the operations that causality
 leaves. Best of a few runs; what a machine's memory gives changes from minute to minute, so cold cases take
 turns with plain reading of the same tensors from end to end. A baseline is a library of the same level from
-another checkout, LEVEL-….so as `engine.kernels.native.build` prints it; it takes turns with this one.
+another checkout, LEVEL-….so as `kernels.native.build` prints it; it takes turns with this one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from benchmarks.peers.roofline import measure_machine
-from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, TiledAttention
-from engine.kernels.native import NativeLibrary, Op, load_native
-from engine.kernels.native.mirror import structure
-from engine.kernels.paged_cache import LayerCache, allocate_layer
+from kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, TiledAttention
+from kernels.native import NativeLibrary, Op, load_native
+from kernels.native.mirror import structure
+from kernels.paged_cache import LayerCache, allocate_layer
 from services.bench.report import machine
 
 BLOCK = 16

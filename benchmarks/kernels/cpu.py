@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine.report import publish
-from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.native import NativePacker
-from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
-from engine.kernels.native import NativeLibrary, Op, load_native
-from engine.kernels.native.library import Program
-from engine.kernels.native.mirror import structure
+from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.native import NativePacker
+from kernels.linear.packed import gemm_args, make_workspace, product_ops
+from kernels.native import NativeLibrary, Op, load_native
+from kernels.native.library import Program
+from kernels.native.mirror import structure
 
 # (outputs, inputs): projections and head of the 0.6 B checkpoint, of the 40 M one, of an 8 B model, of none.
 SHAPES = (

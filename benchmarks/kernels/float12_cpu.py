@@ -15,10 +15,10 @@ import torch
 from benchmarks.engine.report import publish
 from benchmarks.kernels.cpu import MANY_ROWS, ROWS
 from benchmarks.kernels.levels_cpu import FOOTPRINT_BYTES, SHAPES, best_seconds
-from engine.kernels.linear.formats import DenseWeight
-from engine.kernels.linear.native import NativePacker
-from engine.kernels.native.build import machine_levels
-from engine.kernels.native.library import load_level
+from kernels.linear.formats import DenseWeight
+from kernels.linear.native import NativePacker
+from kernels.native.build import machine_levels
+from kernels.native.library import load_level
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 `python -m benchmarks.kernels.levels_cpu [--levels LEVEL …] [--weights bfloat16 …] [--shapes 4096,1024 …]
 [--rows 1 …] [--threads N] [--json FILE]`: the best time of each level (this machine's best two) on weights
 that come from memory; the first is the baseline. A level may be a library's path, LEVEL-….so as
-`engine.kernels.native.build` prints it in another checkout: one level before a change and after it.
+`kernels.native.build` prints it in another checkout: one level before a change and after it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.engine.report import publish
 from benchmarks.kernels.cpu import MANY_ROWS, ROWS, weights_of
-from engine.kernels.linear.native import NativePacker
-from engine.kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
-from engine.kernels.native import NativeLibrary
-from engine.kernels.native.build import machine_levels
-from engine.kernels.native.library import Program, load_level
+from kernels.linear.native import NativePacker
+from kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
+from kernels.native import NativeLibrary
+from kernels.native.build import machine_levels
+from kernels.native.library import Program, load_level
 
 # Projections and head of the 0.6 B checkpoint (outputs, inputs).
 SHAPES = ("4096,1024", "6144,1024", "1024,2048", "1024,3072", "151936,1024")

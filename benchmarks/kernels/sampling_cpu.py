@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.attention_cpu import best_of
-from engine.kernels.native import NativeLibrary, Op, load_native
-from engine.kernels.native.mirror import structure
-from engine.kernels.sampling.native import SAMPLE_ROW
+from kernels.native import NativeLibrary, Op, load_native
+from kernels.native.mirror import structure
+from kernels.sampling.native import SAMPLE_ROW
 from services.bench.report import machine
 
 NUM_ROWS, VOCAB = 32, 151_936

@@ -37,11 +37,11 @@ from benchmarks.peers.millrace import millrace
 from benchmarks.peers.roofline import Machine, measure_machine
 from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
 from benchmarks.peers.tables import OURS, Measured, Run, table
+from runtime.errors import ConfigError
 from services.bench.client import Target
 from services.bench.records import RequestRecord, Targets
 from services.bench.report import machine, make_result
 from services.bench.run import choose_model, run_workload
-from services.errors import ConfigError
 
 WARM_SEED = 1000
 PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {

@@ -27,9 +27,9 @@ from benchmarks.peers.millrace import millrace
 from benchmarks.peers.servers import Server, ServerFailed, serve
 from engine.config import AdaptersConfig, EngineConfig
 from engine.runner.build import build_here
+from runtime.config import ModelConfig
 from services.bench.client import Target
 from services.bench.run import run_workload
-from services.config import ModelConfig
 
 OF_A_STREAM = Load(concurrency=1, num_requests=3)
 

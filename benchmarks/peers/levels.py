@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.kernels.native.config import forced_level
+from kernels.native.config import forced_level
 
 
 @dataclass(frozen=True, kw_only=True)

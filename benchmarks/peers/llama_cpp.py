@@ -13,7 +13,7 @@ from benchmarks.peers.environments import environment, made_whole
 from benchmarks.peers.levels import held
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS
 from benchmarks.peers.servers import Launch
-from engine.kernels.native.config import forced_level
+from kernels.native.config import forced_level
 
 VERSION = "0.3.36"
 # Tokens that each slot keeps: the longest request of the loads, and a little more.

@@ -25,11 +25,11 @@ from benchmarks.peers.checkpoints import (
     matrix_parameters,
 )
 from benchmarks.peers.loads import Load
-from engine.kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
-from engine.kernels.linear.native import NativePacker
-from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
-from engine.kernels.native import NativeLibrary, load_native
-from engine.kernels.native.library import Program
+from kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
+from kernels.linear.native import NativePacker
+from kernels.linear.packed import gemm_args, make_workspace, product_ops
+from kernels.native import NativeLibrary, load_native
+from kernels.native.library import Program
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from engine.adapters.store import AdapterStore, Changes, with_slots
 from engine.config import AdaptersConfig
-from engine.kernels.adapters.native import NativeChanges
 from engine.model.back_end import Model
 from engine.model.native_decoder import NativeDecoder
 from engine.model.records import Linear
+from kernels.adapters.native import NativeChanges
 
 if TYPE_CHECKING:
     from engine.model.decoder import Decoder
@@ -38,7 +38,7 @@ def make_store(model: Model, config: AdaptersConfig, *, dtype: str) -> AdapterSt
 def _with_slots_of_torch(model: Decoder, config: AdaptersConfig, num_slots: int, dtype: str) -> list[Linear]:
     import torch
 
-    from engine.kernels.adapters.reference import TorchChanges
+    from kernels.adapters.reference import TorchChanges
 
     def make(inputs: int, sizes: Sequence[int]) -> Changes:
         return TorchChanges(

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.adapters.low_rank import Change
 from engine.model.checkpoint import StoredTensor, read_stored
-from services.errors import ConfigError
+from kernels.adapters.low_rank import Change
+from runtime.errors import ConfigError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.[^.]+)?\.weight")

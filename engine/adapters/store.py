@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.adapters.peft import AdapterError, AdapterFile, Module, check_adapter
-from engine.kernels.adapters.low_rank import Change
 from engine.model.records import Linear, ModelRecord
+from kernels.adapters.low_rank import Change
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import logging
 import signal
 import socket
@@ -26,19 +25,28 @@ from engine.scheduler import Scheduler
 from engine.scheduler.adapters import AdapterLoader, AdapterPlaces
 from engine.types import NOT_MEASURED, MeasuredSpeed, MemoryPlan, ModelFacts
 from observability.emit import logging as json_logging
-from services.config import ModelConfig
-from services.errors import ConfigError
-from services.memory import give_back, use_huge_pages
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
+from runtime.memory import give_back, use_huge_pages
 
 _log = logging.getLogger(__name__)
-
-# Modules with a `build`, imported only when asked for. This process imports no torch where the native kernels
-# serve: another one loads for it.
-RUNNERS = {"torch": "engine.runner.build", "simulated": "engine.runner.simulated"}
 
 # Exit codes beyond 0: 2 is a configuration error, as for every main; 70 is a runner that broke.
 _EXIT_CONFIG = 2
 _EXIT_BROKEN = 70
+
+
+def _builder(config: EngineConfig) -> Builder:
+    """What builds the runner, imported only when asked for: this process imports no torch where the native
+    kernels serve, because another one loads for it.
+    """
+    if config.simulated:
+        from engine.runner import simulated
+
+        return simulated.build
+    from engine.runner.build import build
+
+    return build
 
 
 def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
@@ -105,8 +113,7 @@ def serve_core(connection: CoreSocket) -> int:
     """Loads and steps until told to stop; returns the exit code. Raises PeerGone when the front ends."""
     (start,) = _first_messages(connection)
     config, model = start.config, start.model
-    name = "simulated" if config.simulated else "torch"
-    builder: Builder = importlib.import_module(RUNNERS[name]).build
+    builder = _builder(config)
     watch = MemoryWatch()
     report = ProgressReport(connection, watch)
     try:

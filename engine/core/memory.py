@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.types import MemoryPlan, MemoryUse
-from services.memory import give_back
+from runtime.memory import give_back
 
 _STATUS = Path("/proc/self/status")
 # Stage in which the cache is allocated: what was loaded before it are the weights.

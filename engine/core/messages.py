@@ -18,7 +18,7 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 # Front to core.
 

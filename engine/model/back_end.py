@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import EngineConfig
-from engine.kernels.native import NativeLibrary, NativeUnavailableError, UnknownLevelError, load_native
 from engine.model.checkpoint import LoadRequest
 from engine.model.forward_batch import ForwardBatch
 from engine.model.loader import Progress, load_here
@@ -22,7 +21,8 @@ from engine.model.native_decoder import NativeDecoder, why_not_lowered
 from engine.model.plan import num_logit_rows
 from engine.model.records import ModelRecord
 from engine.model.spec import ModelSpec
-from services.errors import ConfigError
+from kernels.native import NativeLibrary, NativeUnavailableError, UnknownLevelError, load_native
+from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -114,8 +114,8 @@ def load_model(
         )
     import torch
 
-    from engine.kernels.selection import UnsuitableKernelsError, choose_kernels
     from engine.model.reading import load_decoder
+    from kernels.selection import UnsuitableKernelsError, choose_kernels
 
     place = torch.device(device)
     if config.quantize == "fp8" and place.type == "cuda":

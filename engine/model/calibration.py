@@ -20,9 +20,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from engine.kernels.attention import BACKENDS, RaggedBatch
-from engine.kernels.linear import ROW_MULTIPLE, DenseWeight, Product
-from engine.kernels.paged_cache import allocate_layer
+from checkpoint.vocabulary import whole_tokenizer_json
 from engine.model.decoder import advance
 from engine.model.layers import StepContext
 from engine.model.records import Layer
@@ -30,8 +28,10 @@ from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from engine.quantization.at_load import quantize
-from services.errors import ConfigError
-from services.vocabulary import whole_tokenizer_json
+from kernels.attention import BACKENDS, RaggedBatch
+from kernels.linear import ROW_MULTIPLE, DenseWeight, Product
+from kernels.paged_cache import allocate_layer
+from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import msgspec
 
+from checkpoint.files import is_gguf
 from engine.config import EngineConfig
 from engine.model.spec import CheckpointError, ModelSpec, TensorHeader
-from services.checkpoint import is_gguf
 
 ELEMENT_BYTES = {
     "F64": 8,

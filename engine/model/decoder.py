@@ -12,11 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.adapters.backends import adapter_step
-from engine.kernels.attention import AttentionBackend
-from engine.kernels.paged_cache import LayerCache
-from engine.kernels.selection import Kernels
-from engine.kernels.transfer import on_device
 from engine.model.expert_reading import read_sparse
 from engine.model.experts import feed_sparse
 from engine.model.forward_batch import ForwardBatch
@@ -35,6 +30,11 @@ from engine.model.layers import (
 from engine.model.records import LatentAttention, Layer, Linear, ModelRecord, Norm, SparseFeedForward
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
+from kernels.adapters.backends import adapter_step
+from kernels.attention import AttentionBackend
+from kernels.paged_cache import LayerCache
+from kernels.selection import Kernels
+from kernels.transfer import on_device
 
 # Placement to the names of norms (before attention, before feed-forward), (after attention, after
 # feed-forward).

@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.kernels.config import prefer_expandable_segments
-from services.errors import ConfigError
-from services.resources import available_bytes
+from kernels.config import prefer_expandable_segments
+from runtime.errors import ConfigError
+from runtime.resources import available_bytes
 
 
 def choose_device(config: EngineConfig) -> tuple[str, int]:

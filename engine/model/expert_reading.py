@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import DenseWeight
-from engine.kernels.linear.formats import WeightFormat, rows_of
 from engine.model.experts import experts_together
 from engine.model.layers import read_feed_forward, read_floats
 from engine.model.records import FeedForward, Linear, SparseFeedForward
 from engine.model.spec import ExpertSpec, ModelSpec
 from engine.model.weights import WeightReader
+from kernels.linear import DenseWeight
+from kernels.linear.formats import WeightFormat, rows_of
 
 
 def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> SparseFeedForward:

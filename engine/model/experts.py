@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.adapters.backends import AdapterStep
-from engine.kernels.experts.reference import route
-from engine.kernels.linear import ROW_MULTIPLE
-from engine.kernels.selection import Kernels
 from engine.model.layers import feed, multiply
 from engine.model.records import FeedForward, SparseFeedForward
+from kernels.adapters.backends import AdapterStep
+from kernels.experts.reference import route
+from kernels.linear import ROW_MULTIPLE
+from kernels.selection import Kernels
 
 if TYPE_CHECKING:
-    from engine.kernels.experts.grouped import ExpertsTogether
+    from kernels.experts.grouped import ExpertsTogether
 
 
 def experts_together(experts: list[FeedForward], kernels: Kernels) -> ExpertsTogether | None:
@@ -34,7 +34,7 @@ def experts_together(experts: list[FeedForward], kernels: Kernels) -> ExpertsTog
     if down is None:
         return None
     # Triton is there where experts are grouped, and perhaps only there.
-    from engine.kernels.experts.grouped import ExpertsTogether
+    from kernels.experts.grouped import ExpertsTogether
 
     gate_biases = [expert.gate_up.bias for expert in experts if expert.gate_up.bias is not None]
     down_biases = [expert.down.bias for expert in experts if expert.down.bias is not None]

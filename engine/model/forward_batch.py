@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.attention.ragged import RaggedBatch
+from kernels.attention.ragged import RaggedBatch
 
 
 @dataclass(frozen=True, kw_only=True)

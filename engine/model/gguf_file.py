@@ -84,7 +84,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         import gguf
 
-        from services.gguf_reader import contents, open_gguf
+        from checkpoint.gguf_reader import contents, open_gguf
 
         self.path = path
         self._gguf = gguf

@@ -16,13 +16,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engine.kernels.attention import AttentionOptions
-from engine.kernels.paged_cache import LayerCache
-from engine.kernels.rope import rotate
 from engine.model.layers import StepContext, multiply, read_floats, read_linear
 from engine.model.records import LatentAttention
 from engine.model.spec import INNER_NORM_EPS, ModelSpec
 from engine.model.weights import WeightReader
+from kernels.attention import AttentionOptions
+from kernels.paged_cache import LayerCache
+from kernels.rope import rotate
 
 
 def read_latents(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> LatentAttention:

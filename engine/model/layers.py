@@ -13,15 +13,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.kernels.adapters.backends import AdapterStep
-from engine.kernels.attention import AttentionBackend, AttentionOptions
-from engine.kernels.linear import QuantizedRows, QuantizingProduct
-from engine.kernels.norm import QuantizingNorm
-from engine.kernels.paged_cache import LayerCache
-from engine.kernels.selection import Kernels
 from engine.model.records import Attention, FeedForward, Linear, Norm
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
+from kernels.adapters.backends import AdapterStep
+from kernels.attention import AttentionBackend, AttentionOptions
+from kernels.linear import QuantizedRows, QuantizingProduct
+from kernels.norm import QuantizingNorm
+from kernels.paged_cache import LayerCache
+from kernels.selection import Kernels
 
 
 @dataclass(kw_only=True)

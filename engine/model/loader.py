@@ -31,19 +31,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.host import empty
-from engine.kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
-from engine.kernels.native import NativeLibrary
-from engine.kernels.native.library import load_level
 from engine.model.checkpoint import LoadRequest
 from engine.model.mapped_pages import FilePart, file_of, version_of
 from engine.model.records import Linear, ModelRecord, host_arrays
 from engine.model.spec import CheckpointError
-from services.errors import ConfigError
-from services.memory import keep_freed_memory, one_heap
+from kernels.host import empty
+from kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
+from kernels.native import NativeLibrary
+from kernels.native.library import load_level
+from runtime.errors import ConfigError
+from runtime.memory import keep_freed_memory, one_heap
 
 if TYPE_CHECKING:
-    from engine.kernels.linear.native import NativePacker
+    from kernels.linear.native import NativePacker
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class LoaderLostError(Exception):
 
 def load_here(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
     """Loads with this process's torch. Raises CheckpointError."""
-    from engine.kernels.linear.native import NativePacker
     from engine.model.reading import NativePacking
+    from kernels.linear.native import NativePacker
 
     packing = NativePacking(NativePacker(library, num_threads=request.config.num_threads))
     return _load(request, packing, progress)
@@ -97,8 +97,8 @@ def load_in_subprocess(request: LoadRequest, library: NativeLibrary, progress: P
 def _load(request: LoadRequest, packing: Any, progress: Progress) -> ModelRecord:
     import torch
 
-    from engine.kernels.selection import choose_kernels
     from engine.model.reading import read_checkpoint
+    from kernels.selection import choose_kernels
 
     if request.spec.dtype == "float16" and request.dtype == "bfloat16":
         _log.info("float16 weights are %s", "kept" if packing.keeps_float16 else "rounded to bfloat16")
@@ -230,7 +230,7 @@ def _serve(connection: Connection) -> None:
     level, request = connection.recv()
     import torch
 
-    from engine.kernels.linear.native import NativePacker
+    from kernels.linear.native import NativePacker
 
     one_heap()
     keep_freed_memory()

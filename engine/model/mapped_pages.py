@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.kernels.host import advise
+from kernels.host import advise
 
 if TYPE_CHECKING:
     from torch import Tensor

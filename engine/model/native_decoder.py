@@ -15,18 +15,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.activation.native import SoftCapArgs
-from engine.kernels.adapters.rows import AdapterRows
-from engine.kernels.host import HOST, address_of, empty
-from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
-from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.library import Program, StepStruct
-from engine.kernels.norm.native import NormArgs, norm_op
-from engine.kernels.paged_cache.native import Storage
 from engine.model.forward_batch import ForwardBatch
 from engine.model.program_builder import ProgramBuilder
 from engine.model.records import Floats, ModelRecord
 from engine.model.spec import ModelSpec
+from kernels.activation.native import SoftCapArgs
+from kernels.adapters.rows import AdapterRows
+from kernels.host import HOST, address_of, empty
+from kernels.linear.packed import gemm_args, make_workspace, product_ops
+from kernels.native import NativeLibrary, Op
+from kernels.native.library import Program, StepStruct
+from kernels.norm.native import NormArgs, norm_op
+from kernels.paged_cache.native import Storage
 
 # The native cache ops shift by block sizes, and hold one head's vector at a time.
 LARGEST_BLOCK = 256

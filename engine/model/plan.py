@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import msgspec
 
+from checkpoint.files import find
 from engine.config import EngineConfig
-from engine.kernels.linear.packed import FLOAT12_LEVELS
-from engine.kernels.native import likely_level
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.spec import ModelSpec
 from engine.model.weight_memory import WeightCount, count_weights, quantizes_head
 from engine.types import MemoryPlan
-from services.checkpoint import find
-from services.config import ModelConfig
-from services.errors import ConfigError
+from kernels.linear.packed import FLOAT12_LEVELS
+from kernels.native import likely_level
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 CPU_CACHE_LIMIT_BYTES = 1 << 30

@@ -15,8 +15,8 @@ from engine.config import load
 from engine.model.device import choose_device
 from engine.model.plan import PlanInput, human, make_plan, plan_input
 from engine.types import MemoryPlan
-from services.config import ModelConfig, load_section, read_tables
-from services.errors import ConfigError
+from runtime.config import ModelConfig, load_section, read_tables
+from runtime.errors import ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,18 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from engine.kernels.activation.native import KINDS, ActivationArgs
-from engine.kernels.adapters.native import NativeChanges
-from engine.kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
-from engine.kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
-from engine.kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
-from engine.kernels.host import Values, address_of, empty, row_stride
-from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
-from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.library import StepStruct
-from engine.kernels.norm.native import NormArgs, norm_op
-from engine.kernels.paged_cache.native import Storage, describe
-from engine.kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 from engine.model.records import (
     Attention,
     FeedForward,
@@ -32,6 +20,18 @@ from engine.model.records import (
     SparseFeedForward,
 )
 from engine.model.spec import INNER_NORM_EPS
+from kernels.activation.native import KINDS, ActivationArgs
+from kernels.adapters.native import NativeChanges
+from kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
+from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
+from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
+from kernels.host import Values, address_of, empty, row_stride
+from kernels.linear.packed import gemm_args, make_workspace, product_ops
+from kernels.native import NativeLibrary, Op
+from kernels.native.library import StepStruct
+from kernels.norm.native import NormArgs, norm_op
+from kernels.paged_cache.native import Storage, describe
+from kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 
 NUM_TOKENS = StepStruct.num_tokens.offset
 

@@ -6,9 +6,6 @@ from typing import Protocol
 
 import torch
 
-from engine.kernels.linear import DenseWeight
-from engine.kernels.linear.native import NativePacker
-from engine.kernels.selection import Kernels, torch_kernels
 from engine.model.calibration import Calibration
 from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder, read_layer
@@ -17,6 +14,9 @@ from engine.model.records import Linear, ModelRecord
 from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import Progress, WeightReader
+from kernels.linear import DenseWeight
+from kernels.linear.native import NativePacker
+from kernels.selection import Kernels, torch_kernels
 
 
 class Packing(Protocol):

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.attention.ragged import AttentionOptions
-from engine.kernels.host import Values
-from engine.kernels.linear.packed import PackedWeight
 from engine.model.spec import ExpertSpec, LatentSpec, ModelSpec
+from kernels.attention.ragged import AttentionOptions
+from kernels.host import Values
+from kernels.linear.packed import PackedWeight
 
 Floats = NDArray[np.float32]
 

@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from engine.kernels.experts.routing import Routing
 from engine.quantization.scheme import Scheme
-from services.errors import ConfigError
+from kernels.experts.routing import Routing
+from runtime.errors import ConfigError
 
 # The published models' norms inside latent attention use this, whatever config.json says of the outer ones.
 INNER_NORM_EPS = 1e-6

@@ -19,17 +19,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.kernels.linear import DenseWeight, WeightFormat
-from engine.kernels.linear.formats import is_finite, scales_of, stack
-from engine.kernels.paged_cache.memory import empty_on_huge_pages
-from engine.kernels.selection import Kernels
+from checkpoint.files import folder_of, is_gguf
 from engine.model.checkpoint import LoadRequest, read_headers
 from engine.model.gguf_file import open_gguf
 from engine.model.mapped_pages import MappedPages
 from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, MXFP4_NAN, mxfp4_weight, read_weight
-from services.checkpoint import folder_of, is_gguf
+from kernels.linear import DenseWeight, WeightFormat
+from kernels.linear.formats import is_finite, scales_of, stack
+from kernels.paged_cache.memory import empty_on_huge_pages
+from kernels.selection import Kernels
 
 Progress = Callable[[str, float], None]
 # Buffers that old checkpoints carry and that are computed here, and static ranges of a quantized KV cache,

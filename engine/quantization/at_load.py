@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.formats import FP8_LIMIT, INT4_MIDDLE, pack_levels
 from engine.quantization.scheme import group_size_for
+from kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.formats import FP8_LIMIT, INT4_MIDDLE, pack_levels
 
 SMOOTHING_STRENGTH = 0.5
 # Parts of a group's range that levels may span; weights beyond are clipped.

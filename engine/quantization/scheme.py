@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf"]
 

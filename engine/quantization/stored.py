@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.formats import FP8_BLOCK, pack_levels
 from engine.quantization.scheme import Scheme
-from services.errors import ConfigError
+from kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.formats import FP8_BLOCK, pack_levels
+from runtime.errors import ConfigError
 
 # Column of each four-bit field of an AWQ word, lowest bits first.
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)

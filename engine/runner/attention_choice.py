@@ -7,15 +7,15 @@ import logging
 import torch
 
 from engine.config import EngineConfig
-from engine.kernels.attention import (
+from engine.model.spec import ModelSpec
+from kernels.attention import (
     AttentionBackend,
     AttentionFacts,
     UnsuitableBackendError,
     available_backends,
     choose_backend,
 )
-from engine.model.spec import ModelSpec
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

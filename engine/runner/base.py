@@ -17,7 +17,7 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.types import GrammarSpec, MemoryPlan, ModelFacts, SchedulerOutput, StepResult
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 # Told (name of the stage, fraction done in [0, 1]) while a model is loaded.
 Progress = Callable[[str, float], None]
@@ -93,14 +93,14 @@ class Runner(Protocol):
 
 
 class Builder(Protocol):
-    """Entry point of a runner's module, called once in the core process, looked up by name.
+    """Entry point of a runner's module, called once in the core process.
 
     Returns the runner, loaded, with the memory plan that it really allocated and the facts of the model; its
-    first steps are the caller's to take (engine.core.warm_up). Raises services.errors.ConfigError for what
+    first steps are the caller's to take (engine.core.warm_up). Raises runtime.errors.ConfigError for what
     the operator can mend (unknown architecture, missing file, too little memory); its message reaches the
     operator as it is.
     """
 
     def __call__(
-        self, config: EngineConfig, model: ModelConfig, progress: Progress = ...
+        self, config: EngineConfig, model: ModelConfig, progress: Progress
     ) -> tuple[Runner, MemoryPlan, ModelFacts]: ...

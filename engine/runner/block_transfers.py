@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.transfer import on_device
 from engine.runner.host_memory import HostArena
 from engine.runner.streams import Streams
+from kernels.transfer import on_device
 
 Pairs = Sequence[tuple[int, int]]
 WORD_BYTES = 4
@@ -158,7 +158,7 @@ class _Pieces:
             words[index] = rows[:, offset : offset + words.shape[1]]
 
     def _launch(self, blocks: list[int], rows: Tensor, *, out: bool) -> None:
-        from engine.kernels.paged_cache.triton_blocks import move_blocks
+        from kernels.paged_cache.triton_blocks import move_blocks
 
         index = on_device(np.array(blocks, np.int64), self._device)
         bases, offsets, sizes = self._table.unbind()

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from checkpoint.files import find
 from engine.adapters.build import make_store
 from engine.config import EngineConfig, num_threads
-from engine.kernels.host import HOST, Device
-from engine.kernels.native.library import load_native
 from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import LoadRequest
 from engine.model.device import choose_device
@@ -33,13 +32,14 @@ from engine.runner.speculation.draft_model import DraftModel
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan, ModelFacts
-from services.checkpoint import find
-from services.config import ModelConfig
-from services.memory import keep_freed_memory, one_heap
+from kernels.host import HOST, Device
+from kernels.native.library import load_native
+from runtime.config import ModelConfig
+from runtime.memory import keep_freed_memory, one_heap
 
 if TYPE_CHECKING:
-    from engine.kernels.attention import AttentionBackend
     from engine.model.decoder import Decoder
+    from kernels.attention import AttentionBackend
 
 # The cache's memory is had from the system for so many full steps ahead of its use.
 _AHEAD_STEPS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 
 class HostArena:

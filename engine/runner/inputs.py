@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.adapters.rows import NO_ADAPTER
-from engine.kernels.attention.ragged import RaggedBatch
-from engine.kernels.transfer import on_device
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.grammar import GrammarMasks
 from engine.types import ScheduledSequence
+from kernels.adapters.rows import NO_ADAPTER
+from kernels.attention.ragged import RaggedBatch
+from kernels.transfer import on_device
 
 
 def no_masks() -> None:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.kernels.host import Device, HostDevice
-from engine.kernels.paged_cache.host import allocate_host_layer
-from engine.kernels.transfer import on_device
 from engine.model.spec import ModelSpec
 from engine.runner.prefault import Prefault
 from engine.types import SchedulerOutput
+from kernels.host import Device, HostDevice
+from kernels.paged_cache.host import allocate_host_layer
+from kernels.transfer import on_device
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.kernels.paged_cache import LayerCache
     from engine.runner.block_transfers import BlockTransfers
+    from kernels.paged_cache import LayerCache
 
 
 class KvStorage:
@@ -112,7 +112,7 @@ class KvStorage:
 def _torch_layer(shape: dict[str, int], kv_dtype: str, device: torch.device) -> LayerCache:
     import torch
 
-    from engine.kernels.paged_cache import allocate_layer
+    from kernels.paged_cache import allocate_layer
 
     dtype = torch.float8_e4m3fn if kv_dtype == "fp8" else getattr(torch, kv_dtype)
     return allocate_layer(**shape, dtype=dtype, device=device)

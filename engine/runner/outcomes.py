@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from engine.kernels.host import HOST, Values
-from engine.kernels.sampling.rows import Drawn
-from engine.kernels.transfer import on_device
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.verification import LogitRows, confirmed
 from engine.sampling.grammar import GrammarError, GrammarMasks
 from engine.sampling.logprobs import token_logprobs
 from engine.types import SequenceResult, TokenLogprobs
+from kernels.host import HOST, Values
+from kernels.sampling.rows import Drawn
+from kernels.transfer import on_device
 
 
 class Arrival(Protocol):

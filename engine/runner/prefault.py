@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from engine.kernels.host import Values, address_of, advise
+from kernels.host import Values, address_of, advise
 
 _log = logging.getLogger(__name__)
 

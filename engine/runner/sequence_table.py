@@ -15,11 +15,11 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.host import Device
 from engine.runner.speculation.progress import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
 from engine.types import NewSequence, SamplingParams
+from kernels.host import Device
 
 
 @dataclass(kw_only=True)

@@ -28,7 +28,7 @@ from engine.types import (
     StepResult,
     TokenLogprobs,
 )
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 # What is reported for every token, when log-probabilities are asked for.
 _LOGPROB = math.log(0.5)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.sampling.rows import SamplingRows
 from engine.runner.inputs import StepInputs
 from engine.sampling.grammar import GrammarMasks
+from kernels.sampling.rows import SamplingRows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,12 @@ import llguidance.numpy
 import numpy as np
 from numpy.typing import NDArray
 
+from checkpoint.vocabulary import whole_tokenizer_json
+from contract.grammar_cost import PARSER_LIMITS
 from engine.sampling.closing import EndFinder, Mark, first_mark, margin
 from engine.sampling.prototypes import Prototypes
 from engine.types import GrammarSpec
-from services.errors import ConfigError
-from services.grammar import PARSER_LIMITS
-from services.vocabulary import whole_tokenizer_json
+from runtime.errors import ConfigError
 
 BACKEND = "llguidance/1"
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from engine.kernels.host import Values, on_host
-from engine.kernels.sampling.native import native_logprobs, sampling_library
 from engine.types import TokenLogprobs
+from kernels.host import Values, on_host
+from kernels.sampling.native import native_logprobs, sampling_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def token_logprobs(
     if library is not None:
         chosen, ids, values = native_logprobs(library, logits, tokens, max(num_alternatives), excluded)
     else:
-        from engine.kernels.sampling.reference import logprobs_by_torch
+        from kernels.sampling.reference import logprobs_by_torch
 
         chosen, ids, values = logprobs_by_torch(
             cast("Tensor", logits), tokens, max(num_alternatives), cast("Tensor | None", excluded)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.host import Device
-from engine.kernels.sampling.rows import NO_ROW, OPTIONS
-from engine.kernels.transfer import on_device
 from engine.types import SamplingParams
+from kernels.host import Device
+from kernels.sampling.rows import NO_ROW, OPTIONS
+from kernels.transfer import on_device
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class SamplingTable:
         self.native = True
         # The native sampler; made with the first draw.
         self.draws: Any = None
-        # Name of what draws on a GPU (engine/kernels/sampling).
+        # Name of what draws on a GPU (kernels/sampling).
         self.backend = "torch"
         self.options = np.zeros(0, OPTIONS)  # [N]
         # Whether the most likely token is all that is wanted, of logits as they are.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from contract.errors import MillraceError, Reason, invalid
 from engine.config import AdaptersConfig
 from engine.core import messages
-from services.config import problem_with_adapter_name
+from runtime.config import problem_with_adapter_name
 
 
 class ServedAdapters:

@@ -13,7 +13,7 @@ import msgspec
 
 from engine.core import messages
 from engine.core.frames import FrameBuffer, encode
-from services.hang import ProcessSilence
+from runtime.hang import ProcessSilence
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from engine.service.spans import RequestTrace
 from engine.service.streams import MAX_ENDED, GatewayStream
 from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
 from observability.emit.tracing import Telemetry
-from services.deferred import Deferred
+from runtime.deferred import Deferred
 
 # A gateway without news hears of load and cache changes this often, in seconds.
 _QUIET_REPORT_S = 0.5

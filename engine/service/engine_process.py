@@ -11,6 +11,7 @@ from pathlib import Path
 
 from millrace.engine.v1 import engine_pb2
 
+from checkpoint.vocabulary import checkpoint_fingerprint
 from contract.errors import MillraceError, Reason, RequestFailure
 from engine.config import EngineConfig
 from engine.core import messages
@@ -21,10 +22,9 @@ from engine.service.dispatcher import Dispatcher
 from engine.service.metrics import EngineMetrics
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
-from services.config import HealthConfig, ModelConfig
-from services.deferred import Deferred
-from services.errors import ConfigError
-from services.vocabulary import checkpoint_fingerprint
+from runtime.config import HealthConfig, ModelConfig
+from runtime.deferred import Deferred
+from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from engine.service.dispatcher import Dispatcher
 from engine.service.engine_process import EngineProcess
 from engine.service.streams import GatewayStream
 from engine.types import FinishReason
-from services import context as signed_context
-from services.interceptors import ServicerContext as Context
+from runtime import context as signed_context
+from runtime.interceptors import ServicerContext as Context
 
 FULL_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 

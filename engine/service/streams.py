@@ -10,7 +10,7 @@ from typing import Any
 from millrace.engine.v1 import engine_pb2
 
 from engine.service.convert import Fields
-from services.outbox import MAX_WAITING_BYTES, Outbox, OutboxFull
+from runtime.outbox import MAX_WAITING_BYTES, Outbox, OutboxFull
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config import VllmConfig, load
 from engine.vllm_core.install import home, mark_of, version_at
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 
 def find_python(config: VllmConfig, environ: Mapping[str, str] | None = None) -> Path:

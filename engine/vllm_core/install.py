@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 # What is installed, and what was tested.
 VERSION = "0.32.0"

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.config import EngineConfig, num_threads
 from engine.vllm_core.environment import find_python
 from engine.vllm_core.install import inherited
-from services.resources import num_cores
+from runtime.resources import num_cores
 
 # The name of `inside` there, and of the distribution that tells vLLM of its plugin.
 _PACKAGE = "millrace_vllm"

@@ -26,8 +26,8 @@ from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
 from observability.emit import names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.tracing import RemoteSpan, Telemetry
-from services.context import CONTEXT_HEADER, sign, to_header
-from services.deferred import Deferred
+from runtime.context import CONTEXT_HEADER, sign, to_header
+from runtime.deferred import Deferred
 
 TENANT_HEADER = "x-millrace-tenant"
 KEY_HEADER = "x-millrace-key"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from gateway.auth.authorizer import Authorizer
 from gateway.auth.verifier import Arrival, CallerVerifier
 from gateway.types.caller import Caller
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 
 _CONTEXT = CONTEXT_HEADER.encode()
 

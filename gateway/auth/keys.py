@@ -18,8 +18,8 @@ from gateway.auth.key_store import KeyStore, KeyStoreError, StoredKey
 from gateway.auth.secret import new_secret
 from gateway.config import KeyEntry, LimitValues
 from gateway.settings import Settings, check_budget, check_keys, check_name, load_settings
-from services.config import read_tables
-from services.errors import ConfigError
+from runtime.config import read_tables
+from runtime.errors import ConfigError
 
 _DEFAULT_CONFIG = Path("config/millrace.toml")
 _DURATION = re.compile(r"(\d+)([smhd])")

@@ -14,8 +14,8 @@ from gateway.tiers import Tier, Tiers
 from gateway.types.caller import Caller
 from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
 from observability.emit.tracing import RemoteSpan, RequestIdentity
-from services.config import SecurityConfig
-from services.context import CONTEXT_HEADER, from_header, sign, verify
+from runtime.config import SecurityConfig
+from runtime.context import CONTEXT_HEADER, from_header, sign, verify
 
 # What is longer is no count of retries.
 _IS_COUNT = re.compile(r"[0-9]{1,4}").fullmatch

@@ -14,7 +14,7 @@ from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
 from gateway.engines.attachment import Attachment
-from services.channels import connect
+from runtime.channels import connect
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from contract.proto import engine as wire
 from gateway.engines import convert
 from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import EngineOutput, EngineState, Submission
-from services.channels import trace_metadata
-from services.outbox import Outbox, OutboxFull
-from services.stream_client import run_stream
+from runtime.channels import trace_metadata
+from runtime.outbox import Outbox, OutboxFull
+from runtime.stream_client import run_stream
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ class EngineOutput(msgspec.Struct):
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """One request as an engine gets it."""
 
-    # Signed request context, ready for the wire (services.context.sign).
+    # Signed request context, ready for the wire (runtime.context.sign).
     context: Any
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from gateway.envoy.bootstrap import PROFILES, render
-from services.config import read_tables
-from services.errors import ConfigError
+from runtime.config import read_tables
+from runtime.errors import ConfigError
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ from gateway.settings import Settings, load_settings, split_address
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.provider import edge_resource
-from services.config import load_section
-from services.context import CONTEXT_HEADER
-from services.errors import ConfigError
+from runtime.config import load_section
+from runtime.context import CONTEXT_HEADER
+from runtime.errors import ConfigError
 
 Profile = Literal["local", "compose", "kubernetes"]
 

@@ -10,8 +10,8 @@ import msgspec
 
 from gateway.settings import Settings
 from observability.emit.config import Export
-from services.addresses import join
-from services.config import SecurityConfig
+from runtime.addresses import join
+from runtime.config import SecurityConfig
 
 _AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 

@@ -18,7 +18,7 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode
 from gateway.types.caller import Caller
 from gateway.types.slices import Slices
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 
 # Ids of an answer that are written at once.
 _TOGETHER = 4096

@@ -19,8 +19,8 @@ from gateway.grpc_face.large import Unparsed
 from gateway.grpc_face.servicer import FULL_NAME
 from gateway.pipeline.refusals import Refusals, is_the_callers
 from gateway.tokenizer.room import Room
-from services.interceptors import ServerInterceptor, ServicerContext
-from services.server import GrpcServer
+from runtime.interceptors import ServerInterceptor, ServicerContext
+from runtime.server import GrpcServer
 
 # Windows stay at 64 KB for messages that nobody has asked for: those that grow with what the line can carry
 # would let each come whole.

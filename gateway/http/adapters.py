@@ -15,7 +15,7 @@ from gateway.http.body import decode
 from gateway.http.exchange import Exchange
 from gateway.models.catalog import ServedModel
 from gateway.pipeline.pipeline import Pipeline
-from services.models import ADAPTER_SEPARATOR
+from runtime.models import ADAPTER_SEPARATOR
 
 _encode = msgspec.json.Encoder().encode
 

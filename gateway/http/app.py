@@ -19,7 +19,7 @@ from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
 from gateway.limits.counter import RequestCounter, exceeded_headers
 from gateway.pipeline.pipeline import Pipeline
 from observability.emit.metrics import Metrics
-from services.deferred import Deferred
+from runtime.deferred import Deferred
 
 # Paths of OpenAI's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {

@@ -14,7 +14,7 @@ from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange, Handler, Receive, Send
 from gateway.pipeline.intake import LARGE_BYTES, Hold, Intake
 from gateway.pipeline.refusals import is_the_callers
-from services.interceptors import forget_places
+from runtime.interceptors import forget_places
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from gateway.http.asgi import AsgiApplication
 from gateway.http.connection import Connection
 from gateway.http.exchange import Handler
 from gateway.pipeline.intake import Intake
-from services import tls
-from services.errors import ConfigError
+from runtime import tls
+from runtime.errors import ConfigError
 
 _BACKLOG = 4096
 # What may still be said when the server stops, and how long handlers may take to hear that they are cut off.

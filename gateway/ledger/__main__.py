@@ -18,8 +18,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.usage import DIMENSIONS, NUMBERS, UsageRow, usage
 from gateway.settings import load_settings
-from services.config import read_tables
-from services.errors import ConfigError
+from runtime.config import read_tables
+from runtime.errors import ConfigError
 
 # Heads of columns that are not simply the name.
 _HEADS = {

@@ -25,7 +25,7 @@ from gateway.limits.scopes import month_of
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, OpenEntry, Progress
 from observability.emit import names
 from observability.emit.metrics import Metrics
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0

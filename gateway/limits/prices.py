@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.config import PriceConfig
-from services.models import ADAPTER_SEPARATOR
+from runtime.models import ADAPTER_SEPARATOR
 
 NANOS_PER_UNIT = 1_000_000_000
 # Prices are given per million tokens.

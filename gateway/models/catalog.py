@@ -14,8 +14,8 @@ from gateway.models.routes import pick, sticky_key
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tiers
 from gateway.types.identity import Identity
-from services.config import ModelConfig
-from services.models import ADAPTER_SEPARATOR, Models
+from runtime.config import ModelConfig
+from runtime.models import ADAPTER_SEPARATOR, Models
 
 MAX_MODEL_NAME = 256
 

@@ -12,9 +12,9 @@ from gateway.limits.prices import Prices
 from gateway.models.catalog import Catalog, ServedModel
 from gateway.settings import Settings, load_live, priced
 from gateway.tokenizer.client import TokenizerClient
-from services.config import ModelConfig
-from services.errors import ConfigError
-from services.models import Models, Source, replaced
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
+from runtime.models import Models, Source, replaced
 
 _log = logging.getLogger(__name__)
 

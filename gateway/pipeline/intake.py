@@ -16,7 +16,7 @@ from gateway.engines.mailbox import Backlog
 from gateway.pipeline.refusals import Refusals
 from gateway.tokenizer.room import Shares
 from gateway.types.slices import Pace, Slices
-from services.memory import GiveBack
+from runtime.memory import GiveBack
 
 # Smaller requests are parsed as they come: the worst of them takes some milliseconds.
 LARGE_BYTES = 64 * 1024

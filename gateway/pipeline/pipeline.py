@@ -46,7 +46,7 @@ from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
 from observability.emit import names
 from observability.emit.tracing import Telemetry
-from services.deferred import Deferred
+from runtime.deferred import Deferred
 
 # Token ids that become text at once, in less than a millisecond.
 _DECODED_AT_ONCE = 4096

@@ -40,7 +40,7 @@ from gateway.tokenizer.client import TokenizerClient
 from gateway.types.caller import Caller
 from observability.emit import names
 from observability.emit.metrics import Metrics
-from services.models import ShadowConfig
+from runtime.models import ShadowConfig
 
 _log = logging.getLogger(__name__)
 

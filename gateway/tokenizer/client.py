@@ -25,7 +25,7 @@ from gateway.tokenizer import convert
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
 from gateway.types.prepared import Prepared
 from gateway.types.slices import Pace, Slices
-from services.channels import connect
+from runtime.channels import connect
 
 _log = logging.getLogger(__name__)
 

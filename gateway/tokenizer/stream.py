@@ -16,9 +16,9 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
 from gateway.tokenizer.room import Room
-from services.channels import MAX_MESSAGE_BYTES
-from services.outbox import Outbox, OutboxFull
-from services.stream_client import run_stream
+from runtime.channels import MAX_MESSAGE_BYTES
+from runtime.outbox import Outbox, OutboxFull
+from runtime.stream_client import run_stream
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 from opentelemetry.util.re import parse_env_headers
 
-from services.config import load_section
-from services.errors import ConfigError
+from runtime.config import load_section
+from runtime.errors import ConfigError
 
 # Semantic conventions for generative AI: the ones frozen at 1.36, the current ones, or both at once.
 Semconv = Literal["v1.36", "latest", "both"]

@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.exposition import choose_encoder
 
 from observability.emit.names import Metric
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 # For observations that no trace is to be linked to.
 NO_EXEMPLAR = trace.INVALID_SPAN_CONTEXT

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
 from observability.emit import names
 from observability.emit.config import Export, ObservabilityConfig
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 
 class OwnRandomIds(IdGenerator):

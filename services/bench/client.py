@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from services.addresses import join
+from runtime.addresses import join
+from runtime.errors import ConfigError
 from services.bench.events import EventStream
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest
-from services.errors import ConfigError
 
 # A request may take so long, in seconds: a server that hangs would hold the run for good.
 REQUEST_LIMIT_S = 600.0

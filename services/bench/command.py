@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from runtime.errors import ConfigError
 from services.bench import report
 from services.bench.client import REQUEST_LIMIT_S, Target
 from services.bench.records import RequestRecord, Targets
@@ -21,7 +22,6 @@ from services.bench.run import choose_model, run_workload
 from services.bench.workload import MAX_LENGTH, Arrivals, Lengths, PromptKind, Workload
 from services.cli.options import flattened
 from services.cli.target import find_target
-from services.errors import ConfigError
 
 app = typer.Typer(help="Measure an OpenAI-compatible server under load, or compare two measurements.")
 

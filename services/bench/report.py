@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from runtime.errors import ConfigError
+from runtime.resources import cpuinfo
 from services.bench.records import Percentiles, RequestRecord, Summary, Targets, summarize
 from services.bench.workload import Workload
-from services.errors import ConfigError
-from services.resources import cpuinfo
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 
+from runtime.errors import ConfigError
 from services.bench.client import REQUEST_LIMIT_S, Client, Target
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest, Workload, plan
-from services.errors import ConfigError
 
 # Called with the record of every request that ended.
 OnProgress = Callable[[RequestRecord], None]

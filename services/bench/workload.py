@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 # Imported where it is used: every command of the command line loads this module, the supervisor's as well.
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from contract.errors import MillraceError
 from contract.formats import ReasoningFormat, ToolCallFormat
+from runtime.errors import ConfigError
 from services.bench.command import app as bench_app
 from services.cli import owners
 from services.cli.options import flattened
 from services.cli.target import find_target
-from services.errors import ConfigError
 from services.supervisor.config import BUNDLED_MODEL, Options
 
 # Not loaded by the supervisor, which asks nothing of a model.

@@ -11,8 +11,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from runtime.errors import ConfigError
 from services.cli.target import running_stack
-from services.errors import ConfigError
 from services.supervisor.config import make_private, state_directory
 from services.supervisor.state import RunState, require_none_running
 

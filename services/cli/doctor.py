@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import platform
@@ -16,10 +15,11 @@ from typing import Literal
 
 import psutil
 
+from engine.vllm_core import environment
+from runtime.config import read_tables
+from runtime.errors import ConfigError
+from runtime.resources import cpuinfo, num_cores
 from services.compiler import find_compiler
-from services.config import read_tables
-from services.errors import ConfigError
-from services.resources import cpuinfo, num_cores
 from services.supervisor import speeds
 from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG, state_directory
 from services.supervisor.edge import envoy_binary
@@ -196,12 +196,9 @@ def _redis() -> Finding:
 
 
 def _vllm() -> Iterator[Finding]:
-    """Whether `--engine vllm` can serve, where engines are started at all. Their package knows."""
-    if importlib.util.find_spec("engine") is None:
-        return
-    owner = importlib.import_module("engine.vllm_core.environment")
+    """Whether `--engine vllm` can serve."""
     config = DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None
     try:
-        yield Finding("vllm", "good", owner.check(read_tables(config)))
+        yield Finding("vllm", "good", environment.check(read_tables(config)))
     except ConfigError as error:
         yield Finding("vllm", "note", f"needed only for `--engine vllm`: {error}")

@@ -14,9 +14,9 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
-from services.channels import CLIENT_OPTIONS
+from runtime.channels import CLIENT_OPTIONS
+from runtime.errors import ConfigError
 from services.cli.target import Target
-from services.errors import ConfigError
 
 # Where OpenSSL's programs, and so most clients, find authorities besides the usual ones.
 _AUTHORITIES_VARIABLE = "SSL_CERT_FILE"

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from runtime.config import MODELS_FILE_VARIABLE, read_tables
 from services.cli.target import running_stack
-from services.config import MODELS_FILE_VARIABLE, read_tables
 from services.supervisor import checkpoint
 from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG, state_directory
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from services.addresses import is_this_machine, join
-from services.errors import ConfigError
+from runtime.addresses import is_this_machine, join
+from runtime.errors import ConfigError
 from services.supervisor.config import development_key, state_directory
 from services.supervisor.state import RunState, read_state
 

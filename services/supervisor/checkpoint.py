@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.checkpoint import find, is_hub_id, tokenizer_file
-from services.errors import ConfigError
+from checkpoint.files import find, is_hub_id, tokenizer_file
+from runtime.errors import ConfigError
 from services.supervisor.config import ROOT
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 # Holds the bundled model and the default configuration: a folder of a wheel, or the root of the repository.
 _IN_WHEEL = Path(__file__).resolve().parents[1] / "bundled"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 # Beginning of the names of the clusters that gateways are in.
 _GATEWAYS = "gateway_"

@@ -12,9 +12,9 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.channels import connect
-from services.hang import ProcessSilence
-from services.server import MODEL_HEALTH
+from runtime.channels import connect
+from runtime.hang import ProcessSilence
+from runtime.server import MODEL_HEALTH
 from services.supervisor.edge import local_client
 from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from services import tls
-from services.addresses import is_this_machine, join
-from services.compiler import find_compiler
-from services.config import (
+from runtime import tls
+from runtime.addresses import is_this_machine, join
+from runtime.config import (
     MODELS_FILE_VARIABLE,
     HealthConfig,
     ModelConfig,
@@ -24,9 +23,10 @@ from services.config import (
     load_section,
     read_tables,
 )
-from services.errors import ConfigError
-from services.models import Models
-from services.resources import num_cores
+from runtime.errors import ConfigError
+from runtime.models import Models
+from runtime.resources import num_cores
+from services.compiler import find_compiler
 from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
 from services.supervisor.edge import envoy_binary
 from services.supervisor.models import environment_of, resolve_models, write_engines, write_models

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from services.checkpoint import is_hub_id
-from services.config import LIVE_SECTIONS, ModelConfig, load_section
-from services.errors import ConfigError
-from services.models import Models, load_models
+from checkpoint.files import is_hub_id
+from runtime.config import LIVE_SECTIONS, ModelConfig, load_section
+from runtime.errors import ConfigError
+from runtime.models import Models, load_models
 from services.supervisor import checkpoint
 from services.supervisor.config import Options
 

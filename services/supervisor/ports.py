@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 # Below the range from which systems take the local ends of outgoing connections, so that a port that was
 # free when it was chosen is still free when its process binds it.

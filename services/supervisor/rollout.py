@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from typing import Any
 
-from services.config import MODELS_FILE_VARIABLE, ModelConfig
-from services.errors import ConfigError
-from services.models import Models, Source, replaced
+from runtime.config import MODELS_FILE_VARIABLE, ModelConfig
+from runtime.errors import ConfigError
+from runtime.models import Models, Source, replaced
 from services.supervisor.checks import check_checkpoint, check_live
 from services.supervisor.config import Options
 from services.supervisor.health import wait_model

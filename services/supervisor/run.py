@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
-from services import memory
-from services.errors import ConfigError
+from runtime import memory
+from runtime.errors import ConfigError
 from services.supervisor import speeds
 from services.supervisor.checks import check_tables
 from services.supervisor.config import Options, make_private, state_directory

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.resources import cpuinfo, num_cores
+from runtime.resources import cpuinfo, num_cores
 
 FILE_NAME = "speeds.json"
 # What is named where nothing has been measured: of those that CPUs have kernels for, it loses least.

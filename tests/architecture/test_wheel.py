@@ -24,9 +24,9 @@ def test_wheel_has_every_package_and_the_stubs(tmp_path: Path) -> None:
         "gateway/envoy/__main__.py",
         "services/cli/app.py",
         # Native kernels are compiled where they run.
-        "engine/kernels/attention/attention.cc",
-        "engine/kernels/native/op.h",
+        "kernels/attention/attention.cc",
+        "kernels/native/op.h",
     ):
         assert name in names
     # Nothing of Envoy's own Python package is overwritten.
-    assert not [name for name in names if name.startswith(("envoy/", "services/stubs/"))]
+    assert not [name for name in names if name.startswith(("envoy/", "contract/stubs/"))]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.vllm_core import environment
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 from tests.e2e.stack import VLLM_PYTHON
 from tests.redis_server import RedisServer
 

@@ -14,7 +14,7 @@ from gateway.config import RoutingConfig
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet
 from gateway.engines.types import Submission
-from services.config import HealthConfig
+from runtime.config import HealthConfig
 from tests.unit.engine.checked_runner import expected_token
 from tests.unit.engine.service.engine_client import Engine, signed, start_engine
 

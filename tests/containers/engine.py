@@ -22,7 +22,7 @@ import httpx
 from observability.analysis.jaeger import JaegerReader
 from observability.analysis.scrape import Reading, scrape
 from observability.emit import names
-from services import healthcheck
+from runtime import healthcheck
 from tests.deployment.containerfile import REPOSITORY
 
 KEY = {"authorization": "Bearer mr-dev-local"}

@@ -95,7 +95,7 @@ def test_the_pods_of_a_group_meet_and_a_rank_leaves_with_its_leader(group: tuple
     wait_until(lambda: _succeeds(rank, *joined), "the rank has no leader")
     nodes = "import ray; ray.init('auto'); assert sum(each['Alive'] for each in ray.nodes()) == 2"
     wait_until(lambda: _succeeds(leader, "/opt/vllm/bin/python", "-c", nodes), "they are not two")
-    serving = ("python", "-m", "services.healthcheck", "127.0.0.1:50071")
+    serving = ("python", "-m", "runtime.healthcheck", "127.0.0.1:50071")
     wait_until(lambda: _succeeds(leader, *serving), "the leader's engine does not serve")
     with ThreadPoolExecutor(1) as pool:
         # A rank that is stopped waits for this first, so that what is under way ends.

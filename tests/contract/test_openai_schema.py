@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.http.openapi import EXAMPLES, document
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 from tests.clients.python.beyond_schema import only_beyond_schema, served
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 

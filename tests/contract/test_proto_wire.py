@@ -79,7 +79,7 @@ def test_the_documented_line_makes_a_clients_stubs_from_the_sources_alone(tmp_pa
         "common/v1/chat_pb2.py",
     ):
         made = (tmp_path / "millrace" / name).read_bytes()
-        assert made == (ROOT / "services" / "stubs" / "millrace" / name).read_bytes()
+        assert made == (ROOT / "contract" / "stubs" / "millrace" / name).read_bytes()
 
 
 def test_sources_say_where_other_languages_put_them() -> None:

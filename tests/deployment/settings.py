@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from gateway.config import EnvoyConfig, GatewayConfig, KeysConfig, TenantConfig, TierConfig
 from gateway.settings import load_settings
 from observability.emit.config import ObservabilityConfig
-from services.config import ENV_PREFIX, HealthConfig, ModelConfig, SecurityConfig, load_section, read_tables
+from runtime.config import ENV_PREFIX, HealthConfig, ModelConfig, SecurityConfig, load_section, read_tables
 from services.supervisor.config import SupervisorConfig
 from tokenizer_svc.config import TokenizerConfig
 from tokenizer_svc.config import load as load_tokenizer

@@ -59,7 +59,7 @@ def test_it_runs_as_a_numbered_user_that_is_not_root(dockerfile: Dockerfile) -> 
 def test_commands_are_in_exec_form_and_health_is_checked(dockerfile: Dockerfile) -> None:
     assert dockerfile.command("ENTRYPOINT")[:2] == ["python", "-m"]
     assert dockerfile.command("CMD") == ["--config", "/etc/millrace/millrace.toml"]
-    assert dockerfile.health_command()[:3] == ["python", "-m", "services.healthcheck"]
+    assert dockerfile.health_command()[:3] == ["python", "-m", "runtime.healthcheck"]
 
 
 def test_extra_arguments_of_pip_reach_the_install_of_torch_alone() -> None:
@@ -123,7 +123,7 @@ def test_nothing_private_reaches_the_builder() -> None:
     ):
         assert not context.includes(path), path
     for path in (
-        "services/config.py",
+        "runtime/config.py",
         "engine/config.py",
         "config/millrace.toml",
         "models/millrace-nano/config.json",

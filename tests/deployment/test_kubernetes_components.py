@@ -174,7 +174,7 @@ def test_mutual_tls_reaches_everything_that_speaks_inside(tmp_path: Path) -> Non
             assert "grpc" not in probe
             if name != "envoy":
                 command = probe["exec"]["command"]
-                assert command[:3] == ["python", "-m", "services.healthcheck"]
+                assert command[:3] == ["python", "-m", "runtime.healthcheck"]
                 assert int(command[3].rpartition(":")[2]) in {
                     port["containerPort"] for port in pod["containers"][0]["ports"]
                 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from services.server import LIVE
+from runtime.server import LIVE
 from tests.deployment import settings
 from tests.deployment.composition import load
 from tests.deployment.containerfile import REPOSITORY, parse

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from observability.emit import names
-from services.config import ModelConfig, read_tables
-from services.models import load_models, own_model
+from runtime.config import ModelConfig, read_tables
+from runtime.models import load_models, own_model
 from tests.deployment import kustomize, settings
 from tests.deployment.composition import environment, load
 from tests.deployment.containerfile import REPOSITORY, parse

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gateway.envoy.bootstrap import render
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 from services.supervisor.edge import envoy_binary
 from tests.deployment.containerfile import REPOSITORY
 

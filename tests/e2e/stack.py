@@ -25,7 +25,7 @@ from observability.analysis.scrape import Reading, parse
 from observability.analysis.source import StoreError
 from observability.analysis.store import SpanReader
 from observability.emit.names import ENVOY
-from services.resources import cpuinfo
+from runtime.resources import cpuinfo
 from services.supervisor.config import BUNDLED_MODEL
 from services.supervisor.process import die_with_parent
 from services.supervisor.state import RunState, read_state

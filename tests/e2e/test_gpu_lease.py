@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(300)
 def test_drawn_weights_are_served_through_sockets(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.lease", "serve", "--rehearse", "--only", "served_fp8"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'services/stubs'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'contract/stubs'}"}
     done = subprocess.run(
         [*command, "--limit-s", "250", "--out", str(tmp_path)],
         cwd=ROOT,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention import AttentionOptions, DecodeBatch, RaggedBatch
-from engine.kernels.attention.reference import ReferenceAttention
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.paged_cache import LayerCache
+from kernels.attention import AttentionOptions, DecodeBatch, RaggedBatch
+from kernels.attention.reference import ReferenceAttention
+from kernels.attention.triton_attention import TritonAttention
+from kernels.paged_cache import LayerCache
 from tests.gpu.conftest import REHEARSES
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 

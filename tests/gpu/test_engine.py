@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import CacheConfig, EngineConfig, KernelsConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.types import ScheduledSequence, SchedulerOutput
-from services.config import ModelConfig
-from services.errors import ConfigError
+from kernels.config import KernelsConfig
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from tests.gpu.conftest import REHEARSES
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
 from tests.unit.engine.model.test_families import CASES

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.activation.reference import gate as reference_gate
-from engine.kernels.activation.triton_activation import gate
-from engine.kernels.linear.formats import (
+from kernels.activation.reference import gate as reference_gate
+from kernels.activation.triton_activation import gate
+from kernels.linear.formats import (
     DenseWeight,
     Fp8Weight,
     Int4Weight,
@@ -16,19 +16,19 @@ from engine.kernels.linear.formats import (
     WeightFormat,
     pack_levels,
 )
-from engine.kernels.linear.triton_backend import InvariantLinear, TritonLinear
-from engine.kernels.linear.triton_grouped import grouped_product
-from engine.kernels.linear.triton_rows import GroupedRows
-from engine.kernels.linear.triton_scaled import quantize_rows, scaled_product
-from engine.kernels.norm.reference import rms_norm as reference_norm
-from engine.kernels.norm.triton_norm import TritonNorm, rms_norm
-from engine.kernels.paged_cache import allocate_layer
-from engine.kernels.rope.reference import rotate
-from engine.kernels.rope.triton_rope import rope_and_store
-from engine.kernels.rows import Quantized
-from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
-from engine.kernels.sampling.noise import gumbel, row_keys
-from engine.kernels.sampling.triton_sampling import RowOptions, draw, process
+from kernels.linear.triton_backend import InvariantLinear, TritonLinear
+from kernels.linear.triton_grouped import grouped_product
+from kernels.linear.triton_rows import GroupedRows
+from kernels.linear.triton_scaled import quantize_rows, scaled_product
+from kernels.norm.reference import rms_norm as reference_norm
+from kernels.norm.triton_norm import TritonNorm, rms_norm
+from kernels.paged_cache import allocate_layer
+from kernels.rope.reference import rotate
+from kernels.rope.triton_rope import rope_and_store
+from kernels.rows import Quantized
+from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
+from kernels.sampling.noise import gumbel, row_keys
+from kernels.sampling.triton_sampling import RowOptions, draw, process
 from tests.gpu.conftest import REHEARSES
 
 WIDTHS = (1, 7, 100, 513, *(() if REHEARSES else (4096, 8192)))

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.adapters.low_rank import Change
-from engine.kernels.adapters.rows import NO_ADAPTER
+from kernels.adapters.low_rank import Change
+from kernels.adapters.rows import NO_ADAPTER
 
 # Inputs, outputs of the parts, ranks of each slot's parts (0 is left alone).
 SHAPES = {

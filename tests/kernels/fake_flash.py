@@ -1,6 +1,6 @@
 """flash-attn as it is documented, in plain torch, checking what the real one checks.
 
-Shapes as in engine.kernels.attention.flash_library. Version 2 takes `block_table` in its varlen function, of
+Shapes as in kernels.attention.flash_library. Version 2 takes `block_table` in its varlen function, of
 pages of multiples of 256; version 3 takes a `page_table` of any pages beside the cache.
 """
 

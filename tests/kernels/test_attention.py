@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention import BACKENDS, AttentionOptions, RaggedBatch
-from engine.kernels.native import NativeUnavailableError, load_native
-from engine.kernels.paged_cache import LayerCache, allocate_layer
+from kernels.attention import BACKENDS, AttentionOptions, RaggedBatch
+from kernels.native import NativeUnavailableError, load_native
+from kernels.paged_cache import LayerCache, allocate_layer
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

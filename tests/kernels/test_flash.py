@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention import AttentionFacts, AttentionOptions, UnsuitableBackendError, choose_backend
-from engine.kernels.attention import flash as flash_module
-from engine.kernels.attention.choice import why_not
-from engine.kernels.attention.flash import FlashAttention, FlashPlan
-from engine.kernels.attention.flash_library import FlashUnavailableError, find_library
-from engine.kernels.attention.reference import ReferenceAttention
+from kernels.attention import AttentionFacts, AttentionOptions, UnsuitableBackendError, choose_backend
+from kernels.attention import flash as flash_module
+from kernels.attention.choice import why_not
+from kernels.attention.flash import FlashAttention, FlashPlan
+from kernels.attention.flash_library import FlashUnavailableError, find_library
+from kernels.attention.reference import ReferenceAttention
 from tests.kernels import fake_flash
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.paged_cache import allocate_layer
+from kernels.paged_cache import allocate_layer
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.activation import GATES, gate
-from engine.kernels.linear import (
+from kernels.activation import GATES, gate
+from kernels.linear import (
     PackedProduct,
     PlainProduct,
     Product,
@@ -14,8 +14,8 @@ from engine.kernels.linear import (
     batched_product,
     pack_linear,
 )
-from engine.kernels.norm.reference import rms_norm
-from engine.kernels.rope import rotate
+from kernels.norm.reference import rms_norm
+from kernels.rope import rotate
 
 torch.set_num_threads(1)
 TYPES = [torch.float32, torch.bfloat16]
@@ -71,8 +71,8 @@ def test_batched_products_are_invariant(
 ) -> None:
     """In one piece where the library allows it, and in tiles of 16 rows where it does not."""
     if splits:
-        monkeypatch.setattr("engine.kernels.linear.batched._proven", {})
-        monkeypatch.setattr("engine.kernels.linear.batched._rows_are_invariant", lambda *_: False)
+        monkeypatch.setattr("kernels.linear.batched._proven", {})
+        monkeypatch.setattr("kernels.linear.batched._rows_are_invariant", lambda *_: False)
     left, right = torch.randn(9, 320, inner), torch.randn(9, inner, columns)
     whole = batched_product(left, right)
     torch.testing.assert_close(whole, torch.bmm(left, right), atol=1e-4, rtol=1e-5)

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.peers import llama_cpp, openvino, transformers, vllm_cpu
 from benchmarks.peers.levels import HELD, explanation, held_variables
-from engine.kernels.native.build import LEVELS
-from engine.kernels.native.config import LEVEL_VARIABLE
+from kernels.native.build import LEVELS
+from kernels.native.config import LEVEL_VARIABLE
 
 
 @pytest.fixture(autouse=True)

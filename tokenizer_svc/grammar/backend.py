@@ -10,7 +10,7 @@ import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
-from services.grammar import PARSER_LIMITS
+from contract.grammar_cost import PARSER_LIMITS
 from tokenizer_svc.grammar.schema.back_end_patterns import back_end_pattern, with_patterns
 
 # One named grammar: {"name", "lark_grammar"} or {"name", "json_schema"}.

@@ -40,7 +40,7 @@ from tokenizer_svc.text.formats import THINK_CLOSE
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 # Where in the text that is written for the back end its error is.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
-# Begin the errors of what runs out of the bounds of `services.grammar`.
+# Begin the errors of what runs out of the bounds of `contract.grammar_cost`.
 _OUT_OF_BOUNDS = (
     "lexer error: too many expressions",
     "initial lexer configuration",

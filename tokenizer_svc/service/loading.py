@@ -8,7 +8,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 from tokenizer_svc.config import ServiceConfig
 from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.messages import convert

@@ -25,8 +25,8 @@ from observability.emit.tracing import (
     context_from_traceparent,
     with_identity,
 )
-from services.context import verify
-from services.deferred import Deferred
+from runtime.context import verify
+from runtime.deferred import Deferred
 from tokenizer_svc.grammar.request import Prepared, Prompted
 from tokenizer_svc.messages import convert
 from tokenizer_svc.messages.wire import Call, Head, LargeAnswer, LargeRequest

@@ -14,9 +14,9 @@ import msgspec
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
-from services.config import ModelConfig
-from services.errors import ConfigError
-from services.models import Models
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
+from runtime.models import Models
 from tokenizer_svc.service.prepare import Preparer
 from tokenizer_svc.workers.pool import WorkerPool
 

@@ -16,8 +16,8 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
-from services.memory import GiveBack
-from services.outbox import Outbox
+from runtime.memory import GiveBack
+from runtime.outbox import Outbox
 from tokenizer_svc.messages.wire import (
     MAX_CALLS,
     MAX_PARSED_BYTES,

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from services.checkpoint import find, folder_of, read_json, tokenizer_file
-from services.config import ModelConfig
-from services.errors import ConfigError
-from services.vocabulary import TokenizerFiles, checkpoint_fingerprint, read_tokenizer
+from checkpoint.files import find, folder_of, read_json, tokenizer_file
+from checkpoint.vocabulary import TokenizerFiles, checkpoint_fingerprint, read_tokenizer
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
 from tokenizer_svc.text import formats
 from tokenizer_svc.text.vocabulary import Vocabulary, build_vocabulary
@@ -44,7 +44,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def locate(model: ModelConfig, *, simulated: bool) -> Path:
-    """Where the checkpoint is, see `services.checkpoint.find`. In simulated mode the bundled one stands in
+    """Where the checkpoint is, see `checkpoint.files.find`. In simulated mode the bundled one stands in
     where there is no such directory. Raises ConfigError saying what is missing.
     """
     if not simulated or Path(model.path).exists():

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from contract.errors import MillraceError, Reason
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from contract.vocabulary import DecoderKind
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

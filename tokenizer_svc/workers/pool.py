@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import MillraceError, Reason
-from services.hang import ProcessSilence
+from runtime.hang import ProcessSilence
 from tokenizer_svc.config import CompileConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,

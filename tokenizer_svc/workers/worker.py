@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
-from services.memory import give_back, one_heap
+from runtime.memory import give_back, one_heap
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import (

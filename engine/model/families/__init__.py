@@ -1,25 +1,31 @@
 """Model families: each turns a checkpoint's `config.json` into a ModelSpec. No torch here.
 
-Every module here is imported, so a family is one file: its functions enter themselves (`base.family`).
+A family is one file and its name below: its functions enter themselves (`base.family`).
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from pathlib import Path
 
 import msgspec
 
+from checkpoint.files import is_gguf
 from engine.model.config_reader import ConfigReader
+from engine.model.families import (  # noqa: F401
+    deepseek,
+    gemma,
+    gpt_oss,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from engine.model.families.base import FAMILIES
 from engine.model.gguf_config import gguf_reader, gguf_scheme
 from engine.model.spec import CheckpointError, ModelSpec
 from engine.quantization.scheme import read_scheme
-from services.checkpoint import is_gguf
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
 
 
 def read_spec(folder: Path) -> ModelSpec:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.transfer import on_device
 from engine.runner.inputs import StepInputs
 from engine.runner.verification import LogitRows
+from kernels.transfer import on_device
 
 # Stands for the draft after a sequence's last row: no draw equals it.
 _NO_DRAFT = -1

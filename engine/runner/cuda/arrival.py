@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from engine.kernels.sampling.rows import Drawn
 from engine.runner.cuda.device_table import DeviceTable
 from engine.runner.cuda.staging import Mark
 from engine.runner.outcomes import Sampled
 from engine.types import TokenLogprobs
+from kernels.sampling.rows import Drawn
 
 
 @dataclass(kw_only=True)

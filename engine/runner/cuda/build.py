@@ -12,9 +12,6 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.kernels.adapters.backends import captures_adapters
-from engine.kernels.attention import AttentionBackend, CapturedAttention, RaggedBatch
-from engine.kernels.transfer import on_device
 from engine.model.decoder import Decoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.plan import PlanInput, human, make_plan
@@ -27,6 +24,9 @@ from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan
+from kernels.adapters.backends import captures_adapters
+from kernels.attention import AttentionBackend, CapturedAttention, RaggedBatch
+from kernels.transfer import on_device
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def make_device_runner(
 ) -> ModelRunner:
     """A runner over loaded parts, its decode steps captured where they can be."""
     if model.kernels.names["sampling"] == "triton" and model.device.type == "cuda":
-        from engine.kernels.sampling.triton_sampling import compile_draw
+        from kernels.sampling.triton_sampling import compile_draw
 
         progress("compile kernels", 0.0)
         compile_draw(model.spec.vocab_size, model.device)

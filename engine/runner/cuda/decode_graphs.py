@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.attention import CapturedAttention, DecodeBatch
-from engine.kernels.paged_cache import LayerCache
 from engine.model.decoder import Decoder
 from engine.runner.cuda.device_table import DeviceTable
 from engine.runner.cuda.recorder import GraphRecorder, Recording
 from engine.runner.cuda.staging import Staging
+from kernels.attention import CapturedAttention, DecodeBatch
+from kernels.paged_cache import LayerCache
 
 # Rows of the staged inputs.
 _TOKENS, _POSITIONS, _SLOTS, _BEHIND_DRAFTS = range(4)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.adapters.rows import NO_ADAPTER
-from engine.kernels.transfer import on_device
 from engine.runner.sequence_table import SequenceTable
 from engine.types import NewSequence
+from kernels.adapters.rows import NO_ADAPTER
+from kernels.transfer import on_device
 
 
 class DeviceTable(SequenceTable):

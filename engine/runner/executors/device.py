@@ -24,11 +24,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.attention import AttentionBackend
-from engine.kernels.sampling.noise import row_keys
-from engine.kernels.sampling.on_device import DeviceDrawn, sample_on_device
-from engine.kernels.sampling.rows import SamplingRows
-from engine.kernels.transfer import on_device
 from engine.model.decoder import Decoder
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.base import RunnerBroken
@@ -45,6 +40,11 @@ from engine.runner.outcomes import Sampled
 from engine.runner.verification import LogitRows, logit_rows, sampling_rows
 from engine.sampling.sampler import sample
 from engine.types import ScheduledSequence
+from kernels.attention import AttentionBackend
+from kernels.sampling.noise import row_keys
+from kernels.sampling.on_device import DeviceDrawn, sample_on_device
+from kernels.sampling.rows import SamplingRows
+from kernels.transfer import on_device
 
 # What torch's, Triton's and the libraries' errors say when the device is lost.
 LOST = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "CUDA driver error")

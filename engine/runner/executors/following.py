@@ -1,7 +1,7 @@
 """Decode steps of the same sequences as the step before: nothing of them is built anew.
 
 Most steps are of this kind, and for a small model putting one together takes as long as a tenth of computing
-it. `prepare_inputs` and `logit_rows` say what a step is; the op `decode_inputs` (engine/kernels/native) makes
+it. `prepare_inputs` and `logit_rows` say what a step is; the op `decode_inputs` (kernels/native) makes
 the same of the last step's arrays, in place (tests/unit/engine/runner/test_following.py).
 
 Shape letters: S sequences, C blocks of the longest sequence.

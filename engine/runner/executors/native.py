@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from engine.kernels.sampling.native import NativeDraws, sampling_library
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.eager import compute_step
 from engine.runner.executors.executor import Executor
@@ -18,6 +17,7 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
 from engine.types import ScheduledSequence
+from kernels.sampling.native import NativeDraws, sampling_library
 
 _MODE = nullcontext()
 

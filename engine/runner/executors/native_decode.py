@@ -17,15 +17,15 @@ from ctypes import c_int64
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.native import Op
-from engine.kernels.native.library import Program
-from engine.kernels.native.mirror import structure
-from engine.kernels.sampling.native import NativeDraws
-from engine.kernels.sampling.rows import Drawn, SamplingRows
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.following import LastStep
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
+from kernels.native import Op
+from kernels.native.library import Program
+from kernels.native.mirror import structure
+from kernels.sampling.native import NativeDraws
+from kernels.sampling.rows import Drawn, SamplingRows
 
 
 class NativeDecode:

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from engine.kernels.attention import AttentionBackend
 from engine.model.decoder import Decoder
 from engine.runner.executors.eager import compute_step
 from engine.runner.executors.executor import Executor
@@ -15,6 +14,7 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
 from engine.types import ScheduledSequence
+from kernels.attention import AttentionBackend
 
 
 class TorchExecutor(Executor):

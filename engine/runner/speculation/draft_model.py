@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.attention.ragged import RaggedBatch
-from engine.kernels.host import Device, Values
-from engine.kernels.linear.rows import ROW_MULTIPLE
-from engine.kernels.sampling.rows import SamplingRows
-from engine.kernels.transfer import on_device
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.sampler import sample
+from kernels.attention.ragged import RaggedBatch
+from kernels.host import Device, Values
+from kernels.linear.rows import ROW_MULTIPLE
+from kernels.sampling.rows import SamplingRows
+from kernels.transfer import on_device
 
 if TYPE_CHECKING:
-    from engine.kernels.attention import AttentionBackend
+    from kernels.attention import AttentionBackend
 
 # Tokens that are read in one forward, so that a long prompt does not hold up everybody's next step.
 MAX_READ_TOKENS = 512

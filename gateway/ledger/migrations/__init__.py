@@ -13,7 +13,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, MetaData, inspect
 
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 # Of the ledger alone: the database may have other tables, with versions of their own.
 VERSION_TABLE = "ledger_version"

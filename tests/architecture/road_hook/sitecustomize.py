@@ -24,7 +24,7 @@ ROOT = os.environ["ROAD_ROOT"] + "/"
 DEPTH = 2
 # Members of one object, and items of one sequence, that are looked at.
 WIDTH = 64
-GENERATED = ("contract/stubs/", "services/stubs/")
+GENERATED = ("contract/stubs/", "contract/stubs/")
 
 
 class Journey:

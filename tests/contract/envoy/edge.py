@@ -37,9 +37,9 @@ from gateway.types.caller import Caller
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
-from services.context import CONTEXT_HEADER, from_header, to_header, verify
-from services.deferred import Deferred
-from services.server import GrpcServer
+from runtime.context import CONTEXT_HEADER, from_header, to_header, verify
+from runtime.deferred import Deferred
+from runtime.server import GrpcServer
 from services.supervisor.edge import envoy_binary
 
 SECRET = "a secret for contract tests"

@@ -21,8 +21,8 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from benchmarks.neighbour import http2
 from contract.errors import Reason
 from contract.proto.status import from_status
-from services.interceptors import ServerInterceptor
-from services.server import GrpcServer
+from runtime.interceptors import ServerInterceptor
+from runtime.server import GrpcServer
 
 from .edge import GOOD_KEY, Edge
 

@@ -18,7 +18,7 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from contract.errors import Reason
 from contract.proto.status import from_status
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 
 from .edge import GOOD_KEY, MAX_BODY_BYTES, REQUESTS_PER_MINUTE, REVOKED_KEY, SLOW_KEY, Edge, verified
 

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from observability.emit import names
-from services.server import GrpcServer
+from runtime.server import GrpcServer
 
 from .edge import SLOW_KEY, Edge
 

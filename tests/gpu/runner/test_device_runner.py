@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import GraphsConfig, KernelsConfig, SchedulerConfig
+from engine.config import GraphsConfig, SchedulerConfig
 from engine.runner.cuda.decode_graphs import DecodeGraphs
 from engine.runner.executors.device import DeviceExecutor
 from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams
+from kernels.config import KernelsConfig
 from tests.gpu.conftest import REHEARSES
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kernels.native import NativeLibrary, NativeUnavailableError
-from engine.kernels.native.build import EMULATED, machine_levels
-from engine.kernels.native.library import load_level
+from kernels.native import NativeLibrary, NativeUnavailableError
+from kernels.native.build import EMULATED, machine_levels
+from kernels.native.library import load_level
 
 LEVELS = machine_levels()
 

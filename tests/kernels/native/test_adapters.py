@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.kernels.adapters.native import NativeChanges
-from engine.kernels.adapters.rows import NO_ADAPTER, AdapterRows
-from engine.kernels.native import NativeLibrary
-from engine.kernels.native.library import StepStruct
+from kernels.adapters.native import NativeChanges
+from kernels.adapters.rows import NO_ADAPTER, AdapterRows
+from kernels.native import NativeLibrary
+from kernels.native.library import StepStruct
 from tests.kernels.adapters_cases import SHAPES, expected, fill, some_rows
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, ReferenceAttention
-from engine.kernels.native import NativeLibrary
-from engine.kernels.paged_cache import LayerCache, QuantizedCache
+from kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, ReferenceAttention
+from kernels.native import NativeLibrary
+from kernels.paged_cache import LayerCache, QuantizedCache
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 
 SHAPES = [

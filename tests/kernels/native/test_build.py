@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.native import build
+from kernels.native import build
 
 
 def test_compiling_is_a_stage_of_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.activation import gate
-from engine.kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
-from engine.kernels.experts.reference import route
-from engine.kernels.experts.routing import Routing
-from engine.kernels.linear import ROW_MULTIPLE
-from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
-from engine.kernels.linear.native import NativePacker
-from engine.kernels.native import NativeLibrary
+from kernels.activation import gate
+from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
+from kernels.experts.reference import route
+from kernels.experts.routing import Routing
+from kernels.linear import ROW_MULTIPLE
+from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from kernels.linear.native import NativePacker
+from kernels.native import NativeLibrary
 
 HIDDEN, INTERMEDIATE = 96, 160
 ROUTINGS = {

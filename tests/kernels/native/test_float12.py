@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.linear.formats import DenseWeight
-from engine.kernels.linear.native import NativePacker, NativeProduct
-from engine.kernels.linear.packed import BFLOAT16, FLOAT12, PackedWeight
-from engine.kernels.native import NativeLibrary
+from kernels.linear.formats import DenseWeight
+from kernels.linear.native import NativePacker, NativeProduct
+from kernels.linear.packed import BFLOAT16, FLOAT12, PackedWeight
+from kernels.native import NativeLibrary
 from tests.kernels.native.test_fp16 import LEVEL as FLOAT16_LEVEL
 from tests.kernels.native.test_fp16 import product, stored
 

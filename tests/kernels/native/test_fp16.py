@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import native as linear_native
-from engine.kernels.linear.formats import DenseWeight
-from engine.kernels.linear.native import NativePacker, NativeProduct
-from engine.kernels.linear.packed import BFLOAT16
-from engine.kernels.native import NativeLibrary, NativeUnavailableError
-from engine.kernels.native.build import machine_levels
-from engine.kernels.native.library import load_level
+from kernels.linear import native as linear_native
+from kernels.linear.formats import DenseWeight
+from kernels.linear.native import NativePacker, NativeProduct
+from kernels.linear.packed import BFLOAT16
+from kernels.native import NativeLibrary, NativeUnavailableError
+from kernels.native.build import machine_levels
+from kernels.native.library import load_level
 
 LEVEL = "avx512_fp16"
 LARGEST = torch.finfo(torch.bfloat16).max

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import self_check
-from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
-from engine.kernels.linear.native import NativePacker, NativeProduct
-from engine.kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
-from engine.kernels.native import NativeLibrary, NativeUnavailableError, library
-from engine.kernels.native.build import machine_levels
+from kernels.linear import self_check
+from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from kernels.linear.native import NativePacker, NativeProduct
+from kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
+from kernels.native import NativeLibrary, NativeUnavailableError, library
+from kernels.native.build import machine_levels
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.native import build
-from engine.kernels.native.mirror import structure
+from kernels.native import build
+from kernels.native.mirror import structure
 
 
 def names() -> list[str]:

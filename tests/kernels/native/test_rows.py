@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.activation import GATES, gate
-from engine.kernels.activation.native import KINDS, ActivationArgs, SoftCapArgs
-from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.library import StepStruct
-from engine.kernels.norm.native import NormArgs, norm_op
-from engine.kernels.norm.reference import rms_norm
-from engine.kernels.paged_cache import LayerCache, allocate_layer
-from engine.kernels.paged_cache.native import describe
-from engine.kernels.rope import rotate
-from engine.kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
+from kernels.activation import GATES, gate
+from kernels.activation.native import KINDS, ActivationArgs, SoftCapArgs
+from kernels.native import NativeLibrary, Op
+from kernels.native.library import StepStruct
+from kernels.norm.native import NormArgs, norm_op
+from kernels.norm.reference import rms_norm
+from kernels.paged_cache import LayerCache, allocate_layer
+from kernels.paged_cache.native import describe
+from kernels.rope import rotate
+from kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 
 EPS = 1e-6
 NAN = float("nan")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.native import NativeLibrary
-from engine.kernels.sampling.native import NativeDraws, native_logprobs
-from engine.kernels.sampling.reference import logprobs_by_torch, sample_by_torch
-from engine.kernels.sampling.rows import SamplingRows
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
+from kernels.native import NativeLibrary
+from kernels.sampling.native import NativeDraws, native_logprobs
+from kernels.sampling.reference import logprobs_by_torch, sample_by_torch
+from kernels.sampling.rows import SamplingRows
 
 CPU = torch.device("cpu")
 OPTIONS = [

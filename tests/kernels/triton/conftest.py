@@ -8,7 +8,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from engine.kernels.interpreter import add_in_one_order, prepare_the_language_once, round_as_hardware_does
+from kernels.interpreter import add_in_one_order, prepare_the_language_once, round_as_hardware_does
 
 round_as_hardware_does()
 add_in_one_order()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import AdaptersConfig, EngineConfig, GraphsConfig, SchedulerConfig
-from engine.kernels.attention.triton_attention import TritonAttention
 from engine.runner.cuda.build import make_device_runner
 from engine.runner.runner import ModelRunner
+from kernels.attention.triton_attention import TritonAttention
 from tests.kernels.triton.test_decoder import PRODUCTS, TORCH
 from tests.kernels.triton.test_device_runner import PlainRecorder
 from tests.unit.engine.adapters.test_merged import load

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.adapters.reference import TorchAdapterStep, TorchChanges
-from engine.kernels.adapters.triton_adapters import TritonAdapterStep
+from kernels.adapters.reference import TorchAdapterStep, TorchChanges
+from kernels.adapters.triton_adapters import TritonAdapterStep
 from tests.kernels.adapters_cases import SHAPES, expected, fill, some_rows
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention import AttentionOptions
-from engine.kernels.attention.reference import ReferenceAttention
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.attention.triton_plan import make_plan, part_sizes
+from kernels.attention import AttentionOptions
+from kernels.attention.reference import ReferenceAttention
+from kernels.attention.triton_attention import TritonAttention
+from kernels.attention.triton_plan import make_plan, part_sizes
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 
 SHAPES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.paged_cache.triton_blocks import BLOCK, move_blocks
+from kernels.paged_cache.triton_blocks import BLOCK, move_blocks
 
 # Words of a block in each tensor: one, an odd number, more than one program takes.
 SIZES = (1, 37, BLOCK + 5)

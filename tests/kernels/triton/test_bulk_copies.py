@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention import AttentionOptions, triton_attention
-from engine.kernels.attention.ragged import RaggedBatch
-from engine.kernels.attention.reference import ReferenceAttention
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.paged_cache import LayerCache, PlainCache, QuantizedCache
+from kernels.attention import AttentionOptions, triton_attention
+from kernels.attention.ragged import RaggedBatch
+from kernels.attention.reference import ReferenceAttention
+from kernels.attention.triton_attention import TritonAttention
+from kernels.paged_cache import LayerCache, PlainCache, QuantizedCache
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 
 OPTIONS = (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention import AttentionOptions, CapturedAttention, DecodeBatch
-from engine.kernels.attention.triton_attention import TritonAttention
+from kernels.attention import AttentionOptions, CapturedAttention, DecodeBatch
+from kernels.attention.triton_attention import TritonAttention
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 
 MAX_CONTEXT = 700

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import KernelsConfig
-from engine.kernels.linear import DenseWeight, Fp8Weight
-from engine.kernels.linear.triton_backend import TritonLinear
-from engine.kernels.norm.triton_norm import TritonNorm
 from engine.model import layers
 from engine.model.decoder import Decoder
 from engine.types import SamplingParams
+from kernels.config import KernelsConfig
+from kernels.linear import DenseWeight, Fp8Weight
+from kernels.linear.triton_backend import TritonLinear
+from kernels.norm.triton_norm import TritonNorm
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.quantization.test_stored import FP8, compressed, rewrite

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, GraphsConfig, SchedulerConfig
-from engine.kernels.attention.triton_attention import TritonAttention
 from engine.runner.cuda.build import make_device_runner
 from engine.types import Request, SamplingParams
+from kernels.attention.triton_attention import TritonAttention
 from tests.kernels.triton.test_decoder import TRITON
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.activation import gate
-from engine.kernels.experts import reference
-from engine.kernels.experts.grouped import ExpertsTogether
-from engine.kernels.experts.routing import Routing
-from engine.kernels.experts.triton_experts import combine, route
-from engine.kernels.linear.triton_backend import InvariantLinear
+from kernels.activation import gate
+from kernels.experts import reference
+from kernels.experts.grouped import ExpertsTogether
+from kernels.experts.routing import Routing
+from kernels.experts.triton_experts import combine, route
+from kernels.linear.triton_backend import InvariantLinear
 from tests.kernels.triton.test_linear import drawn, expert
 
 ROUTINGS = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from engine.kernels.attention import AttentionOptions, DecodeBatch
-from engine.kernels.attention.reference import ReferenceAttention
-from engine.kernels.attention.triton_attention import TritonAttention
+from kernels.attention import AttentionOptions, DecodeBatch
+from kernels.attention.reference import ReferenceAttention
+from kernels.attention.triton_attention import TritonAttention
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 
 OPTIONS = AttentionOptions(scale=0.05)

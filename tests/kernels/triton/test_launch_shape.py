@@ -11,11 +11,11 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from engine.kernels.attention import AttentionOptions, triton_attention
-from engine.kernels.attention.launch_shape import LaunchShape, launch_shape, next_smaller
-from engine.kernels.attention.reference import ReferenceAttention
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.attention.tuning import TABLE, forced, key_of, read_table
+from kernels.attention import AttentionOptions, triton_attention
+from kernels.attention.launch_shape import LaunchShape, launch_shape, next_smaller
+from kernels.attention.reference import ReferenceAttention
+from kernels.attention.triton_attention import TritonAttention
+from kernels.attention.tuning import TABLE, forced, key_of, read_table
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 
 

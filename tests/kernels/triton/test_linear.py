@@ -10,23 +10,23 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from engine.config import KernelsConfig
-from engine.kernels.linear import triton_shapes
-from engine.kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, pack_levels
-from engine.kernels.linear.triton_backend import (
+from kernels.config import KernelsConfig
+from kernels.linear import triton_shapes
+from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from kernels.linear.triton_backend import (
     Fp8Product,
     InvariantLinear,
     TritonLinear,
     scaled_mm_computes,
 )
-from engine.kernels.linear.triton_dense import dense_batched_product, dense_product
-from engine.kernels.linear.triton_grouped import grouped_product
-from engine.kernels.linear.triton_linear import code_of
-from engine.kernels.linear.triton_packing import pack_levels_for_triton
-from engine.kernels.linear.triton_rows import GroupedRows
-from engine.kernels.linear.triton_scaled import scaled_product
-from engine.kernels.linear.triton_shapes import TileShape, Workspace, launch, num_parts, shape_for
-from engine.kernels.selection import choose_kernels
+from kernels.linear.triton_dense import dense_batched_product, dense_product
+from kernels.linear.triton_grouped import grouped_product
+from kernels.linear.triton_linear import code_of
+from kernels.linear.triton_packing import pack_levels_for_triton
+from kernels.linear.triton_rows import GroupedRows
+from kernels.linear.triton_scaled import scaled_product
+from kernels.linear.triton_shapes import TileShape, Workspace, launch, num_parts, shape_for
+from kernels.selection import choose_kernels
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

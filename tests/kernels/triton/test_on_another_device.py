@@ -19,11 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import EngineConfig, KernelsConfig, SchedulerConfig
-from engine.kernels import selection
-from engine.kernels.attention import triton_attention
-from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.transfer import on_device
+from engine.config import EngineConfig, SchedulerConfig
 from engine.model.checkpoint import LoadRequest
 from engine.model.families import read_spec
 from engine.model.reading import load_decoder
@@ -36,6 +32,11 @@ from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from kernels import selection
+from kernels.attention import triton_attention
+from kernels.attention.triton_attention import TritonAttention
+from kernels.config import KernelsConfig
+from kernels.transfer import on_device
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
 
@@ -136,7 +137,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Numbers of launches by kernel."""
     counts: Counter[str] = Counter()
     for name in LAUNCHERS:
-        module = importlib.import_module(f"engine.kernels.{name}")
+        module = importlib.import_module(f"kernels.{name}")
         for attribute, value in list(vars(module).items()):
             if attribute.endswith("_kernel"):
                 monkeypatch.setattr(module, attribute, Launches(value, counts))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.attention.ragged import RaggedBatch
-from engine.kernels.attention.triton_plan import make_plan, part_sizes
+from kernels.attention.ragged import RaggedBatch
+from kernels.attention.triton_plan import make_plan, part_sizes
 
 BLOCK = 16
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.activation import GATES
-from engine.kernels.activation import gate as reference_gate
-from engine.kernels.activation.triton_activation import gate
-from engine.kernels.linear.triton_scaled import quantize_rows
-from engine.kernels.norm.reference import rms_norm as reference_norm
-from engine.kernels.norm.triton_norm import LIMITS, TritonNorm, rms_norm
-from engine.kernels.paged_cache import allocate_layer
-from engine.kernels.rope import rotate
-from engine.kernels.rope.triton_rope import rope_and_store
+from kernels.activation import GATES
+from kernels.activation import gate as reference_gate
+from kernels.activation.triton_activation import gate
+from kernels.linear.triton_scaled import quantize_rows
+from kernels.norm.reference import rms_norm as reference_norm
+from kernels.norm.triton_norm import LIMITS, TritonNorm, rms_norm
+from kernels.paged_cache import allocate_layer
+from kernels.rope import rotate
+from kernels.rope.triton_rope import rope_and_store
 
 WIDTHS = (1, 7, 64, 100, 513)
 

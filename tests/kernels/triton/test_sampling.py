@@ -10,17 +10,17 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from engine.kernels.sampling import triton_filters
-from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
-from engine.kernels.sampling.native import NativeDraws, sampling_library
-from engine.kernels.sampling.noise import gumbel, row_keys
-from engine.kernels.sampling.on_device import sample_on_device
-from engine.kernels.sampling.reference import sample_by_torch
-from engine.kernels.sampling.rows import SamplingRows
-from engine.kernels.sampling.triton_filters import borders
-from engine.kernels.sampling.triton_sampling import RowOptions, compile_draw, draw, process
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
+from kernels.sampling import triton_filters
+from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
+from kernels.sampling.native import NativeDraws, sampling_library
+from kernels.sampling.noise import gumbel, row_keys
+from kernels.sampling.on_device import sample_on_device
+from kernels.sampling.reference import sample_by_torch
+from kernels.sampling.rows import SamplingRows
+from kernels.sampling.triton_filters import borders
+from kernels.sampling.triton_sampling import RowOptions, compile_draw, draw, process
 
 ROWS = 6
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.config import EngineConfig, load, num_threads
-from services.config import load_section
-from services.errors import ConfigError
+from runtime.config import load_section
+from runtime.errors import ConfigError
 
 
 def test_the_defaults_are_valid() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from observability.emit import names
 from observability.emit.metrics import Metrics
-from services import models
-from services.models import Source, sha256_of
+from runtime import models
+from runtime.models import Source, sha256_of
 from tests.unit.gateway.rig.deployment import deployed
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -46,7 +46,7 @@ def configure(config: Path, gateways: str) -> subprocess.CompletedProcess[str]:
         cwd=REPOSITORY,
         env={
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/services/stubs",
+            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/contract/stubs",
         },
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.auth.key_store import KeyStore
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 NUM_PROCESSES = 4
 NUM_ROUNDS = 40

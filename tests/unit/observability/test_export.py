@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from observability.emit import tracing
 from observability.emit.config import Export, ObservabilityConfig
 from observability.emit.tracing import Telemetry
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 from tests.unit.observability.receivers import RECEIVERS, Received, over_grpc
 
 _CHILD = """

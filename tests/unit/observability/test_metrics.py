@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from observability.emit import names
 from observability.emit.metrics import OTHER, Metrics
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 

@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
+from runtime.errors import ConfigError
 from services.cli import chat, owners
 from services.cli.app import app
 from services.cli.chat import Conversation, talk
 from services.cli.inference import InferenceClient, response_format
 from services.cli.target import Target
-from services.errors import ConfigError
 from services.supervisor.config import make_private
 
 HERE = Path(__file__).resolve().parent

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from runtime.config import read_tables
+from runtime.errors import ConfigError
 from services.compiler import find_compiler
-from services.config import read_tables
-from services.errors import ConfigError
 from services.supervisor import checkpoint
 from services.supervisor.checks import check_tables
 from services.supervisor.config import DEFAULT_CONFIG, Options

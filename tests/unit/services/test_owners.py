@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from runtime.config import read_tables
+from runtime.errors import ConfigError
 from services.cli.owners import configured, last_request, remember_request
-from services.config import read_tables
-from services.errors import ConfigError
 from services.supervisor.config import DEFAULT_CONFIG
 from services.supervisor.state import RunState, own_create_time, write_state
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from runtime.errors import ConfigError
 from services.cli.target import find_target
-from services.errors import ConfigError
 from services.supervisor.state import (
     FILE_NAME,
     ProcessState,

@@ -21,7 +21,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from contract.errors import MillraceError
 from contract.proto.status import from_rpc_error
 from gateway.tokenizer.stream import PrepareStreams
-from services.context import sign
+from runtime.context import sign
 
 SECRET = "a secret of the tests"
 

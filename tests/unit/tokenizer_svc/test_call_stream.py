@@ -10,7 +10,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
-from services import memory
+from runtime import memory
 from tests.unit.large_pieces import nothing_large_is_kept
 from tokenizer_svc.messages.wire import Call, LargeAnswer, UnreadableCall, large
 from tokenizer_svc.service import stream

@@ -20,8 +20,8 @@ from contract.chat import (
     RegexFormat,
     ToolChoiceMode,
 )
-from services.config import ModelConfig
-from services.grammar import PARSER_LIMITS
+from contract.grammar_cost import PARSER_LIMITS
+from runtime.config import ModelConfig
 from tests.unit.tokenizer_svc.families import make
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.backend import Backend

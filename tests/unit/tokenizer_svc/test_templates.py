@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from contract.errors import MillraceError, Reason
-from services.config import ModelConfig
-from services.errors import ConfigError
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.checkpoints import byte_level, write
 from tests.unit.tokenizer_svc.families import CALLED, CHATML, FAMILIES, PLAIN, TOOLS, WITH_TOOLS, make

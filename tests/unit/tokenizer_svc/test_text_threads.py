@@ -13,10 +13,10 @@ from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
-from services.config import ModelConfig
-from services.context import sign
-from services.deferred import Deferred
-from services.models import Models
+from runtime.config import ModelConfig
+from runtime.context import sign
+from runtime.deferred import Deferred
+from runtime.models import Models
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
 from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.messages.convert import vocabulary_response

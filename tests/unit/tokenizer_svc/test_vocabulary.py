@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from contract.vocabulary import DecoderKind
 from gateway.text.detokenizer import TokenTexts, decode
 from gateway.tokenizer.convert import vocabulary
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 from tests.unit.byte_runs import shown_at_once
 from tests.unit.tokenizer_svc.building import Text
 from tests.unit.tokenizer_svc.checkpoints import metaspace, write

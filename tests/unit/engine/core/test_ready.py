@@ -16,7 +16,7 @@ from engine.core import __main__ as core
 from engine.core import messages
 from engine.core.frames import CoreSocket, FrameBuffer, encode
 from engine.types import GrammarSpec, Request, SamplingParams
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 BUNDLED = "models/millrace-nano"
 VOCABULARY = 2048

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint.files import find
 from engine.model.checkpoint import LoadRequest, read_headers
 from engine.model.decoder import Decoder
 from engine.model.families import read_spec
@@ -16,8 +17,7 @@ from engine.model.layers import multiply
 from engine.model.reading import load_decoder
 from engine.model.spec import CheckpointError
 from engine.model.weights import Progress
-from services.checkpoint import find
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
 
 

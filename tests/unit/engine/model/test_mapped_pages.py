@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.kernels.selection import torch_kernels
 from engine.model.checkpoint import LoadRequest
 from engine.model.families import read_spec
 from engine.model.mapped_pages import STRIDE_BYTES, MappedPages
 from engine.model.weights import LARGE_TABLE_BYTES, WeightReader
+from kernels.selection import torch_kernels
 from tests.unit.engine.checkpoints import make_checkpoint
 
 NAMES = "abcdef"

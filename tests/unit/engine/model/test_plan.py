@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig, SchedulerConfig
-from engine.kernels.linear import DenseWeight
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import (
     CPU_CACHE_LIMIT_BYTES,
@@ -23,8 +22,9 @@ from engine.model.plan_command import AskedLoad, decoding_blocks
 from engine.model.plan_command import main as print_plan
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
-from services.config import ModelConfig
-from services.errors import ConfigError
+from kernels.linear import DenseWeight
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
 from tests.unit.engine.quantization.writers import stored_bytes
 

@@ -9,7 +9,7 @@ from engine.model.plan import make_plan, plan_input
 from engine.model.work import work_of
 from engine.types import ScheduledSequence, SchedulerOutput
 from engine.types.work import ModelWork, step_work
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 GIB = 1 << 30
 MODEL = ModelWork(

@@ -15,16 +15,16 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 
+from checkpoint.files import find
+from checkpoint.vocabulary import checkpoint_fingerprint
 from engine.config import EngineConfig
-from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.plan import make_plan, plan_input
-from services.checkpoint import find
-from services.config import ModelConfig
-from services.errors import ConfigError
+from kernels.linear import DenseWeight, Int4Weight, Int8Weight
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from services.supervisor import checkpoint
-from services.vocabulary import checkpoint_fingerprint
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantization.gguf_writer import Encoder, write
 from tests.unit.engine.quantization.k_quants import q4_k, q6_k

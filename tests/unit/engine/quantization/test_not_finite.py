@@ -12,8 +12,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
-from engine.kernels.linear.formats import is_finite
 from engine.model.spec import CheckpointError
+from kernels.linear.formats import is_finite
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantization import gguf_writer, writers
 from tests.unit.engine.quantization.test_stored import AWQ, FP8, GPTQ, INT8_CHANNELS, SIZES, compressed

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_linear
-from engine.kernels.linear.formats import pack_levels, rows_of, stack
-from engine.kernels.linear.quantized import quantize_rows
+from kernels.linear import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_linear
+from kernels.linear.formats import pack_levels, rows_of, stack
+from kernels.linear.quantized import quantize_rows
 
 SHAPES = [(7, 64), (33, 96), (199, 1024)]
 

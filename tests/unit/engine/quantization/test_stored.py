@@ -13,10 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight
 from engine.quantization.scheme import read_scheme
 from engine.types import SamplingParams
-from services.errors import ConfigError
+from kernels.linear import DenseWeight, Int4Weight, Int8Weight
+from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.quantization import writers
 from tests.unit.engine.quantization.writers import Writer, rewrite

@@ -24,7 +24,7 @@ from engine.types import (
     StepResult,
     TokenLogprobs,
 )
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 
 # How a runner is made: loaded by this process or by another.
 Build = Callable[..., Any]

@@ -18,13 +18,13 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import messages
 from engine.core.frames import FrameBuffer, encode
-from engine.kernels.native import NativeUnavailableError, load_native
 from engine.model.loader import LoaderLostError
 from engine.model.spec import CheckpointError
 from engine.runner.build import build, build_here
 from engine.runner.runner import ModelRunner
 from engine.types import GrammarSpec, Request, SamplingParams
-from services.config import ModelConfig
+from kernels.native import NativeUnavailableError, load_native
+from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 

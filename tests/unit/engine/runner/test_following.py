@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.kernels.sampling.native import sampling_library
 from engine.runner.base import PendingStep
 from engine.runner.executors.following import FollowingSteps, LastStep
 from engine.runner.executors.native import NativeExecutor
@@ -19,6 +18,7 @@ from engine.runner.outcomes import Sampled
 from engine.runner.runner import ModelRunner
 from engine.runner.verification import LogitRows, logit_rows
 from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput, TokenLogprobs
+from kernels.sampling.native import sampling_library
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 

@@ -12,10 +12,6 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, SchedulerConfig
-from engine.kernels.linear.native import NativeProduct
-from engine.kernels.native import NativeUnavailableError, load_native
-from engine.kernels.native.build import machine_levels
-from engine.kernels.native.library import Program, StepStruct, load_level
 from engine.model.back_end import load_model
 from engine.model.checkpoint import LoadRequest
 from engine.model.families import read_spec
@@ -23,7 +19,11 @@ from engine.model.native_decoder import NativeDecoder
 from engine.model.program_builder import ProgramBuilder
 from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams, SchedulerOutput
-from services.errors import ConfigError
+from kernels.linear.native import NativeProduct
+from kernels.native import NativeUnavailableError, load_native
+from kernels.native.build import machine_levels
+from kernels.native.library import Program, StepStruct, load_level
+from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 

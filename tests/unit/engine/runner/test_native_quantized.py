@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.native import NativeUnavailableError, load_native
 from engine.model.native_decoder import NativeDecoder
 from engine.types import SamplingParams
+from kernels.native import NativeUnavailableError, load_native
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantization.test_stored import CASES, SIZES
 from tests.unit.engine.quantization.writers import rewrite

@@ -13,8 +13,8 @@ from engine.config import EngineConfig
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
-from services.config import ModelConfig
-from services.errors import ConfigError
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
 

@@ -10,13 +10,13 @@ import transformers
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core.__main__ import make_scheduler
-from engine.kernels.native import NativeUnavailableError, load_native
 from engine.model.families import read_spec
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
-from services.config import ModelConfig
+from kernels.native import NativeUnavailableError, load_native
+from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
 from tests.unit.engine.driver import memory_plan
 from tests.unit.engine.runner.driver import open_runner, prompt_of

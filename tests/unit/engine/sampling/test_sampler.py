@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
-from engine.kernels.sampling.noise import gumbel, row_keys
-from engine.kernels.sampling.reference import sample_by_torch
-from engine.kernels.sampling.rows import Drawn, SamplingRows
 from engine.sampling.sampler import sample
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
+from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
+from kernels.sampling.noise import gumbel, row_keys
+from kernels.sampling.reference import sample_by_torch
+from kernels.sampling.rows import Drawn, SamplingRows
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.common.v1 import context_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
-from services.channels import connect
-from services.context import sign
+from runtime.channels import connect
+from runtime.context import sign
 
 SECRET = b"a secret of the tests"
 MODEL_PATH = "/nonexistent/simulated"
@@ -61,7 +61,7 @@ async def start_engine(model: str = "", **settings: str) -> AsyncIterator[Engine
     """Starts `python -m engine` on a free port; settings are MILLRACE_ENGINE__* values."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MILLRACE_")}
     environment |= {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'services/stubs'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'contract/stubs'}",
         "MILLRACE_ENGINE__LISTEN": "127.0.0.1:0",
         "MILLRACE_ENGINE__SIMULATED": "true",
         "MILLRACE_MODEL__PATH": model or MODEL_PATH,

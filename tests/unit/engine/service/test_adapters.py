@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from millrace.engine.v1 import engine_pb2
 
+from checkpoint.vocabulary import checkpoint_fingerprint
 from contract.errors import Reason
 from contract.proto.status import from_rpc_error
-from services.vocabulary import checkpoint_fingerprint
 from tests.unit.engine.service.engine_client import Engine, Gateway, start_engine, tokens
 
 BASE = "models/millrace-nano"

@@ -18,7 +18,7 @@ from engine.types import FinishReason, Request, RequestFailure, TokenEvent
 from engine.vllm_core import client as client_module
 from engine.vllm_core import launch
 from engine.vllm_core.client import VllmClient
-from services.config import ModelConfig
+from runtime.config import ModelConfig
 from tests.unit.engine.vllm_core import pretend
 
 LIMIT_S = 60.0

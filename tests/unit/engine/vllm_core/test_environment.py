@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import VllmConfig
 from engine.vllm_core import environment, install
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 
 class Pip:

@@ -34,7 +34,7 @@ from engine.vllm_core.inside.meter import Meter
 from engine.vllm_core.inside.prefixes import Prefixes
 from engine.vllm_core.inside.turns import FairTurns
 from engine.vllm_core.options import EXCEPTIONS, OPTIONS, table
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 
 def request(**fields: Any) -> Request:

@@ -258,7 +258,7 @@ def test_entry_for_the_configuration_file(config: str, capsys: pytest.CaptureFix
     path = Path(config)
     path.write_text(f"{path.read_text()}entries = [{said.err.strip()}]\n")
     from gateway.auth.directory import hash_key
-    from services.config import read_tables
+    from runtime.config import read_tables
 
     (entry,) = load_settings(read_tables(path)).keys.entries
     assert entry.hash == hash_key(said.out.strip())

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.auth.directory import hash_key
 from gateway.settings import is_loopback, load_settings, split_address
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 HASH = hash_key("mr-x")
 

@@ -15,7 +15,7 @@ from contract.sampling import SamplingParams
 from gateway.engines.attachment import Attachment, Inbox, Lost
 from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import EngineState, Submission
-from services.server import GrpcServer
+from runtime.server import GrpcServer
 
 
 class Deaf(engine_pb2_grpc.EngineServiceServicer):

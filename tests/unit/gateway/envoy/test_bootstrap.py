@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gateway.envoy.bootstrap import IDENTITY_HEADERS, PROFILES, render
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 from services.supervisor.edge import envoy_binary
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from millrace.inference.v1 import inference_pb2
 
 from contract.errors import MillraceError
 from contract.proto.status import from_rpc_error
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode

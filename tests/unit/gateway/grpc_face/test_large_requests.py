@@ -21,7 +21,7 @@ from gateway.config import RequestConfig
 from gateway.grpc_face import large
 from gateway.grpc_face.servicer import FULL_NAME
 from gateway.grpc_face.shape import counted
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 
 METADATA = ((CONTEXT_HEADER, signed_context()),)

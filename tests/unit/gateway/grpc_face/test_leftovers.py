@@ -8,7 +8,7 @@ import grpc
 import pytest
 from millrace.inference.v1 import inference_pb2
 
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.leftovers import leftovers
 

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, CLAIMS_HEADER, QUESTION_HEADER
 from gateway.auth.directory import hash_key
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 
 KEY = "mr-test"

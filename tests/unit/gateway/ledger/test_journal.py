@@ -27,7 +27,7 @@ from observability.analysis.scrape import parse
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.names import Metric
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 from tests.unit.gateway.ledger.test_writer import PRICES, finished, rows, writer
 
 

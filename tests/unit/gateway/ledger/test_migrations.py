@@ -17,7 +17,7 @@ from sqlalchemy import create_engine, inspect, text
 
 from gateway.ledger.migrations import VERSION_TABLE
 from gateway.ledger.tables import REQUESTS, open_ledger
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 from .test_writer import finished, rows, writer
 

@@ -21,7 +21,7 @@ from gateway.limits.prices import Prices
 from gateway.pipeline.ports import FinishedRequest
 from observability.emit import names
 from observability.emit.metrics import Metrics
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 PRICES = Prices({"*": PriceConfig(prompt=1.0, cached_prompt=0.1, completion=2.0, engine_hour=7200.0)})
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gateway.models.catalog import Catalog
-from services import models
-from services.context import CONTEXT_HEADER
+from runtime import models
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, serve_engine, signed_context
 from tests.unit.gateway.rig.engine import Reply, ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from gateway.ledger.tables import REQUESTS, open_ledger
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode

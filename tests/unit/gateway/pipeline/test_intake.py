@@ -12,7 +12,7 @@ from gateway.engines.mailbox import Backlog, Mailbox
 from gateway.pipeline.intake import Intake
 from gateway.types import slices as slices_module
 from gateway.types.slices import Pace, Slices
-from services import memory
+from runtime import memory
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2
 
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 

@@ -17,7 +17,7 @@ from gateway.auth.authorizer import TENANT_HEADER
 from gateway.limits.servicer import TENANT_ENTRY, RateLimitServicer
 from gateway.pipeline import refusals as refusals_module
 from gateway.pipeline.refusals import Refusals
-from services.context import CONTEXT_HEADER
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 from tests.unit.large_pieces import nothing_large_is_kept
 

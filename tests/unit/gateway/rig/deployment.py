@@ -22,8 +22,8 @@ from gateway.settings import load_settings
 from observability.emit import tracing
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
-from services.context import CONTEXT_HEADER, sign, to_header
-from services.server import GrpcServer
+from runtime.context import CONTEXT_HEADER, sign, to_header
+from runtime.server import GrpcServer
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.tokenizer import ByteTokenizer
 

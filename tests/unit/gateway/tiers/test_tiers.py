@@ -14,7 +14,7 @@ from gateway.config import TierConfig
 from gateway.settings import load_settings
 from gateway.tiers import Tier, Tiers
 from gateway.types.identity import Identity
-from services.errors import ConfigError
+from runtime.errors import ConfigError
 
 SETTINGS = load_settings(
     {

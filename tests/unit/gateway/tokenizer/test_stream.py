@@ -17,9 +17,9 @@ from contract.proto.status import to_detail
 from gateway.tokenizer.client import TokenizerClient
 from gateway.tokenizer.room import Room
 from gateway.tokenizer.stream import PrepareStream, PrepareStreams
-from services.channels import MAX_MESSAGE_BYTES
-from services.server import GrpcServer
-from services.stream_client import run_stream
+from runtime.channels import MAX_MESSAGE_BYTES
+from runtime.server import GrpcServer
+from runtime.stream_client import run_stream
 
 
 class Service(tokenizer_pb2_grpc.TokenizerServiceServicer):

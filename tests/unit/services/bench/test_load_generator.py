@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from runtime.errors import ConfigError
 from services.bench import report
 from services.bench.client import Client, Target
 from services.bench.records import RequestRecord, Targets, summarize
 from services.bench.run import run_workload
 from services.bench.workload import Arrivals, Lengths, Workload, plan
 from services.cli.app import app
-from services.errors import ConfigError
 
 
 def workload(**changes: object) -> Workload:

@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from runtime.errors import ConfigError
 from services.bench import report
 from services.bench.client import Target
 from services.bench.records import RequestRecord, Targets
 from services.bench.run import choose_model, run_workload
 from services.bench.workload import Arrivals, Lengths, Workload
 from services.cli.app import app
-from services.errors import ConfigError
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 UNTIL_CLOSED = b"HTTP/1.0 200 OK\r\n\r\n"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels.attention import AttentionOptions, DecodeBatch, RaggedBatch, TiledAttention
-from engine.kernels.paged_cache import LayerCache
+from kernels.attention import AttentionOptions, DecodeBatch, RaggedBatch, TiledAttention
+from kernels.paged_cache import LayerCache
 
 # What makes the host wait for the device: reading a number, or a shape that depends on values.
 FORBIDDEN = (

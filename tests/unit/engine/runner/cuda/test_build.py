@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from engine.config import CacheConfig, EngineConfig, GraphsConfig, SchedulerConfig
-from engine.kernels.attention import TiledAttention
 from engine.model.decoder import Decoder
 from engine.model.plan import make_plan, plan_input
 from engine.runner.cuda.build import (
@@ -20,7 +19,8 @@ from engine.runner.cuda.build import (
     why_not_captured,
 )
 from engine.runner.kv_storage import KvStorage
-from services.config import ModelConfig
+from kernels.attention import TiledAttention
+from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.cuda.doubles import CapturableAttention
 from tests.unit.engine.runner.driver import open_runner

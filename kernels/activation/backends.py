@@ -1,0 +1,24 @@
+"""Gates of feed-forward layers. A back end is chosen once, by name."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.activation.reference import GATES, gate
+
+
+class Gate(Protocol):
+    """A gated activation of one back end."""
+
+    def __call__(self, name: str, gate_and_up: Tensor) -> Tensor:
+        """act(gate) * up for gate_and_up [T, 2 I], halves side by side -> [T, I]."""
+
+
+BACKENDS = {
+    "torch": "kernels.activation.reference:gate",
+    "triton": "kernels.activation.triton_activation:gate",
+}
+
+__all__ = ["BACKENDS", "GATES", "Gate", "gate"]

@@ -1,0 +1,472 @@
+"""The attention kernels, in Triton: see triton_attention for what they compute, and who launches them.
+
+Shape letters: E value dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.attention.triton_plan import MOST_PARTS, PART
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+_PART, _MOST_PARTS = tl.constexpr(PART), tl.constexpr(MOST_PARTS)
+
+
+@triton.jit
+def _vectors(
+    base, at, there, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Elements [FIRST, FIRST + SIZE) of the vectors that begin at base + at [rows], as [rows, BLOCK]; zeros
+    beyond SIZE, and where MASKED also in rows that are not `there`.
+    """
+    place = tl.arange(0, BLOCK)
+    entries = base + at[:, None] + (FIRST + place)[None, :]
+    if SIZE == BLOCK:
+        if MASKED:
+            loaded = tl.load(entries, mask=there[:, None], other=0.0)
+        else:
+            loaded = tl.load(entries)
+    elif MASKED:
+        loaded = tl.load(entries, mask=there[:, None] & (place < SIZE)[None, :], other=0.0)
+    else:
+        loaded = tl.load(entries, mask=(place < SIZE)[None, :], other=0.0)
+    return loaded
+
+
+@triton.jit
+def _slots(
+    table,
+    start,
+    place,
+    there,
+    kv_head,
+    num_kv_heads,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    BULK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Where `place`, positions [start, start + STEP), lies in the cache, and the first of them. BULK: it lies
+    within a block, so that one number says where it begins; `first` means nothing without it.
+    """
+    first = start
+    if BULK:
+        block = tl.load(table + start // BLOCK_SIZE)
+        first = (block * num_kv_heads + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE
+        slot = first + tl.arange(0, STEP)
+    else:
+        if MASKED:
+            block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+        else:
+            block = tl.load(table + place // BLOCK_SIZE)
+        slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
+    return slot, first
+
+
+@triton.jit
+def _capped(score, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """Scores, and what they are multiplied by to be exp2's argument, in one rounding with the maximum's
+    subtraction.
+    """
+    factor = scale * LOG2_E
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap * scale)) + 1.0))
+        factor = LOG2_E
+    return score, factor
+
+
+@triton.jit
+def _visible(place, there, position, window, WINDOW: tl.constexpr, ALONE: tl.constexpr):
+    """Which positions each row of a tile sees. The only token of a tile sees all that lies between its begin
+    and end.
+    """
+    visible = there[None, :]
+    if not ALONE:
+        visible = visible & (place[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (place[None, :] > position[:, None] - window)
+    return visible
+
+
+@triton.jit
+def _advance(
+    start,
+    begin,
+    end,
+    largest,
+    weight,
+    total,
+    query,
+    history,
+    how,
+    SIZES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BULK: tl.constexpr,
+    ALONE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Takes positions [start, start + STEP) in, of which those before `begin` and from `end` on may hold
+    anything. Unless MASKED, every row sees all of them; the arithmetic is the same, so that no bit depends on
+    which it was.
+    """
+    MAIN: tl.constexpr = SIZES[0]
+    TAIL: tl.constexpr = SIZES[1]
+    VALUE_DIM: tl.constexpr = SIZES[2]
+    q_main, q_tail, position = query
+    table, keys, tails, values, scales, kv_head, num_kv_heads = history
+    scale, soft_cap, window = how
+    DTYPE: tl.constexpr = q_main.dtype
+    KEY_DIM: tl.constexpr = MAIN + TAIL
+    place = start + tl.arange(0, STEP)
+    there = place < end
+    if WINDOW:
+        there = there & (place >= begin)
+    slot, first = _slots(table, start, place, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, BULK, MASKED)
+    if BULK:
+        key = keys.load([first, 0]).to(DTYPE)
+    else:
+        key = _vectors(keys, slot.to(tl.int64) * KEY_DIM, there, 0, MAIN, SIZES[3], MASKED).to(DTYPE)
+    score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
+    if TAIL > 0:
+        if BULK:
+            tail = tails.load([first, MAIN]).to(DTYPE)
+        else:
+            tail = _vectors(tails, slot.to(tl.int64) * KEY_DIM, there, MAIN, TAIL, SIZES[4], MASKED).to(DTYPE)
+        score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
+    if SCALED:
+        score *= tl.load(scales + slot.to(tl.int64) * 2, mask=there, other=0.0)[None, :]
+    score, factor = _capped(score, scale, soft_cap, SOFT_CAP)
+    if MASKED:
+        visible = _visible(place, there, position, window, WINDOW, ALONE)
+        score = tl.where(visible, score, float("-inf"))
+    higher = tl.maximum(largest, tl.max(score, axis=1) * factor)
+    # A row that sees nothing yet keeps minus infinity; zero stands in so that no NaN comes of it.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    share = tl.exp2(tl.fma(score, factor, -anchor[:, None]))
+    shrink = tl.exp2(largest - anchor)
+    weight = weight * shrink + tl.sum(share, axis=1)
+    if SHARED_VALUE:
+        value = key
+    elif BULK:
+        value = values.load([first, 0]).to(DTYPE)
+    else:
+        value = _vectors(values, slot.to(tl.int64) * VALUE_DIM, there, 0, VALUE_DIM, SIZES[5], MASKED).to(
+            DTYPE
+        )
+    if BULK and MASKED:
+        value = tl.where(there[:, None], value, 0.0)
+    if SCALED:
+        column: tl.constexpr = 0 if SHARED_VALUE else 1
+        share *= tl.load(scales + slot.to(tl.int64) * 2 + column, mask=there, other=0.0)[None, :]
+    total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
+    return higher, weight, total
+
+
+@triton.jit
+def _rows_of(rows, field, num_items, GROUP: tl.constexpr, TILE: tl.constexpr, AGAIN: tl.constexpr):
+    """Of an item's tile: tokens (one number where the tile has but one) and heads, and which there are. AGAIN
+    reads them anew: where results are stored need not lie in registers while they are computed.
+    """
+    tile = tl.arange(0, TILE)
+    first = tl.load(field, volatile=AGAIN)
+    if TILE == GROUP:
+        present = tile < TILE
+        token = tl.load(rows + first)
+    else:
+        present = tile // GROUP < tl.load(field + num_items, volatile=AGAIN)
+        token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
+    return token, tl.program_id(1) * GROUP + tile % GROUP, present
+
+
+@triton.jit
+def _of_tokens(numbers, token, present, GROUP: tl.constexpr):
+    """What `numbers` holds for each token of a tile."""
+    if present.shape[0] == GROUP:
+        found = tl.load(numbers + token)
+    else:
+        found = tl.load(numbers + token, mask=present, other=0)
+    return found
+
+
+@triton.jit
+def _queries(q, positions, token, head, present, num_heads, GROUP: tl.constexpr, SIZES: tl.constexpr):
+    """Of a tile's rows: main part and tail of each vector, and its position."""
+    position = tl.zeros_like(head) + _of_tokens(positions, token, present, GROUP)
+    row = (token.to(tl.int64) * num_heads + head) * (SIZES[0] + SIZES[1])
+    q_main = _vectors(q, row, present, 0, SIZES[0], SIZES[3], True)
+    q_tail = q_main
+    if SIZES[1] > 0:
+        q_tail = _vectors(q, row, present, SIZES[0], SIZES[1], SIZES[4], True)
+    return q_main, q_tail, position
+
+
+@triton.jit
+def _attend(
+    begin,
+    end,
+    present,
+    query,
+    history,
+    how,
+    SIZES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BULK: tl.constexpr,
+    ALONE: tl.constexpr,
+    FINAL: tl.constexpr,
+):
+    """Of positions [begin, end): maximum in powers of two, weight and unnormalized sum of each row."""
+    TILE: tl.constexpr = present.shape[0]
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    # Triton 3.6 takes no element of a tuple for a shape, only a constant by its name.
+    WIDTH: tl.constexpr = SIZES[5]
+    total = tl.zeros([TILE, WIDTH], tl.float32)
+    # Steps begin at multiples of STEP, whatever a window leaves out: a row's sum does not depend on the rows
+    # beside it. Of the three loops, the first meets where windows begin, the last where rows end.
+    low = begin
+    if WINDOW:
+        low = begin // STEP * STEP
+    high = low
+    start = low
+    # A part is too short for several loops.
+    if FINAL:
+        position = tl.where(present, query[2], 2147483647)
+        high = tl.maximum((tl.minimum(tl.min(position, axis=0) + 1, end) // STEP) * STEP, low)
+        if WINDOW:
+            highest = tl.max(tl.where(present, query[2], 0), axis=0)
+            low = tl.minimum(tl.maximum(tl.cdiv(highest - how[2] + 1, STEP) * STEP, low), high)
+    for LOOP in tl.static_range((0 if WINDOW else 1) if FINAL else 2, 3):
+        lower = start if LOOP == 0 else (low if LOOP == 1 else high)
+        upper = low if LOOP == 0 else (high if LOOP == 1 else end)
+        for at in range(lower, upper, STEP):
+            largest, weight, total = _advance(
+                at,
+                begin,
+                end,
+                largest,
+                weight,
+                total,
+                query,
+                history,
+                how,
+                SIZES,
+                BLOCK_SIZE,
+                STEP,
+                SHARED_VALUE,
+                SCALED,
+                SOFT_CAP,
+                WINDOW,
+                BULK,
+                ALONE,
+                LOOP != 1,
+            )
+    return largest, weight, total
+
+
+@triton.jit
+def _store_result(
+    out, sinks, largest, weight, total, at, head, present, SIZES: tl.constexpr, SINKS: tl.constexpr
+):
+    """Writes the weighted mean, the sinks' weight included, at rows `at` of out."""
+    place = tl.arange(0, SIZES[5])
+    if SINKS:
+        sink = tl.load(sinks + head, mask=present, other=0.0) * LOG2_E
+        higher = tl.maximum(largest, sink)
+        shrink = tl.exp2(largest - higher)
+        weight = weight * shrink + tl.exp2(sink - higher)
+        total = total * shrink[:, None]
+    result = (total / weight[:, None]).to(out.dtype.element_ty)
+    wanted = present[:, None] & (place < SIZES[2])[None, :]
+    tl.store(out + (at * SIZES[2])[:, None] + place[None, :], result, mask=wanted)
+
+
+@triton.jit
+def _store_part(sums, stats, largest, weight, total, at, present, SIZES: tl.constexpr):
+    """Writes what merging takes, at rows `at` of sums and stats."""
+    place = tl.arange(0, SIZES[5])
+    wanted = present[:, None] & (place < SIZES[2])[None, :]
+    tl.store(sums + at[:, None] * SIZES[2] + place[None, :], total, mask=wanted)
+    tl.store(stats + at * 2, largest, mask=present)
+    tl.store(stats + at * 2 + 1, weight, mask=present)
+
+
+# Numbers that change from step to step must not decide what is compiled.
+@triton.jit(do_not_specialize=["num_items", "table_stride"])
+def attention_kernel(
+    q,
+    out,
+    sums,
+    stats,
+    keys,
+    tails,
+    values,
+    scales,
+    sinks,
+    tables,
+    positions,
+    part_base,
+    rows,
+    fields,
+    num_items,
+    num_listed,
+    table_stride,
+    num_heads,
+    num_kv_heads,
+    scale,
+    soft_cap,
+    window,
+    SIZES: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    BULK: tl.constexpr,
+    FINAL: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
+    writes results, else sums and stats (maximum in powers of two, weight) of a part. SIZES: main part and
+    tail of a key, value, and the widths of their tiles.
+
+    LISTED: num_items is room for so many items, num_listed [1] how many there are, and programs take turns.
+    """
+    begin, end, stride = 0, 1, 1
+    if LISTED:
+        begin, end, stride = tl.program_id(0), tl.load(num_listed), tl.num_programs(0)
+    # What could be computed before the loop would take registers from it.
+    for turn in tl.range(begin, end, stride, disable_licm=True):
+        field = fields + (turn if LISTED else tl.program_id(0))
+        sequence = tl.load(field + 2 * num_items)
+        token, head, present = _rows_of(rows, field, num_items, GROUP, TILE, False)
+        table, kv_head = tables + sequence * table_stride, tl.program_id(1) // CHUNKS
+        largest, weight, total = _attend(
+            tl.load(field + 3 * num_items),
+            tl.load(field + 4 * num_items),
+            present,
+            _queries(q, positions, token, head, present, num_heads, GROUP, SIZES),
+            (table, keys, tails, values, scales, kv_head, num_kv_heads),
+            (scale, soft_cap, window),
+            SIZES,
+            BLOCK_SIZE,
+            STEP,
+            SHARED_VALUE,
+            SCALED,
+            SOFT_CAP,
+            WINDOW,
+            BULK,
+            TILE == GROUP,
+            FINAL,
+        )
+        token, head, present = _rows_of(rows, field, num_items, GROUP, TILE, True)
+        if FINAL:
+            at = token.to(tl.int64) * num_heads + head
+            _store_result(out, sinks, largest, weight, total, at, head, present, SIZES, SINKS)
+        else:
+            number = _of_tokens(part_base, token, present, GROUP) + tl.load(field + 5 * num_items)
+            _store_part(
+                sums, stats, largest, weight, total, number.to(tl.int64) * num_heads + head, present, SIZES
+            )
+
+
+@triton.jit
+def list_parts_kernel(
+    context_lens,
+    positions,
+    part_count,
+    fields,
+    num_listed,
+    num_rows,
+    capacity,
+    most,
+    window,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """One program: the parts of all rows of one token each, as triton_plan cuts them, without gaps."""
+    row = tl.arange(0, ROWS)
+    there = row < num_rows
+    length = tl.load(context_lens + row, mask=there, other=0)
+    size = tl.full([ROWS], _PART, tl.int32)
+    for _ in range(16):
+        size = tl.where(size * _MOST_PARTS < length, size * 2, size)
+    count = (length + size - 1) // size
+    ends = tl.cumsum(count, axis=0)
+    tl.store(positions + row, length - 1, mask=there)
+    tl.store(part_count + row, count, mask=there)
+    tl.store(num_listed, tl.sum(count, axis=0))
+    reach = tl.zeros([ROWS], tl.int32)
+    if WINDOW:
+        reach = tl.maximum(length - window, 0)
+    for part in range(most):
+        listed = there & (part < count)
+        first = part * size
+        last = tl.minimum(first + size, length)
+        at = fields + ends - count + part
+        tl.store(at, row, mask=listed)
+        tl.store(at + capacity, tl.full([ROWS], 1, tl.int32), mask=listed)
+        tl.store(at + 2 * capacity, row, mask=listed)
+        tl.store(at + 3 * capacity, tl.minimum(tl.maximum(first, reach), last), mask=listed)
+        tl.store(at + 4 * capacity, last, mask=listed)
+        tl.store(at + 5 * capacity, tl.zeros([ROWS], tl.int32) + part, mask=listed)
+
+
+@triton.jit
+def merge_kernel(
+    sums,
+    stats,
+    out,
+    sinks,
+    part_base,
+    part_count,
+    num_heads,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """One program per token and head: its parts, first to last."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    count = tl.load(part_count + token)
+    if count == 0:
+        return
+    base = tl.load(part_base + token).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < VALUE_DIM
+    largest = float("-inf")
+    weight = 0.0
+    if SINKS:
+        largest = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        weight = 1.0
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(count):
+        index = (base + part) * num_heads + head
+        here = tl.load(stats + index * 2)
+        higher = tl.maximum(largest, here)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(largest - anchor)
+        grow = tl.exp2(here - anchor)
+        some = tl.load(sums + index * VALUE_DIM + place, mask=inside, other=0.0)
+        total = total * shrink + some * grow
+        weight = weight * shrink + tl.load(stats + index * 2 + 1) * grow
+        largest = higher
+    row = (token.to(tl.int64) * num_heads + head) * VALUE_DIM
+    tl.store(out + row + place, (total / weight).to(out.dtype.element_ty), mask=inside)

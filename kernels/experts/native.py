@@ -1,0 +1,185 @@
+"""The native ops of a sparse feed-forward layer (experts.h).
+
+Shape letters: T tokens, E hidden size, X experts, A active experts, P = T A places, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kernels.activation.native import KINDS, ActivationArgs
+from kernels.experts.routing import Routing
+from kernels.host import Values, address_of, empty, row_stride
+from kernels.linear.packed import (
+    INPUT_MULTIPLE,
+    PackedWeight,
+    PackedWeightStruct,
+    gemm_args,
+    make_workspace,
+    product_ops,
+)
+from kernels.native import NativeLibrary, Op
+from kernels.native.mirror import structure
+
+SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
+GROUP_SCORES = {"best": 0, "two_best": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLayer:
+    """Packed weights of one layer: router [X, E], and for each expert [2 I, E] (gates first) and [E, I]."""
+
+    routing: Routing
+    router: PackedWeight
+    gate_up: Sequence[PackedWeight]
+    down: Sequence[PackedWeight]
+    activation: str
+    correction: Values | None = None  # [X] float32, takes part in the choice alone
+
+
+class ExpertBuffers:
+    """What lies between the ops of a sparse layer; one serves all layers of a program in turn."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        routing: Routing,
+        *,
+        max_tokens: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_threads: int,
+    ) -> None:
+        experts, active = routing.num_experts, routing.num_active
+        num_places = max_tokens * active
+        self.logits = empty((max_tokens, experts))
+        self.ids = empty((max_tokens, active), np.int64)
+        self.shares = empty((max_tokens, active))
+        self.num_places = np.zeros(1, np.int64)
+        self.starts = empty((experts + 1,), np.int64)
+        self.places = empty((num_places,), np.int64)
+        self.ranks = empty((num_places,), np.int64)
+        self.gate_up = empty((num_places, 2 * intermediate_size))
+        self.changes = empty((num_places, hidden_size))
+        self.router_workspace = make_workspace(library, max_tokens, hidden_size, num_threads)
+        widest = -(-max(hidden_size, intermediate_size) // INPUT_MULTIPLE) * INPUT_MULTIPLE
+        needed = library.function("millrace_expert_workspace", c_int64, (c_int64,) * 3)
+        self.workspace = empty((int(needed(num_places, experts, widest)),), np.uint8)
+
+
+def sparse_ops(
+    library: NativeLibrary,
+    layer: SparseLayer,
+    buffers: ExpertBuffers,
+    num_rows: int,
+    x: Values,
+    out: Values,
+    *,
+    accumulate: bool,
+) -> list[Op]:
+    """Ops that compute out [T, E] (+)= the layer of x [T, E]; `num_rows` is the address of T as int64.
+
+    Rows of x and out may lie in wider ones; they must not overlap unless `accumulate` is false.
+    """
+    routing, width = layer.routing, layer.down[0].inputs
+    assert len(layer.gate_up) == len(layer.down) == routing.num_experts, "weights of every expert"
+    logits, gate_up, changes = buffers.logits, buffers.gate_up, buffers.changes
+    router = gemm_args(
+        layer.router,
+        num_rows,
+        address_of(x),
+        address_of(logits),
+        address_of(buffers.router_workspace),
+        x_stride=row_stride(x),
+    )
+    plan = structure("ExpertPlanArgs")(
+        num_rows,
+        address_of(buffers.ids),
+        address_of(buffers.num_places),
+        address_of(buffers.starts),
+        address_of(buffers.places),
+        address_of(buffers.ranks),
+        routing.num_experts,
+        routing.num_active,
+    )
+    activation = ActivationArgs(
+        None,
+        address_of(buffers.num_places),
+        address_of(gate_up),
+        address_of(gate_up),
+        width,
+        row_stride(gate_up),
+        KINDS[layer.activation],
+    )
+    total = structure("ExpertSumArgs")(
+        num_rows,
+        address_of(buffers.shares),
+        address_of(buffers.ranks),
+        address_of(changes),
+        address_of(out),
+        routing.num_active,
+        layer.down[0].outputs,
+        row_stride(changes),
+        row_stride(out),
+        int(accumulate),
+    )
+    return [
+        *product_ops(library, router, layer, buffers, x),
+        Op(library, "route", _route_args(layer, buffers, num_rows), buffers, layer.correction),
+        Op(library, "expert_plan", plan, buffers),
+        *_expert_products(library, layer.gate_up, buffers, x, gate_up, buffers.places, routing),
+        Op(library, "activation", activation, buffers),
+        *_expert_products(library, layer.down, buffers, gate_up, changes, None, routing),
+        Op(library, "expert_sum", total, buffers, out),
+    ]
+
+
+def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> Any:
+    routing, correction = layer.routing, layer.correction
+    return structure("RouteArgs")(
+        num_rows,
+        address_of(buffers.logits),
+        None if correction is None else address_of(correction),
+        address_of(buffers.ids),
+        address_of(buffers.shares),
+        routing.num_experts,
+        routing.num_active,
+        SCORINGS[routing.scoring],
+        int(routing.normalized),
+        routing.num_groups,
+        routing.num_active_groups,
+        GROUP_SCORES[routing.group_score],
+        routing.scaling,
+    )
+
+
+def _expert_products(
+    library: NativeLibrary,
+    weights: Sequence[PackedWeight],
+    buffers: ExpertBuffers,
+    x: Values,
+    out: Values,
+    places: Values | None,
+    routing: Routing,
+) -> list[Op]:
+    structs = (PackedWeightStruct * len(weights))(*[weight.struct for weight in weights])
+    args = structure("ExpertGemmArgs")(
+        address_of(buffers.starts),
+        None if places is None else address_of(places),
+        address_of(x),
+        address_of(out),
+        address_of(buffers.workspace),
+        ctypes.addressof(structs),
+        routing.num_experts,
+        routing.num_active,
+        row_stride(x),
+        row_stride(out),
+    )
+    keep = (structs, list(weights), buffers, x, out)
+    return [Op(library, "expert_rows", args, *keep), Op(library, "expert_gemm", args, *keep)]

@@ -1,0 +1,192 @@
+"""Packs weights for the native kernels, from the formats of `kernels/linear`.
+
+Shape letters: M rows, N outputs, K inputs, G groups of inputs with a scale of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int64
+
+import torch
+from torch import Tensor
+
+from kernels.host import address_of
+from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.packed import (
+    BFLOAT16,
+    FLOAT12,
+    FLOAT32,
+    INPUT_MULTIPLE,
+    INT4_GROUPED,
+    INT8,
+    INT8_DYNAMIC,
+    INT8_GROUPED,
+    OUTPUT_MULTIPLE,
+    Arena,
+    PackedWeight,
+    PackedWeightStruct,
+    gemm_args,
+    make_workspace,
+    product_ops,
+)
+from kernels.native import NativeLibrary, Op
+from kernels.native.mirror import structure
+
+# Groups of inputs must be a multiple of this, by packed format.
+GROUP_MULTIPLES = {INT4_GROUPED: 8, INT8_GROUPED: 4}
+# Outputs of a float16 weight that are packed at a time, through float32; a multiple of a panel's.
+PIECE_OUTPUTS = 4096
+
+
+class NativePacker:
+    """Packs weights into an arena, on the threads of a pool; with `float12` bfloat16 ones in 12 bits."""
+
+    def __init__(self, library: NativeLibrary, *, num_threads: int = 0, float12: bool = True) -> None:
+        self.library = library
+        self._float12 = float12
+        self.arena = Arena(library)
+        self.num_threads = num_threads
+        self._packed_bytes = library.function("millrace_packed_bytes", c_int64, (c_int64,) * 3)
+        self._own_scales = library.function("millrace_own_scales", c_int64, (c_int64,))
+
+    @property
+    def keeps_float16(self) -> bool:
+        """Whether the 16 bits of a packed weight are those of float16, so that float16 loses nothing."""
+        return bool(self._own_scales(BFLOAT16))
+
+    @property
+    def packs_float12(self) -> bool:
+        """Whether bfloat16 weights lie in 12 bits wherever these hold nearly all of them."""
+        return self._float12 and bool(self._own_scales(FLOAT12))
+
+    def pack(self, weight: WeightFormat, bias: Tensor | None = None) -> PackedWeight:
+        """The packed form of a weight and its bias [N]. The source may be dropped afterwards."""
+        source, scale, minimum, form = _plain(weight)
+        if source.dtype == torch.float16 and not self.keeps_float16:
+            source, form = source.float(), FLOAT32
+        outputs, inputs = weight.shape
+        if source.dtype == torch.bfloat16 and self._fits_float12(source):
+            form = FLOAT12
+        padded = inputs if form == FLOAT32 else -(-inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
+        padded_outputs = -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE
+        struct = PackedWeightStruct(format=form, outputs=outputs, inputs=inputs, padded_inputs=padded)
+        sizes: dict[str, int] = {}
+
+        def take(part: str, num_bytes: int) -> int:
+            sizes[part] = num_bytes
+            return self.arena.take(num_bytes)
+
+        struct.data = take("data", self._packed_bytes(form, outputs, padded))
+        if scale is not None:
+            groups = scale.shape[1]
+            if form in GROUP_MULTIPLES:
+                struct.group_size = inputs // groups
+                assert struct.group_size % GROUP_MULTIPLES[form] == 0, f"groups of {struct.group_size} inputs"
+            struct.scales = take("scales", groups * padded_outputs * 4)
+            if minimum is not None:
+                struct.minimums = take("minimums", groups * padded_outputs * 4)
+        elif self._own_scales(form):
+            struct.scales = take("scales", padded_outputs * 4)
+        bias = None if bias is None else bias.float().contiguous()
+        if bias is not None:
+            struct.bias = take("bias", padded_outputs * 4)
+        _take_inputs(weight, struct, take)
+        if source.dtype == torch.float16:
+            self._pack_float16(source, bias, struct)
+        else:
+            self._run(source, bias, scale, minimum, struct)
+        return PackedWeight(struct, self.arena, sizes)
+
+    def _fits_float12(self, source: Tensor) -> bool:
+        """Whether the level multiplies bfloat16 weights [N, K] out of 12 bits, and these hold nearly all."""
+        if not self.packs_float12:
+            return False
+        args = structure("WidthArgs")(source.data_ptr(), *source.shape, 0)
+        self.library.run([Op(self.library, "count_too_wide", args)], num_threads=self.num_threads)
+        return not args.count
+
+    def _pack_float16(self, source: Tensor, bias: Tensor | None, struct: ctypes.Structure) -> None:
+        """Piece by piece, each in float32 for as long as it takes."""
+        for first in range(0, source.shape[0], PIECE_OUTPUTS):
+            part = slice(first, first + PIECE_OUTPUTS)
+            piece = PackedWeightStruct.from_buffer_copy(struct)
+            piece.outputs = min(PIECE_OUTPUTS, source.shape[0] - first)
+            piece.data += first * struct.padded_inputs * source.element_size()
+            piece.scales += first * 4
+            if bias is not None:
+                piece.bias += first * 4
+            self._run(source[part].float(), None if bias is None else bias[part], None, None, piece)
+
+    def _run(
+        self,
+        source: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        minimum: Tensor | None,
+        struct: ctypes.Structure,
+    ) -> None:
+        args = structure("PackArgs")(
+            source.data_ptr(),
+            source.element_size(),
+            _pointer(bias),
+            _pointer(scale),
+            _pointer(minimum),
+            struct,
+        )
+        self.library.run([Op(self.library, "pack_weight", args)], num_threads=self.num_threads)
+
+
+class NativeProduct:
+    """A packed weight as a torch product, for rows outside a program. It takes any number of rows."""
+
+    def __init__(self, weight: PackedWeight, *, num_threads: int = 0) -> None:
+        self.weight = weight
+        self.num_threads = num_threads
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N] in the type of x. The bias is part of the packed weight."""
+        assert bias is None, "a packed weight holds its bias"
+        library, weight = self.weight.arena.library, self.weight
+        rows = x.float().contiguous()
+        out = torch.empty(rows.shape[0], weight.outputs)
+        workspace = make_workspace(library, rows.shape[0], weight.inputs, self.num_threads)
+        count = c_int64(rows.shape[0])
+        args = gemm_args(
+            weight, ctypes.addressof(count), rows.data_ptr(), out.data_ptr(), address_of(workspace)
+        )
+        library.run(product_ops(library, args), num_threads=self.num_threads)
+        return out.to(x.dtype)
+
+
+def _take_inputs(weight: WeightFormat, struct: ctypes.Structure, take: Callable[[str, int], int]) -> None:
+    """Copies what a format does to a product's inputs [K]: factors, and their order."""
+    for part, dtype in (("smoothing", torch.float32), ("order", torch.int64)):
+        values = getattr(weight, part, None)
+        if values is not None:
+            values = values.to(dtype).contiguous()
+            setattr(struct, part, take(part, values.nbytes))
+            ctypes.memmove(getattr(struct, part), values.data_ptr(), values.nbytes)
+
+
+def _plain(weight: WeightFormat) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """Values, scales [N, G], minimums [N, G] and the packed format."""
+    if isinstance(weight, DenseWeight):
+        values = weight.values
+        if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            values = values.float()
+        form = FLOAT32 if values.dtype == torch.float32 else BFLOAT16
+        return values.contiguous(), None, None, form
+    scale = weight.scale.float().contiguous()
+    if isinstance(weight, Int4Weight):
+        minimum = None if weight.minimum is None else weight.minimum.float().contiguous()
+        return weight.packed.contiguous(), scale, minimum, INT4_GROUPED
+    assert isinstance(weight, Int8Weight), f"{type(weight).__name__} has no packed form"
+    whole = INT8_DYNAMIC if weight.activations == "int8" else INT8
+    form = INT8_GROUPED if scale.shape[1] > 1 else whole
+    return weight.values.contiguous(), scale, None, form
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

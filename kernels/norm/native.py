@@ -1,0 +1,15 @@
+"""Args of the native norm (norm.h), and its op."""
+
+from __future__ import annotations
+
+import ctypes
+
+from kernels.native import NativeLibrary, Op
+from kernels.native.mirror import structure
+
+NormArgs = structure("RmsNormArgs")
+
+
+def norm_op(library: NativeLibrary, args: ctypes.Structure, *keep: object) -> Op:
+    """Norms rows of the stream as NormArgs say; `keep` is what they point to."""
+    return Op(library, "rms_norm", args, *keep)

@@ -1,0 +1,24 @@
+// One layer's keys and values in blocks, as kernels/paged_cache allocates them.
+#pragma once
+
+#include <cstdint>
+
+namespace millrace {
+
+enum KvType : int64_t { kKvFloat32 = 0, kKvBfloat16 = 1, kKvInt8 = 2 };
+
+// Shape letters: N blocks, K kv heads, P places of a block, D key dim, E value dim. A slot that was never
+// written may hold anything.
+struct KvCache {
+  void* keys;          // [N, K, P, D]
+  void* values;        // [N, K, P, E]; null: the first shared_value_dim elements of a key are its value
+  float* scales;       // int8: [N, K, P, 2] of the key, of the value; else null
+  int64_t type;        // KvType
+  int64_t num_heads;   // K
+  int64_t block_size;  // P, a power of two up to 256
+  int64_t key_dim;     // D
+  int64_t value_dim;   // E, or 0 when the value is part of the key
+  int64_t shared_value_dim;
+};
+
+}  // namespace millrace

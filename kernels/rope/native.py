@@ -1,0 +1,11 @@
+"""Args of the native rotation with cache write (rope_cache.h)."""
+
+from __future__ import annotations
+
+from kernels.native.mirror import structure
+
+# Values of QkNorm.
+QK_NORMS = {"none": 0, "head": 1, "full": 2}
+RopeCacheArgs = structure("RopeCacheArgs")
+LatentCacheArgs = structure("LatentCacheArgs")
+HeadProductArgs = structure("HeadProductArgs")

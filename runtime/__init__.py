@@ -1,0 +1,1 @@
+"""What every service stands on: settings, servers, channels, streams, errors. It knows no service."""
