@@ -16,10 +16,11 @@ from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
 from gateway.engines import discovery
 from gateway.engines.fleet import Fleet
-from gateway.grpc_face.large import add_to_server
-from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
-from gateway.grpc_face.unread import grpc_server
-from gateway.http.app import build_app
+from gateway.faces.grpc.large import add_to_server
+from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
+from gateway.faces.grpc.unread import grpc_server
+from gateway.faces.openai import routes as openai
+from gateway.http.application import build_app
 from gateway.http.server import HttpServer
 from gateway.models.catalog import Catalog
 from gateway.models.keeper import ModelKeeper
@@ -101,7 +102,7 @@ class Gateway:
         edge, callers = self._edge, HttpCallers(self._edge.authorizer, self._callers)
         return HttpServer(
             build_app(
-                self._current_pipeline,
+                [openai.routes(self._current_pipeline, self._config.admin_tenants)],
                 callers,
                 edge.counter,
                 edge.authorizer,
@@ -109,7 +110,6 @@ class Gateway:
                 edge.deferred,
                 self.not_ready,
                 edge.health,
-                self._config.admin_tenants,
             ),
             self._config.http_listen,
             max_body_bytes=self._config.max_body_bytes,

@@ -46,7 +46,7 @@ _BORDER = (
     "gateway/engines/adapters.py",
     "gateway/engines/attachment.py",
     "gateway/engines/convert.py",
-    "gateway/grpc_face/",
+    "gateway/faces/grpc/",
     "gateway/limits/servicer.py",
     # Signs the request context, which is a message.
     "gateway/auth/verifier.py",

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway.http.openapi import EXAMPLES, document
+from gateway.faces.openai.openapi import EXAMPLES, document
 from runtime.context import CONTEXT_HEADER
 from tests.clients.python.beyond_schema import only_beyond_schema, served
 from tests.unit.gateway.rig.deployment import deployed, signed_context

@@ -16,8 +16,8 @@ from engine.config import AdaptersConfig
 from engine.service.adapters import ServedAdapters
 from engine.service.convert import ModelLimits, to_sampling
 from engine.types import ModelFacts
-from gateway.grpc_face import convert as grpc_face
-from gateway.http import chat, completions
+from gateway.faces.grpc import convert as grpc_face
+from gateway.faces.openai import chat, completions
 from gateway.http.body import decode
 from gateway.pipeline.validate import validate
 from gateway.types.request import GenerationRequest

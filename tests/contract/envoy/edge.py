@@ -23,7 +23,7 @@ from gateway.auth.convert import identity_from_context
 from gateway.auth.directory import KeyDirectory, hash_key
 from gateway.auth.verifier import CallerVerifier
 from gateway.envoy.bootstrap import build
-from gateway.http.app import authorize, known
+from gateway.http.application import authorize, known
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.server import HttpServer
 from gateway.limits.counter import RequestCounter

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.http import large
+from gateway.faces.openai import large
 from gateway.types import slices as slices_module
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context

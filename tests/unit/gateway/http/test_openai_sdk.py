@@ -13,7 +13,7 @@ from millrace.engine.v1 import engine_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
-from gateway.http.fields import REFUSED, WITHOUT_EFFECT
+from gateway.faces.openai.fields import REFUSED, WITHOUT_EFFECT
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine

@@ -10,8 +10,8 @@ import msgspec
 from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from contract.errors import invalid, unsupported
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
-from gateway.http.fields import with_unserved
-from gateway.http.requests import CommonBody, check_common, generation_request, json_text, sampling
+from gateway.faces.openai.fields import with_unserved
+from gateway.faces.openai.requests import CommonBody, check_common, generation_request, json_text, sampling
 from gateway.pipeline.validate import SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
 

@@ -19,11 +19,11 @@ from contract.sampling import (
     OPTIONS,
     RANGES,
 )
-from gateway.http import chat, completions
-from gateway.http.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT, remedy
-from gateway.http.ignored import FIELDS, INSIDE
-from gateway.http.inspect import DetokenizeBody, TokenizeBody
-from gateway.http.requests import (
+from gateway.faces.openai import chat, completions
+from gateway.faces.openai.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT, remedy
+from gateway.faces.openai.ignored import FIELDS, INSIDE
+from gateway.faces.openai.inspect import DetokenizeBody, TokenizeBody
+from gateway.faces.openai.requests import (
     FORMATS,
     GUIDED,
     KINDS,

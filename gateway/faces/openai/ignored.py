@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from contract.errors import MillraceError, Reason
-from gateway.http.body import decode
-from gateway.http.chat import (
+from gateway.faces.openai.chat import (
     ContentPart,
     FunctionBody,
     FunctionCallBody,
@@ -22,6 +21,7 @@ from gateway.http.chat import (
     ToolBody,
     ToolCallBody,
 )
+from gateway.http.body import decode
 
 # Response header that names them.
 IGNORED_HEADER = "x-millrace-ignored"

@@ -9,8 +9,8 @@ import msgspec
 from contract.chat import Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
-from gateway.http.fields import with_unserved
-from gateway.http.requests import CommonBody, check_common, generation_request, sampling
+from gateway.faces.openai.fields import with_unserved
+from gateway.faces.openai.requests import CommonBody, check_common, generation_request, sampling
 from gateway.pipeline.validate import check_answers
 from gateway.types.request import GenerationRequest
 

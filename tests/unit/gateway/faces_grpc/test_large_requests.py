@@ -18,9 +18,9 @@ from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
 from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import RequestConfig
-from gateway.grpc_face import large
-from gateway.grpc_face.servicer import FULL_NAME
-from gateway.grpc_face.shape import counted
+from gateway.faces.grpc import large
+from gateway.faces.grpc.servicer import FULL_NAME
+from gateway.faces.grpc.shape import counted
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 

@@ -1,8 +1,9 @@
-"""The HTTP application: routes, who calls, and errors in OpenAI's form."""
+"""The HTTP application: routes, who calls, and what is served to nobody in particular."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -10,30 +11,24 @@ import msgspec
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorizer
 from gateway.auth.callers import HttpCallers
-from gateway.http import openapi
-from gateway.http.adapters import AdapterEndpoints
 from gateway.http.errors import not_found
 from gateway.http.exchange import Exchange, Handler
-from gateway.http.generate import GenerateEndpoints
-from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
 from gateway.limits.counter import RequestCounter, exceeded_headers
-from gateway.pipeline.pipeline import Pipeline
 from observability.emit.metrics import Metrics
 from runtime.deferred import Deferred
 
-# Paths of OpenAI's API that are known and not served.
-_NOT_SERVED: Mapping[str, str] = {
-    "/v1/embeddings": "the served model generates text and has no embeddings",
-    "/v1/responses": "use /v1/chat/completions",
-    "/v1/moderations": "moderation is not served",
-    "/v1/images/generations": "images are not served",
-    "/v1/audio/speech": "audio is not served",
-    "/v1/audio/transcriptions": "audio is not served",
-    "/v1/files": "files are not kept",
-    "/v1/batches": "send requests under a lower service_tier instead",
-    "/v1/assistants": "use /v1/chat/completions",
-    "/v1/edits": "use /v1/chat/completions",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """What a face serves. All of it asks who calls, save for what is `public`."""
+
+    # By method and path.
+    exact: Mapping[tuple[str, str], Handler]
+    # By the beginning of paths: a method and a handler for all of them.
+    below: Mapping[str, tuple[str, Handler]] = field(default_factory=dict)
+    public: Mapping[tuple[str, str], Handler] = field(default_factory=dict)
+    # Paths of its API that are known and not served, with the remedy.
+    not_served: Mapping[str, str] = field(default_factory=dict)
 
 
 def known(callers: HttpCallers, counter: RequestCounter, handler: Handler) -> Handler:
@@ -72,6 +67,7 @@ class Application:
         below: Mapping[str, tuple[str, Handler]],
         wrap: Callable[[Handler], Handler],
         public: Collection[str] = (),
+        not_served: Mapping[str, str] | None = None,
     ) -> None:
         """`below` has a method ("" for any) and a handler for all paths that begin in one way.
 
@@ -82,6 +78,7 @@ class Application:
         self._below = below
         self._nothing = wrap(self._refuse)
         self._public = public
+        self._not_served = not_served or {}
 
     async def __call__(self, exchange: Exchange) -> None:
         """See Handler."""
@@ -101,7 +98,7 @@ class Application:
         methods += [method for beginning, (method, _) in self._below.items() if path.startswith(beginning)]
         allowed = ", ".join(methods)
         if not allowed:
-            raise not_found(path, _NOT_SERVED)
+            raise not_found(path, self._not_served)
         exchange.add_headers({"allow": allowed})
         raise MillraceError(
             Reason.METHOD_NOT_ALLOWED, f"{path} does not take {exchange.method}; use {allowed}"
@@ -109,7 +106,7 @@ class Application:
 
 
 def build_app(
-    pipeline: Callable[[], Pipeline],
+    faces: Collection[Routes],
     callers: HttpCallers,
     counter: RequestCounter,
     authorizer: Authorizer,
@@ -117,15 +114,11 @@ def build_app(
     deferred: Deferred,
     not_ready: Callable[[], str],
     details: Callable[[], dict[str, str]],
-    admin_tenants: tuple[str, ...] = (),
 ) -> Application:
     """The application of one gateway process.
 
-    `pipeline` raises what to answer while there is none yet; `not_ready` says what is missing, "" for
-    nothing; `details` is shown on the health page.
+    `not_ready` says what is missing to serve, "" for nothing; `details` is shown on the health page.
     """
-    generate = GenerateEndpoints(pipeline)
-    inspect, adapters = InspectEndpoints(pipeline), AdapterEndpoints(pipeline, admin_tenants)
 
     async def health(exchange: Exchange) -> None:
         missing = not_ready()
@@ -138,30 +131,17 @@ def build_app(
         body, content_type = metrics.expose(exchange.header(b"accept"))
         await exchange.respond(200, body, [(b"content-type", content_type.encode())])
 
-    schema = openapi.document()
-
-    async def describe(exchange: Exchange) -> None:
-        await exchange.respond(200, schema)
-
     ours = partial(known, callers, counter)
+    public = {
+        ("GET", "/health"): health,
+        **{route: each for face in faces for route, each in face.public.items()},
+    }
+    asking = {route: ours(each) for face in faces for route, each in face.exact.items()}
+    below = {start: (method, ours(each)) for face in faces for start, (method, each) in face.below.items()}
     return Application(
-        {
-            ("POST", "/v1/chat/completions"): ours(generate.chat),
-            ("POST", "/v1/completions"): ours(generate.complete),
-            ("GET", "/v1/models"): ours(inspect.models),
-            ("GET", "/v1/lora_adapters"): ours(adapters.list),
-            ("POST", "/v1/load_lora_adapter"): ours(adapters.load),
-            ("POST", "/v1/unload_lora_adapter"): ours(adapters.unload),
-            ("POST", "/tokenize"): ours(inspect.tokenize),
-            ("POST", "/detokenize"): ours(inspect.detokenize),
-            ("GET", "/health"): health,
-            ("GET", "/metrics"): expose,
-            ("GET", "/openapi.json"): describe,
-        },
-        {
-            AUTHORIZE_PREFIX: ("", partial(authorize, authorizer)),
-            MODELS_PREFIX: ("GET", ours(inspect.model)),
-        },
+        {**asking, **public, ("GET", "/metrics"): expose},
+        {AUTHORIZE_PREFIX: ("", partial(authorize, authorizer)), **below},
         ours,
-        public=("/health", "/openapi.json"),
+        public=tuple(path for _, path in public),
+        not_served={path: remedy for face in faces for path, remedy in face.not_served.items()},
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from contract.errors import Reason
-from gateway.http.openapi_bodies import REF
+from gateway.faces.openai.openapi_bodies import REF
 
 STRING = {"type": "string"}
 INTEGER = {"type": "integer", "minimum": 0}

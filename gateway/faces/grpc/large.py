@@ -13,8 +13,8 @@ from google.protobuf.message_factory import GetMessageClass
 from millrace.inference.v1 import inference_pb2
 
 from contract.errors import MillraceError, Reason
-from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
-from gateway.grpc_face.shape import counted
+from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
+from gateway.faces.grpc.shape import counted
 from gateway.pipeline.intake import LARGE_BYTES, Intake
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]

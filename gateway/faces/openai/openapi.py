@@ -10,10 +10,10 @@ import msgspec
 
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import API_KEY_HEADERS
-from gateway.http.fields import WARNING_HEADER
-from gateway.http.ignored import IGNORED_HEADER
-from gateway.http.openapi_answers import ANSWERS, INTEGER, STRING, events
-from gateway.http.openapi_bodies import BEYOND, BEYOND_REASONS, REF, body_schemas
+from gateway.faces.openai.fields import WARNING_HEADER
+from gateway.faces.openai.ignored import IGNORED_HEADER
+from gateway.faces.openai.openapi_answers import ANSWERS, INTEGER, STRING, events
+from gateway.faces.openai.openapi_bodies import BEYOND, BEYOND_REASONS, REF, body_schemas
 from gateway.openai_error import error_detail
 
 # Reasons by which a request may be refused, per endpoint. The edge has its own for every path: what is no

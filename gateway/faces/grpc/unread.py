@@ -15,8 +15,8 @@ import grpc
 from contract.errors import MillraceError
 from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import GatewayConfig
-from gateway.grpc_face.large import Unparsed
-from gateway.grpc_face.servicer import FULL_NAME
+from gateway.faces.grpc.large import Unparsed
+from gateway.faces.grpc.servicer import FULL_NAME
 from gateway.pipeline.refusals import Refusals, is_the_callers
 from gateway.tokenizer.room import Room
 from runtime.interceptors import ServerInterceptor, ServicerContext

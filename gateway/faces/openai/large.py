@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
+from gateway.faces.openai.ignored import decode_known, ignored
+from gateway.faces.openai.shape import SLICE_BYTES, BodyShape
 from gateway.http.exchange import Exchange
-from gateway.http.ignored import decode_known, ignored
-from gateway.http.shape import SLICE_BYTES, BodyShape
 from gateway.pipeline.intake import LARGE_BYTES, Intake
 
 Body = TypeVar("Body")

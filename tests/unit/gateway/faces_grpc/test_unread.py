@@ -13,9 +13,9 @@ from millrace.inference.v1 import inference_pb2
 from contract.errors import MillraceError
 from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import RequestConfig
-from gateway.grpc_face.large import Unparsed, _if_small, _Parser
-from gateway.grpc_face.servicer import FULL_NAME
-from gateway.grpc_face.unread import UnreadMessages
+from gateway.faces.grpc.large import Unparsed, _if_small, _Parser
+from gateway.faces.grpc.servicer import FULL_NAME
+from gateway.faces.grpc.unread import UnreadMessages
 from gateway.pipeline.intake import LARGE_BYTES, Intake
 
 LARGEST = 4 * LARGE_BYTES

@@ -11,9 +11,9 @@ import msgspec
 from contract.chat import TextPrompt
 from contract.errors import invalid
 from gateway.config import RequestConfig
-from gateway.http import chat
+from gateway.faces.openai import chat
+from gateway.faces.openai.large import read
 from gateway.http.exchange import Exchange
-from gateway.http.large import read
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.validate import check_conversation
 from gateway.types.request import GenerationRequest

@@ -10,13 +10,13 @@ from typing import Any
 
 from contract.chat import TextPrompt
 from contract.errors import MillraceError
-from gateway.http import chat, completions
-from gateway.http.answers import DONE, Answer, ChatAnswer, CompletionAnswer, usage_body
+from gateway.faces.openai import chat, completions
+from gateway.faces.openai.answers import DONE, Answer, ChatAnswer, CompletionAnswer, usage_body
+from gateway.faces.openai.fields import WARNING_HEADER, check_unserved
+from gateway.faces.openai.large import read
+from gateway.faces.openai.requests import CommonBody, yielding
 from gateway.http.errors import error_event, unexpected
 from gateway.http.exchange import Exchange
-from gateway.http.fields import WARNING_HEADER, check_unserved
-from gateway.http.large import read
-from gateway.http.requests import CommonBody, yielding
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.generation import Generation
 from gateway.pipeline.intake import Hold

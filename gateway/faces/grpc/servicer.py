@@ -12,7 +12,7 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message
 from gateway.auth.verifier import Arrival
-from gateway.grpc_face import convert
+from gateway.faces.grpc import convert
 from gateway.pipeline.delta import AnswerInfo, by_choice
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode
