@@ -24,8 +24,9 @@ from gateway.http.application import build_app
 from gateway.http.server import HttpServer
 from gateway.models.catalog import Catalog
 from gateway.models.keeper import ModelKeeper
+from gateway.pipeline.attempts import Attempts
+from gateway.pipeline.books import Books
 from gateway.pipeline.intake import Intake
-from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.shadow import Shadows
 from gateway.settings import Settings
@@ -75,27 +76,34 @@ class Gateway:
         )
         self._keeper = ModelKeeper(settings, self._catalog, self._tokenizer, self._edge.prices)
         self.grpc = grpc_server(self._config, self._intake.refusals)
-        self._shadows = Shadows(self._catalog, self._tokenizer, self._callers, self._edge.prices, metrics)
-        self._pipeline = self._build_pipeline()
+        attempts = Attempts(
+            fleet=self._fleet,
+            tokenizer=self._tokenizer,
+            limiter=self._edge.limiter,
+            callers=self._callers,
+            metrics=metrics,
+            intake=self._intake,
+            keeps_transcripts=telemetry.config.capture_content,
+        )
+        self._shadows = Shadows(self._catalog, attempts, self._edge.prices, metrics, telemetry)
+        self._pipeline = self._build_pipeline(attempts)
         self.http = self._build_http()
         self._add_servicers()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def _build_pipeline(self) -> Pipeline:
+    def _build_pipeline(self, attempts: Attempts) -> Pipeline:
         edge = self._edge
-        recorder = OutcomeRecorder(self._metrics, self._telemetry, edge.ledger)
-        recorder.expects(self._settings.models.models, edge.tiers.all.values())
+        books = Books(self._metrics, self._telemetry, edge.ledger, edge.deferred)
+        books.expects(self._settings.models.models, edge.tiers.all.values())
+        books.when_written = self._shadows.offer
         return Pipeline(
             catalog=self._catalog,
-            tokenizer=self._tokenizer,
-            limiter=edge.limiter,
+            attempts=attempts,
             tiers=edge.tiers,
-            callers=self._callers,
-            recorder=recorder,
+            books=books,
+            shadows=self._shadows,
             telemetry=self._telemetry,
             deferred=edge.deferred,
-            intake=self._intake,
-            shadows=self._shadows,
         )
 
     def _build_http(self) -> HttpServer:

@@ -16,7 +16,7 @@ from gateway.auth.key_store import KeyStore
 from gateway.auth.key_watch import KeyWatch
 from gateway.config import LedgerConfig, LimitsConfig
 from gateway.ledger.tables import open_ledger
-from gateway.ledger.writer import LedgerWriter, Unkept
+from gateway.ledger.writer import LedgerWriter
 from gateway.limits.counter import RequestCounter
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
@@ -27,7 +27,7 @@ from gateway.limits.reservation import Holds, Reservation
 from gateway.limits.resilient import ResilientLimitStore
 from gateway.limits.servicer import RateLimitServicer
 from gateway.limits.store import LimitStore
-from gateway.pipeline.ports import FinishedRequest, Ledger, OpenEntry
+from gateway.pipeline.ports import FinishedRequest, Ledger, OpenEntry, Unkept
 from gateway.pipeline.refusals import Refusals
 from gateway.settings import Settings, priced
 from gateway.tiers import Tiers
@@ -123,7 +123,7 @@ class Edge:
                 if each.holds is not None and isinstance(self._store, ResilientLimitStore):
                     await Reservation(self.limiter, each.holds, 0).settle(
                         each.request.prompt_tokens,
-                        each.request.completion_tokens + each.request.candidate_tokens,
+                        each.request.billed_tokens,
                         cached_prompt_tokens=each.request.cached_prompt_tokens,
                     )
             left.remove()

@@ -22,7 +22,7 @@ from gateway.ledger.usage import month_sums
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.limits.reservation import Holds
 from gateway.limits.scopes import month_of
-from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, OpenEntry, Progress
+from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, OpenEntry, Unkept
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from runtime.errors import ConfigError
@@ -33,22 +33,6 @@ _RETRY_S = 1.0
 _LAST_WRITE_S = 10.0
 # Of one statement; databases have limits.
 _MAX_PARAMETERS = 1000
-
-
-class Unkept:
-    """A running request of which no journal is kept."""
-
-    def __init__(self, entry_id: str) -> None:
-        self.entry_id = entry_id
-
-    def told(self, progress: Progress) -> None:
-        """Drops it."""
-
-    def extended(self) -> None:
-        """Drops it."""
-
-    def settled(self) -> None:
-        """Drops it."""
 
 
 def journal_folder(config: LedgerConfig) -> Path | None:
@@ -248,7 +232,7 @@ class LedgerWriter:
             request.model,
             prompt_tokens=request.prompt_tokens,
             cached_prompt_tokens=request.cached_prompt_tokens,
-            completion_tokens=request.completion_tokens + request.candidate_tokens,
+            billed_tokens=request.billed_tokens,
         )
         row = msgspec.structs.asdict(request)
         spent = row.pop("engine_time")

@@ -130,6 +130,10 @@ class TokenLimiter:
             self._views[window.key] = WindowView(window.limit, used, self._clock())
         return Reservation(self, holds, prompt_tokens)
 
+    def unlimited(self, prompt_tokens: int) -> Reservation:
+        """A reservation that holds nothing and can be neither short nor spent."""
+        return Reservation(self, Holds(), prompt_tokens)
+
     def stream_limit(self, identity: Identity, tier: Tier) -> tuple[int, str] | None:
         """Most streams that one request may have, and which limit that is; None for any number."""
         scopes = list(scopes_of(self._directory, identity.tenant, identity.key_id))

@@ -37,12 +37,12 @@ class Prices:
         return (_nanos(price.prompt), _nanos(price.cached_prompt), _nanos(price.completion))
 
     def cost_nanos(
-        self, model: str, *, prompt_tokens: int, cached_prompt_tokens: int, completion_tokens: int
+        self, model: str, *, prompt_tokens: int, cached_prompt_tokens: int, billed_tokens: int
     ) -> int:
         """Cost of a finished request; cached tokens are part of the prompt's."""
         prompt, cached, completion = self.per_token_nanos(model)
         computed_tokens = prompt_tokens - cached_prompt_tokens
-        return computed_tokens * prompt + cached_prompt_tokens * cached + completion_tokens * completion
+        return computed_tokens * prompt + cached_prompt_tokens * cached + billed_tokens * completion
 
     def engine_nanos(self, model: str, seconds: float) -> int:
         """What so many seconds of an engine cost."""

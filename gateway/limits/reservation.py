@@ -82,13 +82,11 @@ class Reservation:
         """
         return await self._limiter.extend_reservation(self) if self.is_open else 0
 
-    async def settle(
-        self, prompt_tokens: int, completion_tokens: int, *, cached_prompt_tokens: int = 0
-    ) -> None:
+    async def settle(self, prompt_tokens: int, billed_tokens: int, *, cached_prompt_tokens: int = 0) -> None:
         """Replaces what was reserved by what was used and gives the slots of its streams back."""
         if self.is_open:
             self.is_open = False
-            used = self._correction(prompt_tokens, cached_prompt_tokens, completion_tokens)
+            used = self._correction(prompt_tokens, cached_prompt_tokens, billed_tokens)
             await self._limiter.close_reservation(self, used)
 
     async def cancel(self) -> None:
@@ -97,8 +95,8 @@ class Reservation:
             self.is_open = False
             await self._limiter.close_reservation(self, self._correction(0, 0, 0))
 
-    def _correction(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Settlement:
-        tokens = prompt_tokens + completion_tokens
+    def _correction(self, prompt_tokens: int, cached_tokens: int, billed_tokens: int) -> Settlement:
+        tokens = prompt_tokens + billed_tokens
         windows = (
             WindowChange(window.key, self.holds.bucket, tokens - window.amount)
             for window in self.holds.windows
@@ -108,7 +106,7 @@ class Reservation:
                 meter.key,
                 (prompt_tokens - cached_tokens) * meter.prompt_cost
                 + cached_tokens * meter.cached_prompt_cost
-                + completion_tokens * meter.completion_cost
+                + billed_tokens * meter.completion_cost
                 - meter.charged,
             )
             for meter in self.holds.meters

@@ -10,7 +10,6 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from gateway.models.catalog import Target
 from gateway.tiers import Tier
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
@@ -26,11 +25,9 @@ class Call:
         "_untold",
         "caller",
         "entry_id",
-        "fallback_from",
-        "is_told",
+        "is_closed",
         "request",
         "span",
-        "target",
         "tier",
         "traceparent",
     )
@@ -40,18 +37,14 @@ class Call:
         caller: Caller,
         request: GenerationRequest,
         tier: Tier,
-        target: Target,
         span: Span,
         telemetry: Telemetry,
     ) -> None:
         self.caller = caller
         self.request = request
         self.tier = tier
-        # The model that answers, and the one that had no room for it.
-        self.target = target
-        self.fallback_from = ""
-        # Whether its outcome is told by its generation, which no face has got.
-        self.is_told = False
+        # Whether its outcome is in the books.
+        self.is_closed = False
         self.span = span
         # Of its row in the ledger.
         self.entry_id = secrets.token_hex(16)

@@ -63,13 +63,18 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request."""
 
     prompt_tokens: int
-    # All that was computed, candidates and beams that were not returned included, as OpenAI counts.
+    # Of the answers that are returned, and of candidates and beams that are not.
     completion_tokens: int
     candidate_tokens: int = 0
     cached_prompt_tokens: int = 0
     reasoning_tokens: int = 0
     # None when no token was made.
     ttft: TimeToFirstToken | None = None
+
+    @property
+    def billed_tokens(self) -> int:
+        """Tokens that were generated and are paid for, whether they are returned or not."""
+        return self.completion_tokens + self.candidate_tokens
 
 
 class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +89,6 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     created_unix_s: int
     # Tier that the request is really served under.
     service_tier: str
-    # What the OpenAI API calls it.
-    openai_tier: str
     prompt_token_ids: tuple[int, ...]
     num_choices: int
     enforcement: EnforcementReport | None = None

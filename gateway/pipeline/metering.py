@@ -16,11 +16,13 @@ class Meter:
     `observe_gap` is told the time between every two outputs that have tokens.
     """
 
-    def __init__(self, received_s: float, observe_gap: Callable[[float], None]) -> None:
+    def __init__(
+        self, received_s: float, observe_gap: Callable[[float], None], submitted_s: float | None = None
+    ) -> None:
         self.received_s = received_s
         self._observe_gap = observe_gap
         # When it was handed to an engine.
-        self.submitted_s: float | None = None
+        self.submitted_s = submitted_s
         # When the first output came, and when its chunk was written.
         self.first_output_s: float | None = None
         self.first_written_s: float | None = None

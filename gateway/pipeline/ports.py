@@ -34,7 +34,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Kind of output constraint, "" without one; LoRA adapter, "" for the base model.
     guided: str = ""
     adapter: str = ""
-    # What the request took beside the plain way, for sums of cost; see outcome.path_of.
+    # What the request took beside the plain way, for sums of cost; see books.path_of.
     path: str = ""
     # Finish reason of the first choice in lower case, or a reason of the error table.
     outcome: str
@@ -60,6 +60,11 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float | None = None
     duration_ms: float = 0.0
     labels: Mapping[str, str]
+
+    @property
+    def billed_tokens(self) -> int:
+        """Tokens that were generated and are paid for, whether they were returned or not."""
+        return self.completion_tokens + self.candidate_tokens
 
 
 class Progress(NamedTuple):
@@ -89,6 +94,22 @@ class OpenEntry(Protocol):
     def settled(self) -> None:
         """Nothing is held of the limits any more."""
         ...
+
+
+class Unkept:
+    """A running request of which no journal is kept."""
+
+    def __init__(self, entry_id: str) -> None:
+        self.entry_id = entry_id
+
+    def told(self, progress: Progress) -> None:
+        """Drops it."""
+
+    def extended(self) -> None:
+        """Drops it."""
+
+    def settled(self) -> None:
+        """Drops it."""
 
 
 class Ledger(Protocol):

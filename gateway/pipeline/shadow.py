@@ -11,35 +11,32 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
 import msgspec
+from opentelemetry.trace import INVALID_SPAN
 
 from contract.chat import JsonSchemaFormat
-from contract.engines import CancelReason
 from contract.errors import MillraceError
-from contract.outputs import FinishReason
-from gateway.auth.verifier import CallerVerifier
 from gateway.config import TierConfig
-from gateway.engines.continuation import ContinuousStream
-from gateway.engines.fleet import Fleet
-from gateway.engines.types import Submission
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
-from gateway.models.catalog import Catalog, ServedModel
+from gateway.limits.reservation import Holds
+from gateway.models.catalog import Catalog, ServedModel, Target
 from gateway.models.routes import share
+from gateway.pipeline.attempt import Attempt, Outcome
+from gateway.pipeline.attempts import Attempts
+from gateway.pipeline.books import COMPLETE, Ended
 from gateway.pipeline.call import Call
-from gateway.pipeline.defaults import complete, completion_limit, token_limit
-from gateway.pipeline.generation import Generation
-from gateway.pipeline.outcome import Ended
+from gateway.pipeline.delta import Usage
+from gateway.pipeline.ports import OpenEntry, Unkept
 from gateway.pipeline.reading import AnswerReader
 from gateway.text.detokenizer import decode
 from gateway.tiers import Tier
-from gateway.tokenizer.client import TokenizerClient
-from gateway.types.caller import Caller
 from observability.emit import names
 from observability.emit.metrics import Metrics
+from observability.emit.tracing import Telemetry
 from runtime.models import ShadowConfig
 
 _log = logging.getLogger(__name__)
@@ -49,44 +46,57 @@ _TENANT = "(shadow)"
 _LOWEST = Tier("(shadow)", TierConfig(priority=-1000, weight=1e-6, admission="best_effort"))
 
 
-class Answered(msgspec.Struct, kw_only=True):
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two answers."""
 
     served: ServedModel
-    token_ids: list[int] = []
+    token_ids: Sequence[int]
     # Whether it ended by itself.
-    is_complete: bool = False
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
+    is_complete: bool
+    # As the engine's: without what lies before it.
+    ttft_s: float | None
+    tpot_s: float | None
+    usage: Usage
+
+
+class NoBooks:
+    """Of attempts that nobody is told of."""
+
+    def gap_observer(self, call: Call, target: Target) -> Callable[[float], None]:
+        """See AttemptBooks."""
+        return lambda _: None
+
+    def open(self, attempt: Attempt, holds: Holds) -> OpenEntry:
+        """See AttemptBooks."""
+        return Unkept(attempt.call.entry_id)
+
+    def close(self, attempt: Attempt, outcome: Outcome, usage: Usage) -> None:
+        """Drops it."""
+
+    def supersede(self, attempt: Attempt) -> None:
+        """Drops it."""
 
 
 class Shadows:
     """Chooses what is copied, and compares. All in the background of one event loop."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        tokenizer: TokenizerClient,
-        callers: CallerVerifier,
-        prices: Prices,
-        metrics: Metrics,
+        self, catalog: Catalog, attempts: Attempts, prices: Prices, metrics: Metrics, telemetry: Telemetry
     ) -> None:
         self._catalog = catalog
-        self._fleet: Fleet = catalog.fleet
-        self._tokenizer = tokenizer
-        self._callers = callers
+        self._attempts = attempts
         self._prices = prices
         self._metrics = metrics
+        self._telemetry = telemetry
         self._running: set[asyncio.Task[None]] = set()
         # By name that was asked for.
         self._num_running: Counter[str] = Counter()
 
-    def wants(self, call: Call) -> bool:
+    def wants(self, attempt: Attempt) -> bool:
         """Whether the answer's tokens are to be kept for a comparison."""
+        call, target = attempt.call, attempt.target
         config = self._config(call)
-        if config is None or call.target.adapter or call.target.served.name == config.model:
+        if config is None or target.adapter or target.served.name == config.model:
             return False
         sampling = call.request.sampling
         _, num_sequences = sampling.branches
@@ -95,8 +105,8 @@ class Shadows:
 
     def offer(self, end: Ended) -> None:
         """Takes a request that has ended, if its tokens were kept."""
-        config, generation = self._config(end.call), end.generation
-        if config is None or generation.kept_ids is None or end.outcome.is_failure:
+        config = self._config(end.call)
+        if config is None or end.attempt.kept_ids is None or end.outcome.is_failure:
             return
         name = end.call.request.model
         served = self._catalog.served.get(config.model)
@@ -119,7 +129,7 @@ class Shadows:
         return shadows.get(call.request.model) if shadows else None
 
     def _is_busy(self, served: ServedModel) -> bool:
-        engines = self._fleet.of(served.key)
+        engines = self._attempts.fleet.of(served.key)
         return not engines or all(each.load.num_waiting > 0 for each in engines)
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
@@ -135,55 +145,41 @@ class Shadows:
         name = end.call.request.model
         try:
             async with asyncio.timeout(config.timeout_s):
-                copied = await self._answer(end, served)
-                await self._compare(end, config.model, _answered(end.call, end.generation, end), copied)
+                live = _answered(end.attempt, end.outcome.name in COMPLETE)
+                await self._compare(end, config.model, live, await self._answer(end.attempt, served))
         except TimeoutError:
             self._count(name, config.model, "late")
         except MillraceError as error:
             _log.info("a shadow of model %s has failed: %s", config.model, error.message)
             self._count(name, config.model, "failed")
 
-    def _context(self, call: Call, served: ServedModel) -> tuple[Caller, Any]:
+    def _copy(self, call: Call) -> Call:
+        """The same request, asked by nobody."""
         identity = call.caller.identity
         nobody = msgspec.structs.replace(identity, tenant=_TENANT, key_id=_TENANT, allowed_models=())
         # Its deadline was the answer's.
-        caller = msgspec.structs.replace(call.caller, identity=nobody, deadline_s=None, context=None)
-        return caller, self._callers.sign(caller, _LOWEST, ("", ""), served.key)
+        caller = msgspec.structs.replace(
+            call.caller, identity=nobody, received_s=time.monotonic(), deadline_s=None, context=None
+        )
+        request = call.request
+        sampling = msgspec.structs.replace(request.sampling, logprobs=None)
+        request = msgspec.structs.replace(request, sampling=sampling)
+        return Call(caller, request, _LOWEST, INVALID_SPAN, self._telemetry)
 
-    async def _answer(self, end: Ended, served: ServedModel) -> Answered:
-        call = end.call
-        request, (caller, context) = call.request, self._context(call, served)
-        prepared = await self._tokenizer.prepare(
-            model=served.key,
-            prompt=request.prompt,
-            response_format=request.response_format,
-            context=context,
-            tenant=_TENANT,
+    async def _answer(self, live: Attempt, served: ServedModel) -> Answered:
+        attempt = await self._attempts.open(
+            self._copy(live.call),
+            Target(served=served, told=served.name),
+            NoBooks(),
+            is_limited=False,
+            # What was drawn is drawn by the same numbers.
+            seed=live.stream.seed,
         )
-        reader = AnswerReader(served)
-        num_prompt_tokens = len(prepared.token_ids)
-        limit = token_limit(self._fleet.max_model_len(served.key), served.config.max_context_tokens or None)
-        sampling = complete(
-            request.sampling,
-            checkpoint={**reader.checkpoint, **served.config.defaults},
-            max_tokens=completion_limit(request, num_prompt_tokens, limit),
-            eos_token_ids=served.vocabulary.eos_token_ids,
-        )
-        stream = ContinuousStream(
-            self._fleet,
-            Submission(
-                context=context,
-                prompt_token_ids=prepared.token_ids,
-                # What was drawn is drawn by the same numbers.
-                sampling=msgspec.structs.replace(sampling, seed=end.generation.stream.seed, logprobs=None),
-                grammar=prepared.grammar,
-                request_id=caller.identity.request_id,
-                cache_salt=caller.identity.cache_salt,
-                model=served.key,
-                checkpoint=served.config.path,
-            ),
-        )
-        return await _taken(stream, served, num_prompt_tokens)
+        async with attempt:
+            attempt.kept_ids, reason = [], None
+            while deltas := await attempt.take():
+                reason = deltas[-1].finish_reason
+        return _answered(attempt, reason is not None and reason.name.lower() in COMPLETE)
 
     async def _compare(self, end: Ended, shadow: str, live: Answered, copied: Answered) -> None:
         name = end.call.request.model
@@ -199,9 +195,9 @@ class Shadows:
                 self._metrics.observe(names.SHADOW_TPOT, answer.tpot_s, side=side, **labels)
             cost = self._prices.cost_nanos(
                 answer.served.name,
-                prompt_tokens=answer.prompt_tokens,
-                cached_prompt_tokens=answer.cached_prompt_tokens,
-                completion_tokens=len(answer.token_ids),
+                prompt_tokens=answer.usage.prompt_tokens,
+                cached_prompt_tokens=answer.usage.cached_prompt_tokens,
+                billed_tokens=len(answer.token_ids),
             )
             self._metrics.add(names.SHADOW_COST, cost / NANOS_PER_UNIT, side=side, **labels)
             if form is not None:
@@ -211,46 +207,20 @@ class Shadows:
     async def _is_valid(self, call: Call, form: Any, answer: Answered) -> bool:
         if not answer.is_complete or not isinstance(form, JsonSchemaFormat):
             return answer.is_complete
-        _, context = self._context(call, answer.served)
-        text, key = _text(answer), answer.served.key
-        verdict = await self._tokenizer.validate(key, form.schema_json, text, context=context)
+        copy, text, key = self._copy(call), _text(answer), answer.served.key
+        context = self._attempts.callers.sign(copy.caller, _LOWEST, ("", ""), key)
+        verdict = await self._attempts.tokenizer.validate(key, form.schema_json, text, context=context)
         return verdict.valid
 
 
-async def _taken(stream: ContinuousStream, served: ServedModel, num_prompt_tokens: int) -> Answered:
-    answer = Answered(served=served, prompt_tokens=num_prompt_tokens)
-    began_s = time.monotonic()
-    first_s = last_s = 0.0
-    stream.start()
-    try:
-        while True:
-            for output in await stream.take():
-                last_s = time.monotonic()
-                first_s = first_s or last_s
-                answer.token_ids += output.token_ids
-                if output.first_token is not None:
-                    answer.cached_prompt_tokens = output.first_token.cached_prompt_tokens
-                if output.finish_reason is None:
-                    continue
-                answer.is_complete = output.finish_reason is FinishReason.STOP
-                answer.ttft_s = first_s - began_s
-                if len(answer.token_ids) > 1:
-                    answer.tpot_s = (last_s - first_s) / (len(answer.token_ids) - 1)
-                return answer
-    finally:
-        stream.cancel(CancelReason.CLIENT)
-
-
-def _answered(call: Call, generation: Generation, end: Ended) -> Answered:
+def _answered(attempt: Attempt, is_complete: bool) -> Answered:
     return Answered(
-        served=call.target.served,
-        token_ids=generation.kept_ids or [],
-        is_complete=end.outcome.name in ("stop", "tool_calls"),
-        # As the copy's: without what lies before the engine.
-        ttft_s=generation.meter.engine_ttft_s,
-        tpot_s=end.tpot_s,
-        prompt_tokens=end.usage.prompt_tokens,
-        cached_prompt_tokens=end.usage.cached_prompt_tokens,
+        served=attempt.target.served,
+        token_ids=attempt.kept_ids or [],
+        is_complete=is_complete,
+        ttft_s=attempt.meter.engine_ttft_s,
+        tpot_s=attempt.meter.tpot_s(attempt.info.num_choices),
+        usage=attempt.usage(),
     )
 
 

@@ -23,9 +23,8 @@ from contract.chat import (
     RegexFormat,
 )
 from gateway.pipeline import transcript
+from gateway.pipeline.attempt import Attempt, Outcome
 from gateway.pipeline.delta import TimeToFirstToken, Usage
-from gateway.pipeline.generation import Generation, Outcome
-from gateway.tiers import Tier
 from gateway.types.identity import Identity
 from gateway.types.request import GenerationRequest
 from observability.emit import genai, names
@@ -100,10 +99,7 @@ def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) 
 
 def answered(
     telemetry: Telemetry,
-    request: GenerationRequest,
-    tier: Tier,
-    fallback_from: str,
-    generation: Generation,
+    attempt: Attempt,
     usage: Usage,
     outcome: Outcome,
     *,
@@ -111,16 +107,17 @@ def answered(
     tpot_s: float | None,
 ) -> Told:
     """Of a request that was accepted. Lengths are the conventions' attributes."""
-    statistics = generation.meter.statistics
+    request, tier = attempt.call.request, attempt.call.tier
+    statistics = attempt.meter.statistics
     # Every span has the tier; the convention's answers who asked for one.
     served_tier = tier.openai_name if request.service_tier else ""
     attributes = genai.of_generation(
         {
-            genai.RESPONSE_MODEL: generation.info.model,
-            genai.RESPONSE_ID: _response_id(request, generation.info.request_id),
+            genai.RESPONSE_MODEL: attempt.info.model,
+            genai.RESPONSE_ID: _response_id(request, attempt.info.request_id),
             genai.FINISH_REASONS: None if outcome.is_failure else (outcome.name,),
             genai.INPUT_TOKENS: usage.prompt_tokens,
-            genai.OUTPUT_TOKENS: usage.completion_tokens,
+            genai.OUTPUT_TOKENS: usage.billed_tokens,
             genai.CACHED_TOKENS: usage.cached_prompt_tokens,
             genai.REASONING_TOKENS: usage.reasoning_tokens or None,
             genai.TIME_TO_FIRST_CHUNK: None if usage.ttft is None else usage.ttft.total_s,
@@ -134,19 +131,19 @@ def answered(
         names.OUTCOME: outcome.name,
         names.CACHED_TOKENS: usage.cached_prompt_tokens,
         names.E2E_MS: duration_s * 1000,
-        names.ENGINE_ID: generation.engine,
+        names.ENGINE_ID: attempt.engine,
         names.SPECULATIVE: statistics.drafted_tokens > 0,
     }
     optional = (
         (names.TPOT_MS, None if tpot_s is None else tpot_s * 1000),
-        (names.ITL_MAX_MS, generation.meter.longest_gap_s * 1000 or None),
+        (names.ITL_MAX_MS, attempt.meter.longest_gap_s * 1000 or None),
         (names.TTFT_TARGET_MS, tier.config.ttft_target_ms),
         (names.TPOT_TARGET_MS, tier.config.tpot_target_ms),
         # Absent for the base model, and for tiers that are served by every engine.
-        (names.ADAPTER, generation.info.adapter or None),
-        (names.POOL, generation.pool or None),
-        (names.FALLBACK_FROM, fallback_from or None),
-        (names.REVISION, generation.info.revision or None),
+        (names.ADAPTER, attempt.info.adapter or None),
+        (names.POOL, attempt.pool or None),
+        (names.FALLBACK_FROM, attempt.fallback_from or None),
+        (names.REVISION, attempt.info.revision or None),
     )
     details |= {key: value for key, value in optional if value is not None}
     if usage.ttft is not None:
@@ -156,8 +153,8 @@ def answered(
     if causes:
         attributes[names.DELAYED_BY] = causes
         details |= _delays(statistics.delayed_by_s)
-    if generation.transcript is not None:
-        attributes[genai.OUTPUT_MESSAGES] = generation.transcript.answered()
+    if attempt.transcript is not None:
+        attributes[genai.OUTPUT_MESSAGES] = attempt.transcript.answered()
     return Told(attributes, details)
 
 

@@ -40,15 +40,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         # It may be megabytes, and answers take minutes.
         include_timing = request.include_timing
         del request
-        async with await pipeline.begin(caller, asked) as generation:
-            info, vocabulary = generation.info, generation.reader.vocabulary
+        async with await pipeline.begin(caller, asked) as attempt:
+            info, vocabulary = attempt.info, attempt.reader.vocabulary
             response = _response(inference_pb2.ChatResponse, info, info.enforcement)
-            while deltas := await generation.take():
+            while deltas := await attempt.take():
                 response.choices.extend(convert.chat_choice(delta, vocabulary) for delta in by_choice(deltas))
                 yield response
-                generation.first_chunk_written()
+                attempt.first_chunk_written()
                 response = _response(inference_pb2.ChatResponse, info)
-            response.usage.CopyFrom(convert.usage_message(generation.usage(), timing=include_timing))
+            response.usage.CopyFrom(convert.usage_message(attempt.usage(), timing=include_timing))
             yield response
 
     async def Generate(
@@ -56,22 +56,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Continues a text or token ids."""
         caller = self.caller(context)
-        async with await self._pipeline().begin(caller, convert.generate_request(request)) as generation:
-            info, vocabulary = generation.info, generation.reader.vocabulary
-            echo = decode(generation.reader.texts, info.prompt_token_ids) if request.echo else ""
+        async with await self._pipeline().begin(caller, convert.generate_request(request)) as attempt:
+            info, vocabulary = attempt.info, attempt.reader.vocabulary
+            echo = decode(attempt.reader.texts, info.prompt_token_ids) if request.echo else ""
             if request.echo and request.WhichOneof("prompt") == "text":
                 echo = request.text
             to_echo = dict.fromkeys(range(info.num_choices), echo)
             response = _response(inference_pb2.GenerateResponse, info, info.enforcement)
-            while deltas := await generation.take():
+            while deltas := await attempt.take():
                 response.choices.extend(
                     convert.generate_choice(delta, vocabulary, to_echo.pop(delta.index, ""))
                     for delta in by_choice(deltas)
                 )
                 yield response
-                generation.first_chunk_written()
+                attempt.first_chunk_written()
                 response = _response(inference_pb2.GenerateResponse, info)
-            response.usage.CopyFrom(convert.usage_message(generation.usage(), timing=request.include_timing))
+            response.usage.CopyFrom(convert.usage_message(attempt.usage(), timing=request.include_timing))
             yield response
 
     async def CountTokens(

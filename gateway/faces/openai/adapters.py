@@ -94,7 +94,7 @@ class AdapterEndpoints:
         return served, name
 
     def _engines(self, served: ServedModel) -> Any:
-        return self._pipeline().fleet.of(served.key)
+        return self._pipeline().attempts.fleet.of(served.key)
 
     async def _done(self, exchange: Exchange, served: ServedModel, name: str, what: str) -> None:
         told = f"adapter {served.name}{ADAPTER_SEPARATOR}{name} {what}"

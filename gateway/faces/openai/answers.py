@@ -31,8 +31,8 @@ _FINISH_REASONS = {
 }
 
 
-class Answer:
-    """The answer to one prompt; `first_index` is the index of its first choice.
+class AnswerWriter:
+    """Writes the answer to one prompt; `first_index` is the index of its first choice.
 
     The frame of an event is head, choices, tail; the head is encoded once.
     """
@@ -49,13 +49,17 @@ class Answer:
         info: AnswerInfo,
         vocabulary: Vocabulary,
         *,
+        tier: str,
         include_usage: bool,
         logprobs: bool,
         first_index: int = 0,
         echo: str | None = None,
     ) -> None:
-        """`echo` is the prompt's text where every choice begins with it."""
+        """`tier` is what the API calls the tier that serves; `echo` is the prompt's text where every choice
+        begins with it.
+        """
         self._info = info
+        self._tier = tier
         self._vocabulary = vocabulary
         self._with_logprobs = logprobs
         self._first_index = first_index
@@ -125,7 +129,7 @@ class Answer:
             "object": kind,
             "created": self._info.created_unix_s,
             "model": self._info.model,
-            "service_tier": self._info.openai_tier,
+            "service_tier": self._tier,
         }
 
     def _choice(self, delta: ChoiceDelta, *, whole: bool) -> dict[str, Any]:
@@ -152,7 +156,7 @@ class Answer:
         raise NotImplementedError
 
 
-class ChatAnswer(Answer):
+class ChatWriter(AnswerWriter):
     """A chat completion."""
 
     ID_PREFIX = CHAT_ID
@@ -161,7 +165,7 @@ class ChatAnswer(Answer):
     PLAIN = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
 
     def __init__(self, info: AnswerInfo, vocabulary: Vocabulary, **options: Any) -> None:
-        """See Answer."""
+        """See AnswerWriter."""
         super().__init__(info, vocabulary, **options)
         self._kept: dict[int, ChatLogprobs] = {}
 
@@ -192,7 +196,7 @@ class ChatAnswer(Answer):
         return self._kept.setdefault(index, self._logprobs()).add(logprobs)
 
 
-class CompletionAnswer(Answer):
+class CompletionWriter(AnswerWriter):
     """A completion."""
 
     ID_PREFIX = COMPLETION_ID
@@ -200,7 +204,7 @@ class CompletionAnswer(Answer):
     PLAIN = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
 
     def __init__(self, info: AnswerInfo, vocabulary: Vocabulary, **options: Any) -> None:
-        """See Answer."""
+        """See AnswerWriter."""
         super().__init__(info, vocabulary, **options)
         # Length of the text so far, which offsets go on from chunk to chunk.
         self._offsets = dict.fromkeys(range(info.num_choices), 0)
@@ -230,7 +234,7 @@ class CompletionAnswer(Answer):
         return b"".join(map(super().event, waiting))
 
     def choices(self, gathered: Sequence[ChoiceDelta]) -> Iterator[bytes]:
-        """See Answer."""
+        """See AnswerWriter."""
         self._prompt_logprobs = next((each.prompt_logprobs for each in gathered if each.prompt_logprobs), ())
         return super().choices(gathered)
 
@@ -260,7 +264,7 @@ def usage_body(usages: Sequence[Usage], *, timing: bool) -> dict[str, Any]:
     for.
     """
     prompt = sum(usage.prompt_tokens for usage in usages)
-    completion = sum(usage.completion_tokens for usage in usages)
+    completion = sum(usage.billed_tokens for usage in usages)
     body: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from tests.unit.services.test_stream_client import SERVICE, serving, talking
+from tests.unit.runtime.test_stream_client import SERVICE, serving, talking
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _FRAME_HEADERS, _FRAME_RESET, _FRAME_SETTINGS, _FRAME_CONTINUATION = 1, 3, 4, 9

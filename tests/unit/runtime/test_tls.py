@@ -21,8 +21,8 @@ from runtime.channels import connect
 from runtime.config import SecurityConfig
 from runtime.errors import ConfigError
 from runtime.server import GrpcServer
-from tests.unit.services.test_stream_client import SERVICE as STREAMS
-from tests.unit.services.test_stream_client import Streams, Talk, register
+from tests.unit.runtime.test_stream_client import SERVICE as STREAMS
+from tests.unit.runtime.test_stream_client import Streams, Talk, register
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 

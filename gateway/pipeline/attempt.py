@@ -1,4 +1,8 @@
-"""One accepted request: deltas until every choice has ended, then exactly one outcome, settled once."""
+"""One prepared submission to one model: deltas until every choice has ended, then exactly one outcome.
+
+`Attempts` opens it, an `Answer` is one or several, `Books` are called once when it ends. It knows no
+connection.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 import msgspec
 
@@ -14,7 +19,9 @@ from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
-from gateway.limits.reservation import Reservation
+from gateway.limits.reservation import Holds, Reservation
+from gateway.models.catalog import Target
+from gateway.pipeline.call import Call
 from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.pipeline.judge import OutputJudge
@@ -41,7 +48,27 @@ class Outcome(msgspec.Struct, frozen=True):
         return self.name.isupper()
 
 
-class Generation:
+class AttemptBooks(Protocol):
+    """What is told of attempts: when one begins, and once when it has ended."""
+
+    def gap_observer(self, call: Call, target: Target) -> Callable[[float], None]:
+        """What is told the seconds between every two outputs of an attempt."""
+        ...
+
+    def open(self, attempt: Attempt, holds: Holds) -> OpenEntry:
+        """It goes to an engine."""
+        ...
+
+    def close(self, attempt: Attempt, outcome: Outcome, usage: Usage) -> None:
+        """It has ended."""
+        ...
+
+    def supersede(self, attempt: Attempt) -> None:
+        """Another attempt of the same call has its place, and its entry in the ledger."""
+        ...
+
+
+class Attempt:
     """`take` until it returns nothing. Use as an async context manager: leaving it settles whatever
     happened.
     """
@@ -55,18 +82,23 @@ class Generation:
     def __init__(
         self,
         *,
+        call: Call,
+        target: Target,
+        fallback_from: str,
         info: AnswerInfo,
         reader: AnswerReader,
         stream: ContinuousStream,
         choices: dict[int, ChoiceStream],
         reservation: Reservation,
         meter: Meter,
-        entry: OpenEntry,
-        discard_tokens: bool,
-        settle: Callable[[Generation, Outcome, Usage], None],
+        books: AttemptBooks,
         judge: OutputJudge | None = None,
         transcript: Transcript | None = None,
     ) -> None:
+        self.call = call
+        self.target = target
+        # The model that had no room for the call; "" where none was asked before.
+        self.fallback_from = fallback_from
         self.info = info
         # Of the model that answers.
         self.reader = reader
@@ -79,10 +111,9 @@ class Generation:
         self._choices = choices
         self._open = dict(choices)
         self._reservation = reservation
-        self.entry = entry
         # max_tokens was 0: the one token that every prompt's step samples is not shown.
-        self._discard_tokens = discard_tokens
-        self._on_settled = settle
+        self._discard_tokens = call.request.sampling.max_tokens == 0
+        self._books = books
         self._deadline: asyncio.TimerHandle | None = None
         self._finish_reason: FinishReason | None = None
         # Nothing more is paid for, and something came that is not told for that.
@@ -93,8 +124,9 @@ class Generation:
         stream.when_full(self.fall_behind)
         # Kept, so that it is not collected while it runs.
         self._settling: asyncio.Task[None] | None = None
+        self.entry = books.open(self, reservation.holds)
 
-    async def __aenter__(self) -> Generation:
+    async def __aenter__(self) -> Attempt:
         return self
 
     async def __aexit__(
@@ -159,7 +191,7 @@ class Generation:
         candidate_tokens = meter.statistics.candidate_tokens
         return Usage(
             prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
-            completion_tokens=0 if self._discard_tokens else meter.completion_tokens + candidate_tokens,
+            completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
             candidate_tokens=0 if self._discard_tokens else candidate_tokens,
             cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
             reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
@@ -184,11 +216,12 @@ class Generation:
         self.stream.cancel(CancelReason.CLIENT)
         await self._reservation.cancel()
 
-    def replaced(self) -> None:
-        """It goes on elsewhere, under its entry in the ledger."""
+    def supersede(self) -> None:
+        """The call goes on elsewhere, under this one's entry in the ledger."""
         self._settled = True
         if self._deadline is not None:
             self._deadline.cancel()
+        self._books.supersede(self)
 
     async def take(self) -> list[ChoiceDelta]:
         """Deltas of everything that has come, one per output; empty when all choices have ended.
@@ -341,14 +374,14 @@ class Generation:
     async def _settle_now(self, outcome: Outcome) -> None:
         usage = self.usage()
         self._note_progress(outcome.name)
-        self._on_settled(self, outcome, usage)
+        self._books.close(self, outcome, usage)
         try:
             if self._is_refunded:
                 await self._reservation.cancel()
             else:
                 await self._reservation.settle(
                     usage.prompt_tokens,
-                    usage.completion_tokens,
+                    usage.billed_tokens,
                     cached_prompt_tokens=usage.cached_prompt_tokens,
                 )
         finally:

@@ -1,9 +1,14 @@
-"""What is told of a request that has ended: metrics, span attributes, the ledger."""
+"""What is kept of every request, written once when it ends: metrics, its span, its row in the ledger.
+
+An attempt closes with one call (`Books.close`); all that is written of it is written there, some milliseconds
+later, so that no client waits for it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,10 +17,11 @@ from opentelemetry.trace import Span
 from contract.chat import Conversation
 from contract.errors import MillraceError, Reason
 from gateway.limits.reservation import Holds
+from gateway.models.catalog import Target
 from gateway.pipeline import span_attributes
+from gateway.pipeline.attempt import CANCELLED, Attempt, Outcome
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import AnswerInfo, Usage
-from gateway.pipeline.generation import CANCELLED, Generation, Outcome
+from gateway.pipeline.delta import Usage
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Ledger, OpenEntry
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
@@ -25,20 +31,25 @@ from observability.emit import genai, names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import length_bucket
 from observability.emit.tracing import Telemetry
+from runtime.deferred import Deferred
 
 # Finish reasons of answers that ended by themselves.
-_COMPLETE = frozenset({"stop", "tool_calls"})
+COMPLETE = frozenset({"stop", "tool_calls"})
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted request that has ended, and when, on both clocks; it is told some milliseconds later."""
+    """An attempt that has ended, and when, on both clocks."""
 
-    call: Call
-    generation: Generation
+    attempt: Attempt
     outcome: Outcome
     usage: Usage
     monotonic_s: float
     unix_s: float
+
+    @property
+    def call(self) -> Call:
+        """What was asked."""
+        return self.attempt.call
 
     @property
     def duration_s(self) -> float:
@@ -48,7 +59,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tpot_s(self) -> float | None:
         """See Meter."""
-        return self.generation.meter.tpot_s(self.generation.info.num_choices)
+        return self.attempt.meter.tpot_s(self.attempt.info.num_choices)
 
     @property
     def group(self) -> str:
@@ -58,13 +69,21 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
         return "failed" if self.outcome.is_failure else "ok"
 
 
-class OutcomeRecorder:
-    """Writes each request's outcome once, to all places that keep it."""
+class Books:
+    """Knows what runs, and writes each request's outcome once, to all places that keep it."""
 
-    def __init__(self, metrics: Metrics, telemetry: Telemetry, ledger: Ledger) -> None:
+    def __init__(self, metrics: Metrics, telemetry: Telemetry, ledger: Ledger, deferred: Deferred) -> None:
         self.metrics = metrics
+        # Accepted attempts that have not ended.
+        self.running: set[Attempt] = set()
+        # Told of every attempt that has ended, last of all.
+        self.when_written: Callable[[Ended], None] = lambda _: None
+        # A tier has so many attempts under way.
+        self._num_active: dict[str, int] = {}
         self._telemetry = telemetry
         self._ledger = ledger
+        self._deferred = deferred
+        metrics.begin(names.RESUBMISSIONS)
 
     def expects(self, models: Iterable[str], tiers: Iterable[Tier]) -> None:
         """Counts of these models and tiers begin at 0; those of tenants do when each is first counted."""
@@ -73,6 +92,70 @@ class OutcomeRecorder:
             self.metrics.begin(names.TOOL_CALLS, model=model)
             for tier in judged:
                 self.metrics.begin(names.GOODPUT, tier=tier, model=model)
+
+    def gap_observer(self, call: Call, target: Target) -> Callable[[float], None]:
+        """See AttemptBooks."""
+        return self.metrics.observer(names.ITL, model=target.told, tier=call.tier.name)
+
+    def open(self, attempt: Attempt, holds: Holds) -> OpenEntry:
+        """An attempt goes to an engine."""
+        self.running.add(attempt)
+        self._count_active(attempt.call.tier, 1)
+        return self._ledger.begin(
+            FinishedRequest(
+                **_accepted(attempt),
+                entry_id=attempt.call.entry_id,
+                ended_unix_ms=time.time_ns() // 1_000_000,
+                outcome=INTERRUPTED,
+            ),
+            holds,
+        )
+
+    def supersede(self, attempt: Attempt) -> None:
+        """Another attempt of the same call has its place, and its entry in the ledger."""
+        self.running.discard(attempt)
+        self._count_active(attempt.call.tier, -1)
+
+    def close(self, attempt: Attempt, outcome: Outcome, usage: Usage) -> None:
+        """An attempt has ended. The call is told of by it."""
+        self.supersede(attempt)
+        attempt.call.is_closed = True
+        if attempt.stream.num_losses:
+            # Seldom, and whoever looks for it looks at once.
+            self._note_continuations(attempt, outcome)
+        ended = Ended(
+            attempt=attempt,
+            outcome=outcome,
+            usage=usage,
+            monotonic_s=time.monotonic(),
+            unix_s=time.time(),
+        )
+        self._deferred.call(self._write, ended)
+
+    def fell_back(self, taken: Attempt, refusal: MillraceError) -> None:
+        """A cheaper model answers what another one had no room for."""
+        self.metrics.add(
+            names.FALLBACKS,
+            model=taken.fallback_from,
+            fallback=taken.target.told,
+            tier=taken.call.tier.name,
+            reason=refusal.reason.value,
+        )
+
+    def _count_active(self, tier: Tier, change: int) -> None:
+        if tier.name not in self._num_active:
+            # Read when it is scraped.
+            number = partial(self._num_active.__getitem__, tier.name)
+            self.metrics.set_function(names.ACTIVE_STREAMS, number, tier=tier.name)
+        self._num_active[tier.name] = self._num_active.get(tier.name, 0) + change
+
+    def _note_continuations(self, attempt: Attempt, outcome: Outcome) -> None:
+        result = "failed" if outcome.name == Reason.ENGINE_LOST.value else "continued"
+        self.metrics.add(names.RESUBMISSIONS, attempt.stream.num_losses, outcome=result)
+        for start_s, end_s in attempt.stream.interruptions:
+            self._telemetry.record(
+                names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=attempt.call.span
+            )
 
     def refused(
         self,
@@ -105,29 +188,21 @@ class OutcomeRecorder:
             told.details[names.RETRY_AFTER_S] = error.retry_after_s
         self._telemetry.end(span, end_s=end_s, attributes=told.attributes, details=told.details, error=reason)
 
-    def begun(self, call: Call, info: AnswerInfo, holds: Holds) -> OpenEntry:
-        """An accepted request goes to an engine."""
-        return self._ledger.begin(
-            FinishedRequest(
-                **_accepted(call, info),
-                entry_id=call.entry_id,
-                ended_unix_ms=time.time_ns() // 1_000_000,
-                outcome=INTERRUPTED,
-            ),
-            holds,
-        )
-
-    def ended(self, end: Ended) -> None:
-        """An accepted request, with its one outcome."""
-        info = end.generation.info
+    def _write(self, end: Ended) -> None:
+        first_s = end.attempt.meter.first_output_s
+        if first_s is not None:
+            self._telemetry.tell_step(
+                names.GATEWAY_STREAM, of=end.call.span, start_s=first_s, end_s=end.monotonic_s
+            )
+        info = end.attempt.info
         self._count(
             end.call.caller, end.call.request, info.model, end.call.tier.name, end.group, info.revision
         )
-        form, judge = end.call.request.response_format, end.generation.judge
+        form, judge = end.call.request.response_format, end.attempt.judge
         if form is not None and end.group == "ok":
             # Every token was allowed by the grammar: an answer that ended by itself is complete, one that was
             # cut by a limit is not. What the grammar leaves open has been judged.
-            complete = (judge is None or judge.all_valid) and end.outcome.name in _COMPLETE
+            complete = (judge is None or judge.all_valid) and end.outcome.name in COMPLETE
             kind = span_attributes.GUIDED_KINDS[type(form)]
             self.metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
         self._observe(end)
@@ -136,7 +211,8 @@ class OutcomeRecorder:
         self._count_calls(end)
         self._judge(end)
         self._end_span(end)
-        end.generation.stream.when_told(lambda: self._ledger.record(_entry(end)))
+        end.attempt.stream.when_told(lambda: self._ledger.record(_entry(end)))
+        self.when_written(end)
 
     def _count(
         self,
@@ -159,12 +235,12 @@ class OutcomeRecorder:
 
     def _observe(self, end: Ended) -> None:
         observe = self.metrics.observe
-        request, usage, info = end.call.request, end.usage, end.generation.info
+        request, usage, info = end.call.request, end.usage, end.attempt.info
         of = {"model": info.model, "revision": info.revision, "tier": end.call.tier.name}
         observe(names.E2E, end.duration_s, span=NO_EXEMPLAR, **of, face=request.face)
         of |= _slices(end)
         if end.tpot_s is not None:
-            bucket = length_bucket(usage.completion_tokens)
+            bucket = length_bucket(usage.billed_tokens)
             observe(names.TPOT, end.tpot_s, span=NO_EXEMPLAR, **of, output_bucket=bucket)
         if usage.ttft is None:
             return
@@ -180,7 +256,7 @@ class OutcomeRecorder:
 
     def _observe_gen_ai(self, end: Ended) -> None:
         """The same times as other makers' servers report them."""
-        observe, labels = self.metrics.observe, _gen_ai_labels(end.call.request, end.generation.info.model)
+        observe, labels = self.metrics.observe, _gen_ai_labels(end.call.request, end.attempt.info.model)
         error = "" if end.group == "ok" else end.outcome.name
         observe(names.GEN_AI_DURATION, end.duration_s, span=NO_EXEMPLAR, **labels, error_type=error)
         if error:
@@ -193,15 +269,15 @@ class OutcomeRecorder:
     def _count_tokens(self, end: Ended) -> None:
         usage = end.usage
         labels = {
-            "model": end.generation.info.model,
-            "revision": end.generation.info.revision,
+            "model": end.attempt.info.model,
+            "revision": end.attempt.info.revision,
             "tier": end.call.tier.name,
             "tenant": end.call.caller.identity.tenant,
         }
         for kind, amount in (
             ("prompt_computed", usage.prompt_tokens - usage.cached_prompt_tokens),
             ("prompt_cached", usage.cached_prompt_tokens),
-            ("completion", usage.completion_tokens - usage.candidate_tokens),
+            ("completion", usage.completion_tokens),
             ("candidate", usage.candidate_tokens),
             ("reasoning", usage.reasoning_tokens),
         ):
@@ -211,9 +287,9 @@ class OutcomeRecorder:
     def _count_calls(self, end: Ended) -> None:
         prompt = end.call.request.prompt
         offered = {tool.name for tool in prompt.tools} if isinstance(prompt, Conversation) else set()
-        for name, arguments in end.generation.tool_calls():
+        for name, arguments in end.attempt.tool_calls():
             valid = str(name in offered and _is_object(arguments)).lower()
-            self.metrics.add(names.TOOL_CALLS, model=end.generation.info.model, valid=valid)
+            self.metrics.add(names.TOOL_CALLS, model=end.attempt.info.model, valid=valid)
 
     def _judge(self, end: Ended) -> None:
         targets, ttft, completed = end.call.tier.config, end.usage.ttft, end.group == "ok"
@@ -229,7 +305,7 @@ class OutcomeRecorder:
             self.metrics.add(names.SLO, 1, **labels, objective=objective, met=str(met).lower())
             all_met.append(met)
         if all_met and end.group != "cancelled":
-            model, kept = end.generation.info.model, str(all(all_met)).lower()
+            model, kept = end.attempt.info.model, str(all(all_met)).lower()
             self.metrics.add(names.GOODPUT, tier=end.call.tier.name, model=model, met=kept)
 
     def _end_span(self, end: Ended) -> None:
@@ -238,10 +314,7 @@ class OutcomeRecorder:
         asked = span_attributes.asked(self._telemetry, end.call.caller.identity, end.call.request)
         answered = span_attributes.answered(
             self._telemetry,
-            end.call.request,
-            end.call.tier,
-            end.call.fallback_from,
-            end.generation,
+            end.attempt,
             end.usage,
             end.outcome,
             duration_s=end.duration_s,
@@ -274,21 +347,22 @@ def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:
 
 def _slices(end: Ended) -> dict[str, str]:
     """Labels of the times to a token, but for model and tier."""
-    generation, usage = end.generation, end.usage
+    attempt, usage = end.attempt, end.usage
     return {
         "tenant": end.call.caller.identity.tenant,
-        "revision": generation.info.revision,
+        "revision": attempt.info.revision,
         "prompt_bucket": length_bucket(usage.prompt_tokens),
         "cache": "hit" if usage.cached_prompt_tokens else "miss",
         "guided": str(end.call.request.response_format is not None).lower(),
-        "speculative": str(generation.meter.statistics.drafted_tokens > 0).lower(),
-        "adapter": generation.info.adapter,
-        "pool": generation.pool,
+        "speculative": str(attempt.meter.statistics.drafted_tokens > 0).lower(),
+        "adapter": attempt.info.adapter,
+        "pool": attempt.pool,
     }
 
 
-def _accepted(call: Call, info: AnswerInfo) -> dict[str, Any]:
+def _accepted(attempt: Attempt) -> dict[str, Any]:
     """What the ledger keeps of a request as it was accepted."""
+    call, info = attempt.call, attempt.info
     caller, request = call.caller, call.request
     form = request.response_format
     return {
@@ -309,27 +383,27 @@ def _accepted(call: Call, info: AnswerInfo) -> dict[str, Any]:
 
 
 def _entry(end: Ended) -> FinishedRequest:
-    usage, generation = end.usage, end.generation
-    took = generation.meter.statistics
+    usage, attempt = end.usage, end.attempt
+    took = attempt.meter.statistics
     return FinishedRequest(
-        **_accepted(end.call, generation.info),
-        entry_id=generation.entry.entry_id,
+        **_accepted(attempt),
+        entry_id=attempt.entry.entry_id,
         ended_unix_ms=round(end.unix_s * 1000),
         outcome=end.outcome.name,
         path=path_of(end),
         prompt_tokens=usage.prompt_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
-        completion_tokens=usage.completion_tokens - usage.candidate_tokens,
+        completion_tokens=usage.completion_tokens,
         candidate_tokens=usage.candidate_tokens,
-        unclaimed_tokens=max(0, generation.stream.num_generated - usage.completion_tokens),
+        unclaimed_tokens=max(0, attempt.stream.num_generated - usage.billed_tokens),
         reasoning_tokens=usage.reasoning_tokens,
-        num_engines_lost=generation.stream.num_losses,
+        num_engines_lost=attempt.stream.num_losses,
         speculative_waste_tokens=took.drafted_tokens - took.accepted_tokens,
         recomputed_tokens=took.recomputed_tokens,
         num_preemptions=took.num_preemptions,
-        engine_time=generation.stream.engine_time,
+        engine_time=attempt.stream.engine_time,
         grammar_ms=took.grammar_s * 1000,
-        queue_ms=generation.meter.first_token.queue_s * 1000,
+        queue_ms=attempt.meter.first_token.queue_s * 1000,
         ttft_ms=None if usage.ttft is None else usage.ttft.total_s * 1000,
         duration_ms=end.duration_s * 1000,
     )
@@ -337,12 +411,12 @@ def _entry(end: Ended) -> FinishedRequest:
 
 def path_of(end: Ended) -> str:
     """What a request took beside the plain way, in one order, as in "cached+guided"; "plain" if nothing."""
-    took, stream = end.generation.meter.statistics, end.generation.stream
+    took, stream = end.attempt.meter.statistics, end.attempt.stream
     taken = {
         "cached": end.usage.cached_prompt_tokens > 0,
         "guided": end.call.request.response_format is not None,
         "speculative": took.drafted_tokens > 0,
-        "adapter": bool(end.generation.info.adapter),
+        "adapter": bool(end.attempt.info.adapter),
         "candidates": end.usage.candidate_tokens > 0,
         "preempted": took.num_preemptions > 0,
         "continued": stream.num_losses > 0,

@@ -1,0 +1,265 @@
+"""Opens attempts: prepare → limit → reserve → stream. What happens to every submission, whoever asks for it.
+
+`Pipeline` opens those of clients; a shadow's are opened here as well, without limits and without books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from contract.chat import JsonSchemaFormat
+from contract.engines import CancelReason
+from contract.errors import MillraceError, Reason
+from contract.sampling import SamplingParams
+from gateway.auth.verifier import CallerVerifier
+from gateway.engines.continuation import ContinuousStream
+from gateway.engines.fleet import Fleet, Route
+from gateway.engines.types import Submission
+from gateway.limits.limiter import TokenLimiter
+from gateway.limits.reservation import Reservation
+from gateway.models.catalog import ServedModel, Target
+from gateway.pipeline.admission import expected_wait_s
+from gateway.pipeline.attempt import Attempt, AttemptBooks
+from gateway.pipeline.call import Call
+from gateway.pipeline.defaults import complete, completion_limit, shortened, token_limit
+from gateway.pipeline.delta import AnswerInfo
+from gateway.pipeline.intake import Intake
+from gateway.pipeline.judge import OutputJudge
+from gateway.pipeline.metering import Meter
+from gateway.pipeline.reading import AnswerReader
+from gateway.pipeline.transcript import Transcript
+from gateway.pipeline.validate import check_vocabulary, ranked_tokens
+from gateway.tokenizer.client import TokenizerClient
+from gateway.types.prepared import Prepared
+from observability.emit import names
+from observability.emit.metrics import Metrics
+
+
+class Attempts:
+    """Makes attempts of calls: of one call as many as are wanted, each to a model of its own."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        tokenizer: TokenizerClient,
+        limiter: TokenLimiter,
+        callers: CallerVerifier,
+        metrics: Metrics,
+        intake: Intake,
+        keeps_transcripts: bool = False,
+    ) -> None:
+        self.fleet = fleet
+        self.tokenizer = tokenizer
+        self.limiter = limiter
+        self.callers = callers
+        self.intake = intake
+        self._metrics = metrics
+        self._keeps_transcripts = keeps_transcripts
+        # By model: one that is served no more is forgotten with its last request.
+        self._readers: WeakKeyDictionary[ServedModel, AnswerReader] = WeakKeyDictionary()
+
+    def reader(self, served: ServedModel) -> AnswerReader:
+        """How answers of a model are read."""
+        found = self._readers.get(served)
+        if found is None:
+            found = self._readers[served] = AnswerReader(served)
+        return found
+
+    def max_model_len(self, served: ServedModel) -> int:
+        """Longest prompt plus completion of a model; 0 while no engine is attached."""
+        of_engines, of_model = self.fleet.max_model_len(served.key), served.config.max_context_tokens
+        return min(of_engines, of_model) if of_model else of_engines
+
+    async def open(
+        self,
+        call: Call,
+        target: Target,
+        books: AttemptBooks,
+        *,
+        fallback_from: str = "",
+        is_limited: bool = True,
+        seed: int | None = None,
+    ) -> Attempt:
+        """An attempt whose submission is with an engine; raises before anything is held, or gives it back.
+
+        Without `is_limited` nothing is charged. `seed` takes the place of the request's own.
+        """
+        request, served = call.request, target.served
+        reader = self.reader(served)
+        check_vocabulary(request, served.vocabulary.size)
+        reader.check(request)
+        context = self.callers.sign(call.caller, call.tier, call.traceparent, served.key)
+        prepared = await self._prepare(call, served, context)
+        sampling = self._sampling(call, served, len(prepared.token_ids))
+        if seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+        reservation = await self._reserve(call, target, len(prepared.token_ids), sampling, is_limited)
+        try:
+            if sampling.ranks_at_the_end and reservation.is_short:
+                sampling = shortened(sampling, reservation.tokens_per_sequence)
+            with call.step(names.GATEWAY_ADMIT) as step:
+                wait_s = expected_wait_s(self.fleet, served.key, call.tier.config.pool)
+                call.later(self._note_wait, step.attributes, wait_s, call.tier.name)
+            with call.step(names.GATEWAY_ROUTE) as routing:
+                stream = self._route(call, target, prepared, sampling, context)
+                submitted_s = time.monotonic()
+                await _let_go(stream)
+                call.later(self._note_route, routing.attributes, stream.engine, stream.route)
+            meter = Meter(call.caller.received_s, books.gap_observer(call, target), submitted_s)
+            attempt = Attempt(
+                call=call,
+                target=target,
+                fallback_from=fallback_from,
+                info=_info(call, target, prepared, sampling),
+                reader=reader,
+                stream=stream,
+                choices=reader.choices(request, prepared, call.caller.identity.request_id, sampling.n),
+                reservation=reservation,
+                meter=meter,
+                books=books,
+                judge=self._judge(call, target, prepared, context),
+                transcript=Transcript() if self._keeps_transcripts else None,
+            )
+        except BaseException:
+            await reservation.cancel()
+            raise
+        if call.caller.deadline_s is not None:
+            attempt.expire_at(call.caller.deadline_s)
+        return attempt
+
+    async def _prepare(self, call: Call, served: ServedModel, context: Any) -> Prepared:
+        with call.step(names.GATEWAY_PREPARE) as step:
+            prepared = await self.tokenizer.prepare(
+                # An adapter has the vocabulary of the model that it adapts.
+                model=served.key,
+                prompt=call.request.prompt,
+                response_format=call.request.response_format,
+                context=context,
+                tenant=call.caller.identity.tenant,
+                traceparent=call.traceparent,
+                timeout_s=call.caller.remaining_s(),
+                max_prompt_tokens=token_limit(
+                    self.max_model_len(served), call.tier.config.max_context_tokens
+                ),
+            )
+        call.later(self._metrics.observe, names.PREPARE_SECONDS, step.end_s - step.start_s)
+        if prepared.vocabulary_fingerprint != served.vocabulary.fingerprint:
+            raise MillraceError(
+                Reason.VOCABULARY_MISMATCH,
+                f"the tokenizer service has another vocabulary of model {served.key!r} than when this "
+                "gateway asked for it; give what has changed another revision, or restart the gateway",
+            )
+        return prepared
+
+    def _sampling(self, call: Call, served: ServedModel, num_prompt_tokens: int) -> SamplingParams:
+        """The request's, completed by what the model's files and its configuration say."""
+        longest = self.max_model_len(served)
+        if not longest:
+            raise self.fleet.unavailable()
+        limit = token_limit(longest, call.tier.config.max_context_tokens)
+        max_tokens = completion_limit(call.request, num_prompt_tokens, limit)
+        return complete(
+            call.request.sampling,
+            checkpoint={**self.reader(served).checkpoint, **served.config.defaults},
+            max_tokens=ranked_tokens(call.request, max_tokens, self.intake.limits),
+            eos_token_ids=served.vocabulary.eos_token_ids,
+        )
+
+    async def _reserve(
+        self, call: Call, target: Target, num_prompt_tokens: int, sampling: SamplingParams, is_limited: bool
+    ) -> Reservation:
+        if not is_limited:
+            return self.limiter.unlimited(num_prompt_tokens)
+        asked, num_sequences = call.request.sampling.max_tokens, 1
+        if sampling.ranks_at_the_end:
+            # Nothing of them is seen before all is computed: all that they may take is reserved.
+            asked, num_sequences = sampling.max_tokens, max(sampling.best_of, sampling.beam_width)
+        elif asked is not None:
+            asked *= sampling.best_of
+        with call.step(names.GATEWAY_RESERVE):
+            return await self.limiter.reserve(
+                call.caller.identity,
+                num_prompt_tokens,
+                asked,
+                num_sequences=num_sequences,
+                num_streams=call.request.num_streams,
+                model=target.told,
+                tier=call.tier,
+            )
+
+    def _route(
+        self, call: Call, target: Target, prepared: Prepared, sampling: SamplingParams, context: Any
+    ) -> ContinuousStream:
+        caller, tier, served = call.caller, call.tier, target.served
+        stream = ContinuousStream(
+            self.fleet,
+            Submission(
+                context=context,
+                prompt_token_ids=prepared.token_ids,
+                sampling=sampling,
+                grammar=prepared.grammar,
+                request_id=caller.identity.request_id,
+                entry_id=call.entry_id,
+                cache_salt=caller.identity.cache_salt,
+                adapter=target.adapter,
+                pool=tier.config.pool,
+                model=served.key,
+                checkpoint=served.config.path,
+                affinity=call.request.prompt_cache_key,
+            ),
+            renew=lambda: self.callers.sign(caller, tier.accepted, call.traceparent, served.key),
+            tell=call.request.tell,
+            backlog=self.intake.backlog(caller.identity.tenant),
+        )
+        stream.start()
+        return stream
+
+    def _judge(self, call: Call, target: Target, prepared: Prepared, context: Any) -> OutputJudge | None:
+        report, form = prepared.enforcement, call.request.response_format
+        if not isinstance(form, JsonSchemaFormat) or report is None:
+            return None
+        if not (report.approximated or report.unenforced):
+            return None
+        model, schema_json = target.served.key, form.schema_json
+        return OutputJudge(lambda text: self.tokenizer.validate(model, schema_json, text, context=context))
+
+    def _note_wait(self, attributes: dict[str, Any], wait_s: float, tier: str) -> None:
+        attributes[names.EXPECTED_WAIT_MS] = wait_s * 1000
+        self._metrics.set(names.EXPECTED_WAIT, wait_s, tier=tier)
+
+    def _note_route(self, attributes: dict[str, Any], engine: str, route: Route | None) -> None:
+        assert route is not None, "a stream that was started has a route"
+        attributes[names.ENGINE_ID] = engine
+        attributes[names.ROUTE_REASON] = route.reason.value
+        attributes[names.ROUTE_PREFIX_TOKENS] = route.prefix_tokens
+        self._metrics.add(names.ROUTED, engine=engine, reason=route.reason.value)
+
+
+def _info(call: Call, target: Target, prepared: Prepared, sampling: SamplingParams) -> AnswerInfo:
+    return AnswerInfo(
+        request_id=call.caller.identity.request_id,
+        model=target.told,
+        revision=target.served.revision,
+        adapter=target.adapter,
+        created_unix_s=int(time.time()),
+        service_tier=call.tier.name,
+        prompt_token_ids=prepared.token_ids,
+        num_choices=sampling.n,
+        enforcement=prepared.enforcement,
+    )
+
+
+async def _let_go(stream: ContinuousStream) -> None:
+    """Lets the submission leave: what is left to do is done while the engine works."""
+    try:
+        # Submissions are written in the next turn of the event loop.
+        await asyncio.sleep(0)
+    except BaseException:
+        stream.cancel(CancelReason.CLIENT)
+        raise
