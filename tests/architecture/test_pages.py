@@ -24,8 +24,10 @@ def _text(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", _DESIGNS)
-def test_a_design_is_one_page_without_dates(name: str) -> None:
+def test_a_design_is_one_page_with_a_picture_and_without_dates(name: str) -> None:
     assert len(_text(name).split()) <= 900
+    # Of what calls what, as plain text in a code block.
+    assert re.search(r"^(?:```|    \S)", _text(name), re.MULTILINE)
     # History and figures are the decisions' and the records'.
     assert re.search(r"(?<!decisions/)\b20\d\d-\d\d-\d\d\b", _text(name)) is None
 
