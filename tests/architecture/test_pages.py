@@ -35,7 +35,7 @@ def test_a_design_is_one_page_with_a_picture_and_without_dates(name: str) -> Non
 @pytest.mark.parametrize("name", _DECISIONS)
 def test_a_decision_is_dated_and_short(name: str) -> None:
     assert re.match(r"docs/decisions/20\d\d-\d\d-\d\d-[a-z0-9-]+\.md", name)
-    # A page has everything that was decided on one subject, with what was rejected, so that there are few pages.
+    # A page has everything that was decided on one subject, with what was rejected: hence few pages.
     assert len(_text(name).split()) <= 400
 
 
