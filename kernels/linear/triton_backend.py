@@ -4,7 +4,7 @@ torch._scaled_mm where the device has it.
 Rows never see each other. But cuBLAS picks its kernel by the number of rows, so the last bits of a dense
 product depend on how many others are computed with it. InvariantLinear has one kernel for all numbers of rows
 instead: slower, and every output is a function of its own request. What that means for equal outputs,
-docs/decisions/2026-11-22-cuda-equal-outputs.md says.
+docs/decisions/2026-11-22-kernels-products-on-gpus.md says.
 
 Shape letters: M rows, K inputs, N outputs, X experts, R rows that chose an expert.
 """
