@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,19 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path, model_type, **changes)
     prompts = [prompt_of(length, 199, seed=length) for length in (45, 1, 17)]
     expected = [reference_greedy(oracle, prompt, 8) for prompt in prompts]
-    runner = opened(tmp_path)
-    try:
+    with closing(opened(tmp_path)) as runner:
         for chunk in (13, 1000):
             jobs = Driver(runner, seed=3).run([Job(prompt, chunk=chunk) for prompt in prompts])
             assert [job.output for job in jobs] == expected
-    finally:
-        runner.close()
 
 
 @pytest.mark.timeout(300)
 def test_draws_and_scores_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     """Bit for bit, with products that leave nothing to libraries."""
     make_checkpoint(tmp_path, "llama")
-    runner = opened(tmp_path, **({} if REHEARSES else {"kernels": KernelsConfig(linear="invariant")}))
-    try:
+    with closing(
+        opened(tmp_path, **({} if REHEARSES else {"kernels": KernelsConfig(linear="invariant")}))
+    ) as runner:
         sampling = GREEDY.__class__(temperature=0.9, top_p=0.9, seed=7, logprobs=2)
         jobs = [Job(prompt_of(5 + 9 * index, 199, seed=index), sampling=sampling) for index in range(7)]
         together = [(job.output, job.logprobs) for job in Driver(runner).run(jobs)]
@@ -65,8 +64,6 @@ def test_draws_and_scores_do_not_depend_on_the_batch(tmp_path: Path) -> None:
                 [Job(prompt_of(5 + 9 * index, 199, seed=index), sampling=sampling)]
             )
             assert (alone.output, alone.logprobs) == output
-    finally:
-        runner.close()
 
 
 @pytest.mark.timeout(300)

@@ -17,7 +17,6 @@ from engine.kernels.linear import (
 from engine.kernels.norm.reference import rms_norm
 from engine.kernels.rope import rotate
 
-torch.set_num_threads(1)
 TYPES = [torch.float32, torch.bfloat16]
 
 

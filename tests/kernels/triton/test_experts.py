@@ -11,7 +11,7 @@ from engine.kernels.experts.grouped import ExpertsTogether
 from engine.kernels.experts.routing import Routing
 from engine.kernels.experts.triton_experts import combine, route
 from engine.kernels.linear.triton_backend import InvariantLinear
-from tests.kernels.triton.test_linear import drawn, expert
+from tests.kernels.drawn import drawn, weight_of
 
 ROUTINGS = {
     "softmax": Routing(num_experts=6, num_active=2),
@@ -73,8 +73,8 @@ def test_the_sum_is_in_the_tokens_own_order(size: int, dtype: torch.dtype) -> No
 def test_a_layer_of_experts_is_its_products_gated_and_added(kind: str, activation: str) -> None:
     hidden, size, tokens, count = 256, 128, 19, 4
     routing = Routing(num_experts=count, num_active=2)
-    ups = [expert(kind, 2 * size, hidden, seed=10 * index) for index in range(count)]
-    downs = [expert(kind, hidden, size, seed=10 * index + 5) for index in range(count)]
+    ups = [weight_of(kind, 2 * size, hidden, seed=10 * index) for index in range(count)]
+    downs = [weight_of(kind, hidden, size, seed=10 * index + 5) for index in range(count)]
     biases = drawn(count, 2 * size, seed=7), drawn(count, hidden, seed=8)
     linear = InvariantLinear()
     gate_up, down = linear.grouped(ups), linear.grouped(downs)

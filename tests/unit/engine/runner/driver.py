@@ -48,6 +48,11 @@ def open_runner(
     return runner
 
 
+def generated(folder: Path, jobs: Iterable[Job], *, seed: int = 0, **options: Any) -> list[Job]:
+    """What a runner of their own makes of jobs."""
+    return generated(folder, jobs, seed=seed, **options)
+
+
 def poison_floats(values: NDArray[Any] | torch.Tensor) -> None:
     """NaN into a tensor, or an array, where it holds numbers in floating point."""
     if isinstance(values, torch.Tensor):
