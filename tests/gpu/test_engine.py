@@ -19,8 +19,7 @@ from services.errors import ConfigError
 from tests.gpu.conftest import REHEARSES
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
 from tests.unit.engine.model.test_families import CASES
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
-from tests.unit.engine.runner.test_runner import new_sequence
+from tests.unit.engine.runner.driver import GREEDY, Driver, Job, new_sequence, open_runner, prompt_of
 
 FAMILIES = (
     ["llama"]
@@ -80,7 +79,7 @@ def test_histories_survive_offload_under_load(tmp_path: Path) -> None:
         homes = {index: driver.take_blocks(32) for index in kept}
         for index, prompt in kept.items():
             first = ScheduledSequence(index, 0, 32, (), True)
-            driver.step(SchedulerOutput(index, (new_sequence(index, prompt, homes[index]),), (first,)))
+            driver.step(SchedulerOutput(index, (new_sequence(index, Job(prompt), homes[index]),), (first,)))
         step_id, host = 100, 0
         for index, blocks in homes.items():
             step_id += 1
@@ -100,7 +99,7 @@ def test_histories_survive_offload_under_load(tmp_path: Path) -> None:
             known = [*kept[index], *reference_greedy(oracle, kept[index], 1)]
             plan = SchedulerOutput(
                 step_id,
-                (new_sequence(index + 50, known, elsewhere),),
+                (new_sequence(index + 50, Job(known), elsewhere),),
                 (ScheduledSequence(index + 50, 32, 1, (), True),),
                 restores=((first_row, elsewhere[0]), (first_row + 1, elsewhere[1])),
             )
@@ -132,9 +131,8 @@ def test_a_device_without_memory_fails_steps_and_recovers(tmp_path: Path) -> Non
         total = torch.cuda.get_device_properties(0).total_memory
         # This process alone runs out of memory: others may be testing on the device.
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
-        plan = SchedulerOutput(
-            0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 300, (), True),)
-        )
+        first = ScheduledSequence(1, 0, 300, (), True)
+        plan = SchedulerOutput(0, (new_sequence(1, Job(prompt), blocks),), (first,))
         try:
             failed = bool(runner.launch(plan).wait().failure)
         except Exception:
@@ -143,7 +141,7 @@ def test_a_device_without_memory_fails_steps_and_recovers(tmp_path: Path) -> Non
         again = driver.take_blocks(320)
         retry = SchedulerOutput(
             1,
-            (new_sequence(2, prompt, again),),
+            (new_sequence(2, Job(prompt), again),),
             (ScheduledSequence(2, 0, 300, (), True),),
             released=(1,),
         )

@@ -20,30 +20,9 @@ from engine.kernels.linear.formats import DenseWeight
 from engine.kernels.linear.native import NativePacker
 from engine.kernels.native import NativeLibrary
 from tests.kernels.drawn import weight_of
+from tests.kernels.routings import ROUTINGS
 
 HIDDEN, INTERMEDIATE = 96, 160
-ROUTINGS = {
-    "softmax": Routing(num_experts=9, num_active=3),
-    "not normalized": Routing(num_experts=5, num_active=2, normalized=False, scaling=2.5),
-    "all": Routing(num_experts=4, num_active=4),
-    "softmax of best": Routing(num_experts=32, num_active=4, scoring="softmax_of_best"),
-    "sigmoid": Routing(
-        num_experts=24,
-        num_active=6,
-        scoring="sigmoid",
-        scaling=1.5,
-        num_groups=4,
-        num_active_groups=2,
-        group_score="two_best",
-    ),
-    "best of groups": Routing(num_experts=16, num_active=3, num_groups=4, num_active_groups=2),
-}
-
-
-@pytest.fixture
-def native(product_level: NativeLibrary) -> NativeLibrary:
-    """Every level that has products of its own."""
-    return product_level
 
 
 # Some experts of int4 have minimums and some have an order of their own.
@@ -54,6 +33,12 @@ KINDS = {
     "mxfp4": ("mxfp4",),
     "int4": ("int4", "int4 minimum", "int4 order", "int4 minimum order"),
 }
+
+
+@pytest.fixture
+def native(product_level: NativeLibrary) -> NativeLibrary:
+    """Every level that has products of its own."""
+    return product_level
 
 
 class Layer:
@@ -183,7 +168,7 @@ def test_a_token_does_not_depend_on_the_others(native: NativeLibrary, kind: str)
 
 def test_a_broken_token_is_its_own_fault(native: NativeLibrary) -> None:
     torch.manual_seed(5)
-    layer = Layer(native, ROUTINGS["sigmoid"])
+    layer = Layer(native, ROUTINGS["groups by their two best"])
     x = torch.randn(20, HIDDEN)
     sound = layer(x)
     x[7, 5], x[11, 0] = float("nan"), float("inf")

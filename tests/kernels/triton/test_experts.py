@@ -12,23 +12,7 @@ from engine.kernels.experts.routing import Routing
 from engine.kernels.experts.triton_experts import combine, route
 from engine.kernels.linear.triton_backend import InvariantLinear
 from tests.kernels.drawn import drawn, weight_of
-
-ROUTINGS = {
-    "softmax": Routing(num_experts=6, num_active=2),
-    "not normalized": Routing(num_experts=9, num_active=3, normalized=False, scaling=2.5),
-    "of the best": Routing(num_experts=5, num_active=4, scoring="softmax_of_best"),
-    "sigmoid": Routing(num_experts=8, num_active=1, scoring="sigmoid", scaling=1.5),
-    "all": Routing(num_experts=4, num_active=4),
-    "groups by their best": Routing(num_experts=20, num_active=3, num_groups=4, num_active_groups=2),
-    "groups by their two best": Routing(
-        num_experts=15,
-        num_active=4,
-        scoring="sigmoid",
-        num_groups=3,
-        num_active_groups=2,
-        group_score="two_best",
-    ),
-}
+from tests.kernels.routings import ROUTINGS
 
 
 @pytest.mark.parametrize("name", sorted(ROUTINGS))

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,11 +37,8 @@ def until(condition: Callable[[], bool]) -> None:
 def prefault(
     parts: list[Tensor], ahead_blocks: int, populate: Callable[[int, int], bool] | None = None
 ) -> Iterator[Prefault]:
-    made = Prefault(parts, ahead_blocks=ahead_blocks, populate=populate)
-    try:
+    with closing(Prefault(parts, ahead_blocks=ahead_blocks, populate=populate)) as made:
         yield made
-    finally:
-        made.close()
 
 
 def num_resident(tensor: Tensor) -> int:
