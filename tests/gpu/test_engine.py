@@ -73,7 +73,7 @@ def test_histories_survive_offload_under_load(tmp_path: Path) -> None:
     cache = {"host_bytes": 40 * per_block}
     runner = opened(tmp_path, cache=cache)
     chance = random.Random(5)
-    try:
+    with closing(runner):
         driver = Driver(runner)
         kept = {index: prompt_of(32, 199, seed=100 + index) for index in range(1, 6)}
         homes = {index: driver.take_blocks(32) for index in kept}
@@ -105,8 +105,6 @@ def test_histories_survive_offload_under_load(tmp_path: Path) -> None:
             )
             (result,) = driver.step(plan).results
             assert result.token_ids == (reference_greedy(oracle, known, 1)[0],)
-    finally:
-        runner.close()
 
 
 def test_a_cache_that_cannot_fit_is_refused_with_numbers(tmp_path: Path) -> None:

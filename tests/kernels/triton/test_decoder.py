@@ -96,13 +96,11 @@ def test_an_invariant_model_gives_a_request_the_bits_that_it_has_alone(tmp_path:
     def job(length: int) -> Job:
         return Job(prompt_of(length, VOCAB, seed=length), 3, sampling, chunk=24)
 
-    try:
+    with closing(runner):
         together = Driver(runner).run([job(length) for length in (19, 3, 40)])
         for length, found in zip((19, 3, 40), together, strict=True):
             (alone,) = Driver(runner, seed=length).run([job(length)])
             assert (alone.output, alone.logprobs) == (found.output, found.logprobs)
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("quantize", ["int8", "w8a8", "int4", "fp8"])

@@ -48,10 +48,8 @@ def generate(runner: ModelRunner, vocab_size: int, *, num_tokens: int = 24) -> l
         Job(prompt_of(length, vocab_size, seed=length), num_tokens=num_tokens, sampling=GREEDY, chunk=29)
         for length in (1, 5, 40, 100, 3)
     ]
-    try:
+    with closing(runner):
         done = Driver(runner).run(jobs)
-    finally:
-        runner.close()
     # Jobs that all failed would be equal, too.
     assert [len(job.output) for job in done] == [num_tokens] * len(done), [job.failure for job in done]
     return done
