@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from contract.chat import ChoiceFormat, JsonObjectFormat, JsonSchemaFormat, RegexFormat, ToolChoiceMode
 from engine.sampling import grammar as engine_grammar
 from engine.types import GrammarSpec
-from tests/unit/checkpoint.sentencepiece_models import model_of
+from tests.unit.checkpoint.sentencepiece_models import model_of
 from tests.unit.tokenizer_svc.families import make
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar import request as service

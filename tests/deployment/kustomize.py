@@ -99,21 +99,18 @@ def _generate(kind: str, field: str, entry: dict[str, Any], folder: Path, manife
 
 def _patch(manifests: list[Manifest], patch: dict[str, Any]) -> None:
     target, change = patch["target"], yaml.safe_load(patch["patch"])
-    manifest = find(manifests, target["kind"], target["name"])
-    assert manifest is not None, f"no {target} to patch"
+    manifest = the(manifests, target["kind"], target["name"])
     merged = _merge(manifest, change, "")
     manifest.clear()
     manifest.update(merged)
 
 
 def _replace(manifests: list[Manifest], entry: dict[str, Any]) -> None:
-    value: Any = find(manifests, entry["source"]["kind"], entry["source"]["name"])
-    assert value is not None, f"no {entry['source']} to copy from"
+    value: Any = the(manifests, entry["source"]["kind"], entry["source"]["name"])
     for key in entry["source"]["fieldPath"].split("."):
         value = value[key]
     for target in entry["targets"]:
-        manifest = find(manifests, target["select"]["kind"], target["select"]["name"])
-        assert manifest is not None, f"no {target['select']} to copy into"
+        manifest = the(manifests, target["select"]["kind"], target["select"]["name"])
         for path in target["fieldPaths"]:
             *parents, last = path.split(".")
             place: Any = manifest
@@ -153,8 +150,13 @@ def _label(manifests: list[Manifest], pairs: dict[str, str]) -> None:
 
 
 def find(manifests: list[Manifest], kind: str, name: str) -> Manifest | None:
-    """The manifest of that kind and name."""
-    for manifest in manifests:
-        if manifest["kind"] == kind and manifest["metadata"]["name"] == name:
-            return manifest
-    return None
+    """The manifest of that kind and name, where there is one."""
+    alike = (each for each in manifests if (each["kind"], each["metadata"]["name"]) == (kind, name))
+    return next(alike, None)
+
+
+def the(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    """The manifest of that kind and name, which must be there."""
+    manifest = find(manifests, kind, name)
+    assert manifest is not None, f"no {kind} {name}"
+    return manifest

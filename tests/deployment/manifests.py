@@ -12,7 +12,7 @@ import yaml
 
 from tests.deployment import custom_resources
 from tests.deployment.containerfile import REPOSITORY
-from tests.deployment.kustomize import Manifest, find
+from tests.deployment.kustomize import Manifest, the
 
 K8S = REPOSITORY / "k8s"
 
@@ -63,8 +63,7 @@ def variables_of(manifests: list[Manifest], container: dict[str, Any]) -> dict[s
     """Variables of a container, without what only a cluster knows."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", ()):
-        config_map = find(manifests, "ConfigMap", source["configMapRef"]["name"])
-        assert config_map is not None
+        config_map = the(manifests, "ConfigMap", source["configMapRef"]["name"])
         found |= config_map["data"]
     for entry in container.get("env", ()):
         found[entry["name"]] = entry.get("value", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.mark.skipif(not can_confine(), reason="needs the right to mount")
 def test_nothing_but_declared_paths_can_be_written_to(root: Path) -> None:
-    deployment = Deployment(root)
-    try:
+    with closing(Deployment(root)) as deployment:
         state = deployment.mount("/var/lib/millrace/state", "state")
         deployment.mount("/var/lib/millrace/secrets", "secrets")
         image = deployment.image("services/tokenizer/Dockerfile")
@@ -45,14 +45,11 @@ def test_nothing_but_declared_paths_can_be_written_to(root: Path) -> None:
         assert (state / "written").exists()
         assert (root / "scratch/probe/written").exists()
         assert not Path("/tmp/written").exists()
-    finally:
-        deployment.close()
 
 
 def test_the_span_store_writes_where_it_is_told(root: Path) -> None:
     """No image of its own starts it, yet its files are in every image of ours."""
-    deployment = Deployment(root)
-    try:
+    with closing(Deployment(root)) as deployment:
         state = deployment.mount("/var/lib/millrace/state", "state")
         variables = {
             "MILLRACE_OBSERVABILITY__STORE": "/var/lib/millrace/state/spans.sqlite",
@@ -69,5 +66,3 @@ def test_the_span_store_writes_where_it_is_told(root: Path) -> None:
         container.wait_for_line("ready observability")
         assert container.terminate() == 0, container.log.read_text()
         assert (state / "spans.sqlite").stat().st_size > 0
-    finally:
-        deployment.close()

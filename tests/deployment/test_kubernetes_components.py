@@ -13,7 +13,7 @@ import yaml
 from observability.emit import names
 from tests.deployment import custom_resources, kustomize, settings
 from tests.deployment.containerfile import REPOSITORY, parse
-from tests.deployment.kustomize import find
+from tests.deployment.kustomize import find, the
 from tests.deployment.manifests import (
     K8S,
     containers,
@@ -26,8 +26,7 @@ from tests.deployment.manifests import (
 
 def test_autoscaling_asks_for_metrics_that_exist() -> None:
     manifests = kustomize.build(K8S / "overlays/production")
-    scaled = find(manifests, "ScaledObject", "engine")
-    assert scaled is not None
+    scaled = the(manifests, "ScaledObject", "engine")
     for trigger in scaled["spec"]["triggers"]:
         (metric,) = re.findall(r"millrace_\w+", trigger["metadata"]["query"])
         assert metric in names.METRICS
@@ -47,10 +46,8 @@ def test_components_can_be_added_one_by_one(tmp_path: Path, component: str) -> N
 @pytest.mark.parametrize("others", [(), ("cpu",), ("gpu",), ("gpu", "mtls")])
 def test_a_group_of_engines_is_the_stateful_set_s_pod(tmp_path: Path, others: tuple[str, ...]) -> None:
     manifests = kustomize.build(stage(tmp_path, *others, "leaderworkerset"))
-    group = find(manifests, "LeaderWorkerSet", "engine-group")
-    engine = find(manifests, "StatefulSet", "engine")
-    assert group is not None
-    assert engine is not None
+    group = the(manifests, "LeaderWorkerSet", "engine-group")
+    engine = the(manifests, "StatefulSet", "engine")
     assert engine["spec"]["replicas"] == 0, "the engines would be there twice"
     assert group["spec"]["leaderWorkerTemplate"]["workerTemplate"] == engine["spec"]["template"]
     # An engine does not span pods: every further pod would be found as an engine of its own.
@@ -62,12 +59,9 @@ def test_an_engine_of_several_machines_is_one_that_gateways_find(
     tmp_path: Path, others: tuple[str, ...]
 ) -> None:
     manifests = kustomize.build(stage(tmp_path, *others, "vllm"))
-    group = find(manifests, "LeaderWorkerSet", "engine-vllm")
-    engine = find(manifests, "StatefulSet", "engine")
-    service = find(manifests, "Service", "engine")
-    assert group is not None
-    assert engine is not None
-    assert service is not None
+    group = the(manifests, "LeaderWorkerSet", "engine-vllm")
+    engine = the(manifests, "StatefulSet", "engine")
+    service = the(manifests, "Service", "engine")
     assert engine["spec"]["replicas"] == 0, "the engines would be there twice"
     template = group["spec"]["leaderWorkerTemplate"]
     leader, worker = template["leaderTemplate"], template["workerTemplate"]
@@ -82,8 +76,7 @@ def test_an_engine_of_several_machines_is_one_that_gateways_find(
     gpus = [int(each["resources"]["limits"]["nvidia.com/gpu"])
             for each in (container, worker["spec"]["containers"][0])]  # fmt: skip
     assert ranks[0] * ranks[1] == gpus[0] + (template["size"] - 1) * gpus[1]
-    policy = find(manifests, "NetworkPolicy", "engine-vllm")
-    assert policy is not None
+    policy = the(manifests, "NetworkPolicy", "engine-vllm")
     chosen = policy["spec"]["podSelector"]["matchLabels"].items()
     assert all(chosen <= each["metadata"]["labels"].items() for each in (leader, worker))
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -93,17 +86,14 @@ def test_an_engine_of_several_machines_is_one_that_gateways_find(
 
 def test_an_inference_pool_s_pods_take_its_requests(tmp_path: Path) -> None:
     manifests = kustomize.build(stage(tmp_path, "inferencepool"))
-    pool = find(manifests, "InferencePool", "millrace")
-    assert pool is not None
+    pool = the(manifests, "InferencePool", "millrace")
     name = pool["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
     (target,) = pool["spec"]["targetPorts"]
     open_ports = {port["containerPort"] for port in dict(containers(manifests))[f"{name}/{name}"]["ports"]}
     assert target["number"] in open_ports
-    policy = find(manifests, "NetworkPolicy", name)
-    assert policy is not None
+    policy = the(manifests, "NetworkPolicy", name)
     assert {"ports": [{"protocol": "TCP", "port": target["number"]}]} in policy["spec"]["ingress"]
-    picker = find(manifests, "NetworkPolicy", "endpoint-picker")
-    assert picker is not None
+    picker = the(manifests, "NetworkPolicy", "endpoint-picker")
     reference = pool["spec"]["endpointPickerRef"]
     assert picker["spec"]["podSelector"]["matchLabels"] == {"inferencepool": reference["name"]}
     assert picker["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": reference["port"]["number"]}]
@@ -136,8 +126,7 @@ def test_the_schemas_of_other_kinds_refuse(tmp_path: Path, kind: str, change: di
 
 def test_the_operator_s_prometheus_reads_every_pod_of_ours(tmp_path: Path) -> None:
     manifests = kustomize.build(stage(tmp_path, "monitors"))
-    monitor = find(manifests, "PodMonitor", "millrace")
-    assert monitor is not None
+    monitor = the(manifests, "PodMonitor", "millrace")
     (rule,) = monitor["spec"]["selector"]["matchExpressions"]
     assert set(rule["values"]) == {name for name, _ in workloads(manifests)}
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]

@@ -8,7 +8,7 @@ from runtime.server import LIVE
 from tests.deployment import settings
 from tests.deployment.composition import load
 from tests.deployment.containerfile import REPOSITORY, parse
-from tests.deployment.kustomize import Manifest, find
+from tests.deployment.kustomize import Manifest, find, the
 from tests.deployment.manifests import (
     K8S,
     WORKLOADS,
@@ -157,8 +157,7 @@ def test_services_select_pods_and_their_ports(manifests: list[Manifest]) -> None
 
 
 def test_the_network_is_closed_except_for_what_is_named(manifests: list[Manifest]) -> None:
-    deny = find(manifests, "NetworkPolicy", "deny-all")
-    assert deny is not None
+    deny = the(manifests, "NetworkPolicy", "deny-all")
     assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     entrances = [
         manifest["metadata"]["name"]
@@ -188,7 +187,6 @@ def test_a_pod_outlives_its_streams(manifests: list[Manifest]) -> None:
 
 def test_disruption_budgets_and_spread_cover_what_serves(manifests: list[Manifest]) -> None:
     for name in ("envoy", "gateway", "tokenizer", "engine"):
-        budget = find(manifests, "PodDisruptionBudget", name)
-        assert budget is not None
+        budget = the(manifests, "PodDisruptionBudget", name)
         assert budget["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/name": name}
         assert dict(workloads(manifests))[name]["topologySpreadConstraints"], name

@@ -14,7 +14,7 @@ from runtime.models import load_models, own_model
 from tests.deployment import kustomize, settings
 from tests.deployment.composition import environment, load
 from tests.deployment.containerfile import REPOSITORY, parse
-from tests.deployment.kustomize import Manifest, find
+from tests.deployment.kustomize import Manifest, find, the
 from tests.deployment.manifests import K8S, containers, stage, validate, variables_of
 
 CONFIG = K8S / "components/second-model/millrace.toml"
@@ -24,8 +24,7 @@ TOLD = {"MILLRACE_MODEL__NAME", "MILLRACE_MODEL__PATH"}
 
 
 def _engines(manifests: list[Manifest]) -> list[dict[str, Any]]:
-    found = [find(manifests, "StatefulSet", name) for name in SETS]
-    return [each for each in found if each is not None]
+    return [the(manifests, "StatefulSet", name) for name in SETS]
 
 
 def _served(variables: dict[str, str]) -> ModelConfig:
@@ -51,8 +50,7 @@ def test_each_set_of_engines_serves_its_own_model_in_pods_that_are_alike(
     manifests = kustomize.build(stage(tmp_path, *others, "second-model"))
     for manifest in manifests:
         validate(manifest)
-    config = find(manifests, "ConfigMap", "millrace-config")
-    assert config is not None
+    config = the(manifests, "ConfigMap", "millrace-config")
     assert config["data"]["millrace.toml"] == CONFIG.read_text()
     pods = [each["spec"]["template"] for each in _engines(manifests)]
     served = []
@@ -71,9 +69,8 @@ def test_each_set_of_engines_serves_its_own_model_in_pods_that_are_alike(
 
 def test_gateways_find_the_engines_of_both_and_neither_set_takes_the_other_s_pods(tmp_path: Path) -> None:
     manifests = kustomize.build(stage(tmp_path, "second-model"))
-    service = find(manifests, "Service", "engine")
+    service = the(manifests, "Service", "engine")
     gateway = dict(containers(manifests))["gateway/gateway"]
-    assert service is not None
     assert variables_of(manifests, gateway)["MILLRACE_GATEWAY__DISCOVERY"] == "dns:engine:50071"
     engines = _engines(manifests)
     labels = [each["spec"]["template"]["metadata"]["labels"] for each in engines]
@@ -88,9 +85,8 @@ def test_gateways_find_the_engines_of_both_and_neither_set_takes_the_other_s_pod
 
 def test_groups_of_the_first_model_s_engines_keep_its_name(tmp_path: Path) -> None:
     manifests = kustomize.build(stage(tmp_path, "gpu", "second-model", "leaderworkerset"))
-    group = find(manifests, "LeaderWorkerSet", "engine-group")
+    group = the(manifests, "LeaderWorkerSet", "engine-group")
     first, second = _engines(manifests)
-    assert group is not None
     assert group["spec"]["leaderWorkerTemplate"]["workerTemplate"] == first["spec"]["template"]
     assert (first["spec"]["replicas"], second["spec"]["replicas"]) == (0, 1)
 
@@ -98,11 +94,9 @@ def test_groups_of_the_first_model_s_engines_keep_its_name(tmp_path: Path) -> No
 def test_each_set_is_scaled_by_what_waits_for_its_own_model(tmp_path: Path) -> None:
     components = ("observability", "autoscale", "second-model", "second-model/autoscale")
     manifests = kustomize.build(stage(tmp_path, *components))
-    alone = find(kustomize.build(K8S / "overlays/production"), "ScaledObject", "engine")
-    assert alone is not None
+    alone = the(kustomize.build(K8S / "overlays/production"), "ScaledObject", "engine")
     for name in SETS:
-        scaled = find(manifests, "ScaledObject", name)
-        assert scaled is not None
+        scaled = the(manifests, "ScaledObject", name)
         target = scaled["spec"]["scaleTargetRef"]
         assert find(manifests, target["kind"], target["name"]) in _engines(manifests)
         assert target["name"] == name

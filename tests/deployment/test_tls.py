@@ -9,6 +9,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +126,13 @@ def test_old_protocol_versions_are_refused(certificates: Path, edge: Edge) -> No
 
 
 def test_a_client_certificate_can_be_demanded(certificates: Path, tmp_path: Path) -> None:
-    edge = Edge(*_render(certificates, tls_client_ca=str(certificates / "ca.crt")), tmp_path)
-    try:
+    with closing(Edge(*_render(certificates, tls_client_ca=str(certificates / "ca.crt")), tmp_path)) as edge:
         context = _trusting(certificates)
         with pytest.raises((ssl.SSLError, ConnectionResetError)):
             # With TLS 1.3 the refusal comes with the first read.
             raise_unless_answered(edge.ask(context))
         context.load_cert_chain(certificates / "tls.crt", certificates / "tls.key")
         assert edge.ask(context)[1].startswith(b"HTTP/1.1 ")
-    finally:
-        edge.close()
 
 
 def raise_unless_answered(answer: tuple[str, bytes]) -> None:

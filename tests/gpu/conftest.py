@@ -27,6 +27,16 @@ WANTED = REHEARSES or torch.cuda.is_available()
 collect_ignore_glob = [] if WANTED else ["*test_*.py", "runner"]
 
 
+# Every case is interpreted in tests/kernels/triton as well.
+REHEARSED_EVERY = 6
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A rehearsal takes some cases of every function."""
+    if REHEARSES:
+        config.option.every = max(config.option.every, REHEARSED_EVERY)
+
+
 def pytest_report_header() -> list[str]:
     """Says why nothing may be collected."""
     return [] if WANTED else ["tests/gpu: no CUDA device, nothing is collected; GPU_REHEARSAL=1 rehearses"]
@@ -42,9 +52,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cpu") if REHEARSES else torch.device("cuda", torch.cuda.current_device())
-
-
-@pytest.fixture
-def half() -> torch.dtype:
-    """The type of activations."""
-    return torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from runtime.errors import ConfigError
 from tests.gpu.conftest import REHEARSES
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
 from tests.unit.engine.model.test_families import CASES
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
-from tests.unit.engine.runner.test_runner import new_sequence
+from tests.unit.engine.runner.driver import GREEDY, Driver, Job, new_sequence, open_runner, prompt_of
 
 FAMILIES = (
     ["llama"]
@@ -43,21 +43,19 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path, model_type, **changes)
     prompts = [prompt_of(length, 199, seed=length) for length in (45, 1, 17)]
     expected = [reference_greedy(oracle, prompt, 8) for prompt in prompts]
-    runner = opened(tmp_path)
-    try:
+    with closing(opened(tmp_path)) as runner:
         for chunk in (13, 1000):
             jobs = Driver(runner, seed=3).run([Job(prompt, chunk=chunk) for prompt in prompts])
             assert [job.output for job in jobs] == expected
-    finally:
-        runner.close()
 
 
 @pytest.mark.timeout(300)
 def test_draws_and_scores_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     """Bit for bit, with products that leave nothing to libraries."""
     make_checkpoint(tmp_path, "llama")
-    runner = opened(tmp_path, **({} if REHEARSES else {"kernels": KernelsConfig(linear="invariant")}))
-    try:
+    with closing(
+        opened(tmp_path, **({} if REHEARSES else {"kernels": KernelsConfig(linear="invariant")}))
+    ) as runner:
         sampling = GREEDY.__class__(temperature=0.9, top_p=0.9, seed=7, logprobs=2)
         jobs = [Job(prompt_of(5 + 9 * index, 199, seed=index), sampling=sampling) for index in range(7)]
         together = [(job.output, job.logprobs) for job in Driver(runner).run(jobs)]
@@ -66,8 +64,6 @@ def test_draws_and_scores_do_not_depend_on_the_batch(tmp_path: Path) -> None:
                 [Job(prompt_of(5 + 9 * index, 199, seed=index), sampling=sampling)]
             )
             assert (alone.output, alone.logprobs) == output
-    finally:
-        runner.close()
 
 
 @pytest.mark.timeout(300)
@@ -78,13 +74,13 @@ def test_histories_survive_offload_under_load(tmp_path: Path) -> None:
     cache = {"host_bytes": 40 * per_block}
     runner = opened(tmp_path, cache=cache)
     chance = random.Random(5)
-    try:
+    with closing(runner):
         driver = Driver(runner)
         kept = {index: prompt_of(32, 199, seed=100 + index) for index in range(1, 6)}
         homes = {index: driver.take_blocks(32) for index in kept}
         for index, prompt in kept.items():
             first = ScheduledSequence(index, 0, 32, (), True)
-            driver.step(SchedulerOutput(index, (new_sequence(index, prompt, homes[index]),), (first,)))
+            driver.step(SchedulerOutput(index, (new_sequence(index, Job(prompt), homes[index]),), (first,)))
         step_id, host = 100, 0
         for index, blocks in homes.items():
             step_id += 1
@@ -104,14 +100,12 @@ def test_histories_survive_offload_under_load(tmp_path: Path) -> None:
             known = [*kept[index], *reference_greedy(oracle, kept[index], 1)]
             plan = SchedulerOutput(
                 step_id,
-                (new_sequence(index + 50, known, elsewhere),),
+                (new_sequence(index + 50, Job(known), elsewhere),),
                 (ScheduledSequence(index + 50, 32, 1, (), True),),
                 restores=((first_row, elsewhere[0]), (first_row + 1, elsewhere[1])),
             )
             (result,) = driver.step(plan).results
             assert result.token_ids == (reference_greedy(oracle, known, 1)[0],)
-    finally:
-        runner.close()
 
 
 def test_a_cache_that_cannot_fit_is_refused_with_numbers(tmp_path: Path) -> None:
@@ -136,9 +130,8 @@ def test_a_device_without_memory_fails_steps_and_recovers(tmp_path: Path) -> Non
         total = torch.cuda.get_device_properties(0).total_memory
         # This process alone runs out of memory: others may be testing on the device.
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
-        plan = SchedulerOutput(
-            0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 300, (), True),)
-        )
+        first = ScheduledSequence(1, 0, 300, (), True)
+        plan = SchedulerOutput(0, (new_sequence(1, Job(prompt), blocks),), (first,))
         try:
             failed = bool(runner.launch(plan).wait().failure)
         except Exception:
@@ -147,7 +140,7 @@ def test_a_device_without_memory_fails_steps_and_recovers(tmp_path: Path) -> Non
         again = driver.take_blocks(320)
         retry = SchedulerOutput(
             1,
-            (new_sequence(2, prompt, again),),
+            (new_sequence(2, Job(prompt), again),),
             (ScheduledSequence(2, 0, 300, (), True),),
             released=(1,),
         )

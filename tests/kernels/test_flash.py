@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.attention import AttentionFacts, AttentionOptions, UnsuitableBackendError, choose_backend
+from kernels.attention import AttentionFacts, UnsuitableBackendError, choose_backend
 from kernels.attention import flash as flash_module
 from kernels.attention.choice import why_not
 from kernels.attention.flash import FlashAttention, FlashPlan
 from kernels.attention.flash_library import FlashUnavailableError, find_library
 from kernels.attention.reference import ReferenceAttention
 from tests.kernels import fake_flash
-from tests.kernels.test_attention import CPU, filled_cache, step_of
+from tests.kernels.attention import CPU, batch_of, compare, draw
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 # History and new tokens of each sequence: decodes first, prompts first, mixed, prompts alone.
@@ -27,6 +28,10 @@ SHAPES = [
 ]
 
 
+FACTS: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128, "sinks": False}
+FACTS["shares_values"] = False
+
+
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made = fake_flash.modules()
@@ -35,36 +40,16 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return made
 
 
-def outputs(
-    lengths: list[int],
-    new: list[int],
-    capability: tuple[int, int],
-    *,
-    heads: tuple[int, int, int] = (4, 2, 16),
-    dtype: torch.dtype = torch.bfloat16,
-    block_size: int = 16,
-    padding: int = 0,
-    options: AttentionOptions | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_heads, num_kv_heads, dim = heads
-    cache, tables, generator = filled_cache(
-        lengths, num_heads=num_kv_heads, key_dim=dim, value_dim=dim, dtype=dtype, block_size=block_size
-    )
-    batch = step_of(lengths, new, tables, block_size)
-    q = torch.randn(sum(new) + padding, num_heads, dim, generator=generator).bfloat16()
-    options = options or AttentionOptions(scale=dim**-0.5)
-    reference = ReferenceAttention(num_heads=num_heads, num_kv_heads=num_kv_heads)
-    flash = FlashAttention(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        rest=reference,
-        library=find_library(CPU, capability),
-    )
-    plan = flash.plan(batch, CPU)
-    return (
-        reference.run(reference.plan(batch, CPU), q, cache, options),
-        flash.run(plan, q, cache, options),
-    )
+def flash_of(capability: tuple[int, int], **heads: int) -> FlashAttention:
+    """What a device of this capability has, beside the reference."""
+    return FlashAttention(rest=ReferenceAttention(**heads), library=find_library(CPU, capability), **heads)
+
+
+def check(
+    lengths: list[int], new: list[int], capability: tuple[int, int], tolerance: float = 1e-2, **drawn: Any
+) -> None:
+    step = draw(lengths, new, **{"dtype": torch.bfloat16, "q_dtype": torch.bfloat16} | drawn)
+    compare(partial(flash_of, capability), step, tolerance, tolerance)
 
 
 @pytest.mark.usefixtures("fakes")
@@ -74,28 +59,24 @@ def outputs(
 def test_ragged_batches(
     lengths: list[int], new: list[int], heads: tuple[int, int, int], capability: tuple[int, int]
 ) -> None:
-    expected, found = outputs(lengths, new, capability, heads=heads, padding=5)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    check(lengths, new, capability, heads=heads, padding=5)
 
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("capability", [HOPPER, AMPERE])
 @pytest.mark.parametrize("window", [1, 17, 256])
 def test_windows_and_soft_caps(window: int, capability: tuple[int, int]) -> None:
-    options = AttentionOptions(scale=0.3, window=window, soft_cap=2.0)
-    expected, found = outputs([600, 530, 40], [1, 300, 40], capability, options=options)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    check([600, 530, 40], [1, 300, 40], capability, scale=0.3, window=window, soft_cap=2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float32])
 def test_caches_of_other_types_are_gathered(fakes: dict[str, Any], dtype: torch.dtype) -> None:
-    expected, found = outputs([300, 20], [120, 20], HOPPER, dtype=dtype)
-    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    check([300, 20], [120, 20], HOPPER, 2e-2, dtype=dtype)
     assert [call["paged"] for call in fakes["flash_attn"].calls] == [False]
 
 
 def test_pages_are_read_in_place_by_version_3(fakes: dict[str, Any]) -> None:
-    outputs([300, 90], [1, 90], HOPPER)
+    check([300, 90], [1, 90], HOPPER)
     (call,) = fakes["flash_attn"].calls
     assert call["paged"]
     assert call["num_splits"] == 1, "more splits would depend on the batch"
@@ -106,10 +87,9 @@ def test_pages_are_read_in_place_by_version_3(fakes: dict[str, Any]) -> None:
 def test_version_2_reads_its_own_page_size_in_place(fakes: dict[str, Any]) -> None:
     assert find_library(CPU, AMPERE).page_multiple == 256
     fakes["flash_attn"].calls.clear()
-    expected, found = outputs([300, 700], [60, 19], AMPERE, block_size=256)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    check([300, 700], [60, 19], AMPERE, block_size=256)
     assert [call["paged"] for call in fakes["flash_attn"].calls][-1]
-    outputs([300, 700], [60, 19], AMPERE, block_size=64)
+    check([300, 700], [60, 19], AMPERE, block_size=64)
     assert not [call["paged"] for call in fakes["flash_attn"].calls][-1]
 
 
@@ -122,15 +102,9 @@ def test_forks_with_small_pages_are_found_out(monkeypatch: pytest.MonkeyPatch) -
 def test_long_histories_are_cut_into_calls_or_left_to_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_module, "GATHERED_POSITIONS", 256)
     lengths, new = [200, 90, 60, 300], [40, 30, 20, 50]
-    expected, found = outputs(lengths, new, HOPPER)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
-    flash = FlashAttention(
-        num_heads=4,
-        num_kv_heads=2,
-        rest=ReferenceAttention(num_heads=4, num_kv_heads=2),
-        library=find_library(CPU, HOPPER),
-    )
-    plan = flash.plan(step_of(lengths, new, np.zeros((4, 19), np.int64)), CPU)
+    check(lengths, new, HOPPER)
+    flash = flash_of(HOPPER, num_heads=4, num_kv_heads=2)
+    plan = flash.plan(batch_of(lengths, new, np.zeros((4, 19), np.int64)), CPU)
     assert isinstance(plan, FlashPlan)
     assert [group.tolist() for group in plan.groups] == [[0], [1, 2]]
     assert plan.rest_rows == slice(90, 140)
@@ -138,9 +112,8 @@ def test_long_histories_are_cut_into_calls_or_left_to_the_rest(monkeypatch: pyte
 
 @pytest.mark.usefixtures("fakes")
 def test_decoding_is_wholly_the_rests() -> None:
-    rest = ReferenceAttention(num_heads=4, num_kv_heads=2)
-    flash = FlashAttention(num_heads=4, num_kv_heads=2, rest=rest, library=find_library(CPU, HOPPER))
-    batch = step_of([600, 33], [1, 16], np.zeros((2, 38), np.int64))
+    flash = flash_of(HOPPER, num_heads=4, num_kv_heads=2)
+    batch = batch_of([600, 33], [1, 16], np.zeros((2, 38), np.int64))
     assert flash.plan(batch, CPU) is batch
 
 
@@ -156,12 +129,10 @@ def test_decoding_is_wholly_the_rests() -> None:
     ],
 )
 def test_what_it_cannot_do_is_named(changes: dict[str, Any], reason: str) -> None:
-    facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128, "sinks": False}
-    facts["shares_values"] = False
-    assert why_not(AttentionFacts(**facts)) == ""
-    assert reason in why_not(AttentionFacts(**{**facts, **changes}))
+    assert why_not(AttentionFacts(**FACTS)) == ""
+    assert reason in why_not(AttentionFacts(**FACTS | changes))
     with pytest.raises(UnsuitableBackendError):
-        choose_backend("flash", AttentionFacts(**{**facts, **changes}), CPU)
+        choose_backend("flash", AttentionFacts(**FACTS | changes), CPU)
 
 
 def test_the_newest_library_that_suits_the_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +154,7 @@ def test_the_newest_library_that_suits_the_device_is_taken(monkeypatch: pytest.M
 
 
 def test_without_a_gpu_torch_is_chosen_and_flash_refused() -> None:
-    facts = AttentionFacts(
-        dtype=torch.bfloat16, head_dim=128, value_dim=128, sinks=False, shares_values=False
-    )
+    facts = AttentionFacts(**FACTS)
     assert choose_backend("auto", facts, CPU).name == "torch"
     assert choose_backend("reference", facts, CPU).name == "reference"
     with pytest.raises(UnsuitableBackendError, match="GPU"):
@@ -194,9 +163,7 @@ def test_without_a_gpu_torch_is_chosen_and_flash_refused() -> None:
 
 def test_on_a_gpu_what_is_installed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    facts = AttentionFacts(
-        dtype=torch.bfloat16, head_dim=128, value_dim=128, sinks=False, shares_values=False
-    )
+    facts = AttentionFacts(**FACTS)
     made = fake_flash.modules()
     monkeypatch.setitem(sys.modules, "flash_attn_interface", made["flash_attn_interface"])
     monkeypatch.setattr(flash_module, "installed_library", lambda: find_library(CPU, HOPPER))

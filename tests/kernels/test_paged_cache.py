@@ -5,24 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.paged_cache import allocate_layer
-
-CPU = torch.device("cpu")
+from tests.kernels.attention import poisoned_cache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("value_dim", [6, 0])
 def test_gather_returns_what_was_written(dtype: torch.dtype, value_dim: int) -> None:
-    cache = allocate_layer(
-        num_blocks=9,
-        block_size=4,
-        num_heads=3,
-        key_dim=10,
-        value_dim=value_dim,
-        shared_value_dim=5,
-        dtype=dtype,
-        device=CPU,
-    )
+    cache = poisoned_cache(dtype, 3, 10, value_dim, num_blocks=9)
     keys, values = torch.randn(36, 3, 10), torch.randn(36, 3, 6)
     slots = torch.randperm(36)
     cache.write(keys, values if value_dim else None, slots)
@@ -42,16 +31,7 @@ def test_gather_returns_what_was_written(dtype: torch.dtype, value_dim: int) -> 
 
 
 def test_int8_error_is_within_half_a_level() -> None:
-    cache = allocate_layer(
-        num_blocks=1,
-        block_size=16,
-        num_heads=1,
-        key_dim=64,
-        value_dim=64,
-        shared_value_dim=0,
-        dtype=torch.int8,
-        device=CPU,
-    )
+    cache = poisoned_cache(torch.int8, 1, 64, 64, num_blocks=1, block_size=16)
     keys = torch.randn(16, 1, 64) * torch.logspace(-3, 3, 16)[:, None, None]
     keys[3] = 0
     cache.write(keys, keys, torch.arange(16))
@@ -62,16 +42,7 @@ def test_int8_error_is_within_half_a_level() -> None:
 
 def test_int8_does_not_hide_a_value_that_is_not_finite() -> None:
     """A poisoned sequence must fail, not answer with made-up numbers."""
-    cache = allocate_layer(
-        num_blocks=1,
-        block_size=4,
-        num_heads=1,
-        key_dim=8,
-        value_dim=8,
-        shared_value_dim=0,
-        dtype=torch.int8,
-        device=CPU,
-    )
+    cache = poisoned_cache(torch.int8, 1, 8, 8, num_blocks=1)
     keys = torch.ones(4, 1, 8)
     keys[1, 0, 2] = float("nan")
     cache.write(keys, keys, torch.arange(4))

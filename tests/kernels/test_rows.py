@@ -17,7 +17,6 @@ from kernels.linear import (
 from kernels.norm.reference import rms_norm
 from kernels.rope import rotate
 
-torch.set_num_threads(1)
 TYPES = [torch.float32, torch.bfloat16]
 
 

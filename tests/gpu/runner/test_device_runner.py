@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,9 @@ def opened(folder: Path, **options: Any) -> ModelRunner:
 
 
 def outputs(runner: ModelRunner, jobs: list[Job]) -> list[list[int]]:
-    try:
+    with closing(runner):
         OverlappedDriver(runner, seed=1).drive(jobs, 1, most=NUM_SEQS - 4)
         return [job.output for job in jobs]
-    finally:
-        runner.close()
 
 
 # Experts of every format, latent attention included.

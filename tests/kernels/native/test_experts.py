@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import c_int64
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
@@ -16,26 +16,22 @@ from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
 from kernels.experts.reference import route
 from kernels.experts.routing import Routing
 from kernels.linear import ROW_MULTIPLE
-from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from kernels.linear.formats import DenseWeight
 from kernels.linear.native import NativePacker
 from kernels.native import NativeLibrary
+from tests.kernels.drawn import weight_of
+from tests.kernels.routings import ROUTINGS
 
 HIDDEN, INTERMEDIATE = 96, 160
-ROUTINGS = {
-    "softmax": Routing(num_experts=9, num_active=3),
-    "not normalized": Routing(num_experts=5, num_active=2, normalized=False, scaling=2.5),
-    "all": Routing(num_experts=4, num_active=4),
-    "softmax of best": Routing(num_experts=32, num_active=4, scoring="softmax_of_best"),
-    "sigmoid": Routing(
-        num_experts=24,
-        num_active=6,
-        scoring="sigmoid",
-        scaling=1.5,
-        num_groups=4,
-        num_active_groups=2,
-        group_score="two_best",
-    ),
-    "best of groups": Routing(num_experts=16, num_active=3, num_groups=4, num_active_groups=2),
+
+
+# Some experts of int4 have minimums and some have an order of their own.
+KINDS = {
+    "bfloat16": ("bfloat16",),
+    "int8": ("int8",),
+    "w8a8": ("smoothed w8a8",),
+    "mxfp4": ("mxfp4",),
+    "int4": ("int4", "int4 minimum", "int4 order", "int4 minimum order"),
 }
 
 
@@ -45,40 +41,6 @@ def native(product_level: NativeLibrary) -> NativeLibrary:
     return product_level
 
 
-def dense(outputs: int, inputs: int) -> WeightFormat:
-    """bfloat16."""
-    return DenseWeight(values=(torch.randn(outputs, inputs) / inputs**0.5).bfloat16())
-
-
-def int8(outputs: int, inputs: int) -> WeightFormat:
-    """A scale per output."""
-    levels = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
-    return Int8Weight(values=levels, scale=torch.rand(outputs, 1) / 700)
-
-
-def w8a8(outputs: int, inputs: int) -> WeightFormat:
-    """Rows are rounded, too, and smoothed by each expert in its own way."""
-    levels = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
-    scale = torch.rand(outputs, 1) / 700
-    return Int8Weight(values=levels, scale=scale, activations="int8", smoothing=torch.rand(inputs) + 0.5)
-
-
-def mxfp4(outputs: int, inputs: int) -> WeightFormat:
-    """As expanded from gpt-oss."""
-    levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-    values = levels[torch.randint(0, len(levels), (outputs, inputs))]
-    return Int8Weight(values=values, scale=2.0 ** torch.randint(-8, -5, (outputs, inputs // 32)).float())
-
-
-def int4(outputs: int, inputs: int) -> WeightFormat:
-    """Some experts have minimums and some have an order of their own."""
-    groups = (outputs, inputs // 32)
-    packed = pack_levels(torch.randint(0, 16, (outputs, inputs)))
-    order = torch.randperm(inputs) if torch.rand(()) < 0.5 else None
-    minimum = torch.randn(groups) / 10 if torch.rand(()) < 0.5 else None
-    return Int4Weight(packed=packed, scale=torch.rand(groups) / 50, minimum=minimum, order=order)
-
-
 class Layer:
     """A sparse layer of random weights, packed, and its inputs' way through torch."""
 
@@ -86,7 +48,7 @@ class Layer:
         self,
         native: NativeLibrary,
         routing: Routing,
-        make: Callable[[int, int], WeightFormat] = dense,
+        kind: str = "bfloat16",
         *,
         max_tokens: int = 100,
         threads: int = 2,
@@ -97,8 +59,11 @@ class Layer:
         self.native, self.routing, self.threads = native, routing, threads
         self.router = torch.randn(routing.num_experts, hidden) / hidden**0.5
         self.correction = torch.rand(routing.num_experts) if routing.scoring == "sigmoid" else None
-        self.gate_up = [make(2 * intermediate, hidden) for _ in range(routing.num_experts)]
-        self.down = [make(hidden, intermediate) for _ in range(routing.num_experts)]
+        kinds = list(islice(cycle(KINDS[kind]), routing.num_experts))
+        self.gate_up, self.down = (
+            [weight_of(each, *shape, seed, size=shape[1] ** -0.5) for seed, each in enumerate(kinds, first)]
+            for first, shape in ((100, (2 * intermediate, hidden)), (200, (hidden, intermediate)))
+        )
         self.biases = [torch.randn(hidden) / 4 for _ in self.down]
         packer = NativePacker(native, num_threads=threads)
         self.layer = SparseLayer(
@@ -165,36 +130,29 @@ def test_routing(native: NativeLibrary, name: str) -> None:
     assert torch.allclose(again, 2 * out, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [dense, int8, w8a8, mxfp4, int4])
-def test_formats(native: NativeLibrary, make: Callable[[int, int], WeightFormat]) -> None:
-    torch.manual_seed(3)
-    layer = Layer(native, ROUTINGS["softmax"], make)
-    x = torch.randn(41, HIDDEN)
-    exact = layer.exact(x)
-    error = (layer(x) - exact).abs().max() / exact.abs().max()
-    assert error < (0.03 if make is w8a8 else 0.01)
-
-
-@pytest.mark.parametrize("make", [dense, int8, w8a8])
-@pytest.mark.parametrize(("hidden", "intermediate"), [(77, 53), (33, 161)])
-def test_odd_sizes(
-    native: NativeLibrary, make: Callable[[int, int], WeightFormat], hidden: int, intermediate: int
+@pytest.mark.parametrize(
+    ("kind", "hidden", "intermediate", "tokens"),
+    [
+        *((kind, HIDDEN, INTERMEDIATE, 41) for kind in KINDS),
+        # Whatever is left of a vector is computed and written, too.
+        *((kind, *sizes, 19) for kind in ("bfloat16", "int8", "w8a8") for sizes in ((77, 53), (33, 161))),
+    ],
+)
+def test_formats_and_odd_sizes(
+    native: NativeLibrary, kind: str, hidden: int, intermediate: int, tokens: int
 ) -> None:
-    """Whatever is left of a vector is computed and written, too."""
     torch.manual_seed(hidden)
-    layer = Layer(native, ROUTINGS["softmax"], make, hidden=hidden, intermediate=intermediate)
-    x = torch.randn(19, hidden)
+    layer = Layer(native, ROUTINGS["softmax"], kind, hidden=hidden, intermediate=intermediate)
+    x = torch.randn(tokens, hidden)
     exact = layer.exact(x)
     error = (layer(x) - exact).abs().max() / exact.abs().max()
-    assert error < (0.03 if make is w8a8 else 0.01)
+    assert error < (0.03 if kind == "w8a8" else 0.01)
 
 
-@pytest.mark.parametrize("make", [dense, int8, w8a8, mxfp4, int4])
-def test_a_token_does_not_depend_on_the_others(
-    native: NativeLibrary, make: Callable[[int, int], WeightFormat]
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_does_not_depend_on_the_others(native: NativeLibrary, kind: str) -> None:
     torch.manual_seed(4)
-    layer = Layer(native, ROUTINGS["softmax"], make)
+    layer = Layer(native, ROUTINGS["softmax"], kind)
     x = torch.randn(100, HIDDEN)
     whole = layer(x)
     assert whole.isfinite().all()
@@ -210,7 +168,7 @@ def test_a_token_does_not_depend_on_the_others(
 
 def test_a_broken_token_is_its_own_fault(native: NativeLibrary) -> None:
     torch.manual_seed(5)
-    layer = Layer(native, ROUTINGS["sigmoid"])
+    layer = Layer(native, ROUTINGS["groups by their two best"])
     x = torch.randn(20, HIDDEN)
     sound = layer(x)
     x[7, 5], x[11, 0] = float("nan"), float("inf")

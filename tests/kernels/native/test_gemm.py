@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels.linear import self_check
-from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
 from kernels.linear.native import NativePacker, NativeProduct
 from kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
 from kernels.native import NativeLibrary, NativeUnavailableError, library
 from kernels.native.build import machine_levels
+from tests.kernels.drawn import weight_of
 
 
 @pytest.fixture
@@ -61,30 +62,11 @@ def inside(rows: int, columns: int) -> Tensor:
 
 def weights_of(shape: tuple[int, int]) -> dict[str, WeightFormat]:
     """A weight of every format that the shape allows."""
-    outputs, inputs = shape
-    dense = torch.randn(outputs, inputs)
-    found: dict[str, WeightFormat] = {
-        "float32": DenseWeight(values=dense),
-        "bfloat16": DenseWeight(values=dense.bfloat16()),
-    }
-    levels = torch.randint(-128, 128, shape, dtype=torch.int8)
-    scale = torch.rand(outputs, 1) / 64
-    found["int8"] = Int8Weight(values=levels, scale=scale)
-    found["w8a8"] = Int8Weight(
-        values=levels.clamp(-127), scale=scale, activations="int8", smoothing=torch.rand(inputs) + 0.5
-    )
+    kinds = [(kind, 0) for kind in ("float32", "bfloat16", "int8", "smoothed w8a8")]
     for group in (8, 32, 64, 256):
-        if inputs % group:
-            continue
-        groups = (outputs, inputs // group)
-        found[f"int8 by {group}"] = Int8Weight(values=levels, scale=torch.rand(groups) / 64)
-        packed = pack_levels(torch.randint(0, 16, shape))
-        order = torch.randperm(inputs)
-        found[f"int4 by {group}"] = Int4Weight(packed=packed, scale=torch.rand(groups) / 8, order=order)
-        found[f"int4 with minimum by {group}"] = Int4Weight(
-            packed=packed, scale=torch.rand(groups) / 8, minimum=torch.randn(groups) / 8
-        )
-    return found
+        if shape[1] % group == 0:
+            kinds += [(kind, group) for kind in ("int8", "int4 order", "int4 minimum")]
+    return {f"{kind} by {group}": weight_of(kind, *shape, group=group) for kind, group in kinds}
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (48, 256), (130, 768)])
@@ -102,9 +84,9 @@ def test_every_format_against_its_meaning(native: NativeLibrary, shape: tuple[in
             expected = x.double() @ exact.T + bias
             # What rounding the inputs may cost: 2^-8 for bfloat16, 1/254 of the largest for int8.
             size = x.double().abs() @ exact.abs().T + 1
-            if name == "float32":
+            if name.startswith("float32"):
                 allowed = 1e-5 * size
-            elif name == "w8a8":
+            elif name.startswith("smoothed w8a8"):
                 assert isinstance(weight, Int8Weight)
                 assert weight.smoothing is not None
                 smoothed = x * weight.smoothing

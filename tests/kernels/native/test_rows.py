@@ -16,10 +16,11 @@ from kernels.native import NativeLibrary, Op
 from kernels.native.library import StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.norm.reference import rms_norm
-from kernels.paged_cache import LayerCache, allocate_layer
+from kernels.paged_cache import LayerCache
 from kernels.paged_cache.native import describe
 from kernels.rope import rotate
 from kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
+from tests.kernels.attention import poisoned_cache
 
 EPS = 1e-6
 NAN = float("nan")
@@ -128,22 +129,6 @@ def test_logit_cap(native: NativeLibrary) -> None:
     step = StepStruct(num_logit_rows=3)
     run(native, "soft_cap", SoftCapArgs(ctypes.addressof(step), logits.data_ptr(), 77, 30.0))
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-6)
-
-
-def poisoned_cache(dtype: torch.dtype, heads: int, dim: int, value_dim: int) -> LayerCache:
-    cache = allocate_layer(
-        num_blocks=5,
-        block_size=4,
-        num_heads=heads,
-        key_dim=dim,
-        value_dim=value_dim,
-        shared_value_dim=dim // 2,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    for tensor in cache.tensors():
-        tensor.fill_(NAN if tensor.dtype.is_floating_point else 99)
-    return cache
 
 
 def assert_same_cache(found: LayerCache, expected: LayerCache) -> None:

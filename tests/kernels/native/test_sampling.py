@@ -111,14 +111,7 @@ def test_equal_logits_and_poison(native: NativeLibrary) -> None:
         (SamplingParams(temperature=0.0), SamplingParams(top_k=3, seed=1), SamplingParams(top_p=0.5, seed=2))
     ):
         table.put(slot, params, 0, empty, empty)
-    rows = SamplingRows(
-        slots=np.array([0, 1, 2, 0, 1, 2]),
-        positions=np.arange(6),
-        draft_rows=empty,
-        draft_tokens=empty,
-        grammar_rows=empty,
-        grammar_masks=None,
-    )
+    rows = SamplingRows(slots=np.array([0, 1, 2, 0, 1, 2]), positions=np.arange(6))
     logits = torch.zeros(6, 40)
     logits[:, 20:] = -1.0
     logits[3, 0] = float("nan")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.config import AdaptersConfig, EngineConfig, GraphsConfig, SchedulerConfig
-from engine.runner.cuda.build import make_device_runner
+from engine.config import AdaptersConfig
 from engine.runner.runner import ModelRunner
-from kernels.attention.triton_attention import TritonAttention
+from kernels.config import KernelsConfig
 from tests.kernels.triton.test_decoder import PRODUCTS, TORCH
-from tests.kernels.triton.test_device_runner import PlainRecorder
+from tests.kernels.triton.test_device_runner import PlainRecorder, captured_runner
 from tests.unit.engine.adapters.test_merged import load
 from tests.unit.engine.adapters.written import write_adapter
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -55,38 +55,20 @@ def jobs() -> list[Job]:
     ]
 
 
-def expected(folder: Path) -> list[list[int]]:
-    runner = open_adapted(folder, kernels=TORCH)
-    try:
+def outputs(folder: Path, kernels: KernelsConfig) -> list[list[int]]:
+    with closing(open_adapted(folder, kernels=kernels)) as runner:
         return [job.output for job in Driver(runner).run(jobs())]
-    finally:
-        runner.close()
 
 
 def test_products_in_triton_give_the_tokens_of_torch(folder: Path) -> None:
-    runner = open_adapted(folder, kernels=PRODUCTS)
-    try:
-        found = [job.output for job in Driver(runner).run(jobs())]
-    finally:
-        runner.close()
-    assert found == expected(folder)
+    assert outputs(folder, PRODUCTS) == outputs(folder, TORCH)
 
 
 def test_captured_steps_take_each_row_s_adapter_from_the_device(folder: Path) -> None:
-    plain = open_adapted(folder, kernels=PRODUCTS)
-    spec, recorder = plain.model.spec, PlainRecorder()
-    runner = make_device_runner(
-        EngineConfig(graphs=GraphsConfig(rows=(2, 4)), scheduler=SchedulerConfig(max_num_seqs=4)),
-        plain.model,
-        TritonAttention(num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
-        recorder=lambda device: recorder,
-        storage=plain.storage,
-        grammar=plain.grammar,
-        proposer=plain.proposer,
-        native_sampling=False,
-    )
+    recorder = PlainRecorder()
+    runner = captured_runner(open_adapted(folder, kernels=PRODUCTS), recorder, rows=(2, 4))
     asked = [replace(job, output=[]) for job in jobs()]
     OverlappedDriver(runner).drive(asked, 3, most=4)
     assert recorder.num_replays > 0
     runner.close()
-    assert [job.output for job in asked] == expected(folder)
+    assert [job.output for job in asked] == outputs(folder, TORCH)

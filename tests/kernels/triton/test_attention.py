@@ -1,123 +1,189 @@
-"""Attention in Triton against the reference, over odd sizes and NaN-poisoned memory."""
+"""Attention in Triton against the reference on the CPU, over odd sizes and NaN-poisoned memory: interpreted
+here, and on a GPU by tests/gpu.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
-from kernels.attention import AttentionOptions
-from kernels.attention.reference import ReferenceAttention
+from kernels.attention import CapturedAttention, DecodeBatch
 from kernels.attention.triton_attention import TritonAttention
-from kernels.attention.triton_plan import make_plan, part_sizes
-from tests.kernels.test_attention import CPU, filled_cache, step_of
+from tests.kernels.attention import SHAPES, assert_bits_alone, compare, draw
+from tests.kernels.places import INTERPRETED
 
-SHAPES = [
-    ([1], [1]),
-    ([63], [63]),
+HEADS = [(4, 2, 16), (6, 2, 20 if INTERPRETED else 24)]
+# What real models have is for a GPU.
+LARGE = [(32, 8, 128), (16, 8, 256), (64, 8, 64)]
+WIDE, LAST = (HEADS[0], HEADS[1]) if INTERPRETED else (LARGE[0], LARGE[-1])
+LARGE_SHAPES = [([5000, 33], [700, 33]), ([20_000, 4097, 1], [1, 1, 1]), ([900] * 40, [1] * 40)]
+# The interpreter is slow.
+SHORT_SHAPES = [
+    *SHAPES[:2],
     ([600], [1]),
-    ([257, 256, 255, 16, 17], [1, 1, 1, 1, 1]),
+    SHAPES[3],
     ([300, 5, 129, 400], [200, 5, 1, 65]),
     ([40, 41, 300], [3, 9, 64]),
 ]
+GPU_SHAPES = [*SHAPES, *LARGE_SHAPES]
+TOLERANCE = 2e-5 if INTERPRETED else 1e-4
+# Shares of the values are rounded to the queries' type.
+HALF_TOLERANCE = 2e-2 if INTERPRETED else 3e-2
+check = partial(compare, TritonAttention, rtol=1e-4)
+check_half = partial(compare, TritonAttention, tolerance=HALF_TOLERANCE, rtol=HALF_TOLERANCE)
 
 
-def part_size(context_len: int) -> int:
-    return int(part_sizes(np.array([context_len]))[0])
+@pytest.mark.parametrize(("lengths", "new"), SHORT_SHAPES if INTERPRETED else GPU_SHAPES)
+@pytest.mark.parametrize("heads", [*HEADS, *([(5, 1, 8)] if INTERPRETED else [])])
+def test_ragged_batches(
+    device: torch.device, lengths: list[int], new: list[int], heads: tuple[int, int, int]
+) -> None:
+    check(draw(lengths, new, heads), TOLERANCE, device=device)
 
 
-def both(
-    lengths: list[int],
-    new: list[int],
-    *,
-    heads: tuple[int, int, int] = (4, 2, 16),
-    value_dim: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    q_dtype: torch.dtype = torch.float32,
-    options: AttentionOptions | None = None,
-    with_sinks: bool = False,
-    tables: np.ndarray | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_heads, num_kv_heads, dim = heads
-    value_dim = dim if value_dim is None else value_dim
-    cache, own_tables, generator = filled_cache(
-        lengths, num_heads=num_kv_heads, key_dim=dim, value_dim=value_dim, dtype=dtype
-    )
-    batch = step_of(lengths, new, own_tables if tables is None else tables)
-    q = torch.randn(sum(new), num_heads, dim, generator=generator).to(q_dtype)
-    sinks = torch.randn(num_heads, generator=generator) if with_sinks else None
-    options = options or AttentionOptions(scale=dim**-0.5)
-    results = []
-    for backend in (ReferenceAttention, TritonAttention):
-        attention = backend(num_heads=num_heads, num_kv_heads=num_kv_heads)
-        results.append(attention.run(attention.plan(batch, CPU), q, cache, options, sinks))
-    return results[0], results[1]
+@pytest.mark.parametrize("heads", HEADS if INTERPRETED else LARGE[1:])
+@pytest.mark.parametrize(("lengths", "new"), SHAPES[3:4] if INTERPRETED else GPU_SHAPES[3:])
+def test_half_precision_over_other_heads(
+    device: torch.device, lengths: list[int], new: list[int], heads: tuple[int, int, int]
+) -> None:
+    check_half(draw(lengths, new, heads, dtype=torch.bfloat16, q_dtype=torch.bfloat16), device=device)
 
 
-@pytest.mark.parametrize(("lengths", "new"), SHAPES)
-@pytest.mark.parametrize("heads", [(4, 2, 16), (6, 2, 20), (5, 1, 8)])
-def test_ragged_batches(lengths: list[int], new: list[int], heads: tuple[int, int, int]) -> None:
-    expected, found = both(lengths, new, heads=heads)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, *([torch.float16] if INTERPRETED else [])])
+@pytest.mark.parametrize(("lengths", "new"), [([300, 40], [1, 40])] if INTERPRETED else GPU_SHAPES)
+def test_queries_of_two_bytes(
+    device: torch.device, lengths: list[int], new: list[int], q_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    check_half(draw(lengths, new, WIDE, dtype=dtype, q_dtype=q_dtype), device=device)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU, queries are narrower")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_caches_of_other_types(dtype: torch.dtype) -> None:
-    expected, found = both([300, 20], [1, 20], dtype=dtype)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+def test_caches_of_other_types(device: torch.device, dtype: torch.dtype) -> None:
+    check(draw([300, 20], [1, 20], dtype=dtype), TOLERANCE, device=device)
 
 
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
-def test_queries_of_two_bytes(q_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    expected, found = both([300, 40], [1, 40], q_dtype=q_dtype, dtype=dtype)
-    assert found.dtype == q_dtype
-    # Shares of the values are rounded to the queries' type.
-    torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
+def test_prompts_over_blocks_that_are_copied_whole(
+    device: torch.device, dtype: torch.dtype, window: int | None
+) -> None:
+    """By Hopper's copy engine, where there is one: what lies behind a history in its last block is NaN."""
+    lengths, new = [300, 129, 257, 5], [200, 129, 65, 1]
+    types = {"dtype": dtype, "q_dtype": torch.bfloat16, "block_size": 64}
+    step = draw(lengths, new, WIDE, window=window, scale=0.1, **types)  # type: ignore[arg-type]
+    arch = "sm_90" if INTERPRETED else ""
+    compare(partial(TritonAttention, arch=arch), step, HALF_TOLERANCE, HALF_TOLERANCE, device=device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("dim", [20, 48])
-def test_values_inside_keys(dtype: torch.dtype, dim: int) -> None:
-    expected, found = both([270, 33], [1, 33], heads=(16, 1, dim), value_dim=0, dtype=dtype)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+@pytest.mark.parametrize(
+    ("dim", "q_dtype", "dtype"),
+    [
+        *[(dim, torch.float32, dtype) for dim in (20, 48) for dtype in (torch.float32, torch.int8)],
+        (48, torch.bfloat16, torch.bfloat16),
+        (48, torch.bfloat16, torch.int8),
+    ]
+    if INTERPRETED
+    else [(576, torch.bfloat16, torch.bfloat16), (576, torch.bfloat16, torch.int8)],
+)
+def test_values_inside_keys(device: torch.device, dim: int, q_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    heads = (16 if INTERPRETED else 128, 1, dim)
+    step = draw([270, 33], [1, 33], heads, value_dim=0, dtype=dtype, q_dtype=q_dtype, scale=0.05)
+    # DeepSeek's: all but 64 of a key are its value.
+    step.cache.shared_value_dim = dim - min(64, dim // 2)  # type: ignore[attr-defined]
+    if q_dtype == torch.float32:
+        check(step, TOLERANCE, device=device)
+    else:
+        check_half(step, device=device)
 
 
-@pytest.mark.parametrize(("lengths", "new"), [([600, 40], [1, 40]), ([530, 300], [3, 150])])
 @pytest.mark.parametrize("window", [1, 17, 256])
-def test_windows_soft_caps_and_sinks(lengths: list[int], new: list[int], window: int) -> None:
-    options = AttentionOptions(scale=0.3, window=window, soft_cap=2.0)
-    expected, found = both(lengths, new, options=options, with_sinks=True)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-
-
-def test_a_shared_prefix_changes_no_bit() -> None:
-    lengths, shared_blocks = [600, 580, 700], 32
-    cache, tables, generator = filled_cache(
-        lengths, num_heads=2, key_dim=16, value_dim=16, dtype=torch.float32
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_windows_soft_caps_and_sinks(device: torch.device, window: int, dtype: torch.dtype) -> None:
+    """A chunk, decoding, a whole prompt, and drafts."""
+    heads, options = (LAST if dtype == torch.bfloat16 else HEADS[0]), {"window": window, "soft_cap": 2.0}
+    step = draw(
+        [530, 600, 40, 300],
+        [150, 1, 40, 3],
+        heads,
+        dtype=dtype,
+        q_dtype=dtype,
+        with_sinks=True,
+        scale=0.3,
+        **options,
     )
-    tables[1:, :shared_blocks] = tables[0, :shared_blocks]
-    q = torch.randn(3, 4, 16, generator=generator)
-    attention = TritonAttention(num_heads=4, num_kv_heads=2)
-    options = AttentionOptions(scale=0.25)
-    together = attention.run(attention.plan(step_of(lengths, [1, 1, 1], tables), CPU), q, cache, options)
-    for index, length in enumerate(lengths):
-        batch = step_of([length], [1], tables[index : index + 1])
-        alone = attention.run(attention.plan(batch, CPU), q[index : index + 1], cache, options)
-        assert torch.equal(alone[0], together[index])
+    if dtype == torch.float32:
+        check(step, TOLERANCE, device=device)
+    else:
+        check_half(step, device=device)
 
 
-def test_a_shared_prefix_is_read_once() -> None:
-    tables = np.arange(120).reshape(3, 40)
-    tables[1:, :32] = tables[0, :32]
-    plan = make_plan(step_of([600, 580, 620], [1, 1, 1], tables), split_rows=4, tile_rows=16)
-    shared = [(begin, end) for count, begin, end in plan.split.fields[[1, 3, 4]].T.tolist() if count == 3]
-    assert shared == [(0, 256), (256, 512)]
-    alone = [(begin, end) for count, begin, end in plan.split.fields[[1, 3, 4]].T.tolist() if count == 1]
-    assert alone == [(512, 600), (512, 580), (512, 620)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_company_nor_a_shared_prefix_changes_a_bit(device: torch.device, dtype: torch.dtype) -> None:
+    step = draw([600, 580, 700, 333, 64], [1] * 5, LAST, dtype=dtype, q_dtype=dtype)
+    step.tables[1:3, :32] = step.tables[0, :32]
+    there = step.to(device)
+    assert_bits_alone(TritonAttention, there, there.run(TritonAttention))
 
 
-def test_parts_grow_with_the_history_and_stay_few() -> None:
-    assert part_size(1) == part_size(64 * 256) == 256
-    assert part_size(64 * 256 + 1) == 512
-    assert all(-(-length // part_size(length)) <= 64 for length in (1, 10_000, 131_072, 1_000_000))
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8] if INTERPRETED else [torch.bfloat16])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_captured_steps_give_the_bits_of_eager_ones(
+    device: torch.device, window: int | None, dtype: torch.dtype, with_sinks: bool
+) -> None:
+    """From buffers that stay in place, by work that the device lists."""
+    attention = TritonAttention(num_heads=LAST[0], num_kv_heads=LAST[1])
+    assert isinstance(attention, CapturedAttention)
+    q_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    types = {"dtype": dtype, "q_dtype": q_dtype, "with_sinks": with_sinks}
+    drawn = draw([700, 699, 300, 257, 64, 513], [1] * 6, LAST, window=window, **types)  # type: ignore[arg-type]
+    given = drawn.to(device)
+    batch = DecodeBatch(
+        context_lens=torch.ones(6, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(6, -(-700 // 16), dtype=torch.int32, device=device),
+        block_size=16,
+        max_context_len=700,
+    )
+    plan, q = attention.plan_decode(batch), torch.zeros_like(given.q)
+
+    def step() -> torch.Tensor:
+        attention.begin(plan)
+        return attention.run(plan, q, given.cache, given.options, given.sinks)
+
+    replay, out = captured(step, device)
+    for lengths in ([1, 699, 256, 257, 17, 513], [700, 3, 300, 40, 41, 1]):
+        now = replace(given, lengths=lengths, q=given.q.roll(lengths[0], 0))
+        batch.context_lens.copy_(torch.tensor(lengths))
+        # What lies beyond a context names no block at all.
+        batch.block_tables.fill_(1 << 30)
+        for row, length in enumerate(lengths):
+            used = -(-length // 16)
+            batch.block_tables[row, :used] = torch.from_numpy(given.tables[row, :used]).int()
+        q.copy_(now.q)
+        replay()
+        assert torch.equal(out[0], now.run(TritonAttention))
+
+
+def captured(
+    step: Callable[[], torch.Tensor], device: torch.device
+) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    """A function that replays `step`, and a list whose entry is its result."""
+    out = [step()]
+
+    def again() -> None:
+        out[0] = step()
+
+    if INTERPRETED:
+        return again, out
+    again()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again()
+    return graph.replay, out

@@ -4,23 +4,25 @@ fetch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from kernels.attention import AttentionOptions, triton_attention
-from kernels.attention.ragged import RaggedBatch
-from kernels.attention.reference import ReferenceAttention
+from kernels.attention import triton_attention
 from kernels.attention.triton_attention import TritonAttention
-from kernels.paged_cache import LayerCache, PlainCache, QuantizedCache
-from tests.kernels.test_attention import CPU, filled_cache, step_of
+from kernels.paged_cache import PlainCache, QuantizedCache
+from tests.kernels.attention import Step, assert_bits_alone, compare, draw
 
-OPTIONS = (
-    AttentionOptions(scale=0.3),
-    AttentionOptions(scale=0.3, window=17),
-    AttentionOptions(scale=0.3, window=100, soft_cap=2.0),
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"scale": 0.3},
+    {"scale": 0.3, "window": 17},
+    {"scale": 0.3, "window": 100, "soft_cap": 2.0},
 )
-LENGTHS, NEW = [300, 129, 200, 5], [90, 129, 65, 1]
+HOPPER = partial(TritonAttention, arch="sm_90")
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -36,10 +38,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return boxes
 
 
-def in_small_blocks(
-    cache: LayerCache, tables: np.ndarray, block_size: int, small: int
-) -> tuple[LayerCache, np.ndarray]:
+def in_small_blocks(step: Step, small: int) -> Step:
     """The same contents in blocks of `small`."""
+    cache = step.cache
     assert isinstance(cache, PlainCache | QuantizedCache)
 
     def cut(store: torch.Tensor) -> torch.Tensor:
@@ -50,54 +51,32 @@ def in_small_blocks(
     values = None if cache.values is None else cut(cache.values)
     scales = () if cache.scales is None else (cut(cache.scales),)
     kind = PlainCache if cache.scales is None else QuantizedCache
-    pieces = block_size // small
-    finer = (tables[..., None] * pieces + np.arange(pieces)).reshape(len(tables), -1)
-    return kind(cut(cache.keys), values, *scales, cache.shared_value_dim), finer
-
-
-def run(
-    batch: RaggedBatch,
-    q: torch.Tensor,
-    cache: LayerCache,
-    options: AttentionOptions,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    attention = TritonAttention(num_heads=4, num_kv_heads=2, arch="sm_90")
-    return attention.run(attention.plan(batch, CPU), q, cache, options, sinks)
+    pieces = step.block_size // small
+    finer = (step.tables[..., None] * pieces + np.arange(pieces)).reshape(len(step.tables), -1)
+    whole = kind(cut(cache.keys), values, *scales, cache.shared_value_dim)
+    return replace(step, cache=whole, tables=finer, block_size=small)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", [torch.float16, torch.int8])
 @pytest.mark.parametrize(("block_size", "dim"), [(64, 16), (128, 24)])
 def test_whole_blocks_give_the_bits_of_single_vectors(
-    options: AttentionOptions, kind: torch.dtype, block_size: int, dim: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], kind: torch.dtype, block_size: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, tables, generator = filled_cache(
-        LENGTHS, num_heads=2, key_dim=dim, value_dim=dim, dtype=kind, block_size=block_size
-    )
-    q = torch.randn(sum(NEW), 4, dim, generator=generator).half()
-    sinks = torch.randn(4, generator=generator)
+    types = {"dtype": kind, "q_dtype": torch.float16, "block_size": block_size, "with_sinks": True}
+    step = draw([300, 129, 200, 5], [90, 129, 65, 1], (4, 2, dim), **types | options)
     boxes = counted(monkeypatch)
-    batch = step_of(LENGTHS, NEW, tables, block_size)
-    found = run(batch, q, cache, options, sinks)
+    found = compare(HOPPER, step, 2e-2, 2e-2)
     # Rows of 24 bytes are none that the copy engine can read.
-    bulk = dim * cache.keys.element_size() % 16 == 0
+    bulk = dim * torch.empty(0, dtype=kind).element_size() % 16 == 0
     assert boxes == ([[64, 16 if dim == 16 else 32]] * 2 if bulk else [])
     boxes.clear()
-    finer, fine_tables = in_small_blocks(cache, tables, block_size, 16)
-    assert torch.equal(found, run(step_of(LENGTHS, NEW, fine_tables), q, finer, options, sinks))
+    assert torch.equal(found, in_small_blocks(step, 16).run(HOPPER))
     assert not boxes, "a step of several blocks is fetched vector by vector"
-    reference = ReferenceAttention(num_heads=4, num_kv_heads=2)
-    expected = reference.run(reference.plan(batch, CPU), q, cache, options, sinks)
-    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_row_does_not_depend_on_where_its_chunk_began(options: AttentionOptions) -> None:
-    cache, tables, generator = filled_cache(
-        [300], num_heads=2, key_dim=16, value_dim=16, dtype=torch.float16, block_size=64
-    )
-    q = torch.randn(200, 4, 16, generator=generator).half()
-    whole = run(step_of([300], [200], tables, 64), q, cache, options, None)
-    last = run(step_of([300], [83], tables, 64), q[117:], cache, options, None)
-    assert torch.equal(whole[117:], last)
+def test_a_row_does_not_depend_on_where_its_chunk_began(options: dict[str, Any]) -> None:
+    types = {"dtype": torch.float16, "q_dtype": torch.float16, "block_size": 64}
+    step = draw([300], [200], **types | options)
+    assert_bits_alone(HOPPER, step, step.run(HOPPER), [(0, 217, 300)])

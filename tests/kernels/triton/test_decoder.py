@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -52,8 +53,7 @@ SAMPLED = [
 def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[int]]:
     """Outputs of three sequences, one of them in chunks."""
     asked = {"max_model_len": 96, "native": "off", "kv_cache_bytes": 4 << 20} | options
-    runner = open_runner(folder, kernels=kernels, **asked)
-    try:
+    with closing(open_runner(folder, kernels=kernels, **asked)) as runner:
         assert isinstance(runner.model, Decoder)
         assert runner.model.kernels.names["norm"] == kernels.norm
         jobs = [
@@ -61,8 +61,6 @@ def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[in
             for (length, chunk), sampling in zip(((19, 8), (3, 64), (24, 64)), SAMPLED, strict=True)
         ]
         return [job.output for job in Driver(runner).run(jobs)]
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize(
@@ -98,13 +96,11 @@ def test_an_invariant_model_gives_a_request_the_bits_that_it_has_alone(tmp_path:
     def job(length: int) -> Job:
         return Job(prompt_of(length, VOCAB, seed=length), 3, sampling, chunk=24)
 
-    try:
+    with closing(runner):
         together = Driver(runner).run([job(length) for length in (19, 3, 40)])
         for length, found in zip((19, 3, 40), together, strict=True):
             (alone,) = Driver(runner, seed=length).run([job(length)])
             assert (alone.output, alone.logprobs) == (found.output, found.logprobs)
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("quantize", ["int8", "w8a8", "int4", "fp8"])

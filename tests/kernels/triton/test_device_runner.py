@@ -12,6 +12,7 @@ import pytest
 
 from engine.config import EngineConfig, GraphsConfig, SchedulerConfig
 from engine.runner.cuda.build import make_device_runner
+from engine.runner.runner import ModelRunner
 from engine.types import Request, SamplingParams
 from kernels.attention.triton_attention import TritonAttention
 from tests.kernels.triton.test_decoder import TRITON
@@ -19,7 +20,7 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.runner.cuda.test_device_runner import OverlappedDriver
 from tests.unit.engine.runner.cuda.test_queued_speculation import LOOK_UP, PLAIN, Watched
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.driver import GREEDY, Job, generated, open_runner, prompt_of
 
 OPTIONS = {"native": "off", "attention_backend": "torch", "kv_cache_bytes": 4 << 20, "max_model_len": 96}
 SAMPLED = SamplingParams(temperature=0.9, top_k=30, seed=2, frequency_penalty=0.3, max_tokens=64, logprobs=1)
@@ -40,16 +41,13 @@ class PlainRecorder:
         return SimpleNamespace(replay=replay)
 
 
-@pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 2), ("mixtral", 1)])
-def test_tokens_are_those_of_the_plain_runner(tmp_path: Path, name: str, num_layers: int) -> None:
-    """Of each kind of layer one."""
-    model_type, changes = CASES[name]
-    make_checkpoint(tmp_path, model_type, **changes | {"num_hidden_layers": num_layers})
-    plain = open_runner(tmp_path, kernels=TRITON, **OPTIONS)
-    spec = plain.model.spec
-    recorder = PlainRecorder()
-    runner = make_device_runner(
-        EngineConfig(graphs=GraphsConfig(rows=(2, 4)), scheduler=SchedulerConfig(max_num_seqs=4)),
+def captured_runner(
+    plain: ModelRunner, recorder: PlainRecorder, rows: tuple[int, ...], max_num_seqs: int = 4, **config: Any
+) -> ModelRunner:
+    """The runner of GPUs for a plain one's model, whose decode steps are captured."""
+    scheduler, spec = SchedulerConfig(max_num_seqs=max_num_seqs), plain.model.spec
+    return make_device_runner(
+        EngineConfig(graphs=GraphsConfig(rows=rows), scheduler=scheduler, **config),
         plain.model,
         TritonAttention(num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
         recorder=lambda device: recorder,
@@ -58,6 +56,15 @@ def test_tokens_are_those_of_the_plain_runner(tmp_path: Path, name: str, num_lay
         proposer=plain.proposer,
         native_sampling=False,
     )
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 2), ("mixtral", 1)])
+def test_tokens_are_those_of_the_plain_runner(tmp_path: Path, name: str, num_layers: int) -> None:
+    """Of each kind of layer one."""
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes | {"num_hidden_layers": num_layers})
+    recorder = PlainRecorder()
+    runner = captured_runner(open_runner(tmp_path, kernels=TRITON, **OPTIONS), recorder, rows=(2, 4))
     jobs = [
         Job(prompt_of(length, 199, seed=length), 4, sampling)
         for length, sampling in ((21, GREEDY), (4, SAMPLED), (33, SAMPLED))
@@ -65,9 +72,7 @@ def test_tokens_are_those_of_the_plain_runner(tmp_path: Path, name: str, num_lay
     OverlappedDriver(runner).drive(jobs, 3, most=3)
     assert recorder.num_replays > 0
     runner.close()
-    reference = open_runner(tmp_path, **OPTIONS)
-    expected = Driver(reference).run([replace(job, output=[], logprobs=[]) for job in jobs])
-    reference.close()
+    expected = generated(tmp_path, [replace(job, output=[], logprobs=[]) for job in jobs], **OPTIONS)
     assert [job.output for job in jobs] == [job.output for job in expected]
 
 
@@ -76,18 +81,7 @@ def test_drafts_behind_drafts_on_their_way(tmp_path: Path) -> None:
     model_type, changes = CASES["llama"]
     make_checkpoint(tmp_path, model_type, **changes | {"num_hidden_layers": 1})
     plain = open_runner(tmp_path, kernels=TRITON, speculation=LOOK_UP, **OPTIONS)
-    spec = plain.model.spec
-    scheduler = SchedulerConfig(max_num_seqs=3)
-    runner = make_device_runner(
-        EngineConfig(graphs=GraphsConfig(rows=(4, 15)), scheduler=scheduler, speculation=LOOK_UP),
-        plain.model,
-        TritonAttention(num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
-        recorder=lambda device: PlainRecorder(),
-        storage=plain.storage,
-        grammar=plain.grammar,
-        proposer=plain.proposer,
-        native_sampling=False,
-    )
+    runner = captured_runner(plain, PlainRecorder(), rows=(4, 15), max_num_seqs=3, speculation=LOOK_UP)
     few = tuple(range(20, 24))
     samplings = (
         {"temperature": 0.7, "seed": 1, "allowed_token_ids": few},

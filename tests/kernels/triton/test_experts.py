@@ -11,24 +11,8 @@ from kernels.experts.grouped import ExpertsTogether
 from kernels.experts.routing import Routing
 from kernels.experts.triton_experts import combine, route
 from kernels.linear.triton_backend import InvariantLinear
-from tests.kernels.triton.test_linear import drawn, expert
-
-ROUTINGS = {
-    "softmax": Routing(num_experts=6, num_active=2),
-    "not normalized": Routing(num_experts=9, num_active=3, normalized=False, scaling=2.5),
-    "of the best": Routing(num_experts=5, num_active=4, scoring="softmax_of_best"),
-    "sigmoid": Routing(num_experts=8, num_active=1, scoring="sigmoid", scaling=1.5),
-    "all": Routing(num_experts=4, num_active=4),
-    "groups by their best": Routing(num_experts=20, num_active=3, num_groups=4, num_active_groups=2),
-    "groups by their two best": Routing(
-        num_experts=15,
-        num_active=4,
-        scoring="sigmoid",
-        num_groups=3,
-        num_active_groups=2,
-        group_score="two_best",
-    ),
-}
+from tests.kernels.drawn import drawn, weight_of
+from tests.kernels.routings import ROUTINGS
 
 
 @pytest.mark.parametrize("name", sorted(ROUTINGS))
@@ -73,8 +57,8 @@ def test_the_sum_is_in_the_tokens_own_order(size: int, dtype: torch.dtype) -> No
 def test_a_layer_of_experts_is_its_products_gated_and_added(kind: str, activation: str) -> None:
     hidden, size, tokens, count = 256, 128, 19, 4
     routing = Routing(num_experts=count, num_active=2)
-    ups = [expert(kind, 2 * size, hidden, seed=10 * index) for index in range(count)]
-    downs = [expert(kind, hidden, size, seed=10 * index + 5) for index in range(count)]
+    ups = [weight_of(kind, 2 * size, hidden, seed=10 * index) for index in range(count)]
+    downs = [weight_of(kind, hidden, size, seed=10 * index + 5) for index in range(count)]
     biases = drawn(count, 2 * size, seed=7), drawn(count, hidden, seed=8)
     linear = InvariantLinear()
     gate_up, down = linear.grouped(ups), linear.grouped(downs)

@@ -11,12 +11,11 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from kernels.attention import AttentionOptions, triton_attention
+from kernels.attention import triton_attention
 from kernels.attention.launch_shape import LaunchShape, launch_shape, next_smaller
-from kernels.attention.reference import ReferenceAttention
 from kernels.attention.triton_attention import TritonAttention
 from kernels.attention.tuning import TABLE, forced, key_of, read_table
-from tests.kernels.test_attention import CPU, filled_cache, step_of
+from tests.kernels.attention import compare, draw
 
 
 def test_what_is_tuned_is_what_the_engine_reads(tmp_path: Path) -> None:
@@ -67,23 +66,15 @@ def test_a_device_without_room_computes_with_a_smaller_shape(
 ) -> None:
     small = SmallDevice(triton_attention.attention_kernel, rows)
     monkeypatch.setattr(triton_attention, "attention_kernel", small)
-    lengths, new = [300, 70, 40], [1, 50, 40]
-    cache, tables, generator = filled_cache(
-        lengths, num_heads=1, key_dim=16, value_dim=16, dtype=torch.float32
-    )
-    q = torch.randn(sum(new), 32, 16, generator=generator)
-    options, batch = AttentionOptions(scale=0.25), step_of(lengths, new, tables)
-    reference = ReferenceAttention(num_heads=32, num_kv_heads=1)
-    expected = reference.run(reference.plan(batch, CPU), q, cache, options)
+    step = draw([300, 70, 40], [1, 50, 40], (32, 1, 16))
     attention = TritonAttention(num_heads=32, num_kv_heads=1)
     with caplog.at_level(logging.WARNING):
-        found = attention.run(attention.plan(batch, CPU), q, cache, options)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+        found = compare(lambda **heads: attention, step, 2e-5, 1e-4)
     refused = small.num_refused
     assert len(caplog.records) == refused > 0
     for shape in attention.smaller.values():
         assert f"{shape} takes its place" in caplog.text
-    again = attention.run(attention.plan(batch, CPU), q, cache, options)
+    again = step.run(lambda **heads: attention)
     assert small.num_refused == refused, "what was refused is not asked for again"
     assert torch.equal(again, found)
 
@@ -91,22 +82,20 @@ def test_a_device_without_room_computes_with_a_smaller_shape(
 def test_captured_steps_fall_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     small = SmallDevice(triton_attention.attention_kernel, 32)
     monkeypatch.setattr(triton_attention, "attention_kernel", small)
-    cache, tables, generator = filled_cache([300], num_heads=1, key_dim=16, value_dim=16, dtype=torch.float32)
-    q = torch.randn(1, 32, 16, generator=generator)
-    options, batch = AttentionOptions(scale=0.25), step_of([300], [1], tables)
+    step = draw([300], [1], (32, 1, 16))
     attention = TritonAttention(num_heads=32, num_kv_heads=1)
     plan = attention.plan_decode(
         triton_attention.DecodeBatch(
             context_lens=torch.tensor([300], dtype=torch.int32),
-            block_tables=torch.from_numpy(tables).int(),
+            block_tables=torch.from_numpy(step.tables).int(),
             block_size=16,
             max_context_len=512,
         )
     )
     attention.begin(plan)
-    found = attention.run(plan, q, cache, options)
+    found = attention.run(plan, step.q, step.cache, step.options)
     assert small.num_refused > 0
-    assert torch.equal(found, attention.run(attention.plan(batch, CPU), q, cache, options))
+    assert torch.equal(found, step.run(lambda **heads: attention))
 
 
 def test_a_device_without_room_for_the_smallest_shape_says_so() -> None:

@@ -12,7 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.config import KernelsConfig
 from kernels.linear import triton_shapes
-from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from kernels.linear.formats import Fp8Weight, Int4Weight, pack_levels
 from kernels.linear.triton_backend import (
     Fp8Product,
     InvariantLinear,
@@ -20,78 +20,12 @@ from kernels.linear.triton_backend import (
     scaled_mm_computes,
 )
 from kernels.linear.triton_dense import dense_batched_product, dense_product
-from kernels.linear.triton_grouped import grouped_product
 from kernels.linear.triton_linear import code_of
 from kernels.linear.triton_packing import pack_levels_for_triton
 from kernels.linear.triton_rows import GroupedRows
-from kernels.linear.triton_scaled import scaled_product
 from kernels.linear.triton_shapes import TileShape, Workspace, launch, num_parts, shape_for
 from kernels.selection import choose_kernels
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def whole(low: int, high: int, *shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 1), (7, 96, 33), (65, 128, 70)])
-@pytest.mark.parametrize("group", [32, 0])
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_int4(rows: int, inputs: int, outputs: int, group: int, asymmetric: bool) -> None:
-    groups = inputs // group if group else 1
-    weight = Int4Weight(
-        packed=pack_levels(whole(0, 16, outputs, inputs)),
-        scale=drawn(outputs, groups).abs(),
-        minimum=drawn(outputs, groups, seed=1) if asymmetric else None,
-        order=torch.randperm(inputs, generator=torch.Generator().manual_seed(2)) if asymmetric else None,
-    )
-    x, bias = drawn(rows, inputs, seed=3), drawn(outputs, seed=4)
-    expected = x @ weight.dequantize().T + bias
-    torch.testing.assert_close(TritonLinear().pack(weight)(x, bias), expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 1), (33, 100, 65)])
-def test_int8_weight_only(rows: int, inputs: int, outputs: int) -> None:
-    weight = Int8Weight(
-        values=whole(-127, 128, outputs, inputs).to(torch.int8),
-        scale=drawn(outputs, 1).abs(),
-        smoothing=drawn(inputs, seed=1).abs() + 0.5,
-    )
-    x = drawn(rows, inputs, seed=3)
-    torch.testing.assert_close(
-        TritonLinear().pack(weight)(x), x @ weight.dequantize().T, atol=1e-2, rtol=1e-4
-    )
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 1), (66, 130, 65)])
-def test_int8_with_int8(rows: int, inputs: int, outputs: int) -> None:
-    x = whole(-127, 128, rows, inputs).to(torch.int8)
-    weight = whole(-127, 128, outputs, inputs, seed=1).to(torch.int8)
-    x_scale, weight_scale, bias = drawn(rows).abs(), drawn(outputs, seed=2).abs(), drawn(outputs, seed=5)
-    exact = x.double() @ weight.double().T * x_scale.double()[:, None] * weight_scale.double() + bias
-    found = scaled_product(x, x_scale, weight, weight_scale, bias, dtype=torch.float32)
-    torch.testing.assert_close(found, exact.float(), atol=1e-3, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 1), (5, 300, 200)])
-@pytest.mark.parametrize("blocked", [False, True])
-def test_float8_with_float8(rows: int, inputs: int, outputs: int, blocked: bool) -> None:
-    x = drawn(rows, inputs).to(torch.float8_e4m3fn)
-    weight = drawn(outputs, inputs, seed=1).to(torch.float8_e4m3fn)
-    if blocked:
-        column, block = -(-inputs // 128), -(-outputs // 128)
-        x_scale, weight_scale = drawn(rows, column).abs(), drawn(block, column, seed=2).abs()
-        left = x.float() * x_scale.repeat_interleave(128, 1)[:, :inputs]
-        wide = weight_scale.repeat_interleave(128, 0)[:outputs].repeat_interleave(128, 1)[:, :inputs]
-        expected = left @ (weight.float() * wide).T
-    else:
-        x_scale, weight_scale = drawn(rows).abs(), drawn(outputs, seed=2).abs()
-        expected = (x.float() * x_scale[:, None]) @ (weight.float() * weight_scale[:, None]).T
-    found = scaled_product(x, x_scale, weight, weight_scale, dtype=torch.float32)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+from tests.kernels.drawn import drawn, weight_of, whole
 
 
 @pytest.mark.parametrize(("rows", "weights"), [(0, 4), (1, 1), (75, 4), (300, 3), (1500, 7)])
@@ -111,59 +45,8 @@ def test_grouped_rows_cover_every_row_once(rows: int, weights: int) -> None:
     }
 
 
-def test_experts() -> None:
-    tokens, active, experts, hidden, size = 21, 2, 5, 40, 24
-    x, weights = drawn(tokens, hidden), drawn(experts, size, hidden, seed=1)
-    choice = whole(0, experts, tokens * active, seed=2).int()
-    groups = GroupedRows.of(choice, experts)
-    found = grouped_product(x, weights, groups, rows_per_input=active)
-    expected = torch.stack([weights[int(w)] @ x[row // active] for row, w in enumerate(choice)])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def expert(kind: str, outputs: int, inputs: int, seed: int) -> WeightFormat:
-    """A random weight of one format."""
-    if kind.startswith("int4"):
-        minimum = drawn(outputs, inputs // 32, seed=seed + 1) if kind == "int4 minimum" else None
-        return Int4Weight(
-            packed=pack_levels(whole(0, 16, outputs, inputs, seed=seed)),
-            scale=drawn(outputs, inputs // 32, seed=seed).abs(),
-            minimum=minimum,
-        )
-    if kind.startswith("fp8"):
-        shape = (-(-outputs // 128), inputs // 128) if kind == "fp8 blocks" else (outputs,)
-        values = drawn(outputs, inputs, seed=seed).to(torch.float8_e4m3fn)
-        return Fp8Weight(values=values, scale=drawn(*shape, seed=seed + 1).abs())
-    return Int8Weight(
-        values=whole(-127, 128, outputs, inputs, seed=seed).to(torch.int8),
-        scale=drawn(outputs, 1, seed=seed).abs(),
-        activations="int8" if kind == "w8a8" else "float",
-    )
-
-
-@pytest.mark.parametrize("kind", ["int4", "int4 minimum", "int8", "w8a8", "fp8", "fp8 blocks"])
-def test_quantized_experts_equal_their_own_products(kind: str) -> None:
-    tokens, active, inputs, outputs = 11, 2, 128, 130
-    weights = [expert(kind, outputs, inputs, seed=10 * index) for index in range(4)]
-    linear = TritonLinear()
-    grouped = linear.grouped(weights)
-    assert grouped is not None
-    x = drawn(tokens, inputs)
-    # The third expert is nobody's.
-    choice = whole(0, 3, tokens * active, seed=2).int()
-    choice[choice == 2] = 3
-    found = grouped(x, grouped.group(choice), rows_per_input=active)
-    alone = [linear.pack(weight)(x) for weight in weights]
-    expected = torch.stack([alone[int(w)][row // active] for row, w in enumerate(choice)])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
-    # On the way out rows are as many as inputs.
-    out = grouped(x, grouped.group(choice[:tokens]), rows_per_input=1)
-    expected = torch.stack([alone[int(w)][row] for row, w in enumerate(choice[:tokens])])
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
-
-
 def test_experts_of_unlike_formats_are_not_grouped() -> None:
-    int8, int4, w8a8 = (expert(kind, 64, 64, 0) for kind in ("int8", "int4", "w8a8"))
+    int8, int4, w8a8 = (weight_of(kind, 64, 64) for kind in ("int8", "int4", "w8a8"))
     assert TritonLinear().grouped([int8, int4]) is None
     assert TritonLinear().grouped([int8, w8a8]) is None
     ordered = replace(int4, order=torch.arange(64))
@@ -192,28 +75,14 @@ def test_invariant_batched_products_take_any_strides() -> None:
     torch.testing.assert_close(dense_batched_product(left, turned), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8 blocks", "w8a8", "int8", "int4", "int4 minimum"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_batch(kind: str, dtype: torch.dtype) -> None:
-    # Inputs of several parts, rows of every tile.
-    inputs = 896
-    weight = drawn(70, inputs, seed=1).to(dtype) if kind == "dense" else expert(kind, 70, inputs, 1)
-    product = InvariantLinear().pack(weight)
-    x = drawn(150, inputs).to(dtype)
-    whole_batch = product(x)
-    assert bool(whole_batch.isfinite().all())
-    for first, last in ((0, 1), (0, 17), (60, 100), (149, 150), (3, 140)):
-        assert torch.equal(product(x[first:last]), whole_batch[first:last])
-
-
 @pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "w8a8", "int4", "int8"])
 def test_parts_of_a_sum_are_added_by_the_last_that_arrives(kind: str) -> None:
-    weight = expert(kind, 40, 1024, 1)
-    product, x = TritonLinear().pack(weight), drawn(3, 1024).bfloat16()
+    made = weight_of(kind, 40, 1024, 1)
+    product, x = TritonLinear().pack(made), drawn(3, 1024).bfloat16()
     assert num_parts(40, 8, x.device) > 1
     workspace = Workspace.of(x.device)
     workspace.sums.fill_(float("nan"))
-    expected = x.float() @ weight.dequantize().T
+    expected = x.float() @ made.dequantize().T
     # Again, with what the first left behind.
     for _ in range(2):
         error = (product(x).float() - expected).norm() / expected.norm()
@@ -226,10 +95,10 @@ def test_parts_of_a_sum_are_added_by_the_last_that_arrives(kind: str) -> None:
 def test_parts_of_inputs_that_no_step_divides(kind: str, dtype: torch.dtype) -> None:
     """Few rows by programs of their own, many by one: the last part is short, and its last step too."""
     inputs, outputs = 2080, 70
-    weight = expert(kind, outputs, inputs, 1)
+    made = weight_of(kind, outputs, inputs, 1)
     assert num_parts(outputs, 17, torch.device("cpu")) == 9, "eight of two steps, and one"
     x = drawn(140, inputs, seed=2).to(dtype)
-    product, exact = TritonLinear().pack(weight), x.float() @ weight.dequantize().T
+    product, exact = TritonLinear().pack(made), x.float() @ made.dequantize().T
     many = product(x)
     assert float((many.float() - exact).norm() / exact.norm()) < 5e-2
     assert torch.equal(product(x[:3]), many[:3])

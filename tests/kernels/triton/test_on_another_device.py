@@ -31,7 +31,7 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
-from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput
 from kernels import selection
 from kernels.attention import triton_attention
 from kernels.attention.triton_attention import TritonAttention
@@ -39,6 +39,7 @@ from kernels.config import KernelsConfig
 from kernels.transfer import on_device
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
+from tests.unit.engine.runner.driver import Job, new_sequence
 
 ELSEWHERE = torch.device("meta")
 LAUNCHERS = (
@@ -267,20 +268,11 @@ def _plans() -> list[SchedulerOutput]:
     def drafted(position: int) -> tuple[ScheduledSequence, ...]:
         return tuple(ScheduledSequence(number, position + number, 3, (), True, (4, 5)) for number in (1, 3))
 
+    asked = [Job(list(range(1, 20 + number)), sampling=SAMPLINGS[number - 1]) for number in (1, 2, 3)]
     prompts = tuple(
-        NewSequence(
-            number,
-            tuple(range(1, 20 + number)),
-            19 + number,
-            SAMPLINGS[number - 1],
-            0,
-            None,
-            "",
-            (2 * number, 2 * number + 1),
-        )
-        for number in (1, 2, 3)
+        new_sequence(number, job, (2 * number, 2 * number + 1)) for number, job in enumerate(asked, 1)
     )
-    long = NewSequence(9, tuple(range(1, 60)), 59, SAMPLINGS[0], 0, None, "", (20, 21, 22, 23))
+    long = new_sequence(9, Job(list(range(1, 60)), sampling=SAMPLINGS[0]), (20, 21, 22, 23))
     whole = tuple(ScheduledSequence(number, 0, 19 + number, (), True) for number in (1, 2, 3))
     return [
         SchedulerOutput(1, prompts, whole),

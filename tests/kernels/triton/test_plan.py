@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kernels.attention.ragged import RaggedBatch
 from kernels.attention.triton_plan import make_plan, part_sizes
+from tests.kernels.attention import batch_of
 
 BLOCK = 16
 
@@ -100,7 +101,7 @@ def found_plan(batch: RaggedBatch, **options: Any) -> dict[str, Any]:
     return arrays | {"num_parts": plan.num_parts, "split": items(plan.split), "whole": items(plan.whole)}
 
 
-def batch_of(
+def drawn_batch(
     dice: np.random.Generator, num_sequences: int, most_new: int, longest: int, prefixes: int
 ) -> RaggedBatch:
     """Decode rows, verification and chunks; some tables begin alike, with or without a given-up block."""
@@ -114,12 +115,7 @@ def batch_of(
         if prefixes and dice.random() < 0.7:
             alike = int(dice.integers(0, columns, endpoint=True))
             tables[index, :alike] = -1000 * dice.integers(1, prefixes, endpoint=True) - np.arange(alike)
-    return RaggedBatch(
-        query_starts=np.concatenate(([0], np.cumsum(new))),
-        context_lens=lengths,
-        block_tables=tables,
-        block_size=BLOCK,
-    )
+    return batch_of(lengths, new, tables, BLOCK)
 
 
 @settings(max_examples=150, deadline=None)
@@ -143,13 +139,29 @@ def test_any_step(
     tile_rows: int,
     window: int | None,
 ) -> None:
-    batch = batch_of(np.random.default_rng(seed), num_sequences, most_new, longest, prefixes)
+    batch = drawn_batch(np.random.default_rng(seed), num_sequences, most_new, longest, prefixes)
     options = {"split_rows": split_rows, "tile_rows": tile_rows, "window": window}
     assert found_plan(batch, **options) == plain_plan(batch, **options)
 
 
 @pytest.mark.parametrize("most_new", [1, 300])
 def test_a_full_batch(most_new: int) -> None:
-    batch = batch_of(np.random.default_rng(7), 128, most_new, 20_000, 2)
+    batch = drawn_batch(np.random.default_rng(7), 128, most_new, 20_000, 2)
     options = {"split_rows": 4, "tile_rows": 16, "window": None}
     assert found_plan(batch, **options) == plain_plan(batch, **options)
+
+
+def test_a_shared_prefix_is_read_once() -> None:
+    tables = np.arange(120).reshape(3, 40)
+    tables[1:, :32] = tables[0, :32]
+    plan = make_plan(batch_of([600, 580, 620], [1, 1, 1], tables), split_rows=4, tile_rows=16)
+    shared = [(begin, end) for count, begin, end in plan.split.fields[[1, 3, 4]].T.tolist() if count == 3]
+    assert shared == [(0, 256), (256, 512)]
+    alone = [(begin, end) for count, begin, end in plan.split.fields[[1, 3, 4]].T.tolist() if count == 1]
+    assert alone == [(512, 600), (512, 580), (512, 620)]
+
+
+def test_parts_grow_with_the_history_and_stay_few() -> None:
+    assert part_size(1) == part_size(64 * 256) == 256
+    assert part_size(64 * 256 + 1) == 512
+    assert all(-(-length // part_size(length)) <= 64 for length in (1, 10_000, 131_072, 1_000_000))

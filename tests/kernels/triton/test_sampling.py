@@ -15,14 +15,13 @@ from engine.types import SamplingParams
 from kernels.sampling import triton_filters
 from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from kernels.sampling.native import NativeDraws, sampling_library
-from kernels.sampling.noise import gumbel, row_keys
+from kernels.sampling.noise import row_keys
 from kernels.sampling.on_device import sample_on_device
 from kernels.sampling.reference import sample_by_torch
 from kernels.sampling.rows import SamplingRows
 from kernels.sampling.triton_filters import borders
 from kernels.sampling.triton_sampling import RowOptions, compile_draw, draw, process
-
-ROWS = 6
+from tests.kernels.triton.options import ROWS, filtered_and_drawn, options
 
 
 def sample(logits: torch.Tensor, options: RowOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -32,46 +31,12 @@ def sample(logits: torch.Tensor, options: RowOptions) -> tuple[torch.Tensor, tor
     return tokens, allowed != 0, processed.logits
 
 
-def keys() -> torch.Tensor:
-    seeds = np.arange(ROWS, dtype=np.uint64) * np.uint64(0xFFFF_FFFF_FFFF) + np.uint64(5)
-    return torch.from_numpy(row_keys(seeds, np.arange(ROWS) % 2, np.arange(ROWS) * 7))
-
-
-def options(**changes: torch.Tensor) -> RowOptions:
-    defaults = {
-        "temperature": torch.ones(ROWS),
-        "min_p": torch.zeros(ROWS),
-        "top_k": torch.zeros(ROWS, dtype=torch.int32),
-        "top_p": torch.ones(ROWS),
-        "noise_keys": keys(),
-    }
-    return RowOptions(**{**defaults, **changes})
-
-
 def logits(vocab_size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(ROWS, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 def expected_tokens(processed: torch.Tensor, chosen: RowOptions) -> torch.Tensor:
-    warm = processed / torch.where(chosen.temperature > 0, chosen.temperature, 1.0)[:, None]
-    filtered = apply_min_p(warm, chosen.min_p)
-    filtered = apply_top_k_top_p(filtered, chosen.top_k.long(), chosen.top_p)
-    drawn = (filtered.double() + gumbel(chosen.noise_keys, processed.shape[1])).argmax(-1)
-    return torch.where(chosen.temperature > 0, drawn, processed.argmax(-1))
-
-
-@pytest.mark.parametrize("vocab_size", [3, 1000, 5001])
-def test_draws_are_those_of_the_torch_sampler(vocab_size: int) -> None:
-    chosen = options(
-        temperature=torch.tensor([0.0, 1.0, 0.7, 1.5, 1.0, 0.2]),
-        min_p=torch.tensor([0.0, 0.0, 0.05, 0.0, 0.1, 0.0]),
-        top_k=torch.tensor([5, 0, 3, 40, 0, 1], dtype=torch.int32),
-        top_p=torch.tensor([0.5, 0.3, 1.0, 0.9, 0.95, 1.0]),
-    )
-    for seed in range(4):
-        tokens, allowed, processed = sample(logits(vocab_size, seed), chosen)
-        assert allowed.all()
-        assert torch.equal(tokens, expected_tokens(processed, chosen))
+    return filtered_and_drawn(processed, chosen)[1]
 
 
 def test_equal_logits_stay_together() -> None:
@@ -197,15 +162,8 @@ def kept(warm: torch.Tensor, chosen: RowOptions) -> torch.Tensor:
 
 
 FILTERS = [
-    {"top_k": 1},
-    {"top_k": 2},
-    {"top_k": 50},
-    {"top_k": 4500},
-    {"top_k": 100_000},
-    {"top_p": 1e-9},
-    {"top_p": 0.5},
-    {"top_p": 0.9},
-    {"top_p": 0.999_9},
+    *({"top_k": number} for number in (1, 2, 50, 4500, 100_000)),
+    *({"top_p": share} for share in (1e-9, 0.5, 0.9, 0.999_9)),
     {"top_k": 50, "top_p": 0.9},
     {"top_k": 4500, "top_p": 0.3},
     {"top_k": 7, "top_p": 0.95, "min_p": 0.1},
@@ -214,8 +172,8 @@ FILTERS = [
 ]
 
 
-def rows_like(kind: str, vocab_size: int) -> torch.Tensor:
-    """One row [V] in which a border is easy to miss."""
+def rows_like(vocab_size: int) -> dict[str, torch.Tensor]:
+    """Rows [V] in which a border is easy to miss."""
     bell = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     place = torch.arange(vocab_size)
     few = torch.full((vocab_size,), float("-inf"))
@@ -234,32 +192,17 @@ def rows_like(kind: str, vocab_size: int) -> torch.Tensor:
         "peaked": torch.where(
             torch.arange(vocab_size) < 30, 12 - torch.arange(vocab_size) * 0.4, 2 * bell - 8
         ),
-    }[kind]
-
-
-KINDS = (
-    "bell",
-    "narrow",
-    "narrow, far from zero",
-    "equal",
-    "one of them huge",
-    "one of them tiny",
-    "few values, many ties",
-    "zeros of both signs",
-    "few allowed",
-    "wide",
-    "peaked",
-)
+    }
 
 
 @pytest.mark.parametrize(("vocab_size", "capacity"), [(1, 8192), (33, 16), (9001, 8192), (9001, 16)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rows_like(8))
 def test_exactly_those_stay_that_the_torch_filters_leave(
     kind: str, vocab_size: int, capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where more logits are near the border than the list has room for."""
     monkeypatch.setattr(triton_filters, "CAPACITY", tl.constexpr(capacity))
-    warm = rows_like(kind, vocab_size).repeat(len(FILTERS), 1)
+    warm = rows_like(vocab_size)[kind].repeat(len(FILTERS), 1)
     chosen = RowOptions(
         temperature=torch.ones(len(FILTERS)),
         min_p=torch.tensor([each.get("min_p", 0.0) for each in FILTERS]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from millrace.tokenizer.internal.v1.sentencepiece_pb2 import SentencePieceModel
 
-from tests/unit/checkpoint.texts import texts
+from tests.unit.checkpoint.texts import texts
 
 FOLDER = Path(__file__).parent / "sentencepiece"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.model"))

@@ -17,8 +17,8 @@ from checkpoint.gguf_reader import contents, open_gguf
 from checkpoint.pieces import PieceKind
 from checkpoint.vocabulary import checkpoint_fingerprint, read_tokenizer
 from runtime.errors import ConfigError
-from tests/unit/checkpoint.sentencepiece_models import ids_of, model_of
-from tests/unit/checkpoint.texts import CORPUS, texts
+from tests.unit.checkpoint.sentencepiece_models import ids_of, model_of
+from tests.unit.checkpoint.texts import CORPUS, texts
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tokenizer_svc.text.checkpoint import load_checkpoint
 

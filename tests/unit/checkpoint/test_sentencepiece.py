@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from checkpoint.vocabulary import checkpoint_fingerprint, read_tokenizer
 from runtime.errors import ConfigError
-from tests/unit/checkpoint.sentencepiece_models import NAMES, ids_of, model_of
+from tests.unit.checkpoint.sentencepiece_models import NAMES, ids_of, model_of
 from tokenizer_svc.text.checkpoint import load_checkpoint
 
 EXCEPTED = {

@@ -1,7 +1,7 @@
 """Trains the models of the tests and writes the ids that the `sentencepiece` package gives for their texts.
 
 It is run where that package is, which is no dependency: `python -m
-tests/unit/checkpoint.train_sentencepiece` in an environment with `pip install sentencepiece==0.2.1`.
+tests.unit.checkpoint.train_sentencepiece` in an environment with `pip install sentencepiece==0.2.1`.
 `--texts N` compares so many texts with the conversion instead, which needs this suite's packages as well.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import sentencepiece
 
-from tests/unit/checkpoint.texts import CORPUS, texts
+from tests.unit.checkpoint.texts import CORPUS, texts
 
 FOLDER = Path(__file__).parent / "sentencepiece"
 NUM_TEXTS = 250

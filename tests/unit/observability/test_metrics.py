@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import urllib.request
+from contextlib import closing
 
 import pytest
 from opentelemetry.trace import SpanContext, TraceFlags
@@ -145,13 +146,11 @@ def test_the_endpoint_serves_and_closes() -> None:
     metrics = Metrics()
     metrics.set(names.BUILD_INFO, 1, service="gateway", version="1.0", model="nano")
     address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
-    try:
+    with closing(metrics):
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
             assert b'millrace_build_info{model="nano",service="gateway",version="1.0"} 1.0' in response.read()
         with pytest.raises(ConfigError, match=r"gateway\.metrics_listen"):
             Metrics().serve(address, "gateway.metrics_listen")
-    finally:
-        metrics.close()
 
 
 def test_values_that_come_with_every_token_are_those_of_their_series() -> None:
@@ -194,12 +193,10 @@ def test_one_name_alone_can_be_scraped_and_is_up_to_date() -> None:
     metrics = Metrics()
     metrics.add(names.COST, 3, tier="t", tenant="a")
     address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
-    try:
+    with closing(metrics):
         url = f"http://{address}/metrics?name[]={names.COST.name}"
         with urllib.request.urlopen(url, timeout=10) as response:
             assert b'{tenant="a",tier="t"} 3.0' in response.read()
-    finally:
-        metrics.close()
 
 
 def test_a_counter_does_not_go_down() -> None:

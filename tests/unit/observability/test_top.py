@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import time
+from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
@@ -64,10 +65,8 @@ async def test_endpoints_are_read_and_a_missing_one_is_named() -> None:
     metrics.set(names.KV_USAGE, 0.97)
     metrics.set(names.REQUESTS_WAITING, 7)
     address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
-    try:
+    with closing(metrics):
         readings = await scrape({"engine-0": address, "engine-1": "127.0.0.1:1"})
-    finally:
-        metrics.close()
     assert readings["engine-0"].value(names.KV_USAGE) == 0.97
     assert readings["engine-1"].error
     output = io.StringIO()
@@ -101,10 +100,8 @@ def test_once_prints_one_view(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = Metrics()
     metrics.set(names.REQUESTS_RUNNING, 3)
     address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
-    try:
+    with closing(metrics):
         assert top.main(["--target", f"engine-0={address}", "--once", "--interval", "0.05"]) == 0
-    finally:
-        metrics.close()
     shown = capsys.readouterr().out
     assert "engine-0" in shown
     assert shown.endswith("\n")

@@ -19,8 +19,31 @@ from tokenizer_svc.service.stream import CallStream
 _NUM_CALLS = 60
 
 
-def ids_of(message: bytes) -> list[int]:
-    return list(token_ids(message))
+def call_of(number: int, text: str | None = None) -> Call:
+    request = tokenizer_pb2.PrepareRequest() if text is None else tokenizer_pb2.PrepareRequest(text=text)
+    return Call(tokenizer_pb2.PrepareCall(id=number), request)
+
+
+async def numbered() -> AsyncIterator[list[Call | UnreadableCall]]:
+    """One call a message."""
+    for number in range(_NUM_CALLS):
+        yield [call_of(number)]
+
+
+async def own_number(call: Call) -> tokenizer_pb2.PrepareResponse:
+    """Answers at once."""
+    return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
+
+
+async def the_rest(answers: AsyncIterator[bytes]) -> dict[int, list[int]]:
+    """Everything that is still answered."""
+    return {number: ids async for message in answers for number, ids in token_ids(message).items()}
+
+
+async def turns() -> None:
+    """Lets everybody who can go on do so."""
+    for _ in range(100):
+        await asyncio.sleep(0)
 
 
 def token_ids(message: bytes) -> dict[int, list[int]]:
@@ -37,19 +60,11 @@ async def test_answers_that_nobody_takes_end_the_reading(monkeypatch: pytest.Mon
         begun += 1
         return tokenizer_pb2.PrepareResponse()
 
-    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
-        for number in range(_NUM_CALLS):
-            yield [Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest())]
-
-    answers = CallStream(answer).serve(calls())
-    first = ids_of(await anext(answers))
-    for _ in range(100):
-        await asyncio.sleep(0)
+    answers = CallStream(answer).serve(numbered())
+    first = list(token_ids(await anext(answers)))
+    await turns()
     assert begun <= len(first) + 8
-    ids = first
-    async for message in answers:
-        ids += ids_of(message)
-    assert sorted(ids) == list(range(_NUM_CALLS))
+    assert sorted([*first, *await the_rest(answers)]) == list(range(_NUM_CALLS))
 
 
 async def test_bytes_that_wait_for_answers_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,17 +88,13 @@ async def test_bytes_that_wait_for_answers_end_the_reading(monkeypatch: pytest.M
             else:
                 yield [Call(tokenizer_pb2.PrepareCall(id=number, request=request), request)]
 
-    found: dict[int, list[int]] = {}
     answers = CallStream(answer).serve(calls())
     first = asyncio.ensure_future(anext(answers))
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await turns()
     # The fourth is what went beyond.
     assert num_read == 4
     release.set()
-    found |= token_ids(await first)
-    async for message in answers:
-        found |= token_ids(message)
+    found = token_ids(await first) | await the_rest(answers)
     assert found == {number: [number] for number in range(_NUM_CALLS)}
 
 
@@ -94,9 +105,7 @@ async def test_answers_of_any_size_are_those_of_their_calls() -> None:
         return LargeAnswer((response.SerializeToString(),)) if call.id % 2 else response
 
     async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
-        yield [
-            Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest()) for number in range(5)
-        ]
+        yield [call_of(number) for number in range(5)]
 
     found: dict[int, list[int]] = {}
     async for message in CallStream(answer).serve(calls()):
@@ -125,19 +134,17 @@ async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_
         nonlocal read
         for number in range(_NUM_CALLS):
             read += 1
-            yield [Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest())]
+            yield [call_of(number)]
 
     answers = CallStream(answer, at_once).serve(calls())
     first = await anext(answers)
     found = token_ids(first)
     assert found
     assert 0 not in found
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await turns()
     assert read <= len(found) + 2 + 8
     slow.set()
-    async for message in answers:
-        found |= token_ids(message)
+    found |= await the_rest(answers)
     assert found == {number: [number] for number in range(_NUM_CALLS)}
 
 
@@ -154,17 +161,13 @@ async def test_a_stream_that_has_much_leaves_turns_to_others(monkeypatch: pytest
         answered += 1
         return {"token_ids": [call.id]}
 
-    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
-        for number in range(_NUM_CALLS):
-            yield [Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest())]
-
     async def other() -> None:
         while answered < _NUM_CALLS:
             seen.append(answered)
             await asyncio.sleep(0)
 
     beside = asyncio.ensure_future(other())
-    async for _ in CallStream(answer, at_once).serve(calls()):
+    async for _ in CallStream(answer, at_once).serve(numbered()):
         pass
     await beside
     # One message at a time, between two turns of somebody else.
@@ -172,16 +175,13 @@ async def test_a_stream_that_has_much_leaves_turns_to_others(monkeypatch: pytest
 
 
 async def test_a_call_that_cannot_be_read_is_refused_and_the_others_are_answered() -> None:
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
-        return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
-
     async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
-        yield [Call(tokenizer_pb2.PrepareCall(id=1), tokenizer_pb2.PrepareRequest()), UnreadableCall(2)]
-        yield [Call(tokenizer_pb2.PrepareCall(id=3), tokenizer_pb2.PrepareRequest())]
+        yield [call_of(1), UnreadableCall(2)]
+        yield [call_of(3)]
 
     answers = {
         each.id: each
-        async for message in CallStream(answer).serve(calls())
+        async for message in CallStream(own_number).serve(calls())
         for each in tokenizer_pb2.PrepareStreamResponse.FromString(message).answers
     }
     assert [list(answers[number].response.token_ids) for number in (1, 3)] == [[1], [3]]
@@ -189,15 +189,12 @@ async def test_a_call_that_cannot_be_read_is_refused_and_the_others_are_answered
 
 
 async def test_what_ends_the_reading_ends_the_stream_when_calls_are_answered() -> None:
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
-        return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
-
     async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
-        yield [Call(tokenizer_pb2.PrepareCall(id=1), tokenizer_pb2.PrepareRequest())]
+        yield [call_of(1)]
         raise MillraceError(Reason.MALFORMED_BODY, "no message")
 
-    answers = CallStream(answer).serve(calls())
-    assert ids_of(await anext(answers)) == [1]
+    answers = CallStream(own_number).serve(calls())
+    assert list(token_ids(await anext(answers))) == [1]
     with pytest.raises(MillraceError, match="no message"):
         await anext(answers)
 
@@ -208,18 +205,13 @@ async def test_memory_is_given_back_after_large_calls(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "GIVE_BACK_AFTER_S", 0.0)
     monkeypatch.setattr(memory, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
 
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
-        return tokenizer_pb2.PrepareResponse()
-
     async def answered(num_bytes: int) -> None:
-        request = tokenizer_pb2.PrepareRequest(text="x" * num_bytes)
-
         async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
-            wire = request.SerializeToString()
-            yield [Call(tokenizer_pb2.PrepareCall(id=1), large(wire) if num_bytes > 1000 else request)]
+            call = call_of(1, "x" * num_bytes)
+            wire = call.request.SerializeToString()  # type: ignore[union-attr]
+            yield [Call(call.head, large(wire)) if num_bytes > 1000 else call]
 
-        async for _ in CallStream(answer).serve(calls()):
-            pass
+        await the_rest(CallStream(own_number).serve(calls()))
 
     await answered(10)
     await asyncio.sleep(0)
@@ -235,7 +227,7 @@ async def test_a_large_call_and_its_answer_are_not_kept_until_the_next_ones() ->
         return tokenizer_pb2.PrepareResponse(token_ids=[300] * 1_000_000)
 
     async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
-        yield [Call(tokenizer_pb2.PrepareCall(id=1), tokenizer_pb2.PrepareRequest(text="x" * 8_000_000))]
+        yield [call_of(1, "x" * 8_000_000)]
         await ends.wait()
 
     async with nothing_large_is_kept():

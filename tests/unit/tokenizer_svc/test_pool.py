@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -67,23 +69,37 @@ def slow(number: int) -> EncodedGrammar:
 QUICK = request({"type": "object", "properties": {"a": {"type": "integer"}}})
 
 
+@asynccontextmanager
+async def started(
+    setup: WorkerSetup = SETUP, *, silence_limit_s: float | None = None, **config: Any
+) -> AsyncIterator[WorkerPool]:
+    silence = {} if silence_limit_s is None else {"silence_limit_s": silence_limit_s}
+    pool = WorkerPool(CompileConfig(**config), setup, **silence)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for what must come to hold; fails by its time limit when it never does."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 @pytest_asyncio.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
-    config = CompileConfig(workers=2, time_limit_s=0.5, max_queued_per_tenant=3, max_queued=5)
-    pool = WorkerPool(config, SETUP)
-    await pool.start()
-    yield pool
-    await pool.close()
+    async with started(workers=2, time_limit_s=0.5, max_queued_per_tenant=3, max_queued=5) as pool:
+        yield pool
 
 
 @pytest_asyncio.fixture
 async def patient() -> AsyncIterator[WorkerPool]:
     """As `pool`, but work may take longer than any test: nothing ends by itself, however slow the machine."""
-    config = CompileConfig(workers=2, time_limit_s=3600.0, max_queued_per_tenant=3, max_queued=5)
-    pool = WorkerPool(config, SETUP)
-    await pool.start()
-    yield pool
-    await pool.close()
+    async with started(workers=2, time_limit_s=3600.0, max_queued_per_tenant=3, max_queued=5) as pool:
+        yield pool
 
 
 async def test_a_grammar_is_built(pool: WorkerPool) -> None:
@@ -103,23 +119,16 @@ async def test_overrunning_time_is_refused_and_the_worker_replaced(pool: WorkerP
 
 
 async def test_overrunning_memory_is_refused() -> None:
-    config = CompileConfig(workers=1, time_limit_s=60.0)
-    pool = WorkerPool(config, SMALL_SETUP)
-    await pool.start()
-    try:
+    async with started(SMALL_SETUP, workers=1, time_limit_s=60.0) as pool:
         reply = await pool.run(slow(1), tenant="a")
         assert reply.refused is not None
         assert reply.refused.overrun == "memory"
         assert pool.num_overruns == {"time": 0, "memory": 1}
         assert (await pool.run(QUICK, tenant="a")).built is not None
-    finally:
-        await pool.close()
 
 
 async def test_a_text_that_needs_too_much_memory_is_told_what_fits() -> None:
-    pool = WorkerPool(CompileConfig(workers=1, memory_limit_bytes=64 << 20), SMALL_SETUP)
-    await pool.start()
-    try:
+    async with started(SMALL_SETUP, workers=1, memory_limit_bytes=64 << 20) as pool:
         wire = tokenizer_pb2.PrepareRequest(text="word " * 400_000).SerializeToString()
         reply = await pool.run(PromptRequest().encoded(wire, "prompt"), tenant="a")
         assert reply.refused is not None
@@ -129,8 +138,6 @@ async def test_a_text_that_needs_too_much_memory_is_told_what_fits() -> None:
         wire = tokenizer_pb2.PrepareRequest(text="word " * (fits // 10)).SerializeToString()
         reply = await pool.run(PromptRequest().encoded(wire, "prompt"), tenant="b")
         assert reply.prompted is not None
-    finally:
-        await pool.close()
 
 
 async def test_other_tenants_are_served_while_one_is_slow(patient: WorkerPool) -> None:
@@ -266,10 +273,8 @@ async def test_work_that_nobody_waits_for_is_given_up(patient: WorkerPool) -> No
 
 
 async def asked(pool: WorkerPool, *tenants: str) -> None:
-    """Waits until workers serve these tenants; fails by its time limit when they never do."""
-    async with asyncio.timeout(LIMIT_S):
-        while sorted(job.tenant for job in pool._tasks.values()) != list(tenants):
-            await asyncio.sleep(0.001)
+    """Waits until workers serve these tenants."""
+    await until(lambda: sorted(job.tenant for job in pool._tasks.values()) == list(tenants))
 
 
 async def test_others_do_not_wait_for_the_same_grammar_of_a_tenant_in_debt(pool: WorkerPool) -> None:
@@ -309,10 +314,8 @@ async def test_others_do_not_wait_behind_what_a_tenant_queued_before_the_same_gr
 
 
 async def test_a_tenant_has_half_of_the_machine_at_ordinary_priority() -> None:
-    pool = WorkerPool(CompileConfig(workers=6, time_limit_s=0.5), SETUP)
-    pool._max_fresh = 2
-    await pool.start()
-    try:
+    async with started(workers=6, time_limit_s=0.5) as pool:
+        pool._max_fresh = 2
         running = [asyncio.ensure_future(pool.run(slow(20 + each), tenant="a")) for each in range(4)]
         await asyncio.sleep(0)
         # A tenant alone could have all workers; those that are late make room for its next.
@@ -321,31 +324,28 @@ async def test_a_tenant_has_half_of_the_machine_at_ordinary_priority() -> None:
         assert all(reply.refused is not None for reply in await asyncio.gather(*running))
         await asked(pool)
         assert not pool._fresh
-    finally:
-        await pool.close()
+
+
+def stat(worker: Worker) -> list[str]:
+    """Of the process, as the kernel says it, from its state on."""
+    with open(f"/proc/{worker.pid}/stat", encoding="ascii") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def state(worker: Worker) -> str:
-    """Of the process, as the kernel says it: R, S, T (stopped), ..."""
-    with open(f"/proc/{worker.pid}/stat", encoding="ascii") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
+    """R, S, T (stopped), ..."""
+    return stat(worker)[0]
 
 
 async def test_of_a_tenants_long_work_one_part_computes_and_quick_work_passes_it() -> None:
-    pool = WorkerPool(CompileConfig(workers=4, time_limit_s=1.0), SETUP)
-    pool._max_fresh = pool._max_long = 1
-    await pool.start()
-    try:
+    async with started(workers=4, time_limit_s=1.0) as pool:
+        pool._max_fresh = pool._max_long = 1
         slow_ones = [asyncio.ensure_future(pool.run(slow(30 + each), tenant="a")) for each in range(2)]
-        async with asyncio.timeout(LIMIT_S):
-            while len(pool._long.get("a", ())) < 2:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(pool._long.get("a", ())) == 2)
         first, second = (job.worker for job in pool._long["a"])
         assert first is not None
         assert second is not None
-        async with asyncio.timeout(LIMIT_S):
-            while state(second) != "T":
-                await asyncio.sleep(0.001)
+        await until(lambda: state(second) == "T")
         assert state(first) != "T"
         assert (await pool.run(QUICK, tenant="a")).built is not None
         assert not any(task.done() for task in slow_ones)
@@ -353,14 +353,10 @@ async def test_of_a_tenants_long_work_one_part_computes_and_quick_work_passes_it
         await asyncio.wait(slow_ones, return_when=asyncio.FIRST_COMPLETED)
         assert [task.done() for task in slow_ones] == [True, False]
         used_s = second.processor_s()
-        async with asyncio.timeout(LIMIT_S):
-            while second.processor_s() <= used_s:
-                await asyncio.sleep(0.001)
+        await until(lambda: second.processor_s() > used_s)
         assert all(reply.refused is not None for reply in await asyncio.gather(*slow_ones))
         await asked(pool)
         assert not pool._long
-    finally:
-        await pool.close()
 
 
 async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
@@ -376,11 +372,9 @@ async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
         stopped.append(worker)
 
     monkeypatch.setattr(Worker, "stop", stop_once_it_has_answered)
-    pool = WorkerPool(CompileConfig(workers=2, time_limit_s=30.0), SETUP)
-    # As if other long work of the tenant's were before it.
-    pool._max_long = 0
-    await pool.start()
-    try:
+    async with started(workers=2, time_limit_s=30.0) as pool:
+        # As if other long work of the tenant's were before it.
+        pool._max_long = 0
         pool._accounts.charge("a", 0.5)
         inner = {"type": "object", "properties": {f"b{each}": {"type": "integer"} for each in range(20)}}
         # Not so long that it would be refused for its own time: a full machine doubles what is counted of it.
@@ -388,11 +382,7 @@ async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
         assert (await pool.run(request(long), tenant="a")).built is not None
         await asked(pool)
         assert pool._idle_slow == stopped
-        async with asyncio.timeout(LIMIT_S):
-            while state(stopped[0]) == "T":
-                await asyncio.sleep(0.001)
-    finally:
-        await pool.close()
+        await until(lambda: state(stopped[0]) != "T")
 
 
 async def test_waking_a_worker_interrupts_nobody(pool: WorkerPool) -> None:
@@ -401,8 +391,7 @@ async def test_waking_a_worker_interrupts_nobody(pool: WorkerPool) -> None:
 
 
 def page_faults(worker: Worker) -> int:
-    with open(f"/proc/{worker.pid}/stat", encoding="ascii") as stat:
-        return int(stat.read().rpartition(")")[2].split()[7])
+    return int(stat(worker)[7])
 
 
 async def test_a_new_worker_has_touched_before_its_first_request_what_it_writes_to() -> None:
@@ -450,9 +439,7 @@ async def test_processor_time_is_that_of_the_worker(pool: WorkerPool) -> None:
     told_s = msgspec.msgpack.decode(reply, type=WorkerReply).processor_s
     assert told_s <= worker.processor_s() - before_s
     pool._kill(worker)
-    async with asyncio.timeout(LIMIT_S):
-        while worker.processor_s():
-            await asyncio.sleep(0.001)
+    await until(lambda: not worker.processor_s())
 
 
 # Computes far longer than it takes until the first signal, without coming back to the interpreter meanwhile.
@@ -489,24 +476,18 @@ async def test_what_came_before_the_workers_is_done() -> None:
 
 
 async def test_a_worker_that_stands_still_is_replaced_and_its_work_done() -> None:
-    pool = WorkerPool(CompileConfig(workers=2), SETUP, silence_limit_s=0.5)
-    await pool.start()
-    try:
+    async with started(workers=2, silence_limit_s=0.5) as pool:
         before = {worker.pid for worker in pool._workers}
         for pid in before:
             os.kill(pid, signal.SIGSTOP)
         reply = await asyncio.wait_for(pool.run(QUICK, tenant="a"), LIMIT_S)
         assert reply.built is not None
         assert len(before & {worker.pid for worker in pool._workers}) == 1
-    finally:
-        await pool.close()
 
 
 async def test_work_that_every_worker_hangs_on_is_given_up() -> None:
-    pool = WorkerPool(CompileConfig(workers=1), SETUP, silence_limit_s=0.5)
-    await pool.start()
     stopped: set[int] = set()
-    try:
+    async with started(workers=1, silence_limit_s=0.5) as pool:
         asking = asyncio.create_task(pool.run(QUICK, tenant="a"))
         # Before the loop has had a turn to write to a new one.
         new = pool._new
@@ -524,5 +505,3 @@ async def test_work_that_every_worker_hangs_on_is_given_up() -> None:
             await asyncio.wait_for(asking, LIMIT_S)
         assert given_up.value.reason is Reason.TOKENIZER_UNAVAILABLE
         assert stopped
-    finally:
-        await pool.close()

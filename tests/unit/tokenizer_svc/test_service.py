@@ -34,6 +34,15 @@ from tokenizer_svc import check
 from tokenizer_svc.prompt.sizes import is_large
 
 
+def request(**fields: Any) -> tokenizer_pb2.PrepareRequest:
+    """Signed."""
+    return tokenizer_pb2.PrepareRequest(**{"context": signed()} | fields)
+
+
+def schema_format(schema: Any) -> chat_pb2.ResponseFormat:
+    return chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json=json.dumps(schema)))
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("qwen_tools", tmp_path_factory.mktemp("service"))
@@ -46,9 +55,7 @@ def service(path: Path) -> Iterator[Service]:
 
 
 def test_prepare_agrees_with_transformers(service: Service, path: Path) -> None:
-    answer = service.stub.Prepare(
-        tokenizer_pb2.PrepareRequest(context=signed(), model="small", conversation=user("Hello 🙂"))
-    )
+    answer = service.stub.Prepare(request(model="small", conversation=user("Hello 🙂")))
     tokenizer = AutoTokenizer.from_pretrained(str(path))
     expected = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hello 🙂"}], add_generation_prompt=True, return_dict=False
@@ -68,16 +75,13 @@ def test_switches_reach_the_template(service: Service) -> None:
     conversation.template_options.CopyFrom(
         struct_pb2.Struct(fields={"enable_thinking": struct_pb2.Value(bool_value=False)})
     )
-    answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=conversation))
+    answer = service.stub.Prepare(request(conversation=conversation))
     assert answer.assistant_prefix == "<think>\n\n</think>\n\n"
 
 
 def test_grammars_come_once_and_then_from_the_cache(service: Service) -> None:
-    form = chat_pb2.ResponseFormat(
-        json_schema=chat_pb2.JsonSchema(schema_json='{"type": "object", "format": "x"}')
-    )
-    request = tokenizer_pb2.PrepareRequest(context=signed(), text="Hi", response_format=form)
-    first, second = service.stub.Prepare(request), service.stub.Prepare(request)
+    asked = request(text="Hi", response_format=schema_format({"type": "object", "format": "x"}))
+    first, second = service.stub.Prepare(asked), service.stub.Prepare(asked)
     assert (first.grammar_cached, second.grammar_cached) == (False, True)
     assert first.grammar == second.grammar
     assert first.grammar.backend == "llguidance/1"
@@ -87,10 +91,10 @@ def test_grammars_come_once_and_then_from_the_cache(service: Service) -> None:
 def test_tools_bring_a_grammar(service: Service) -> None:
     conversation = user("q")
     conversation.tools.add(name="f", parameters_json='{"type": "object"}')
-    answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=conversation))
+    answer = service.stub.Prepare(request(conversation=conversation))
     assert "tool_calls" in answer.grammar.payload.decode()
     conversation.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_NONE
-    answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=conversation))
+    answer = service.stub.Prepare(request(conversation=conversation))
     assert not answer.HasField("grammar")
 
 
@@ -103,44 +107,36 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         for each in range(100)
     ]
     messages = [{"role": "user", "content": "Say <|im_start|> and <think> to " + "me " * 50}]
-    request = user(str(messages[0]["content"]))
+    large = user(str(messages[0]["content"]))
     for tool in tools:
-        request.tools.add(
+        large.tools.add(
             name=tool["function"]["name"], parameters_json=json.dumps(tool["function"]["parameters"])
         )
-    assert is_large(tokenizer_pb2.PrepareRequest(conversation=request))
+    assert is_large(tokenizer_pb2.PrepareRequest(conversation=large))
     running = Service(path)
     try:
-        answer = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=request))
+        answer = running.stub.Prepare(request(conversation=large))
         assert list(answer.token_ids) == Text(path).ids(conversation(messages, tools))
         assert "f99" in answer.grammar.payload.decode()
-        whole = tokenizer_pb2.PrepareRequest(context=signed(), conversation=request)
-        calls = [tokenizer_pb2.PrepareCall(id=1, request=whole)]
+        calls = [tokenizer_pb2.PrepareCall(id=1, request=request(conversation=large))]
         stream = running.stub.PrepareStream(iter([tokenizer_pb2.PrepareStreamRequest(calls=calls)]))
         (streamed,) = (each.response for message in stream for each in message.answers)
         assert (streamed.token_ids, streamed.grammar) == (answer.token_ids, answer.grammar)
-        counted = running.stub.Tokenize(tokenizer_pb2.TokenizeRequest(conversation=request))
+        counted = running.stub.Tokenize(tokenizer_pb2.TokenizeRequest(conversation=large))
         assert counted.token_ids == answer.token_ids
         text = "me <think> " * 30_000
-        whole = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), text=text))
+        whole = running.stub.Prepare(request(text=text))
         ids = tokenizer_pb2.EncodedPrompt(ids=whole.token_ids)
-        again = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), encoded=ids))
+        again = running.stub.Prepare(request(encoded=ids))
         assert again.token_ids == whole.token_ids
         by_stream = asyncio.run(prepared_by_stream(running.target, "me <think> " * 40_000, "Hi"))
-        long = running.stub.Prepare(
-            tokenizer_pb2.PrepareRequest(context=signed(), text="me <think> " * 40_000)
-        )
-        brief = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), text="Hi"))
-        assert by_stream == [list(long.token_ids), list(brief.token_ids)]
+        singly = [running.stub.Prepare(request(text=each)) for each in ("me <think> " * 40_000, "Hi")]
+        assert by_stream == [list(each.token_ids) for each in singly]
         form = chat_pb2.ResponseFormat(choice=chat_pb2.Choice(options=[f"o{each}" for each in range(9_000)]))
-        chosen = running.stub.Prepare(
-            tokenizer_pb2.PrepareRequest(context=signed(), text="Hi", response_format=form)
-        )
+        chosen = running.stub.Prepare(request(text="Hi", response_format=form))
         assert "o8999" in chosen.grammar.payload.decode()
         assert len(chosen.token_ids) > 0
-        cut = tokenizer_pb2.PrepareRequest(
-            context=signed(), text=text, max_prompt_tokens=5, truncation=tokenizer_pb2.TRUNCATION_KEEP_END
-        )
+        cut = request(text=text, max_prompt_tokens=5, truncation=tokenizer_pb2.TRUNCATION_KEEP_END)
         kept = running.stub.Prepare(cut)
         assert kept.token_ids == whole.token_ids[-5:]
         assert kept.num_truncated_tokens == len(whole.token_ids) - 5
@@ -148,34 +144,33 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         assert whole.token_ids == batch.prompts[0].ids
         counted = running.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))
         assert counted.token_ids == whole.token_ids
-        beyond = tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=9), text="x" * (4 << 20))
+        beyond = request(context=signed(max_context_tokens=9), text="x" * (4 << 20))
         error = refused(running.stub.Prepare, beyond)
         assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "prompt")
         assert "at least" in error.message
-        beyond = tokenizer_pb2.PrepareRequest(context=signed(), text="x" * ((8 << 20) + 100))
+        beyond = request(text="x" * ((8 << 20) + 100))
         error = refused(running.stub.Prepare, beyond)
         assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "prompt")
         assert f"limit is {8 << 20}" in error.message
         # Errors are the same as well.
-        short = tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=9), conversation=request)
+        short = request(context=signed(max_context_tokens=9), conversation=large)
         error = refused(running.stub.Prepare, short)
         assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "messages")
         assert error.metadata["max_context_tokens"] == "9"
-        request.tools[7].parameters_json = "{"
-        broken = tokenizer_pb2.PrepareRequest(context=signed(), conversation=request)
-        error = refused(running.stub.Prepare, broken)
+        large.tools[7].parameters_json = "{"
+        error = refused(running.stub.Prepare, request(conversation=large))
         assert (error.reason, error.field) == (Reason.INVALID_ARGUMENT, "tools[7].function.parameters")
     finally:
         assert running.stop() == 0
 
 
 def test_too_much_beside_the_texts_is_refused(service: Service) -> None:
-    request = user("x")
+    large = user("x")
     document = struct_pb2.Struct(fields={"text": struct_pb2.Value(string_value="y" * 1000)})
-    request.documents.extend([document] * 30)
+    large.documents.extend([document] * 30)
     for call, message in (
-        (service.stub.Prepare, tokenizer_pb2.PrepareRequest(context=signed(), conversation=request)),
-        (service.stub.Tokenize, tokenizer_pb2.TokenizeRequest(conversation=request)),
+        (service.stub.Prepare, request(conversation=large)),
+        (service.stub.Tokenize, tokenizer_pb2.TokenizeRequest(conversation=large)),
     ):
         error = refused(call, message)
         assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "messages")
@@ -199,9 +194,6 @@ def test_batches_of_texts(service: Service) -> None:
 
 
 def test_long_prompts_are_refused_or_cut(service: Service) -> None:
-    def request(**fields: Any) -> tokenizer_pb2.PrepareRequest:
-        return tokenizer_pb2.PrepareRequest(context=signed(), **fields)
-
     ids = list(service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="one two three four")).token_ids)
     error = refused(service.stub.Prepare, request(text="one two three four", max_prompt_tokens=len(ids) - 1))
     assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "prompt")
@@ -212,9 +204,7 @@ def test_long_prompts_are_refused_or_cut(service: Service) -> None:
             request(text="one two three four", max_prompt_tokens=3, truncation=truncation)
         )
         assert (list(cut.token_ids), cut.num_truncated_tokens) == (kept, len(ids) - 3)
-    whole = tokenizer_pb2.PrepareRequest(
-        context=signed(max_context_tokens=5), conversation=user("word " * 50)
-    )
+    whole = request(context=signed(max_context_tokens=5), conversation=user("word " * 50))
     error = refused(service.stub.Prepare, whole)
     assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "messages")
     whole.truncation = end
@@ -244,29 +234,25 @@ def test_round_trip_of_text(service: Service) -> None:
     ids = service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="Grüße, 東京")).token_ids
     assert service.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=ids)).text == "Grüße, 東京"
     rendered = service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(conversation=user("x"))).token_ids
-    prepared = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=user("x")))
+    prepared = service.stub.Prepare(request(conversation=user("x")))
     assert rendered == prepared.token_ids
 
 
 def test_encoded_prompts_are_checked(service: Service) -> None:
     encoded = tokenizer_pb2.EncodedPrompt(ids=[1, 2, 3])
-    answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), encoded=encoded))
+    answer = service.stub.Prepare(request(encoded=encoded))
     assert list(answer.token_ids) == [1, 2, 3]
     many = tokenizer_pb2.EncodedPrompt(ids=[1] * 5001)
     for message, reason in (
-        (tokenizer_pb2.PrepareRequest(context=signed(), encoded=many), Reason.REQUEST_TOO_LARGE),
-        (
-            tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=2), encoded=encoded),
-            Reason.CONTEXT_LENGTH_EXCEEDED,
-        ),
+        (request(encoded=many), Reason.REQUEST_TOO_LARGE),
+        (request(context=signed(max_context_tokens=2), encoded=encoded), Reason.CONTEXT_LENGTH_EXCEEDED),
     ):
         error = refused(service.stub.Prepare, message)
         assert (error.reason, error.field) == (reason, "prompt")
     error = refused(service.stub.Detokenize, tokenizer_pb2.DetokenizeRequest(token_ids=many.ids))
     assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "token_ids")
     assert "limit is 5000" in error.message
-    bad = tokenizer_pb2.PrepareRequest(context=signed(), encoded=tokenizer_pb2.EncodedPrompt(ids=[1, 99999]))
-    error = refused(service.stub.Prepare, bad)
+    error = refused(service.stub.Prepare, request(encoded=tokenizer_pb2.EncodedPrompt(ids=[1, 99999])))
     assert (error.reason, error.field) == (Reason.INVALID_ARGUMENT, "prompt[1]")
 
 
@@ -275,16 +261,14 @@ def test_identity_is_verified(service: Service) -> None:
     assert refused(service.stub.Prepare, unsigned).reason is Reason.CONTEXT_SIGNATURE_INVALID
     forged = signed()
     forged.signature = bytes(32)
-    error = refused(service.stub.Prepare, tokenizer_pb2.PrepareRequest(context=forged, text="x"))
+    error = refused(service.stub.Prepare, request(context=forged, text="x"))
     assert error.reason is Reason.CONTEXT_SIGNATURE_INVALID
-    other = tokenizer_pb2.PrepareRequest(context=signed(allowed_models=["big"]), model="small", text="x")
+    other = request(context=signed(allowed_models=["big"]), model="small", text="x")
     assert refused(service.stub.Prepare, other).reason is Reason.MODEL_NOT_ALLOWED
 
 
 def test_unknown_models_are_named(service: Service) -> None:
-    error = refused(
-        service.stub.Prepare, tokenizer_pb2.PrepareRequest(context=signed(), model="gpt", text="x")
-    )
+    error = refused(service.stub.Prepare, request(model="gpt", text="x"))
     assert error.reason is Reason.MODEL_NOT_FOUND
     assert "'gpt'" in error.message
     assert "'small'" in error.message
@@ -292,9 +276,6 @@ def test_unknown_models_are_named(service: Service) -> None:
 
 def test_refusals_name_field_and_limit(service: Service) -> None:
     prepare = service.stub.Prepare
-
-    def request(**fields: Any) -> tokenizer_pb2.PrepareRequest:
-        return tokenizer_pb2.PrepareRequest(context=signed(), **fields)
 
     many = chat_pb2.Conversation(messages=list(user("x").messages) * 9)
     long = chat_pb2.ResponseFormat(regex="a" * 5001)
@@ -315,7 +296,7 @@ def test_refusals_name_field_and_limit(service: Service) -> None:
             request(text="x", response_format=choices),
             Reason.GRAMMAR_REFUSED,
             "response_format.choice",
-            "limit is 5000",
+            "5000",
         ),
         (request(text="x", response_format=long), Reason.GRAMMAR_REFUSED, "response_format.regex", "5000"),
         (request(conversation=wrong_role), Reason.INVALID_ARGUMENT, "messages[0].role", "role"),
@@ -333,8 +314,9 @@ def test_refusals_name_field_and_limit(service: Service) -> None:
 
 def test_schemas_are_reported(service: Service) -> None:
     def check(schema: Any) -> tokenizer_pb2.CheckSchemaResponse:
-        form = chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json=json.dumps(schema)))
-        return service.stub.CheckSchema(tokenizer_pb2.CheckSchemaRequest(response_format=form))
+        return service.stub.CheckSchema(
+            tokenizer_pb2.CheckSchemaRequest(response_format=schema_format(schema))
+        )
 
     good = check({"oneOf": [{"type": "string"}, {"type": "null"}]})
     assert (good.accepted_strict, good.accepted, good.refusal) == (True, True, "")
@@ -365,8 +347,7 @@ def test_the_command_and_the_call_report_the_same(
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     check.main([str(tmp_path / "schema.json"), "--json"])
     written = json.loads(capsys.readouterr().out)
-    form = chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json=json.dumps(schema)))
-    called = service.stub.CheckSchema(tokenizer_pb2.CheckSchemaRequest(response_format=form))
+    called = service.stub.CheckSchema(tokenizer_pb2.CheckSchemaRequest(response_format=schema_format(schema)))
     assert (called.accepted_strict, called.accepted, called.refusal) == (
         written["accepted_strict"], written["accepted"], written["refusal"],
     )  # fmt: skip

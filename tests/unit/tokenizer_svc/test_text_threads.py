@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 
 import pytest_asyncio
 from millrace.common.v1 import chat_pb2, context_pb2
@@ -100,7 +101,7 @@ async def test_texts_of_a_tenant_in_debt_are_prepared_by_workers_of_the_lowest_p
         return list(answer.token_ids)
 
     long, short = "the rain in spain " * (INLINE_CHARACTERS // 10), "the rain"
-    try:
+    with closing(preparer):
         expected = await ids("debtor", long)
         assert not pool._idle_slow
         pool._accounts.charge("debtor", 5.0)
@@ -112,5 +113,3 @@ async def test_texts_of_a_tenant_in_debt_are_prepared_by_workers_of_the_lowest_p
         workers = set(pool._workers)
         assert await ids("other", long) == expected
         assert pool._workers == workers
-    finally:
-        preparer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -237,7 +238,7 @@ async def test_replies_are_told_apart_however_they_arrive() -> None:
     theirs.setblocking(False)
     loop = asyncio.get_running_loop()
     transport, replies = await loop.create_connection(Replies, sock=ours)
-    try:
+    with closing(transport):
         for reply in (b"", b"x", b"y" * 3_000_000):
             waiting = replies.next()
             frame = len(reply).to_bytes(4, "little") + reply
@@ -251,5 +252,3 @@ async def test_replies_are_told_apart_however_they_arrive() -> None:
             await waiting
         with pytest.raises(EOFError):
             await replies.next()
-    finally:
-        transport.close()

@@ -4,6 +4,7 @@ shapes, ranks and layers; alone, and in one batch with others and with the plain
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.config import AdaptersConfig
 from engine.runner.runner import ModelRunner
 from tests.unit.engine.adapters.written import write_adapter
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
+from tests.unit.engine.model.test_families import CASES as FAMILY_CASES
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj")
@@ -37,20 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     "norms after": ("gemma2", {"head_dim": 12}, [{"r": 8}, {"targets": ("up_proj",)}]),
     "latent": (
         "deepseek_v3",
-        {
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 20,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 40,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 10,
-        },
+        FAMILY_CASES["deepseek-v3"][1] | {"kv_lora_rank": 40, "num_hidden_layers": 2},
         [{"targets": LATENT[:4]}, {"r": 16, "targets": ("shared_experts.down_proj", "q_b_proj")}],
     ),
 }
@@ -89,13 +78,10 @@ def test_tokens_are_those_of_merged_weights(tmp_path: Path, name: str, native: s
         for index, given in enumerate(adapters)
     ]
     paths = {f"a{index}": str(tmp_path / str(index)) for index in range(len(adapters))}
-    runner = open_runner(tmp_path / "base", native=native, adapters=AdaptersConfig(paths=paths, max_rank=64))
-    slots = [-1, *range(len(adapters)), 0]
-    try:
+    slots, config = [-1, *range(len(adapters)), 0], AdaptersConfig(paths=paths, max_rank=64)
+    with closing(open_runner(tmp_path / "base", native=native, adapters=config)) as runner:
         load(runner, *paths)
         found = Driver(runner).run(jobs(model.config.vocab_size, slots))
-    finally:
-        runner.close()
     models = [*[merge(model) for merge in merges], model]
     expected = [reference_greedy(models[job.adapter_slot], job.prompt, NUM_TOKENS) for job in found]
     assert [job.output for job in found] == expected
@@ -113,14 +99,11 @@ def test_answers_are_the_same_alone_and_in_a_batch(
     for index in range(3):
         write_adapter(tmp_path / str(index), model, seed=index, r=4 + index)
         paths[f"a{index}"] = str(tmp_path / str(index))
-    runner = open_runner(tmp_path / "base", native=native, adapters=AdaptersConfig(paths=paths), **options)
-    slots = [0, -1, 2, 1, 0, -1, 2, 2]
-    vocab_size = model.config.vocab_size
-    try:
+    slots, vocab_size = [0, -1, 2, 1, 0, -1, 2, 2], model.config.vocab_size
+    config = AdaptersConfig(paths=paths)
+    with closing(open_runner(tmp_path / "base", native=native, adapters=config, **options)) as runner:
         load(runner, *paths)
         together = Driver(runner).run(jobs(vocab_size, slots))
         alone = [Driver(runner).run([job])[0] for job in jobs(vocab_size, slots)]
-    finally:
-        runner.close()
     assert [job.output for job in together] == [job.output for job in alone]
     assert all(len(job.output) == NUM_TOKENS for job in together)

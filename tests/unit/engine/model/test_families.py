@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from engine.model.families import FAMILIES
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -166,15 +167,12 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in FAMILIES
     prompts = [prompt_of(length, 199, seed=length) for length in (45, 1, 17)]
     for backend, chunk in (("torch", 13), ("reference", 1000)):
-        runner = open_runner(tmp_path, attention_backend=backend)
-        try:
+        with closing(open_runner(tmp_path, attention_backend=backend)) as runner:
             probe = GREEDY.__class__(temperature=0.0, prompt_logprobs=199)
             driver = Driver(runner, seed=3)
             scored, *_ = driver.run([Job(prompts[0], num_tokens=1, sampling=probe, chunk=chunk)])
             _assert_scores(scored, torch.log_softmax(reference_logits(oracle, prompts[0]), -1))
             jobs = driver.run([Job(prompt, num_tokens=8, chunk=chunk) for prompt in prompts])
-        finally:
-            runner.close()
         for job in jobs:
             assert job.output == reference_greedy(oracle, job.prompt, 8)
 
@@ -195,11 +193,7 @@ def test_longrope_follows_the_served_length(max_model_len: int, tmp_path: Path) 
     """Within the original length the short factors hold; an engine that serves more uses the long ones."""
     oracle = make_checkpoint(tmp_path, "llama", rope_parameters=LONGROPE)
     prompt = prompt_of(40 if max_model_len == 64 else 90, 199)
-    runner = open_runner(tmp_path, max_model_len=max_model_len)
-    try:
-        (job,) = Driver(runner).run([Job(prompt, num_tokens=6, chunk=16)])
-    finally:
-        runner.close()
+    (job,) = generated(tmp_path, [Job(prompt, num_tokens=6, chunk=16)], max_model_len=max_model_len)
     assert job.output == reference_greedy(oracle, prompt, 6)
 
 

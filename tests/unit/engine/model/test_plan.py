@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -104,14 +105,12 @@ def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=64 << 20, kv_dtype=kv_dtype))
     runner, plan, facts = build_here(config, BUNDLED, lambda phase, part: None)
     assert isinstance(runner, ModelRunner)
-    try:
+    with closing(runner):
         tensors = [tensor for layer in runner.storage.layers for tensor in layer.tensors()]
         allocated = sum(tensor[:-1].nbytes for tensor in tensors)
         assert allocated == plan.kv_cache_bytes
         assert facts.vocab_size == runner.model.spec.vocab_size
         assert facts.num_layers == len(runner.storage.layers)
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("quantize", ["off", "int8", "w8a8", "int4"])
@@ -125,15 +124,13 @@ def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
     )
     runner, plan, _ = build_here(config, BUNDLED, lambda phase, part: None)
     assert isinstance(runner, ModelRunner)
-    try:
+    with closing(runner):
         model = runner.model
         loaded = sum(stored_bytes(linear.weight) for layer in model.layers for linear in layer.linears())
         loaded += model.embedding.nbytes
         if not isinstance(model.head.weight, DenseWeight):
             loaded += stored_bytes(model.head.weight)
         loaded += sum(part.nbytes for rope in model.ropes for part in rope)
-    finally:
-        runner.close()
     assert isinstance(model.head.weight, DenseWeight) == (quantize == "off" or head == "dense")
     assert loaded == pytest.approx(plan.weights_bytes, rel=0.01)
 

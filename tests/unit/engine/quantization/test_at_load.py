@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -151,15 +152,12 @@ def test_every_kind_of_layer_is_quantized(model_type: str, method: str, tmp_path
     prompt = prompt_of(21, 199)
     jobs = []
     for setting in ("off", method):
-        runner = open_runner(tmp_path, native="off", quantize=setting)
-        try:
+        with closing(open_runner(tmp_path, native="off", quantize=setting)) as runner:
             quantized = runner.model.layers[-1].attention.output.weight
             assert isinstance(quantized, DenseWeight) == (setting == "off")
             (alone,) = Driver(runner).run([Job(prompt, num_tokens=6, sampling=SCORING)])
             among = Driver(runner).run([Job(prompt_of(n, 199, seed=n), num_tokens=6) for n in (5, 21, 40)])
             again = Driver(runner).run([Job(prompt, num_tokens=6, chunk=7), *(Job(j.prompt) for j in among)])
-        finally:
-            runner.close()
         assert again[0].output == alone.output
         jobs.append(alone)
     scores = [torch.tensor([entry.logprob for entry in job.prompt_logprobs]) for job in jobs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,10 @@ def test_fp8_keys_and_values(model_type: str, changes: dict[str, object], tmp_pa
     prompt = prompt_of(40, 199)
     scores = []
     for kind in ("float32", "fp8"):
-        runner = open_runner(tmp_path, cache={"kv_dtype": kind})
-        try:
+        with closing(open_runner(tmp_path, cache={"kv_dtype": kind})) as runner:
             (alone,) = Driver(runner).run([Job(prompt, sampling=SCORING)])
             others = [Job(prompt_of(size, 199, seed=size)) for size in (3, 30, 70)]
             among, *_ = Driver(runner, seed=5).run([Job(prompt, chunk=9), *others])
-        finally:
-            runner.close()
         assert among.output == alone.output
         scores.append([entry.logprob for entry in alone.prompt_logprobs])
     differences = [abs(one - other) for one, other in zip(*scores, strict=True)]

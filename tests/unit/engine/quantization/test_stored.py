@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.quantization import writers
 from tests.unit.engine.quantization.writers import Writer, rewrite
-from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.driver import Driver, Job, generated, open_runner, prompt_of
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -112,14 +113,11 @@ CASES: dict[str, tuple[dict[str, Any], Writer, type]] = {
 
 def assert_equals(folder: Path, oracle: transformers.PreTrainedModel, *, tolerance: float = 2e-4) -> type:
     """Log-probabilities of a prompt and a greedy continuation; returns the type of the first weight."""
-    runner = open_runner(folder, native="off")
     prompt = prompt_of(33, 199)
-    try:
+    with closing(open_runner(folder, native="off")) as runner:
         probe = SamplingParams(temperature=0.0, max_tokens=64, prompt_logprobs=199)
         (job,) = Driver(runner).run([Job(prompt, num_tokens=8, sampling=probe, chunk=13)])
         kind = type(runner.model.layers[0].attention.qkv.weight)
-    finally:
-        runner.close()
     expected = torch.log_softmax(reference_logits(oracle, prompt), -1)
     for position, entry in enumerate(job.prompt_logprobs):
         ours = torch.empty(199)
@@ -141,13 +139,10 @@ def test_quantized_heads_and_experts(tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path, "qwen2", vocab_size=208, **SIZES)
     rewrite(tmp_path, oracle, GPTQ | {"lm_head": True}, writers.gptq, head=True)
     edit_config(tmp_path, vocab_size=208)
-    runner = open_runner(tmp_path, native="off")
-    try:
+    with closing(open_runner(tmp_path, native="off")) as runner:
         prompt = prompt_of(20, 208)
         (job,) = Driver(runner).run([Job(prompt)])
         assert isinstance(runner.model.head.weight, Int4Weight)
-    finally:
-        runner.close()
     assert job.output == reference_greedy(oracle, prompt, 8)
 
 
@@ -156,13 +151,10 @@ def test_int8_activations_are_rounded_when_the_checkpoint_asks(tmp_path: Path) -
     oracle = make_checkpoint(tmp_path, "llama", **SIZES)
     settings = compressed("int-quantized", **INT8_CHANNELS, inputs=inputs)
     rewrite(tmp_path, oracle, settings, writers.int_quantized)
-    runner = open_runner(tmp_path, native="off")
-    try:
+    with closing(open_runner(tmp_path, native="off")) as runner:
         weight = runner.model.layers[0].attention.qkv.weight
         assert isinstance(weight, Int8Weight)
         assert weight.activations == "int8"
-    finally:
-        runner.close()
     with pytest.raises(AssertionError):
         assert_equals(tmp_path, oracle)
 
@@ -183,12 +175,8 @@ def test_latent_attention_reads_quantized_projections(tmp_path: Path) -> None:
     )
     settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 48]}
     rewrite(tmp_path, oracle, settings, writers.block_fp8)
-    runner = open_runner(tmp_path, native="off")
     prompt = prompt_of(20, 199)
-    try:
-        (job,) = Driver(runner).run([Job(prompt)])
-    finally:
-        runner.close()
+    (job,) = generated(tmp_path, [Job(prompt)], native="off")
     assert job.output == reference_greedy(oracle, prompt, 8)
 
 
@@ -208,11 +196,8 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["x"]})
     assert assert_equals(tmp_path, oracle) is DenseWeight
-    runner = open_runner(tmp_path, native="off")
-    try:
+    with closing(open_runner(tmp_path, native="off")) as runner:
         assert isinstance(runner.model.layers[0].feed_forward.experts[0].gate_up.weight, Int8Weight)
-    finally:
-        runner.close()
     tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 1] = 255
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(

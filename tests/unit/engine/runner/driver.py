@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ def open_runner(
     return runner
 
 
+def generated(folder: Path, jobs: Iterable[Job], *, seed: int = 0, **options: Any) -> list[Job]:
+    """What a runner of their own makes of jobs."""
+    with closing(open_runner(folder, **options)) as runner:
+        return Driver(runner, seed=seed).run(jobs)
+
+
 def poison_floats(values: NDArray[Any] | torch.Tensor) -> None:
     """NaN into a tensor, or an array, where it holds numbers in floating point."""
     if isinstance(values, torch.Tensor):
@@ -86,6 +93,21 @@ class Job:
     num_accepted: int = 0
 
 
+def new_sequence(sequence_id: int, job: Job, blocks: Iterable[int]) -> NewSequence:
+    """A job's sequence as a plan brings it."""
+    return NewSequence(
+        sequence_id=sequence_id,
+        token_ids=(*job.prompt, *job.output),
+        num_prompt_tokens=len(job.prompt),
+        sampling=job.sampling,
+        choice_index=job.choice,
+        grammar=job.grammar,
+        adapter="",
+        block_ids=tuple(blocks),
+        adapter_slot=job.adapter_slot,
+    )
+
+
 class Driver:
     """Runs jobs to their end, all of them in every step."""
 
@@ -106,19 +128,7 @@ class Driver:
             shared, computed = prefix or ([], 0)
             own = self.take_blocks(len(job.prompt) + job.num_tokens + 40, len(shared))
             live[sequence_id] = (job, own, computed)
-            new.append(
-                NewSequence(
-                    sequence_id,
-                    (*job.prompt, *job.output),
-                    len(job.prompt),
-                    job.sampling,
-                    job.choice,
-                    job.grammar,
-                    "",
-                    (*shared, *own),
-                    job.adapter_slot,
-                )
-            )
+            new.append(new_sequence(sequence_id, job, [*shared, *own]))
         while live or ended:
             scheduled = [self._next(sequence_id, *entry) for sequence_id, entry in live.items()]
             result = self.step(SchedulerOutput(next(self._steps), tuple(new), tuple(scheduled), tuple(ended)))

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,8 @@ def tokens_of(runner: ModelRunner, vocab_size: int) -> list[tuple[list[int], lis
     """Greedy tokens of a few prompts, and their log-probabilities."""
     sampling = SamplingParams(temperature=0.0, logprobs=2)
     jobs = [Job(prompt_of(length, vocab_size), num_tokens=12, sampling=sampling) for length in (3, 40, 7)]
-    try:
+    with closing(runner):
         done = Driver(runner).run(jobs)
-    finally:
-        runner.close()
     assert [len(job.output) for job in done] == [12] * 3, [job.failure for job in done]
     return [(job.output, [entry.logprob for entry in job.logprobs]) for job in done]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from ctypes import c_int64
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from kernels.native.build import machine_levels
 from kernels.native.library import Program, StepStruct, load_level
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+from tests.unit.engine.model.test_families import CASES, DEEPSEEK, YARN
+from tests.unit.engine.runner.driver import Driver, Job, generated, open_runner, prompt_of
 
 BUNDLED = Path("models/millrace-nano")
 GREEDY = SamplingParams(temperature=0.0, logprobs=5)
@@ -46,79 +48,31 @@ def generate(runner: ModelRunner, vocab_size: int, *, num_tokens: int = 24) -> l
         Job(prompt_of(length, vocab_size, seed=length), num_tokens=num_tokens, sampling=GREEDY, chunk=29)
         for length in (1, 5, 40, 100, 3)
     ]
-    try:
+    with closing(runner):
         done = Driver(runner).run(jobs)
-    finally:
-        runner.close()
     # Jobs that all failed would be equal, too.
     assert [len(job.output) for job in done] == [num_tokens] * len(done), [job.failure for job in done]
     return done
 
 
-# Latent attention in dense layers; wide latents, and queries with and without a rank of their own.
-LATENT = {
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 2,
-    "moe_intermediate_size": 20,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 40,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+# Wide latents, with two layers where a family has more.
+WIDE = {"kv_lora_rank": 40, "num_hidden_layers": 2}
+DENSE = DEEPSEEK | WIDE | {"first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
 # Name to a model type of tests/unit/engine/checkpoints and changes to its configuration.
 LOWERED: dict[str, tuple[str, dict[str, Any]]] = {
     **{
-        name: (name, {})
-        for name in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2")
+        name: (CASES[name][0], CASES[name][1] | {"num_hidden_layers": 2})
+        for name in (
+            *("llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2"),
+            *("mixtral-window", "mixtral", "qwen3-moe", "gpt-oss"),
+        )
     },
-    "latent": ("deepseek_v3", LATENT),
+    **{name: (CASES[name][0], CASES[name][1] | WIDE) for name in ("deepseek-v2-groups", "deepseek-v3")},
+    # Latent attention in dense layers: queries with and without a rank of their own.
+    "latent": ("deepseek_v3", DENSE),
     "latent-yarn": (
         "deepseek_v2",
-        LATENT | {"q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
-    ),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        {
-            "head_dim": 16,
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [0],
-        },
-    ),
-    "deepseek-v2": (
-        "deepseek_v2",
-        LATENT
-        | {
-            "first_k_dense_replace": 1,
-            "num_experts_per_tok": 3,
-            "n_shared_experts": 2,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 3.0,
-        },
-    ),
-    "deepseek-v3": (
-        "deepseek_v3",
-        LATENT
-        | {
-            "first_k_dense_replace": 1,
-            "num_experts_per_tok": 3,
-            "n_shared_experts": 1,
-            "n_group": 4,
-            "topk_group": 2,
-        },
-    ),
-    "gpt-oss": (
-        "gpt_oss",
-        {"head_dim": 16, "sliding_window": 10, "num_local_experts": 4, "num_experts_per_tok": 2},
+        DENSE | {"q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
     ),
 }
 
@@ -176,12 +130,9 @@ def test_the_bundled_model(kv_dtype: str) -> None:
 def test_packed_weights_leave_nothing_of_the_file_in_memory(tmp_path: Path, family: str, dtype: str) -> None:
     model_type, changes = LOWERED[family]
     make_checkpoint(tmp_path, model_type, **changes)
-    runner = open_runner(tmp_path, native="required", dtype=dtype)
-    try:
+    with closing(open_runner(tmp_path, native="required", dtype=dtype)) as runner:
         assert isinstance(runner.model, NativeDecoder)
         assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    finally:
-        runner.close()
 
 
 def assert_near(ours: Job, theirs: Job, tolerance: float) -> None:
@@ -345,7 +296,5 @@ def test_float16_checkpoints(level: str, tmp_path: Path, monkeypatch: pytest.Mon
         stored = model.state_dict()[name]
         kept = stored if level == "avx512_fp16" else stored.bfloat16()
         assert torch.equal(values, kept.float())
-    reference = open_runner(tmp_path, native="off")
-    (other,) = Driver(reference).run([Job(prompt_of(30, 199), num_tokens=8, sampling=GREEDY)])
-    reference.close()
+    (other,) = generated(tmp_path, [Job(prompt_of(30, 199), num_tokens=8, sampling=GREEDY)], native="off")
     assert_near(job, other, 0.01 if level == "avx512_fp16" else BFLOAT16_TOLERANCE)

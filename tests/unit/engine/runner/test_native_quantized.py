@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,9 @@ except NativeUnavailableError as reason:
 
 def served(folder: Path, native: str, **options: Any) -> tuple[Tensor, list[int]]:
     """Log-probabilities [T, V] of a prompt in chunks, and a greedy continuation."""
-    runner = open_runner(folder, native=native, **options)
-    try:
+    with closing(open_runner(folder, native=native, **options)) as runner:
         assert isinstance(runner.model, NativeDecoder) == (native == "required")
         (job,) = Driver(runner).run([Job(prompt_of(45, 199), num_tokens=8, sampling=PROBE, chunk=13)])
-    finally:
-        runner.close()
     assert len(job.output) == 8, job.failure
     scores = torch.full((len(job.prompt_logprobs), 199), float("nan"))
     for row, entry in zip(scores, job.prompt_logprobs, strict=True):

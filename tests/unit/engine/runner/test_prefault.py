@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,11 +37,8 @@ def until(condition: Callable[[], bool]) -> None:
 def prefault(
     parts: list[Tensor], ahead_blocks: int, populate: Callable[[int, int], bool] | None = None
 ) -> Iterator[Prefault]:
-    made = Prefault(parts, ahead_blocks=ahead_blocks, populate=populate)
-    try:
+    with closing(Prefault(parts, ahead_blocks=ahead_blocks, populate=populate)) as made:
         yield made
-    finally:
-        made.close()
 
 
 def num_resident(tensor: Tensor) -> int:
@@ -128,7 +125,7 @@ def test_a_plan_moves_the_border() -> None:
     spec = read_spec(Path("models/millrace-nano"))
     options = {"block_size": 16, "kv_dtype": "float32", "device": torch.device("cpu")}
     storage = KvStorage(spec, num_blocks=64, ahead_blocks=4, **options)  # type: ignore[arg-type]
-    try:
+    with closing(storage):
         until(lambda: storage.num_prefaulted_blocks == 4)
         new = NewSequence(1, (5,) * 40, 40, SamplingParams(), 0, None, "", (0, 1, 2))
         row = ScheduledSequence(1, 0, 40, (), True)
@@ -137,6 +134,4 @@ def test_a_plan_moves_the_border() -> None:
         later = ScheduledSequence(1, 48, 1, (9,), True)
         storage.apply(SchedulerOutput(step_id=2, scheduled=(later,)))
         until(lambda: storage.num_prefaulted_blocks == 14)
-    finally:
-        storage.close()
     assert storage.num_prefaulted_blocks == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,18 @@ import transformers
 from engine.config import EngineConfig
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
-from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy, reference_logits
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.driver import (
+    Driver,
+    Job,
+    generated,
+    new_sequence,
+    open_runner,
+    prompt_of,
+)
 
 BUNDLED = Path("models/millrace-nano")
 
@@ -38,15 +46,14 @@ def runner(folder: Path, oracle: transformers.PreTrainedModel) -> Iterator[Model
     runner.close()
 
 
-def new_sequence(sequence_id: int, prompt: list[int], blocks: list[int], **changes: object) -> NewSequence:
-    fields = {"sampling": GREEDY, "choice_index": 0, "grammar": None, "adapter": ""} | changes
-    return NewSequence(
-        sequence_id=sequence_id,
-        token_ids=tuple(prompt),
-        num_prompt_tokens=len(prompt),
-        block_ids=tuple(blocks),
-        **fields,
-    )
+def prompted(sequence_id: int, prompt: list[int], blocks: list[int]) -> SchedulerOutput:
+    """A step that computes a whole prompt and draws."""
+    new = new_sequence(sequence_id, Job(prompt), blocks)
+    return SchedulerOutput(0, (new,), (row(sequence_id, 0, len(prompt)),))
+
+
+def row(sequence_id: int, start: int, count: int = 1) -> ScheduledSequence:
+    return ScheduledSequence(sequence_id, start, count, (), True)
 
 
 def test_bundled_model_equals_transformers() -> None:
@@ -57,11 +64,7 @@ def test_bundled_model_equals_transformers() -> None:
         [{"role": "user", "content": "What is 12 + 35?"}], add_generation_prompt=True
     )
     prompts = [tokenizer(text)["input_ids"] for text in texts] + [list(chat["input_ids"])]
-    runner = open_runner(BUNDLED)
-    try:
-        jobs = Driver(runner).run([Job(prompt, num_tokens=24, chunk=16) for prompt in prompts])
-    finally:
-        runner.close()
+    jobs = generated(BUNDLED, [Job(prompt, num_tokens=24, chunk=16) for prompt in prompts])
     for job in jobs:
         assert job.output == reference_greedy(oracle, job.prompt, 24)
 
@@ -72,12 +75,9 @@ def test_smaller_caches_stay_close(kv_dtype: str, tolerance: float) -> None:
     oracle = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
     prompt = tokenizer("Once upon a time there was a small boat. The boat had a red sail. " * 8)["input_ids"]
-    runner = open_runner(BUNDLED, cache={"kv_dtype": kv_dtype})
-    try:
+    with closing(open_runner(BUNDLED, cache={"kv_dtype": kv_dtype})) as runner:
         scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
         (job,) = Driver(runner).run([Job(prompt, num_tokens=1, sampling=scored, chunk=50)])
-    finally:
-        runner.close()
     expected = torch.log_softmax(reference_logits(oracle, prompt), -1)[:-1].gather(
         1, torch.tensor(prompt[1:])[:, None]
     )
@@ -148,12 +148,10 @@ def test_non_finite_logits_fail_their_own_row(
     good, bad = prompt_of(20, 199, seed=1), prompt_of(20, 199, seed=2)
     driver = Driver(runner)
     blocks = driver.take_blocks(40), driver.take_blocks(40)
-    new = tuple(new_sequence(index, prompt, blocks[index]) for index, prompt in enumerate((good, bad)))
-    first = driver.step(
-        SchedulerOutput(0, new, tuple(ScheduledSequence(index, 0, 20, (), True) for index in (0, 1)))
-    )
+    new = tuple(new_sequence(index, Job(prompt), blocks[index]) for index, prompt in enumerate((good, bad)))
+    first = driver.step(SchedulerOutput(0, new, (row(0, 0, 20), row(1, 0, 20))))
     runner.storage.layers[0].tensors()[0][blocks[1][0]] = float("nan")
-    plan = SchedulerOutput(1, scheduled=tuple(ScheduledSequence(index, 20, 1, (), True) for index in (0, 1)))
+    plan = SchedulerOutput(1, scheduled=(row(0, 20), row(1, 20)))
     second = driver.step(plan)
     assert [bool(result.failure) for result in second.results] == [False, True]
     assert "not finite" in second.results[1].failure
@@ -170,16 +168,10 @@ def test_overlapped_launch_finds_the_token_of_the_step_before(
 ) -> None:
     prompt = prompt_of(30, 199)
     blocks = Driver(runner).take_blocks(60)
-    pending = [
-        runner.launch(
-            SchedulerOutput(0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 30, (), True),))
-        )
-    ]
+    pending = [runner.launch(prompted(1, prompt, blocks))]
     tokens = []
     for step in range(9):
-        pending.append(
-            runner.launch(SchedulerOutput(step + 1, (), (ScheduledSequence(1, 30 + step, 1, (), True),)))
-        )
+        pending.append(runner.launch(SchedulerOutput(step + 1, (), (row(1, 30 + step),))))
         tokens.extend(pending.pop(0).wait().results[0].token_ids)
     tokens.extend(pending.pop().wait().results[0].token_ids)
     assert tokens == reference_greedy(oracle, prompt, 10)
@@ -191,21 +183,15 @@ def test_fork_continues_both_ways(runner: ModelRunner, oracle: transformers.PreT
     driver = Driver(runner)
     blocks = driver.take_blocks(48)
     spare = driver.take_blocks(16)[0]
-    driver.step(
-        SchedulerOutput(0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 20, (), True),))
-    )
-    child = new_sequence(
-        2, prompt, [blocks[0], spare], sampling=SamplingParams(temperature=0.0, logit_bias={4: 1e4})
-    )
+    driver.step(prompted(1, prompt, blocks))
+    biased = SamplingParams(temperature=0.0, logit_bias={4: 1e4})
+    child = new_sequence(2, Job(prompt, sampling=biased), [blocks[0], spare])
     results = []
     for step in range(3):
         plan = SchedulerOutput(
             step + 1,
             (child,) if step == 0 else (),
-            (
-                ScheduledSequence(1, 20 + step, 1, (), True),
-                ScheduledSequence(2, 19 + step, 1, (), True),
-            ),
+            (row(1, 20 + step), row(2, 19 + step)),
             block_copies=((blocks[1], spare),) if step == 0 else (),
             forks=((1, 2),) if step == 0 else (),
         )
@@ -220,9 +206,7 @@ def test_fork_without_a_new_sequence_copies_everything(
     prompt = prompt_of(16, 199)
     driver = Driver(runner)
     blocks = driver.take_blocks(16)
-    driver.step(
-        SchedulerOutput(0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 16, (), True),))
-    )
+    driver.step(prompted(1, prompt, blocks))
     fresh = driver.take_blocks(32)
     scheduled = tuple(ScheduledSequence(index + 1, 16, 1, (fresh[index],), True) for index in (0, 1))
     results = driver.step(SchedulerOutput(1, scheduled=scheduled, forks=((1, 2),))).results
@@ -235,9 +219,7 @@ def test_offload_and_restore_bring_a_history_back(
     prompt = prompt_of(32, 199)
     driver = Driver(runner)
     blocks = driver.take_blocks(32)
-    driver.step(
-        SchedulerOutput(0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 32, (), True),))
-    )
+    driver.step(prompted(1, prompt, blocks))
     driver.step(SchedulerOutput(1, offloads=((blocks[0], 3), (blocks[1], 0)), released=(1,)))
     for tensor in (tensor for layer in runner.storage.layers for tensor in layer.tensors()):
         tensor[blocks] = float("nan")
@@ -245,8 +227,8 @@ def test_offload_and_restore_bring_a_history_back(
     first = reference_greedy(oracle, prompt, 2)
     plan = SchedulerOutput(
         2,
-        (new_sequence(2, prompt + first[:1], elsewhere),),
-        (ScheduledSequence(2, 32, 1, (), True),),
+        (new_sequence(2, Job(prompt + first[:1]), elsewhere),),
+        (row(2, 32),),
         restores=((3, elsewhere[0]), (0, elsewhere[1])),
     )
     assert driver.step(plan).results[0].token_ids == (first[1],)
@@ -271,9 +253,7 @@ def test_a_step_that_breaks_raises_and_the_next_one_works(
 ) -> None:
     prompt = prompt_of(10, 199)
     driver = Driver(runner)
-    plan = SchedulerOutput(
-        0, (new_sequence(1, prompt, driver.take_blocks(32)),), (ScheduledSequence(1, 0, 10, (), True),)
-    )
+    plan = prompted(1, prompt, driver.take_blocks(32))
     with monkeypatch.context() as patch:
         patch.setattr(runner.model, "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

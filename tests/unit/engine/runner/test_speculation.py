@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import llguidance
@@ -22,7 +23,7 @@ from engine.runner.speculation.ngram import continuation
 from engine.runner.speculation.progress import DraftProgress
 from engine.types import GrammarSpec, SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint, reference_logits
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
 
 BUNDLED = Path("models/millrace-nano")
 SCHEMA = {
@@ -101,14 +102,11 @@ def test_draft_model_agrees_with_itself(folder: Path, oracle: transformers.PreTr
     """The target as its own draft: nearly every draft is accepted, sampled ones included, so the draws are
     coupled.
     """
-    runner = open_runner(
+    jobs = generated(
         folder,
+        jobs_of(speculate=True),
         speculation=SpeculationConfig(method="draft_model", draft_model=str(folder), min_acceptance=0.0),
     )
-    try:
-        jobs = Driver(runner).run(jobs_of(speculate=True))
-    finally:
-        runner.close()
     drafted, accepted = sum(job.num_drafted for job in jobs), sum(job.num_accepted for job in jobs)
     assert drafted > 100
     assert accepted == drafted
@@ -149,8 +147,7 @@ def test_guided_decoding_with_drafts_and_forced_tokens() -> None:
     outputs = []
     for method in ("off", "ngram", "draft_model"):
         speculation = SpeculationConfig(method=method, draft_model=str(BUNDLED), min_acceptance=0.0)
-        runner = open_runner(BUNDLED, speculation=speculation, max_model_len=1024)
-        try:
+        with closing(open_runner(BUNDLED, speculation=speculation, max_model_len=1024)) as runner:
             driver = Driver(runner)
             for speculate in (False, True):
                 jobs = [
@@ -162,8 +159,6 @@ def test_guided_decoding_with_drafts_and_forced_tokens() -> None:
                 assert all(job.grammar_finished for job in done)
                 if speculate:
                     assert sum(job.num_steps for job in done) < 0.8 * sum(len(job.output) for job in done)
-        finally:
-            runner.close()
     assert all(found == outputs[0] for found in outputs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -117,25 +118,21 @@ def test_tokens_equal_transformers(
     options = {"native": native_or_skip()} if kernels == "native" else {"attention_backend": kernels}
     if kernels != "native":
         options["native"] = "off"
-    runner = open_runner(folder, kv_cache_bytes=17 * 6144, cache={"host_bytes": host_bytes}, **options)
-    try:
+    with closing(
+        open_runner(folder, kv_cache_bytes=17 * 6144, cache={"host_bytes": host_bytes}, **options)
+    ) as runner:
         assert runner.storage.num_blocks == 17
         tokens, preemptions, _ = generate(
             runner, window=WINDOW, prefix_caching=prefix_caching, num_host_blocks=host_bytes // 6144
         )
-    finally:
-        runner.close()
     assert preemptions.total() > 0
     assert tokens == {(number, 0): each for number, each in enumerate(expected)}
 
 
 def test_choices_share_what_is_left_of_the_prompt(folder: Path, expected: list[list[int]]) -> None:
-    runner = open_runner(folder, kv_cache_bytes=200 * 6144)
-    try:
+    with closing(open_runner(folder, kv_cache_bytes=200 * 6144)) as runner:
         tokens, _, held = generate(runner, window=WINDOW, prefix_caching=True, num_host_blocks=0, n=3)
         _, _, without = generate(runner, window=None, prefix_caching=True, num_host_blocks=0, n=3)
-    finally:
-        runner.close()
     for number, each in enumerate(expected):
         assert [tokens[number, choice] for choice in range(3)] == [each] * 3
     assert held < without

@@ -74,18 +74,6 @@ def regex_of(pattern: str) -> GrammarSpec:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[GrammarEngine]:
-    engine = GrammarEngine(BUNDLED, 2048, [2, 0])
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
 def runner() -> Iterator[ModelRunner]:
     runner = open_runner(BUNDLED, speculation=SpeculationConfig(method="ngram", min_acceptance=0.0))
     yield runner

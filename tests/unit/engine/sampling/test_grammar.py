@@ -39,18 +39,6 @@ DIGITS = spec_of(llguidance.LLMatcher.grammar_from_regex("[0-9]{3}"))
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[GrammarEngine]:
-    engine = GrammarEngine(BUNDLED, 2048, [2, 0])
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
 def runner() -> Iterator[ModelRunner]:
     runner = open_runner(BUNDLED)
     yield runner

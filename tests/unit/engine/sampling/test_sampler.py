@@ -47,8 +47,6 @@ def draw(
     rows = SamplingRows(
         slots=np.zeros(num_draws, np.int64),
         positions=first_position + np.arange(num_draws),
-        draft_rows=np.array([], np.int64),
-        draft_tokens=np.array([], np.int64),
         grammar_rows=np.arange(num_draws) if allowed is not None else np.array([], np.int64),
         grammar_masks=masks,
     )
@@ -194,14 +192,7 @@ def test_plain_rows_and_others_keep_their_draws_together(other: SamplingParams) 
     assert table.plain.tolist() == [True, False]
 
     def tokens(slots: list[int]) -> list[int]:
-        rows = SamplingRows(
-            slots=np.array(slots, np.int64),
-            positions=np.ones(len(slots), np.int64),
-            draft_rows=none,
-            draft_tokens=none,
-            grammar_rows=none,
-            grammar_masks=None,
-        )
+        rows = SamplingRows(slots=np.array(slots, np.int64), positions=np.ones(len(slots), np.int64))
         return sample(logits[slots], table, rows).tokens.tolist()
 
     assert tokens([0, 1]) == [*tokens([0]), *tokens([1])]
@@ -241,8 +232,6 @@ def test_drafts_count_for_the_rows_after_them() -> None:
         positions=np.arange(3),
         draft_rows=np.array([1, 2, 2]),
         draft_tokens=np.array([0, 0, 1]),
-        grammar_rows=np.array([], np.int64),
-        grammar_masks=None,
     )
     logits = torch.tensor([2.0, 1.0, 0.0]).expand(3, -1)
     assert sample(logits, table, rows).tokens.tolist() == [0, 1, 2]
@@ -281,14 +270,7 @@ def test_one_bad_row_leaves_the_others_alone() -> None:
     table.grow(1)
     table.put(0, SamplingParams(seed=4), 0, np.array([0]), np.array([], np.int64))
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
-    rows = SamplingRows(
-        slots=np.zeros(3, np.int64),
-        positions=np.arange(3),
-        draft_rows=np.array([], np.int64),
-        draft_tokens=np.array([], np.int64),
-        grammar_rows=np.array([], np.int64),
-        grammar_masks=None,
-    )
+    rows = SamplingRows(slots=np.zeros(3, np.int64), positions=np.arange(3))
     clean = sample(logits, table, rows)
     for poison in (float("nan"), float("inf")):
         spoiled = logits.clone()
@@ -302,14 +284,7 @@ def test_one_copy_brings_the_outcome_to_the_host(monkeypatch: pytest.MonkeyPatch
     table = SamplingTable(V, CPU)
     table.grow(1)
     table.put(0, SamplingParams(temperature=0.0), 0, np.array([0]), np.array([], np.int64))
-    rows = SamplingRows(
-        slots=np.zeros(2, np.int64),
-        positions=np.arange(2),
-        draft_rows=np.array([], np.int64),
-        draft_tokens=np.array([], np.int64),
-        grammar_rows=np.array([], np.int64),
-        grammar_masks=None,
-    )
+    rows = SamplingRows(slots=np.zeros(2, np.int64), positions=np.arange(2))
     copies: list[torch.Size] = []
     plain = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.shape) or plain(tensor))

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -275,10 +276,17 @@ async def test_another_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFa
             assert info.vocabulary_fingerprint == error.metadata["engine"]
 
 
-async def test_a_poisoned_request_is_isolated_and_the_others_finish() -> None:
-    async with start_engine(SIMULATION__POISON_TOKEN_ID="666") as engine:
+@asynccontextmanager
+async def attached(**settings: str) -> AsyncIterator[tuple[Engine, Gateway]]:
+    """An engine of its own, and a gateway that has said who it is."""
+    async with start_engine(**settings) as engine:
         gateway = Gateway(engine)
         await gateway.hello()
+        yield engine, gateway
+
+
+async def test_a_poisoned_request_is_isolated_and_the_others_finish() -> None:
+    async with attached(SIMULATION__POISON_TOKEN_ID="666") as (engine, gateway):
         for handle in range(6):
             await gateway.submit(handle, [*PROMPT, 666 if handle == 3 else handle], max_tokens=20)
         outputs = await gateway.until_ended(6)
@@ -292,9 +300,7 @@ async def test_a_poisoned_request_is_isolated_and_the_others_finish() -> None:
 
 
 async def test_a_broken_runner_ends_every_stream_and_the_process() -> None:
-    async with start_engine(SIMULATION__BREAK_TOKEN_ID="666", SIMULATION__STEP_MS="5") as engine:
-        gateway = Gateway(engine)
-        await gateway.hello()
+    async with attached(SIMULATION__BREAK_TOKEN_ID="666", SIMULATION__STEP_MS="5") as (engine, gateway):
         await gateway.submit(1, PROMPT, max_tokens=10_000)
         await gateway.until_begun()
         await gateway.submit(2, [*PROMPT, 666])
@@ -306,9 +312,7 @@ async def test_a_broken_runner_ends_every_stream_and_the_process() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_a_dead_core_ends_every_stream_and_the_process(number: signal.Signals) -> None:
-    async with start_engine(SIMULATION__STEP_MS="5") as engine:
-        gateway = Gateway(engine)
-        await gateway.hello()
+    async with attached(SIMULATION__STEP_MS="5") as (engine, gateway):
         await gateway.submit(1, PROMPT, max_tokens=10_000)
         await gateway.until_begun()
         os.kill(engine.core_pid, number)
@@ -321,9 +325,7 @@ async def test_a_dead_core_ends_every_stream_and_the_process(number: signal.Sign
 
 
 async def test_a_long_step_is_no_hang_and_gateways_hear_of_the_front_meanwhile() -> None:
-    async with start_engine(SIMULATION__STEP_MS="9000") as engine:
-        gateway = Gateway(engine)
-        await gateway.hello()
+    async with attached(SIMULATION__STEP_MS="9000") as (_, gateway):
         await gateway.submit(1, PROMPT, max_tokens=1)
         num_beats = 0
         while not (message := await gateway.call.read()).outputs.outputs:
@@ -334,9 +336,7 @@ async def test_a_long_step_is_no_hang_and_gateways_hear_of_the_front_meanwhile()
 
 
 async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
-    async with start_engine(SIMULATION__STEP_MS="5") as engine:
-        gateway = Gateway(engine)
-        await gateway.hello()
+    async with attached(SIMULATION__STEP_MS="5") as (engine, gateway):
         await gateway.submit(1, PROMPT, max_tokens=100)
         await gateway.until_begun()
         engine.process.terminate()
@@ -350,9 +350,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> No
 
 
 async def test_the_drain_limit_ends_what_is_left() -> None:
-    async with start_engine(SIMULATION__STEP_MS="5") as engine:
-        gateway = Gateway(engine)
-        await gateway.hello()
+    async with attached(SIMULATION__STEP_MS="5") as (engine, gateway):
         await gateway.submit(1, PROMPT, max_tokens=30_000)
         await gateway.until_begun()
         answer = await engine.stub.Drain(engine_pb2.DrainRequest(limit_s=0.05))

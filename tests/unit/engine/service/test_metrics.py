@@ -12,7 +12,6 @@ from engine.types import (
     ChoiceHistory,
     FinishReason,
     FirstTokenTimings,
-    MemoryPlan,
     MemoryUse,
     ModelFacts,
     RequestFailure,
@@ -23,6 +22,7 @@ from engine.types import (
 from engine.types.work import ModelWork
 from observability.emit import names
 from observability.emit.metrics import Metrics
+from tests.unit.engine.driver import memory_plan
 
 LOAD = SchedulerLoad(
     num_running=3,
@@ -153,17 +153,7 @@ def test_what_the_memory_really_takes_is_exposed_beside_the_plan() -> None:
 
 def test_the_memory_plan_is_exposed_once_ready() -> None:
     metrics = Metrics()
-    memory = MemoryPlan(
-        total_bytes=1000,
-        weights_bytes=100,
-        workspace_bytes=200,
-        headroom_bytes=300,
-        kv_cache_bytes=400,
-        kv_bytes_per_token=1,
-        block_size=16,
-        num_blocks=25,
-        max_model_len=400,
-    )
+    memory = memory_plan(num_blocks=25, block_size=16, max_model_len=400)
     facts = ModelFacts(
         max_model_len=400,
         vocab_size=10,

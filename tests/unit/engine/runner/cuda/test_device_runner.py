@@ -15,7 +15,7 @@ from engine.config import EngineConfig, GraphsConfig, SchedulerConfig, Speculati
 from engine.runner.cuda.build import make_device_runner
 from engine.runner.cuda.decode_graphs import ladder
 from engine.runner.runner import ModelRunner
-from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput, StepResult
+from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput, StepResult
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.cuda.doubles import (
     AddressChangedError,
@@ -23,7 +23,15 @@ from tests.unit.engine.runner.cuda.doubles import (
     CheckedRecorder,
     HostReadError,
 )
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.driver import (
+    GREEDY,
+    Driver,
+    Job,
+    generated,
+    new_sequence,
+    open_runner,
+    prompt_of,
+)
 from tests.unit.engine.runner.test_speculation import BUNDLED, GRAMMAR, SAMPLINGS
 
 VOCAB = 199
@@ -107,19 +115,7 @@ class OverlappedDriver(Driver):
                 own = self.take_blocks(len(job.prompt) + job.num_tokens + 2)
                 live[sequence_id] = [job, own, 0, len(job.prompt), False]
                 first = own[: -(-len(job.prompt) // self.runner.storage.block_size)]
-                new.append(
-                    NewSequence(
-                        sequence_id,
-                        tuple(job.prompt),
-                        len(job.prompt),
-                        job.sampling,
-                        0,
-                        job.grammar,
-                        "",
-                        tuple(first),
-                        job.adapter_slot,
-                    )
-                )
+                new.append(new_sequence(sequence_id, job, first))
             if live and dice.random() < cancels:
                 # Cancelled while its last step is on its way; the slot may be somebody else's at once.
                 sequence_id = dice.choice(list(live))
@@ -171,11 +167,13 @@ class OverlappedDriver(Driver):
 
 def expected_of(folder: Path, jobs: list[Job]) -> list[Job]:
     """The same jobs by the plain runner, all in one batch."""
-    runner = open_runner(folder, native="off", attention_backend="torch", kv_cache_bytes=8 << 20)
-    try:
-        return Driver(runner).run([replace(job, output=[], logprobs=[], prompt_logprobs=[]) for job in jobs])
-    finally:
-        runner.close()
+    return generated(
+        folder,
+        [replace(job, output=[], logprobs=[], prompt_logprobs=[]) for job in jobs],
+        native="off",
+        attention_backend="torch",
+        kv_cache_bytes=8 << 20,
+    )
 
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
@@ -216,10 +214,10 @@ def test_decode_rows_beside_prompts_have_the_bits_that_they_have_alone(
 
         monkeypatch.setattr(runner.model, "forward", watched)
         for step in range(6):
-            new = [NewSequence(1, (5, 6, 7), 3, GREEDY, 0, None, "", (3,))] if not step else []
+            new = [new_sequence(1, Job([5, 6, 7]), [3])] if not step else []
             scheduled = [ScheduledSequence(1, 0, 3, (), True) if not step else _next(1, step + 2)]
             if beside and step == 1:
-                new.append(NewSequence(2, tuple(range(90)), 90, GREEDY, 0, None, "", tuple(range(10, 16))))
+                new.append(new_sequence(2, Job(list(range(90))), range(10, 16)))
             if beside and step:
                 # A prompt in chunks, its rows first in the plan; in the end it decodes as well.
                 chunk = ScheduledSequence(2, 30 * (step - 1), 30, (), step == 3)
@@ -247,9 +245,7 @@ def test_guided_rows_beside_others() -> None:
     runner = open_device_runner(BUNDLED, max_num_seqs=8, max_model_len=256)
     OverlappedDriver(runner).drive(jobs, 0, most=6)
     runner.close()
-    reference = open_runner(BUNDLED, **plain)
-    expected = Driver(reference).run([replace(job, output=[], logprobs=[]) for job in jobs])
-    reference.close()
+    expected = generated(BUNDLED, [replace(job, output=[], logprobs=[]) for job in jobs], **plain)
     assert [job.output for job in jobs] == [job.output for job in expected]
     assert [job.grammar_finished for job in expected] == [False, True] * 3
 
@@ -323,9 +319,7 @@ def test_a_single_token_that_does_not_fit_fails_its_step(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(runner.model, "forward", never)
-    plan = SchedulerOutput(
-        0, (NewSequence(1, (5, 6), 2, GREEDY, 0, None, "", (3,)),), (ScheduledSequence(1, 0, 2, (), True),)
-    )
+    plan = SchedulerOutput(0, (new_sequence(1, Job([5, 6]), [3]),), (ScheduledSequence(1, 0, 2, (), True),))
     with pytest.raises(torch.OutOfMemoryError):
         runner.launch(plan).wait()
     runner.close()

@@ -1,0 +1,223 @@
+"""Attention's cases, for the tests of every back end: steps over histories in shuffled blocks of a
+poisoned cache, what the reference makes of them, and the bits of a row alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from kernels.attention import AttentionOptions, RaggedBatch
+from kernels.attention.reference import ReferenceAttention
+from kernels.paged_cache import LayerCache, PlainCache, QuantizedCache, allocate_layer
+
+CPU = torch.device("cpu")
+# History of each sequence, and new tokens of each.
+SHAPES = [
+    ([1], [1]),
+    ([63], [63]),
+    ([1000], [1]),
+    ([257, 256, 255, 16, 17], [1, 1, 1, 1, 1]),
+    ([300, 5, 129, 700], [200, 5, 1, 65]),
+    ([40, 41, 600], [3, 9, 64]),
+]
+# Query heads, kv heads, size of a head.
+HEADS = [(4, 4, 16), (4, 2, 64), (6, 2, 20), (5, 1, 8), (32, 1, 8)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 50},
+    "soft cap": {"soft_cap": 2.0},
+    "sinks": {"with_sinks": True},
+}
+# A sequence, and the positions from and to which a step computes it.
+Span = tuple[int, int, int]
+# Prompts of these lengths, and steps that compute parts of them: decoding, chunks, both.
+PROMPTS = [600, 333, 90, 511, 7]
+MIXES: list[list[Span]] = [
+    [(0, 599, 600)],
+    [(0, 0, 100), (1, 100, 333), (2, 89, 90)],
+    [(which, length - 1, length) for which, length in enumerate(PROMPTS)],
+    [(0, 250, 262), (3, 256, 257), (4, 0, 7), (1, 0, 333)],
+    [(3, 13, 511), (0, 300, 305)],
+]
+
+
+def poisoned_cache(
+    dtype: torch.dtype,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    num_blocks: int = 5,
+    block_size: int = 4,
+    device: torch.device = CPU,
+) -> PlainCache | QuantizedCache:
+    """Of blocks that hold NaN, or, of levels, 127. A value of size 0 is the first half of its key."""
+    cache = allocate_layer(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_heads=num_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        shared_value_dim=key_dim // 2,
+        dtype=dtype,
+        device=device,
+    )
+    for tensor in cache.tensors():
+        tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 127)
+    return cache
+
+
+def batch_of(lengths: ArrayLike, new: ArrayLike, tables: np.ndarray, block_size: int = 16) -> RaggedBatch:
+    """A step that computes the last `new` tokens of sequences of these lengths."""
+    return RaggedBatch(
+        query_starts=np.concatenate(([0], np.cumsum(new))),
+        context_lens=np.asarray(lengths),
+        block_tables=tables,
+        block_size=block_size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """New tokens of some sequences, whose histories a cache holds."""
+
+    heads: tuple[int, int]
+    lengths: list[int]
+    new: list[int]
+    tables: np.ndarray
+    block_size: int
+    cache: LayerCache
+    q: Tensor
+    sinks: Tensor | None
+    options: AttentionOptions
+
+    @property
+    def batch(self) -> RaggedBatch:
+        return batch_of(self.lengths, self.new, self.tables, self.block_size)
+
+    def run(self, make: Callable[..., Any]) -> Tensor:
+        """What a back end gives for it, whose class or the like is called with numbers of heads."""
+        backend = make(num_heads=self.heads[0], num_kv_heads=self.heads[1])
+        plan = backend.plan(self.batch, self.q.device)
+        return backend.run(plan, self.q, self.cache, self.options, self.sinks)
+
+    def rows(self, span: Span) -> slice:
+        """Where a span of positions lies on the axis of tokens."""
+        which, start, end = span
+        first = sum(self.new[: which + 1]) - self.lengths[which]
+        return slice(first + start, first + end)
+
+    def of(self, spans: Iterable[Span], padding: int = 1) -> Step:
+        """A step of these spans alone, padded to a multiple of so many rows."""
+        spans = list(spans)
+        q = torch.cat([self.q[self.rows(span)] for span in spans])
+        return replace(
+            self,
+            lengths=[end for *_, end in spans],
+            new=[end - start for _, start, end in spans],
+            tables=self.tables[[which for which, *_ in spans]],
+            q=torch.nn.functional.pad(q, (0, 0, 0, 0, 0, -len(q) % padding)),
+        )
+
+    def each(self) -> list[Span]:
+        """Its sequences, each a span."""
+        ends = enumerate(zip(self.lengths, self.new, strict=True))
+        return [(which, length - count, length) for which, (length, count) in ends]
+
+    def in_every_way(self) -> Iterator[Step]:
+        """The same for each of OPTIONS."""
+        for named in OPTIONS.values():
+            asked = dict(named)
+            sinks = self.sinks if asked.pop("with_sinks", False) else None
+            yield replace(self, options=replace(self.options, **asked), sinks=sinks)
+
+    def to(self, device: torch.device) -> Step:
+        """The same on another device."""
+        cache = copy.copy(self.cache)
+        for name in ("keys", "values", "scales"):
+            if getattr(cache, name, None) is not None:
+                setattr(cache, name, getattr(cache, name).to(device))
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        return replace(self, cache=cache, q=self.q.to(device), sinks=sinks)
+
+
+def draw(
+    lengths: list[int],
+    new: list[int] | None = None,
+    heads: tuple[int, int, int] = (4, 2, 16),
+    *,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    q_dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+    padding: int = 0,
+    with_sinks: bool = False,
+    **options: Any,
+) -> Step:
+    """Random histories in shuffled blocks of a poisoned cache, rows of padding that hold NaN. Without `new`,
+    whole prompts.
+    """
+    num_heads, num_kv_heads, dim = heads
+    new = lengths if new is None else new
+    value_dim = dim if value_dim is None else value_dim
+    generator = torch.Generator().manual_seed(sum(lengths))
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(counts) + 3
+    cache = poisoned_cache(dtype, num_kv_heads, dim, value_dim, num_blocks=num_blocks, block_size=block_size)
+    shuffled = torch.randperm(num_blocks, generator=generator).numpy()
+    tables = np.zeros((len(lengths), max(counts)), np.int64)
+    for row, (length, count, end) in enumerate(zip(lengths, counts, np.cumsum(counts), strict=True)):
+        tables[row, :count] = shuffled[end - count : end]
+        places = torch.from_numpy(np.repeat(tables[row, :count], block_size)[:length]) * block_size
+        keys = torch.randn(length, num_kv_heads, dim, generator=generator)
+        values = torch.randn(length, num_kv_heads, value_dim, generator=generator) if value_dim else None
+        cache.write(keys, values, places + torch.arange(length) % block_size)
+    q = torch.randn(sum(new), num_heads, dim, generator=generator).to(q_dtype)
+    return Step(
+        heads=(num_heads, num_kv_heads),
+        lengths=lengths,
+        new=new,
+        tables=tables,
+        block_size=block_size,
+        cache=cache,
+        q=torch.nn.functional.pad(q, (0, 0, 0, 0, 0, padding), value=float("nan")),
+        sinks=torch.randn(num_heads, generator=generator) if with_sinks else None,
+        options=AttentionOptions(**{"scale": dim**-0.5} | options),
+    )
+
+
+def compare(
+    make: Callable[..., Any], step: Step, tolerance: float, rtol: float = 1e-5, device: torch.device = CPU
+) -> Tensor:
+    """What a back end gives, which is what the reference gives on the CPU."""
+    expected = step.run(ReferenceAttention)
+    found = step.to(device).run(make)
+    assert found.dtype == step.q.dtype
+    torch.testing.assert_close(found.cpu().float(), expected.float(), atol=tolerance, rtol=rtol)
+    return found
+
+
+def assert_bits_alone(
+    make: Callable[..., Any], step: Step, found: Tensor, spans: Iterable[Span] | None = None
+) -> None:
+    """Sequences, or spans of some, have the bits alone that they have among the others."""
+    for span in step.each() if spans is None else spans:
+        assert torch.equal(step.of([span]).run(make), found[step.rows(span)]), span
+
+
+def assert_bits_in_any_mix(make: Callable[..., Any], step: Step, padding: int = 1) -> None:
+    """Any span of PROMPTS, alone or among others, gives the rows of its whole prompt at once."""
+    whole = step.of(step.each(), padding).run(make)
+    for mix in [*([span] for span in step.each()), *MIXES]:
+        part = step.of(mix, padding)
+        found = part.run(make)[: sum(part.new)].split(part.new)
+        for span, rows in zip(mix, found, strict=True):
+            assert torch.equal(rows, whole[step.rows(span)]), (mix, span)
