@@ -34,7 +34,7 @@ from gateway.limits.prices import Prices
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.requests import RequestLimiter
 from gateway.settings import load_settings
-from gateway.types.identity import Identity
+from gateway.types.caller import Identity
 from services.bench.report import cpu_name
 
 REQUESTS_PER_MINUTE = 3000

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import metadata
 
 from contract.errors import MillraceError, Reason
-from gateway.auth.callers import HttpCallers
+from gateway.auth.authorizer import HttpCallers
 from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
 from gateway.engines import discovery

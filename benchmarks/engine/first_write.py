@@ -1,7 +1,7 @@
 """How long the first write to blocks of the cache takes, when the system still has to find their memory.
 
 Baseline: a cache whose memory is given when a step writes there. Ours is had ahead of its use, while
-nothing runs (engine/runner/prefault.py). Both are made anew in each round, on a CPU, and left alone for
+nothing runs (engine/runner/kv_storage.py). Both are made anew in each round, on a CPU, and left alone for
 a while; then the blocks of one prompt after another are written in every layer, as steps do. On a virtual
 machine the figures depend on whether the host has the memory at hand; medians and the longest of the rounds.
 

@@ -8,12 +8,52 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
-from millrace.common.v1 import output_pb2
+from millrace.common.v1 import output_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
 from msgspec.structs import asdict
 
 from contract.engines import BlocksEvicted, BlocksStored, EngineInfo, EngineLoad, KvEvent
 from contract.outputs import NUMBERS, ChoiceStatistics, EngineTime, FirstToken, TokenLogprobs
+from contract.sampling import OPTIONS, SCALARS, SamplingOptions, SamplingParams, scalars_of
+
+# Sampling options: from a message, and as the fields of one.
+
+_FLOATS = tuple(name for name in SCALARS if OPTIONS[name].kind is float)
+
+
+def sampling_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
+    """What a client set; the rest is None."""
+    return SamplingOptions(**sampling_given(message), stop=tuple(message.stop))
+
+
+def sampling_given(message: sampling_pb2.SamplingOptions) -> dict[str, Any]:
+    """The numbers that the message sets and all lists but the stop strings, by name, in Python's types."""
+    has: Any = message.HasField
+    found: dict[str, Any] = {name: getattr(message, name) for name in SCALARS if has(name)}
+    for name in _FLOATS:
+        if name in found:
+            found[name] = _exact(found[name])
+    found["logit_bias"] = dict(message.logit_bias)
+    found["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    found["stop_token_ids"] = tuple(message.stop_token_ids)
+    return found
+
+
+def _exact(value: float) -> float:
+    # Floats of the wire have 32 bits: 0.1 arrives as 0.10000000149, which nobody meant.
+    return value if value.is_integer() else float(f"{value:.7g}")
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """Every option set, so that no default of the receiver's matters."""
+    found: dict[str, Any] = dict(zip(SCALARS, scalars_of(params), strict=True))
+    found["logit_bias"] = params.logit_bias
+    found["allowed_token_ids"] = params.allowed_token_ids
+    found["stop_token_ids"] = params.stop_token_ids
+    return found
+
+
+# ---
 
 _INFO = EngineInfo.__struct_fields__
 _LOAD = EngineLoad.__struct_fields__

@@ -12,7 +12,7 @@ from engine.core.adapter_desk import AdapterDesk
 from engine.runner.base import PendingStep, Runner, RunnerBroken
 from engine.scheduler import Scheduler
 from engine.types import MemoryUse, Request, RequestFailure, SchedulerOutput, StepResult
-from engine.types.work import UNKNOWN_WORK, ModelWork, step_work
+from engine.types.step import UNKNOWN_WORK, ModelWork, step_work
 from observability.emit.names import Cause
 
 _log = logging.getLogger(__name__)

@@ -113,7 +113,7 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     # See StepResult.
     num_halvings: int = 0
-    # What the model's shapes say that it took; see engine.types.work.
+    # What the model's shapes say that it took; see engine.types.step.
     flop: float = 0.0
     read_bytes: float = 0.0
 

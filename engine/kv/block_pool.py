@@ -14,6 +14,117 @@ from itertools import takewhile
 
 from engine.kv.hashing import BlockHash
 
+# The blocks of one sequence, in the order of its tokens.
+# Where every layer has a sliding window, leading blocks that lie before it are given up: the table keeps
+# its length, and names the spare block (whose id is the number of blocks) in their places.
+
+
+class BlockTable:
+    """Block i holds positions [i * block_size, (i + 1) * block_size). Changed by KvCache alone."""
+
+    __slots__ = ("block_ids", "num_given_up", "num_given_up_sent", "num_registered", "num_sent")
+
+    def __init__(self) -> None:
+        self.block_ids: list[int] = []
+        # Leading blocks that were offered to the prefix cache already.
+        self.num_registered = 0
+        # Leading blocks that the runner knows of.
+        self.num_sent = 0
+        # Leading blocks without a reference, and as many of them as the runner knows of.
+        self.num_given_up = 0
+        self.num_given_up_sent = 0
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    @property
+    def held(self) -> list[int]:
+        """Blocks that the sequence has a reference to."""
+        return self.block_ids[self.num_given_up :]
+
+    @property
+    def num_held(self) -> int:
+        """Number of these."""
+        return len(self.block_ids) - self.num_given_up
+
+    def take_given_up(self) -> int:
+        """Leading blocks given up, once after each change and then 0."""
+        if self.num_given_up == self.num_given_up_sent:
+            return 0
+        self.num_given_up_sent = self.num_given_up
+        return self.num_given_up
+
+    def take_unsent(self) -> tuple[int, ...]:
+        """Blocks appended since the runner was last told, and from now on counted as told."""
+        unsent = tuple(self.block_ids[self.num_sent :])
+        self.num_sent = len(self.block_ids)
+        return unsent
+
+
+# ---
+
+# Host memory behind the device's prefix cache: evicted blocks are copied out and brought back on a hit.
+# A preempted sequence needs no path of its own: its full blocks stay in the prefix cache, move to the host
+# when they are evicted, and are restored when the sequence (or anyone with the same prefix) comes back.
+
+
+class HostTier:
+    """Which host block holds which content. Least recently used content makes room."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[BlockHash, int] = OrderedDict()
+        # Being read by the plan under construction; reusable from the next plan on.
+        self._reading: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._cached)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._cached
+
+    def begin_step(self) -> None:
+        """Host blocks that the previous plan read may be overwritten from now on."""
+        self._free.extend(self._reading)
+        self._reading.clear()
+
+    def store(self, block_hash: BlockHash) -> tuple[int, BlockHash | None] | None:
+        """A host block to copy content into, with the content it replaces; None when nothing can be kept."""
+        if block_hash in self._cached:
+            self._cached.move_to_end(block_hash)
+            return None
+        replaced = None
+        if self._free:
+            host_block = self._free.pop()
+        elif self._cached:
+            replaced, host_block = self._cached.popitem(last=False)
+        else:
+            return None
+        self._cached[block_hash] = host_block
+        return host_block, replaced
+
+    def take(self, block_hash: BlockHash) -> int:
+        """The host block to restore from; the content leaves the tier, for the device will hold it."""
+        host_block = self._cached.pop(block_hash)
+        self._reading.append(host_block)
+        return host_block
+
+    def clear(self) -> list[BlockHash]:
+        """Forgets all content and returns what it was."""
+        dropped = list(self._cached)
+        self._free.extend(self._cached.values())
+        self._cached.clear()
+        return dropped
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless every host block is in exactly one place."""
+        places = [*self._free, *self._cached.values(), *self._reading]
+        assert sorted(places) == list(range(self.num_blocks)), "a host block is lost or in two places"
+
+
+# ---
+
 # Told (block id, hash) just before a cached block loses its content.
 OnEvict = Callable[[int, BlockHash], None]
 

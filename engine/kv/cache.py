@@ -10,10 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine.kv.block_pool import BlockPool
-from engine.kv.block_table import BlockTable
+from engine.kv.block_pool import BlockPool, BlockTable, HostTier
 from engine.kv.hashing import BlockHash, PrefixHasher, event_hash
-from engine.kv.host_tier import HostTier
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 
 Pairs = tuple[tuple[int, int], ...]

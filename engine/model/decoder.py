@@ -32,9 +32,9 @@ from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import adapter_step
 from kernels.attention import AttentionBackend
+from kernels.host import on_device
 from kernels.paged_cache import LayerCache
 from kernels.selection import Kernels
-from kernels.transfer import on_device
 
 # Placement to the names of norms (before attention, before feed-forward), (after attention, after
 # feed-forward).

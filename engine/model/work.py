@@ -6,7 +6,7 @@ from collections import Counter
 
 from engine.model.plan import PlanInput
 from engine.types import MemoryPlan
-from engine.types.work import ModelWork
+from engine.types.step import ModelWork
 
 # Dense bfloat16 operations and bytes of memory a second, by data sheet, for names of devices that begin so
 # after the maker's; the first that fits counts.

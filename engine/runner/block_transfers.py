@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.runner.host_memory import HostArena
 from engine.runner.streams import Streams
-from kernels.transfer import on_device
+from kernels.host import on_device
 
 Pairs = Sequence[tuple[int, int]]
 WORD_BYTES = 4

@@ -19,7 +19,7 @@ from engine.sampling.grammar import GrammarMasks
 from engine.types import ScheduledSequence
 from kernels.adapters.rows import NO_ADAPTER
 from kernels.attention.ragged import RaggedBatch
-from kernels.transfer import on_device
+from kernels.host import on_device
 
 
 def no_masks() -> None:

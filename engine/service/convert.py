@@ -9,7 +9,7 @@ from millrace.common.v1 import context_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
 
 from contract.errors import MillraceError, invalid, unsupported
-from contract.proto import sampling as convert
+from contract.proto import engine as convert
 from contract.proto.engine import first_token_fields, logprobs_fields, statistics_fields
 from contract.proto.grammar import grammar
 from contract.proto.status import to_detail
@@ -95,7 +95,10 @@ def to_sampling(
     """Complete sampling parameters; unset options are neutral. Raises MillraceError naming the option."""
     if not options.HasField("seed"):
         raise _invalid("seed", "it must be set, so that another engine can continue the same tokens")
-    given = {"max_tokens": max(1, limits.max_tokens_total - num_prompt_tokens), **convert.given(options)}
+    given = {
+        "max_tokens": max(1, limits.max_tokens_total - num_prompt_tokens),
+        **convert.sampling_given(options),
+    }
     given.setdefault("best_of", given.get("n", 1))
     ends = () if options.ignore_eos else limits.facts.eos_token_ids
     given["stop_token_ids"] = tuple(dict.fromkeys((*options.stop_token_ids, *ends)))

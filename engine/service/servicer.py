@@ -13,9 +13,8 @@ from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 from contract.errors import MillraceError, Reason, RequestFailure
 from contract.proto.engine import load_fields
 from engine.service import convert
-from engine.service.dispatcher import Dispatcher
+from engine.service.dispatcher import Dispatcher, GatewayStream
 from engine.service.engine_process import EngineProcess
-from engine.service.streams import GatewayStream
 from engine.types import FinishReason
 from runtime import context as signed_context
 from runtime.interceptors import ServicerContext as Context

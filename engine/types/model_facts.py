@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from engine.types.work import UNKNOWN_WORK, ModelWork
+from engine.types.step import UNKNOWN_WORK, ModelWork
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,11 +18,11 @@ from opentelemetry.util.types import AttributeValue
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
-from gateway.auth.convert import context_of
 from gateway.auth.directory import KeyDirectory, Principal
+from gateway.auth.verifier import Arrival, CallerVerifier, context_of
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
-from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
+from gateway.types.caller import MAX_CLIENT_REQUEST_ID, Caller, Identity
 from observability.emit import names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.tracing import RemoteSpan, Telemetry
@@ -235,3 +235,47 @@ def _claims(text: bytes) -> dict[str, Any]:
         raise MillraceError(
             Reason.INVALID_CREDENTIALS, "the verified token's claims cannot be read as JSON"
         ) from error
+
+
+# ---
+# Who sends an HTTP request: the context that somebody in front has signed, or the credentials themselves.
+# Envoy asks about gRPC calls before it sends them on (`authorizer`). An HTTP request it sends at once, with
+# its credentials: the question would cost the gateway and Envoy more than most of what follows.
+
+_CONTEXT = CONTEXT_HEADER.encode()
+
+
+class HttpCallers:
+    """Identifies callers by their headers; Envoy has dropped what clients may not send."""
+
+    def __init__(self, authorizer: Authorizer, verifier: CallerVerifier) -> None:
+        self._authorizer = authorizer
+        self._verifier = verifier
+
+    def identify(self, headers: Mapping[bytes, bytes], received_s: float) -> Caller:
+        """The caller of a request; names of `headers` are in lower case.
+
+        Raises MISSING_CREDENTIALS, INVALID_CREDENTIALS, TENANT_NOT_ALLOWED, TIER_NOT_ALLOWED and
+        CONTEXT_SIGNATURE_INVALID.
+        """
+        traceparent, tracestate, client_request_id, retries = (
+            headers.get(name, b"").decode("latin-1")
+            for name in (b"traceparent", b"tracestate", b"x-client-request-id", b"x-stainless-retry-count")
+        )
+        arrival = Arrival(
+            received_s=received_s,
+            traceparent=traceparent,
+            tracestate=tracestate,
+            client_request_id=client_request_id,
+            retries=retries,
+        )
+        signed = headers.get(_CONTEXT)
+        if signed is not None:
+            return self._verifier.verify(signed.decode("latin-1"), arrival)
+        return self._verifier.caller(self._authorizer.authenticate(headers), arrival)
+
+    def is_counted(self, caller: Caller) -> bool:
+        """Whether a limit of requests per minute applies that nobody has counted this request against."""
+        return caller.context is None and self._authorizer.is_counted(
+            caller.identity.tenant, caller.identity.key_id
+        )

@@ -18,7 +18,7 @@ from contract.engines import CancelReason, EngineInfo, EngineLoad, KvEvent
 from contract.errors import MillraceError, Reason
 from contract.outputs import EngineTime
 from contract.proto import engine as wire
-from gateway.engines import convert
+from gateway.engines import mailbox
 from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import EngineOutput, EngineState, Submission
 from runtime.channels import trace_metadata
@@ -187,7 +187,7 @@ class Attachment:
         leg = Leg(self, next(self._handles), submission, inbox)
         self._legs[leg.handle] = leg
         self.unstarted_tokens += leg.prompt_tokens
-        self._send(convert.submit(leg.handle, submission))
+        self._send(mailbox.submit(leg.handle, submission))
         return leg
 
     def cancel(self, handle: int, reason: CancelReason) -> None:
@@ -195,7 +195,7 @@ class Attachment:
         leg = self._legs.get(handle)
         if leg is not None:
             self._close(leg)
-            self._send(convert.cancel(handle, reason))
+            self._send(mailbox.cancel(handle, reason))
             leg.worked = asyncio.get_running_loop().create_future()
             self._taken_back[handle] = leg
 
@@ -250,7 +250,7 @@ class Attachment:
     async def _attach_once(self) -> None:
         self._is_stuck = False
         self._outbox = _outbox()
-        self._outbox.put(convert.hello(self._gateway, self._fingerprint()))
+        self._outbox.put(mailbox.hello(self._gateway, self._fingerprint()))
         await run_stream(
             self.target,
             _METHOD,
@@ -298,7 +298,7 @@ class Attachment:
 
     def _dispatch(self, outputs: Any) -> None:
         legs = self._legs
-        to_domain = convert.output
+        to_domain = mailbox.output
         for message in outputs:
             leg = legs.get(message.handle)
             if leg is None:
@@ -384,5 +384,5 @@ def _outbox() -> Outbox[engine_pb2.AttachRequest]:
 
 
 def _joined(messages: list[engine_pb2.AttachRequest]) -> bytes:
-    message = messages[0] if len(messages) == 1 else convert.several(messages)
+    message = messages[0] if len(messages) == 1 else mailbox.several(messages)
     return message.SerializeToString()

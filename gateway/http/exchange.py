@@ -10,8 +10,7 @@ from http import HTTPStatus
 from typing import Any, TypeAlias
 
 from contract.errors import MillraceError, Reason, unsupported
-from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, header_value
-from gateway.auth.callers import HttpCallers
+from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, HttpCallers, header_value
 from gateway.openai_error import error_body, error_headers
 from gateway.pipeline.intake import Hold
 from gateway.types.caller import Caller

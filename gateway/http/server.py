@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import uvicorn
 
-from gateway.auth.callers import HttpCallers
-from gateway.http.asgi import AsgiApplication
+from gateway.auth.authorizer import HttpCallers
+from gateway.http.application import AsgiApplication
 from gateway.http.connection import Connection
 from gateway.http.exchange import Handler
 from gateway.pipeline.intake import Intake

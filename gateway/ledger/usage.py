@@ -11,7 +11,7 @@ from sqlalchemy import BigInteger, ColumnElement, Engine, Integer, case, func, l
 
 from gateway.ledger.tables import REQUESTS
 from gateway.limits.prices import NANOS_PER_UNIT
-from gateway.limits.scopes import meter_key
+from gateway.limits.store import meter_key
 from observability.emit.names import LENGTH_BOUNDS, length_bucket
 
 # Written into the statement: PostgreSQL must see the same expression in SELECT and GROUP BY.

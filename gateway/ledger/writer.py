@@ -21,7 +21,7 @@ from gateway.ledger.unclaimed import UnclaimedTokens
 from gateway.ledger.usage import month_sums
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.limits.reservation import Holds
-from gateway.limits.scopes import month_of
+from gateway.limits.store import month_of
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, OpenEntry, Unkept
 from observability.emit import names
 from observability.emit.metrics import Metrics

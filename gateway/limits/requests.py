@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from contract.errors import MillraceError, Reason
-from gateway.limits.headers import WindowView, window_headers
+from gateway.limits.limiter import WindowView, window_headers
 from gateway.limits.memory import unix_s
 from gateway.limits.refusals import limits_unavailable
-from gateway.limits.scopes import LimitDirectory, Scope, scopes_of
-from gateway.limits.store import Demand, LimitStore, Refused, StoreLostError, WindowDemand
+from gateway.limits.store import (
+    Demand,
+    LimitDirectory,
+    LimitStore,
+    Refused,
+    Scope,
+    StoreLostError,
+    WindowDemand,
+    scopes_of,
+)
 
 
 class RequestLimiter:

@@ -11,9 +11,9 @@ from contract.engines import EngineInfo
 from contract.errors import MillraceError, Reason, invalid
 from gateway.engines.fleet import Fleet
 from gateway.models.routes import pick, sticky_key
-from gateway.text.vocabulary import Vocabulary
+from gateway.text.detokenizer import Vocabulary
 from gateway.tiers import Tiers
-from gateway.types.identity import Identity
+from gateway.types.caller import Identity
 from runtime.config import ModelConfig
 from runtime.models import ADAPTER_SEPARATOR, Models
 

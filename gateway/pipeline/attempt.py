@@ -22,12 +22,10 @@ from gateway.engines.types import EngineOutput
 from gateway.limits.reservation import Holds, Reservation
 from gateway.models.catalog import Target
 from gateway.pipeline.call import Call
-from gateway.pipeline.choice import ChoiceStream
-from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
+from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Meter, Usage
 from gateway.pipeline.judge import OutputJudge
-from gateway.pipeline.metering import Meter
 from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
-from gateway.pipeline.reading import AnswerReader
+from gateway.pipeline.reading import AnswerReader, ChoiceStream
 from gateway.pipeline.transcript import Transcript
 from gateway.types.slices import Slices
 

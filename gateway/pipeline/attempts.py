@@ -23,21 +23,47 @@ from gateway.engines.types import Submission
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.reservation import Reservation
 from gateway.models.catalog import ServedModel, Target
-from gateway.pipeline.admission import expected_wait_s
 from gateway.pipeline.attempt import Attempt, AttemptBooks
 from gateway.pipeline.call import Call
-from gateway.pipeline.defaults import complete, completion_limit, shortened, token_limit
-from gateway.pipeline.delta import AnswerInfo
+from gateway.pipeline.delta import AnswerInfo, Meter
 from gateway.pipeline.intake import Intake
 from gateway.pipeline.judge import OutputJudge
-from gateway.pipeline.metering import Meter
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
-from gateway.pipeline.validate import check_vocabulary, ranked_tokens
+from gateway.pipeline.validate import (
+    check_vocabulary,
+    complete,
+    completion_limit,
+    ranked_tokens,
+    shortened,
+    token_limit,
+)
 from gateway.tokenizer.client import TokenizerClient
-from gateway.types.prepared import Prepared
+from gateway.types.request import Prepared
 from observability.emit import names
 from observability.emit.metrics import Metrics
+
+# What waits at the engines. They decide whom they accept: each knows its own queue, and whose turn it is.
+
+
+def expected_wait_s(fleet: Fleet, model: str, pool: str) -> float:
+    """Seconds that the prompts before a new request for a version of a model take, at the engine that is
+    through with them first, of `pool` if one is named; 0 while nothing was measured.
+    """
+    return min(
+        (
+            max(load.pending_prefill_tokens, attachment.unstarted_tokens) / load.prefill_tokens_per_s
+            if (load := attachment.load).prefill_tokens_per_s
+            else 0.0
+            for attachment in fleet.ready
+            # An engine is ready after it has told what it is.
+            if (info := attachment.info) is not None and info.model_key == model and pool in ("", info.pool)
+        ),
+        default=0.0,
+    )
+
+
+# ---
 
 
 class Attempts:

@@ -14,7 +14,7 @@ from contract.errors import MillraceError, Reason
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.engines.mailbox import Backlog
 from gateway.pipeline.refusals import Refusals
-from gateway.tokenizer.room import Shares
+from gateway.tokenizer.stream import Shares
 from gateway.types.slices import Pace, Slices
 from runtime.memory import GiveBack
 

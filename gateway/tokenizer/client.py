@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
+import msgspec
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -18,14 +19,52 @@ from contract.chat import Conversation, Prompt, ResponseFormat, TextPrompt, Toke
 from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
 from contract.proto.chat import conversation_fields, format_fields
-from contract.proto.grammar import verdict
+from contract.proto.grammar import grammar, report, verdict
 from contract.proto.status import from_rpc_error
-from gateway.text.vocabulary import Vocabulary
-from gateway.tokenizer import convert
+from contract.vocabulary import DecoderKind
+from gateway.text.detokenizer import Vocabulary
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
-from gateway.types.prepared import Prepared
+from gateway.types.request import Prepared
 from gateway.types.slices import Pace, Slices
 from runtime.channels import connect
+
+# Answers of the tokenizer service to domain types.
+
+_DECODERS = {tokenizer_pb2.DecoderKind.Value(f"DECODER_KIND_{kind.name}"): kind for kind in DecoderKind} | {
+    tokenizer_pb2.DECODER_KIND_UNSPECIFIED: DecoderKind.BYTE_LEVEL
+}
+
+
+def prepared(message: tokenizer_pb2.PrepareResponse) -> Prepared:
+    """What the tokenizer service made of a request."""
+    return Prepared(
+        token_ids=tuple(message.token_ids),
+        grammar=grammar(message.grammar) if message.HasField("grammar") else None,
+        enforcement=report(message.enforcement) if message.HasField("enforcement") else None,
+        vocabulary_fingerprint=message.vocabulary_fingerprint,
+        assistant_prefix=message.assistant_prefix,
+    )
+
+
+def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
+    """What decoding needs."""
+    config: dict[str, Any] = {}
+    if message.generation_config_json:
+        config = msgspec.json.decode(message.generation_config_json, type=dict[str, Any])
+    return Vocabulary(
+        fingerprint=message.fingerprint,
+        decoder=_DECODERS[message.decoder],
+        tokens=tuple(message.tokens),
+        special_ids=frozenset(message.special_ids),
+        byte_ids=frozenset(message.byte_token_ids),
+        eos_token_ids=tuple(message.eos_token_ids),
+        tool_call_format=message.tool_call_format,
+        reasoning_format=message.reasoning_format,
+        generation_config=config,
+    )
+
+
+# ---
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +111,7 @@ class TokenizerClient:
         while True:
             try:
                 request = tokenizer_pb2.GetVocabularyRequest(model=model)
-                return convert.vocabulary(await self._stub.GetVocabulary(request, timeout=PREPARE_TIMEOUT_S))
+                return vocabulary(await self._stub.GetVocabulary(request, timeout=PREPARE_TIMEOUT_S))
             except grpc.RpcError as error:
                 message = from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE).message
                 if message != failure:
@@ -124,7 +163,7 @@ class TokenizerClient:
             )
         except MillraceError as error:
             raise _unreachable(error) from error
-        return convert.prepared(answer)
+        return prepared(answer)
 
     async def _wire(self, parts: dict[str, Any], prompt: Prompt) -> bytes:
         """The request's bytes, of which nothing but them is kept: it may be sent again."""

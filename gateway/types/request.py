@@ -10,7 +10,24 @@ import msgspec
 
 from contract.chat import Prompt, ResponseFormat
 from contract.errors import MillraceError, Reason
+from contract.grammar import EnforcementReport, GrammarSpec
 from contract.sampling import SamplingOptions
+
+# A prompt made ready by the tokenizer service.
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine needs of a prompt."""
+
+    token_ids: tuple[int, ...]
+    grammar: GrammarSpec | None = None
+    enforcement: EnforcementReport | None = None
+    vocabulary_fingerprint: str = ""
+    # Text that the template placed at the start of the assistant turn, for the output parsers.
+    assistant_prefix: str = ""
+
+
+# ---
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,8 +25,8 @@ from kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from kernels.attention.triton_kernels import attention_kernel, list_parts_kernel, merge_kernel
 from kernels.attention.triton_plan import Items, make_plan, most_parts
 from kernels.attention.tuning import arch_of
+from kernels.host import on_device
 from kernels.paged_cache.store import PlainCache, QuantizedCache
-from kernels.transfer import on_device
 
 PROGRAMS_PER_PROCESSOR = 6
 

@@ -1,6 +1,6 @@
 // What a decode step needs besides the model and its draw, where it follows another one of the same sequences: the
 // inputs that follow from the step before, and the place of the tokens that were drawn. With these two ops a whole
-// step is one program (engine/runner/executors/native_decode.py).
+// step is one program (engine/runner/executors/native.py).
 #pragma once
 
 #include "native/op.h"

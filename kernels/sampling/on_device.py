@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.host import on_device
 from kernels.sampling.noise import row_keys
 from kernels.sampling.rows import (
     NO_ROW,
@@ -26,7 +27,6 @@ from kernels.sampling.rows import (
     early_stops,
     forbidden_tokens,
 )
-from kernels.transfer import on_device
 
 _FLOATS = tuple(name for name in OPTIONS.names or () if OPTIONS[name] == np.float32)
 

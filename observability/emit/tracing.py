@@ -36,10 +36,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from observability.emit import names
-from observability.emit.clock import unix_ns
 from observability.emit.config import ObservabilityConfig
 from observability.emit.names import SpanName
-from observability.emit.provider import make_provider
+from observability.emit.provider import make_provider, unix_ns
 
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.

@@ -41,11 +41,11 @@ _BORDER = (
     "contract/proto/",
     "services/",
     "gateway/app.py",
-    "gateway/auth/convert.py",
+    "gateway/auth/verifier.py",
     "gateway/edge.py",
     "gateway/engines/adapters.py",
     "gateway/engines/attachment.py",
-    "gateway/engines/convert.py",
+    "gateway/engines/mailbox.py",
     "gateway/faces/grpc/",
     "gateway/limits/servicer.py",
     # Signs the request context, which is a message.

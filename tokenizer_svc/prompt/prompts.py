@@ -13,7 +13,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptRequest, ToolRules, ToolSpec
-from tokenizer_svc.messages import convert
+from tokenizer_svc.messages import wire
 from tokenizer_svc.prompt.limits import RequestLimits, num_bytes
 from tokenizer_svc.refusals import invalid, no_input
 from tokenizer_svc.text import formats
@@ -42,7 +42,7 @@ class Prompts:
         """Rendered and encoded. Raises TEMPLATE_FAILED, GRAMMAR_REFUSED and INVALID_ARGUMENT, and beyond
         limits REQUEST_TOO_LARGE and CONTEXT_LENGTH_EXCEEDED.
         """
-        form = convert.response_format(message.response_format)
+        form = wire.response_format(message.response_format)
         self.limits.format(form)
         if message.WhichOneof("input") == "conversation":
             return self._conversation(message.conversation, form, asked)
@@ -52,7 +52,7 @@ class Prompts:
         self, message: chat_pb2.Conversation, form: ResponseFormat | None, asked: PromptRequest
     ) -> Prompted:
         self.limits.whole(message.ByteSize(), len(message.messages), len(message.tools))
-        conversation = convert.conversation(message, max_tool_bytes=self._max_tool_bytes)
+        conversation = wire.conversation(message, max_tool_bytes=self._max_tool_bytes)
         self.limits.conversation(conversation, asked.length)
         begin_s = time.monotonic()
         rendered = self.templates.render(conversation)

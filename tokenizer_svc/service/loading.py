@@ -11,7 +11,7 @@ from observability.emit.tracing import Telemetry
 from runtime.config import ModelConfig
 from tokenizer_svc.config import ServiceConfig
 from tokenizer_svc.grammar.request import WorkerSetup
-from tokenizer_svc.messages import convert
+from tokenizer_svc.messages.wire import vocabulary_response
 from tokenizer_svc.service.compiler import GrammarCompiler
 from tokenizer_svc.service.prepare import Preparer
 from tokenizer_svc.service.shelf import Served
@@ -55,4 +55,4 @@ class Loader:
 
     def _read(self, model: ModelConfig) -> tuple[Checkpoint, tokenizer_pb2.GetVocabularyResponse]:
         checkpoint = load_checkpoint(locate(model, simulated=self._config.tokenizer.simulated), model)
-        return checkpoint, convert.vocabulary_response(checkpoint)
+        return checkpoint, vocabulary_response(checkpoint)

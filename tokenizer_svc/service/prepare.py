@@ -29,8 +29,8 @@ from tokenizer_svc.grammar.request import (
     PromptRequest,
 )
 from tokenizer_svc.messages.wire import LargeRequest, large
+from tokenizer_svc.prompt.limits import is_large
 from tokenizer_svc.prompt.prompts import Prompts
-from tokenizer_svc.prompt.sizes import is_large
 from tokenizer_svc.service.compiler import GrammarCompiler, refusal
 from tokenizer_svc.service.pace import Pace
 from tokenizer_svc.service.threads import INLINE_CHARACTERS, TextThreads

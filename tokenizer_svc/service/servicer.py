@@ -28,7 +28,7 @@ from observability.emit.tracing import (
 from runtime.context import verify
 from runtime.deferred import Deferred
 from tokenizer_svc.grammar.request import Prepared, Prompted
-from tokenizer_svc.messages import convert
+from tokenizer_svc.messages import wire
 from tokenizer_svc.messages.wire import Call, Head, LargeAnswer, LargeRequest
 from tokenizer_svc.refusals import no_input
 from tokenizer_svc.service.prepare import Preparer, is_short
@@ -97,7 +97,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         try:
             who = self._verify(request)
             served = self._served(request.model, who)
-            length = convert.length_limit(request, who)
+            length = wire.length_limit(request, who)
             short = served.preparer.prepare_short(request, tenant=who.tenant, length=length)
         except Exception:
             return None
@@ -105,7 +105,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             return None
         tell = partial(self._tell_short, call.head, who, served.preparer)
         self._deferred.call(tell, begin_s, time.monotonic(), short)
-        return convert.short_answer(short, served.fingerprint)
+        return wire.short_answer(short, served.fingerprint)
 
     def _tell_short(
         self,
@@ -136,9 +136,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         identity = RequestIdentity(who.request_id, who.client_request_id)
         parent = with_identity(identity, trace)
         with self._telemetry.span(names.TOKENIZER_PREPARE, parent=parent, kind=SpanKind.SERVER):
-            work = served.preparer.prepare(request, tenant=who.tenant, length=convert.length_limit(head, who))
+            work = served.preparer.prepare(request, tenant=who.tenant, length=wire.length_limit(head, who))
             prepared = await self._within_limit(work, timeout_s)
-        return convert.prepare_answer(prepared, served.fingerprint)
+        return wire.prepare_answer(prepared, served.fingerprint)
 
     async def _within_limit(self, work: Awaitable[Prepared], timeout_s: float | None) -> Prepared:
         # Somewhat before the caller gives up, so that it is told why.
@@ -205,7 +205,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.CheckSchemaResponse:
         """See the proto."""
         preparer = self._served(request.model).preparer
-        form = convert.response_format(request.response_format)
+        form = wire.response_format(request.response_format)
         if form is None:
             raise MillraceError(
                 Reason.INVALID_ARGUMENT, "response_format is not set", field="response_format"

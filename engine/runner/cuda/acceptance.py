@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.runner.inputs import StepInputs
 from engine.runner.verification import LogitRows
-from kernels.transfer import on_device
+from kernels.host import on_device
 
 # Stands for the draft after a sequence's last row: no draw equals it.
 _NO_DRAFT = -1

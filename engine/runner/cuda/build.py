@@ -26,7 +26,7 @@ from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan
 from kernels.adapters.backends import captures_adapters
 from kernels.attention import AttentionBackend, CapturedAttention, RaggedBatch
-from kernels.transfer import on_device
+from kernels.host import on_device
 
 _log = logging.getLogger(__name__)
 

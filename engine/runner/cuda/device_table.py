@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.runner.sequence_table import SequenceTable
 from engine.types import NewSequence
 from kernels.adapters.rows import NO_ADAPTER
-from kernels.transfer import on_device
+from kernels.host import on_device
 
 
 class DeviceTable(SequenceTable):

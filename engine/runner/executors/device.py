@@ -38,13 +38,13 @@ from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.verification import LogitRows, logit_rows, sampling_rows
-from engine.sampling.sampler import sample
+from engine.sampling.table import sample
 from engine.types import ScheduledSequence
 from kernels.attention import AttentionBackend
+from kernels.host import on_device
 from kernels.sampling.noise import row_keys
 from kernels.sampling.on_device import DeviceDrawn, sample_on_device
 from kernels.sampling.rows import SamplingRows
-from kernels.transfer import on_device
 
 # What torch's, Triton's and the libraries' errors say when the device is lost.
 LOST = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "CUDA driver error")

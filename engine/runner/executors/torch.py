@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from engine.model.decoder import Decoder
-from engine.runner.executors.eager import compute_step
-from engine.runner.executors.executor import Executor
+from engine.runner.executors.executor import Executor, compute_step
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled

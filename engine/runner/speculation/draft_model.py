@@ -21,12 +21,11 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.sampling.sampler import sample
+from engine.sampling.table import sample
 from kernels.attention.ragged import RaggedBatch
-from kernels.host import Device, Values
+from kernels.host import Device, Values, on_device
 from kernels.linear.rows import ROW_MULTIPLE
 from kernels.sampling.rows import SamplingRows
-from kernels.transfer import on_device
 
 if TYPE_CHECKING:
     from kernels.attention import AttentionBackend

@@ -13,8 +13,8 @@ from contract.chat import Conversation, Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid, unsupported
 from contract.outputs import TokenLogprobs
 from contract.proto import chat
+from contract.proto.engine import sampling_options
 from contract.proto.grammar import verdict_message
-from contract.proto.sampling import options
 from contract.sampling import OPTIONS
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.pipeline.delta import ChoiceDelta, Usage
@@ -24,7 +24,7 @@ from gateway.pipeline.validate import (
     check_counts,
     check_metadata,
 )
-from gateway.text.vocabulary import Vocabulary
+from gateway.text.detokenizer import Vocabulary
 from gateway.types.request import GenerationRequest
 
 _FIELD_NAMES: Mapping[str, str] = {name: f"sampling.{name}" for name in (*OPTIONS, "stop")}
@@ -79,7 +79,7 @@ def _request(
     return GenerationRequest(
         model=message.model,
         prompt=prompt,
-        sampling=options(message.sampling),
+        sampling=sampling_options(message.sampling),
         response_format=chat.response_format(message.response_format),
         service_tier=message.service_tier,
         prompt_cache_key=message.prompt_cache_key,

@@ -18,7 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.faces.grpc.large import Unparsed
 from gateway.faces.grpc.servicer import FULL_NAME
 from gateway.pipeline.refusals import Refusals, is_the_callers
-from gateway.tokenizer.room import Room
+from gateway.tokenizer.stream import Room
 from runtime.interceptors import ServerInterceptor, ServicerContext
 from runtime.server import GrpcServer
 

@@ -15,7 +15,7 @@ from contract.outputs import FinishReason, TokenLogprobs
 from gateway.faces.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
-from gateway.text.vocabulary import Vocabulary
+from gateway.text.detokenizer import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
 

@@ -4,15 +4,91 @@ tenant at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.faces.openai.ignored import decode_known, ignored
+from contract.errors import MillraceError, Reason
+from gateway.faces.openai.chat import (
+    ContentPart,
+    FunctionBody,
+    FunctionCallBody,
+    MessageBody,
+    ToolBody,
+    ToolCallBody,
+)
 from gateway.faces.openai.shape import SLICE_BYTES, BodyShape
+from gateway.http.body import decode
 from gateway.http.exchange import Exchange
 from gateway.pipeline.intake import LARGE_BYTES, Intake
+
+# Keys of messages, parts, tool calls and tools that this version does not know: ignored, named in a header.
+# Clients send back what other servers and SDKs wrote into earlier turns, and mark what another server may
+# cache: there a strange key is no wish that would go unheard. A strange option of the request is one, and
+# is refused (`fields`).
+
+# Response header that names them.
+IGNORED_HEADER = "x-millrace-ignored"
+
+# So many are named, each with so many characters.
+_MAX_NAMES = 8
+_MAX_NAME = 64
+# Fields of a body whose items may have strange keys.
+FIELDS: Mapping[str, type[msgspec.Struct]] = {"messages": MessageBody, "tools": ToolBody}
+_STRANGE = tuple(f"{field}[" for field in FIELDS)
+# What is inside of each, by the key that holds it.
+INSIDE: Mapping[type[msgspec.Struct], Mapping[str, type[msgspec.Struct]]] = {
+    MessageBody: {"content": ContentPart, "tool_calls": ToolCallBody},
+    ToolCallBody: {"function": FunctionCallBody},
+    ToolBody: {"function": FunctionBody},
+}
+_by_field = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_anything = msgspec.json.Decoder()
+
+
+def decode_known(decoder: msgspec.json.Decoder[Body], data: bytes) -> tuple[Body, list[str]]:
+    """The body without strange keys in its messages and tools, and their names; raises what `body.decode`
+    raises.
+    """
+    try:
+        return decode(decoder, data), []
+    except MillraceError as error:
+        if error.reason is not Reason.UNSUPPORTED_FIELD or not error.field.startswith(_STRANGE):
+            raise
+    fields = _by_field(data)
+    names: list[str] = []
+    for field, kind in FIELDS.items():
+        if field in fields:
+            items = decode(_anything, fields[field])
+            _drop(items, kind, field, names)
+            fields[field] = msgspec.Raw(msgspec.json.encode(items))
+    # Everything else stays as it was written.
+    return decode(decoder, msgspec.json.encode(fields)), names
+
+
+def ignored(names: list[str]) -> dict[str, str]:
+    """The header; {} where nothing was ignored."""
+    if not names:
+        return {}
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    # Names are a client's words, and this is a header: `ascii` writes whatever could end it as an escape.
+    return {IGNORED_HEADER: ", ".join(ascii(name)[1:-1][:_MAX_NAME] for name in names[:_MAX_NAMES]) + more}
+
+
+def _drop(value: Any, kind: type[msgspec.Struct], path: str, names: list[str]) -> None:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _drop(item, kind, f"{path}[{index}]", names)
+    elif isinstance(value, dict):
+        for name in [each for each in value if each not in kind.__struct_fields__]:
+            del value[name]
+            names.append(f"{path}.{name}")
+        for name, inside in INSIDE.get(kind, {}).items():
+            _drop(value.get(name), inside, f"{path}.{name}", names)
+
+
+# ---
 
 Body = TypeVar("Body")
 Request = TypeVar("Request")

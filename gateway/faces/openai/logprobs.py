@@ -11,7 +11,7 @@ from itertools import accumulate, islice
 import msgspec
 
 from contract.outputs import TokenLogprobs
-from gateway.text.vocabulary import Vocabulary
+from gateway.text.detokenizer import Vocabulary
 
 _encode = msgspec.json.Encoder().encode
 

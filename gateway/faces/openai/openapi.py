@@ -11,7 +11,7 @@ import msgspec
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import API_KEY_HEADERS
 from gateway.faces.openai.fields import WARNING_HEADER
-from gateway.faces.openai.ignored import IGNORED_HEADER
+from gateway.faces.openai.large import IGNORED_HEADER
 from gateway.faces.openai.openapi_answers import ANSWERS, INTEGER, STRING, events
 from gateway.faces.openai.openapi_bodies import BEYOND, BEYOND_REASONS, REF, body_schemas
 from gateway.openai_error import error_detail

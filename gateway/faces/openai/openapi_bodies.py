@@ -21,8 +21,8 @@ from contract.sampling import (
 )
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT, remedy
-from gateway.faces.openai.ignored import FIELDS, INSIDE
 from gateway.faces.openai.inspect import DetokenizeBody, TokenizeBody
+from gateway.faces.openai.large import FIELDS, INSIDE
 from gateway.faces.openai.requests import (
     FORMATS,
     GUIDED,

@@ -17,11 +17,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer
-from gateway.auth.callers import HttpCallers
-from gateway.auth.convert import identity_from_context
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer, HttpCallers
 from gateway.auth.directory import KeyDirectory, hash_key
-from gateway.auth.verifier import CallerVerifier
+from gateway.auth.verifier import CallerVerifier, identity_from_context
 from gateway.envoy.bootstrap import build
 from gateway.http.application import authorize, known
 from gateway.http.exchange import Exchange, Handler

@@ -36,7 +36,7 @@ from kernels import selection
 from kernels.attention import triton_attention
 from kernels.attention.triton_attention import TritonAttention
 from kernels.config import KernelsConfig
-from kernels.transfer import on_device
+from kernels.host import on_device
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.runner.driver import Job, new_sequence

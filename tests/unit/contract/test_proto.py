@@ -28,7 +28,8 @@ from contract.engines import BlocksEvicted, BlocksStored, EngineLoad, KvEvent
 from contract.errors import MillraceError, Reason, RequestFailure
 from contract.grammar import EnforcementReport, GrammarSpec, KeywordStatus, Verdict
 from contract.outputs import ChoiceStatistics, EngineTime, FinishReason, FirstToken, TokenLogprobs
-from contract.proto import chat, engine, grammar, sampling
+from contract.proto import chat, engine, grammar
+from contract.proto.engine import sampling_fields, sampling_given, sampling_options
 from contract.proto.status import from_detail, to_detail
 from contract.sampling import RANGES, SamplingParams
 
@@ -114,15 +115,15 @@ def test_sampling_options(data: st.DataObject) -> None:
             for name, neutral in ((name, getattr(SamplingParams(), name)) for name in RANGES)
         },
     )
-    message = sampling_pb2.SamplingOptions(**sampling.fields(asked))
-    assert SamplingParams(**sampling.given(message)) == asked
-    assert sampling.options(message).given() == {
+    message = sampling_pb2.SamplingOptions(**sampling_fields(asked))
+    assert SamplingParams(**sampling_given(message)) == asked
+    assert sampling_options(message).given() == {
         name: getattr(asked, name) for name in (*RANGES, "ignore_eos")
     }
 
 
 def test_options_that_a_client_leaves_out_stay_unset() -> None:
-    read = sampling.options(sampling_pb2.SamplingOptions(temperature=0.1, seed=0, stop=["x"]))
+    read = sampling_options(sampling_pb2.SamplingOptions(temperature=0.1, seed=0, stop=["x"]))
     assert read.given() == {"temperature": 0.1, "seed": 0}
     assert read.stop == ("x",)
 

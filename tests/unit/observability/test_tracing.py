@@ -15,9 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from observability.emit import names, tracing
-from observability.emit.clock import unix_ns
 from observability.emit.config import ObservabilityConfig
-from observability.emit.provider import OwnRandomIds
+from observability.emit.provider import OwnRandomIds, unix_ns
 from observability.emit.tracing import RequestIdentity, Telemetry
 
 

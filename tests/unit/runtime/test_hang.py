@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from runtime import hang as hang_module
-from runtime.hang import ProcessSilence
-from runtime.silence import TURNS, Silence
+from runtime.hang import TURNS, ProcessSilence, Silence
 from services.supervisor.health import wait_hung
 from services.supervisor.process import ChildProcess, ProcessSpec
 

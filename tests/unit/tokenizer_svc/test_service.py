@@ -31,7 +31,7 @@ from tests.unit.tokenizer_svc.running import (
     user,
 )
 from tokenizer_svc import check
-from tokenizer_svc.prompt.sizes import is_large
+from tokenizer_svc.prompt.limits import is_large
 
 
 def request(**fields: Any) -> tokenizer_pb2.PrepareRequest:

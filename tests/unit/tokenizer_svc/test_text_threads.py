@@ -20,8 +20,7 @@ from runtime.deferred import Deferred
 from runtime.models import Models
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
 from tokenizer_svc.grammar.request import WorkerSetup
-from tokenizer_svc.messages.convert import vocabulary_response
-from tokenizer_svc.messages.wire import LargeAnswer
+from tokenizer_svc.messages.wire import LargeAnswer, vocabulary_response
 from tokenizer_svc.service.compiler import GrammarCompiler
 from tokenizer_svc.service.prepare import Preparer
 from tokenizer_svc.service.servicer import TokenizerServicer

@@ -12,13 +12,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from contract.vocabulary import DecoderKind
 from gateway.text.detokenizer import TokenTexts, decode
-from gateway.tokenizer.convert import vocabulary
+from gateway.tokenizer.client import vocabulary
 from runtime.errors import ConfigError
 from tests.unit.byte_runs import shown_at_once
 from tests.unit.tokenizer_svc.building import Text
 from tests.unit.tokenizer_svc.checkpoints import metaspace, write
 from tests.unit.tokenizer_svc.families import FAMILIES, GEMMA, make
-from tokenizer_svc.messages.convert import vocabulary_response
+from tokenizer_svc.messages.wire import vocabulary_response
 from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
 
 

@@ -33,8 +33,8 @@ from tokenizer_svc.messages.wire import (
     small_answer,
     stream_response,
 )
+from tokenizer_svc.prompt.limits import is_large
 from tokenizer_svc.prompt.prompts import Prompts
-from tokenizer_svc.prompt.sizes import is_large
 from tokenizer_svc.text.checkpoint import load_checkpoint
 from tokenizer_svc.types import LengthLimit
 from tokenizer_svc.workers.fork_server import Replies

@@ -8,7 +8,7 @@ from engine.config import EngineConfig, PeakConfig
 from engine.model.plan import make_plan, plan_input
 from engine.model.work import work_of
 from engine.types import ScheduledSequence, SchedulerOutput
-from engine.types.work import ModelWork, step_work
+from engine.types.step import ModelWork, step_work
 from runtime.config import ModelConfig
 
 GIB = 1 << 30

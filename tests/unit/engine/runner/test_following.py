@@ -11,8 +11,7 @@ import pytest
 
 from engine.runner.base import PendingStep
 from engine.runner.executors.following import FollowingSteps, LastStep
-from engine.runner.executors.native import NativeExecutor
-from engine.runner.executors.native_decode import NativeDecode
+from engine.runner.executors.native import NativeDecode, NativeExecutor
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.outcomes import Sampled
 from engine.runner.runner import ModelRunner

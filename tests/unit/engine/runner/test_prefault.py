@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.model.families import read_spec
-from engine.runner.kv_storage import KvStorage
-from engine.runner.prefault import Prefault
+from engine.runner.kv_storage import KvStorage, Prefault
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
 
 BLOCK = (2, 16, 64)  # float32: 8 KiB

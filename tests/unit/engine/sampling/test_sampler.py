@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.sampler import sample
-from engine.sampling.table import SamplingTable
+from engine.sampling.table import SamplingTable, sample
 from engine.types import SamplingParams
 from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from kernels.sampling.noise import gumbel, row_keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.kv import KvCache, PrefixHasher
-from engine.kv.block_table import BlockTable
+from engine.kv.block_pool import BlockTable
 from engine.types import FinishReason
 from tests.unit.engine.driver import Driver, memory_plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.service.held_blocks import HeldBlocks
+from engine.service.neighbours import HeldBlocks
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 
 

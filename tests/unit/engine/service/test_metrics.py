@@ -19,7 +19,7 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
-from engine.types.work import ModelWork
+from engine.types.step import ModelWork
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from tests.unit.engine.driver import memory_plan

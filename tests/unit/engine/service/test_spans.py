@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
+from engine.service.metrics import RequestTrace
 from engine.service.neighbours import RecentWork
-from engine.service.spans import RequestTrace
 from engine.types import (
     ChoiceHistory,
     FinishReason,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace.engine.v1 import engine_pb2
 
-from engine.service.streams import GatewayStream
+from engine.service.dispatcher import GatewayStream
 
 
 async def test_steps_that_wait_go_together_behind_the_welcome() -> None:

@@ -29,7 +29,7 @@ from gateway.limits.store import (
     WindowDemand,
 )
 from gateway.settings import load_settings
-from gateway.types.identity import Identity
+from gateway.types.caller import Identity
 from tests.redis_server import RedisServer
 
 SETTINGS = load_settings(

@@ -16,7 +16,7 @@ from gateway.limits.requests import RequestLimiter
 from gateway.limits.store import Settlement, StoreLostError
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
-from gateway.types.identity import Identity
+from gateway.types.caller import Identity
 
 NOW_S = 1_790_000_000.0
 CHUNK = 100

@@ -9,8 +9,8 @@ from contract.errors import MillraceError
 from contract.outputs import ChoiceStatistics, FirstToken
 from contract.sampling import SamplingOptions
 from gateway.engines.types import EngineOutput
-from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
-from gateway.pipeline.metering import Meter
+from gateway.pipeline.delta import Meter
+from gateway.pipeline.validate import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.types.request import GenerationRequest
 
 

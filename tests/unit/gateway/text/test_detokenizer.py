@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from contract.vocabulary import DecoderKind
-from gateway.text.detokenizer import TokenTexts, decode, detokenizer
-from gateway.text.vocabulary import Vocabulary
+from gateway.text.detokenizer import TokenTexts, Vocabulary, decode, detokenizer
 from tests.unit.byte_runs import shown_at_once
 from tests.unit.gateway.rig.vocabulary import END_ID, SPECIAL_IDS, TOKENS
 

@@ -9,11 +9,11 @@ import pytest
 from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
-from gateway.auth.convert import write_tier
+from gateway.auth.verifier import write_tier
 from gateway.config import TierConfig
 from gateway.settings import load_settings
 from gateway.tiers import Tier, Tiers
-from gateway.types.identity import Identity
+from gateway.types.caller import Identity
 from runtime.errors import ConfigError
 
 SETTINGS = load_settings(

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from contract.errors import MillraceError, Reason
-from gateway.tokenizer.room import Room
+from gateway.tokenizer.stream import Room
 
 
 async def settled() -> None:

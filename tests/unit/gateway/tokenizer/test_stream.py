@@ -15,8 +15,7 @@ from contract.chat import TextPrompt
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
 from gateway.tokenizer.client import TokenizerClient
-from gateway.tokenizer.room import Room
-from gateway.tokenizer.stream import PrepareStream, PrepareStreams
+from gateway.tokenizer.stream import PrepareStream, PrepareStreams, Room
 from runtime.channels import MAX_MESSAGE_BYTES
 from runtime.server import GrpcServer
 from runtime.stream_client import run_stream
