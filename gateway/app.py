@@ -14,8 +14,7 @@ from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import HttpCallers
 from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
-from gateway.engines import discovery
-from gateway.engines.fleet import Fleet
+from gateway.engines.fleet import Fleet, follow, lookup_of
 from gateway.faces.grpc.large import add_to_server
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
 from gateway.faces.grpc.unread import grpc_server
@@ -55,7 +54,7 @@ class Gateway:
         self._telemetry = telemetry
         self._metrics = metrics
         self._leaving = False
-        self._lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
+        self._lookup = lookup_of(self._config.discovery, self._config.engines)
         self._intake = Intake(self._config.request)
         self._tokenizer = TokenizerClient(
             self._config.tokenizer,
@@ -202,7 +201,7 @@ class Gateway:
         while not self._catalog.served:
             # An engine that is asked before would have to be asked again.
             await self._fleet.wait_change(1.0)
-        await discovery.follow(self._lookup, self._fleet.set_targets, self._config.discovery_interval_s)
+        await follow(self._lookup, self._fleet.set_targets, self._config.discovery_interval_s)
 
     async def _follow_readiness(self) -> None:
         serving, told = False, set[str]()

@@ -50,7 +50,7 @@ from engine.core.loop import EngineLoop
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.base import PendingStep
 from engine.runner.build import build_here
-from engine.runner.executors.following import FollowingSteps
+from engine.runner.executors.executor import FollowingSteps
 from engine.runner.runner import ModelRunner
 from engine.types import Request, SamplingParams, ScheduledSequence, SchedulerOutput
 from kernels.native import Op

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine.kv.block_pool import BlockPool, BlockTable, HostTier
-from engine.kv.hashing import BlockHash, PrefixHasher, event_hash
+from engine.kv.block_pool import BlockHash, BlockPool, BlockTable, HostTier, PrefixHasher, event_hash
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 
 Pairs = tuple[tuple[int, int], ...]

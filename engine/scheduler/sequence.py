@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from engine.kv.block_pool import BlockTable
-from engine.kv.hashing import PrefixHasher
+from engine.kv.block_pool import BlockTable, PrefixHasher
 from engine.scheduler.best_of import BestOf
 from engine.types import (
     ChoiceHistory,

@@ -9,11 +9,19 @@ from contract.errors import RequestFailure
 from contract.grammar import GrammarSpec
 from contract.outputs import ChoiceStatistics, EngineTime, FinishReason, TokenLogprobs
 from contract.sampling import SamplingParams
-from engine.types.events import ChoiceHistory, FirstTokenTimings, TokenEvent
 from engine.types.memory import MemoryPlan, MemoryUse, SchedulerCounters, SchedulerLoad
 from engine.types.model_facts import NOT_MEASURED, MeasuredSpeed, ModelFacts
 from engine.types.request import Request
-from engine.types.step import NewSequence, ScheduledSequence, SchedulerOutput, SequenceResult, StepResult
+from engine.types.step import (
+    ChoiceHistory,
+    FirstTokenTimings,
+    NewSequence,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceResult,
+    StepResult,
+    TokenEvent,
+)
 
 __all__ = [
     "NOT_MEASURED",

@@ -4,9 +4,12 @@ came by.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
+from types import TracebackType
+from typing import TypeAlias
 
 from opentelemetry.trace import Span, SpanKind
 
@@ -15,15 +18,15 @@ from contract.errors import MillraceError, Reason, invalid
 from contract.sampling import outside
 from gateway.limits.limiter import TokenLimiter
 from gateway.models.catalog import Catalog, ServedModel, Target
-from gateway.pipeline import fallback
-from gateway.pipeline.answer import Answer
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.books import Books
 from gateway.pipeline.call import Call
+from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.intake import Intake
 from gateway.pipeline.shadow import Shadows
 from gateway.pipeline.validate import check_streams, validate
+from gateway.settings import ANY_MODEL
 from gateway.text.detokenizer import detokenizer
 from gateway.tiers import Tier, Tiers
 from gateway.types.caller import Caller
@@ -31,6 +34,153 @@ from gateway.types.request import GenerationRequest
 from observability.emit import names
 from observability.emit.tracing import Telemetry
 from runtime.deferred import Deferred
+
+# A cheaper model for what a model would refuse for its load, where the tier names one and the request
+# allows it: attempts in a row, of which the first that an engine works on answers.
+
+_OVERLOAD = frozenset({Reason.QUEUE_LIMIT_EXCEEDED, Reason.ENGINE_UNAVAILABLE, Reason.DRAINING})
+
+
+def is_overload(error: MillraceError) -> bool:
+    """Whether another model may have room where this one has none."""
+    # A field at fault is one everywhere.
+    return error.reason in _OVERLOAD and not error.field
+
+
+async def in_a_row(open_first: Open, open_other: Open) -> tuple[Attempt, MillraceError | None]:
+    """The attempt that answers, and what the first one was refused with where it is the other.
+
+    Where both are refused, what the first one said is told: by what is raised, or by the attempt that is
+    returned. What is left behind is closed.
+    """
+    first, refusal = await _tried(open_first)
+    if refusal is None:
+        assert first is not None, "an attempt is open, or was refused"
+        return first, None
+    if not is_overload(refusal):
+        return _as_refused(first, refusal), None
+    if first is not None:
+        await first.let_go()
+    try:
+        other, again = await _tried(open_other, waits=first is not None)
+    except BaseException as error:
+        if first is not None:
+            await first.close(error)
+        raise
+    if other is None or again is not None:
+        if other is not None:
+            other.supersede()
+            await other.let_go()
+        return _as_refused(first, refusal), None
+    if first is not None:
+        first.supersede()
+    return other, refusal
+
+
+# Opens an attempt, or raises why there is none.
+Open: TypeAlias = Callable[[], Awaitable[Attempt]]
+
+
+async def _tried(open_attempt: Open, *, waits: bool = True) -> tuple[Attempt | None, MillraceError | None]:
+    """An attempt, and why no engine works on it; it is waited for that only where it `waits`."""
+    try:
+        attempt = await open_attempt()
+    except MillraceError as error:
+        return None, error
+    try:
+        return attempt, await attempt.refusal() if waits else None
+    except BaseException as error:
+        await attempt.close(error)
+        raise
+
+
+def _as_refused(attempt: Attempt | None, refusal: MillraceError) -> Attempt:
+    if attempt is None:
+        raise refusal
+    return attempt
+
+
+def cheaper(catalog: Catalog, call: Call, target: Target) -> Target | None:
+    """The model that answers instead; None where there is none, or the caller may not use it."""
+    request, names = call.request, call.tier.config.fallback
+    if not names or not request.allow_fallback or target.adapter:
+        return None
+    name = names.get(target.served.name) or names.get(ANY_MODEL)
+    if name is None or name in target.served.config.names:
+        return None
+    try:
+        found = catalog.resolve(call.caller.identity, name, tier=call.tier.name)
+    except MillraceError:
+        return None
+    is_alike = found.served.vocabulary.fingerprint == target.served.vocabulary.fingerprint
+    return found if is_alike or not _has_ids(request) else None
+
+
+def _has_ids(request: GenerationRequest) -> bool:
+    sampling = request.sampling
+    given = (sampling.logit_bias, sampling.allowed_token_ids, sampling.stop_token_ids)
+    return isinstance(request.prompt, TokenPrompt) or any(given)
+
+
+# ---
+
+# What a face writes: one or several attempts that are begun together or not at all, and end together.
+
+
+class Answer:
+    """Attempts in the order in which they were asked for. Use as an async context manager: leaving it settles
+    them all, whatever happened.
+    """
+
+    def __init__(self, attempts: Sequence[Attempt]) -> None:
+        self.attempts = attempts
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close(error)
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """Settles every attempt, with `error` as what ended it; once, however often it is called."""
+        for attempt in reversed(self.attempts):
+            await attempt.close(error)
+
+    def cancel(self) -> None:
+        """Ends every attempt because its client went away."""
+        for attempt in self.attempts:
+            attempt.cancel()
+
+    def usages(self) -> list[Usage]:
+        """Of each attempt so far; final once `deltas` has ended."""
+        return [attempt.usage() for attempt in self.attempts]
+
+    async def deltas(self) -> AsyncIterator[tuple[int, list[ChoiceDelta]]]:
+        """(index of the attempt, its deltas) as they come; ends when all attempts have ended.
+
+        Raises the MillraceError that ended one of them.
+        """
+        if len(self.attempts) == 1:
+            while deltas := await self.attempts[0].take():
+                yield 0, deltas
+            return
+        running = {asyncio.ensure_future(each.take()): index for index, each in enumerate(self.attempts)}
+        try:
+            while running:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    index = running.pop(task)
+                    if deltas := task.result():
+                        yield index, deltas
+                        running[asyncio.ensure_future(self.attempts[index].take())] = index
+        finally:
+            for task in running:
+                task.cancel()
+
+
+# ---
 
 # Token ids that become text at once, in less than a millisecond.
 _DECODED_AT_ONCE = 4096
@@ -203,12 +353,12 @@ class Pipeline:
     async def _attempt(self, call: Call, target: Target) -> Attempt:
         """An attempt; where a cheaper model may answer instead, two of them in a row."""
         open_first = partial(self.attempts.open, call, target, self.books)
-        other = fallback.cheaper(self.catalog, call, target)
+        other = cheaper(self.catalog, call, target)
         if other is None:
             attempt = await open_first()
         else:
             open_other = partial(self.attempts.open, call, other, self.books, fallback_from=target.told)
-            attempt, refusal = await fallback.in_a_row(open_first, open_other)
+            attempt, refusal = await in_a_row(open_first, open_other)
             if refusal is not None:
                 self.books.fell_back(attempt, refusal)
         if self._shadows.wants(attempt):

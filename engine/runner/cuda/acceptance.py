@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.runner.inputs import StepInputs
-from engine.runner.verification import LogitRows
+from engine.runner.outcomes import LogitRows
 from kernels.host import on_device
 
 # Stands for the draft after a sequence's last row: no draw equals it.

@@ -36,8 +36,7 @@ from engine.runner.executors.executor import Executor, StepTooLargeError
 from engine.runner.executors.torch import TorchExecutor
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
-from engine.runner.outcomes import Sampled
-from engine.runner.verification import LogitRows, logit_rows, sampling_rows
+from engine.runner.outcomes import LogitRows, Sampled, logit_rows, sampling_rows
 from engine.sampling.table import sample
 from engine.types import ScheduledSequence
 from kernels.attention import AttentionBackend

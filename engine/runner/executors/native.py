@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.native_decoder import NativeDecoder
-from engine.runner.executors.executor import Executor, compute_step
-from engine.runner.executors.following import FollowingSteps, LastStep
+from engine.runner.executors.executor import Executor, FollowingSteps, LastStep, compute_step
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled

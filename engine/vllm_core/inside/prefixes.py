@@ -1,6 +1,6 @@
 """vLLM's cache events under the block hashes that gateways compute.
 
-A hash here is the same as in `engine.kv.hashing` (a test compares them): a chain of blake2b over model,
+A hash here is the same as in `engine.kv.block_pool` (a test compares them): a chain of blake2b over model,
 adapter and salt, then the tokens of each block. vLLM tells the tokens of a block that it stores, and later
 only its own hash; so its hashes are kept with ours.
 """

@@ -17,11 +17,10 @@ from gateway.faces.openai.large import read
 from gateway.faces.openai.requests import CommonBody, yielding
 from gateway.http.errors import error_event, unexpected
 from gateway.http.exchange import Exchange
-from gateway.pipeline.answer import Answer
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.intake import Hold
-from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.text.detokenizer import decode as decode_ids
 from gateway.types.request import GenerationRequest
 from gateway.types.slices import Slices

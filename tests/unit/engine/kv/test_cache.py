@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv import KvCache, PrefixHasher
-from engine.kv.block_pool import BlockTable
-from engine.kv.hashing import event_hash
+from engine.kv.block_pool import BlockTable, event_hash
 from engine.types import BlocksEvicted, BlocksStored
 
 SIZE = 4

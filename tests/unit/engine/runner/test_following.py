@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from engine.runner.base import PendingStep
-from engine.runner.executors.following import FollowingSteps, LastStep
+from engine.runner.executors.executor import FollowingSteps, LastStep
 from engine.runner.executors.native import NativeDecode, NativeExecutor
 from engine.runner.inputs import StepInputs, prepare_inputs
-from engine.runner.outcomes import Sampled
+from engine.runner.outcomes import LogitRows, Sampled, logit_rows
 from engine.runner.runner import ModelRunner
-from engine.runner.verification import LogitRows, logit_rows
 from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput, TokenLogprobs
 from kernels.sampling.native import sampling_library
 from tests.unit.engine.checkpoints import make_checkpoint

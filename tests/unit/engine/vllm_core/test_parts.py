@@ -14,7 +14,7 @@ import torch
 from contract.sampling import SamplingParams
 from engine.config import EngineConfig, SchedulerConfig, SpeculationConfig, VllmConfig
 from engine.core.messages import StepDone
-from engine.kv.hashing import PrefixHasher, event_hash
+from engine.kv.block_pool import PrefixHasher, event_hash
 from engine.types import (
     FinishReason,
     GrammarSpec,

@@ -10,7 +10,7 @@ import pytest
 from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
-from gateway.engines import discovery
+from gateway.engines import fleet
 from tests.unit.gateway.rig.deployment import deployed, serve_engine
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode
@@ -297,7 +297,7 @@ async def test_engines_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch
             raise socket.gaierror("no such name")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in records]
 
-    monkeypatch.setattr(discovery, "resolve", resolve)
+    monkeypatch.setattr(fleet, "resolve", resolve)
     tables = {"gateway": {"discovery": f"dns:engines.internal:{server.port}", "discovery_interval_s": 0.02}}
     async with deployed(tables=tables) as stack, asyncio.timeout(30):
         assert (await stack.chat()).status_code == 200

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engines.discovery import follow, lookup_of
+from gateway.engines.fleet import follow, lookup_of
 
 
 async def test_file_that_is_not_utf_8_is_followed_on(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from engine.core import messages
 from engine.core.loop import EngineLoop
 from engine.runner.cuda.acceptance import accept
 from engine.runner.inputs import StepInputs
+from engine.runner.outcomes import LogitRows, confirmed
 from engine.runner.runner import LaunchedStep, ModelRunner
 from engine.runner.simulated import NamesAlone
-from engine.runner.verification import LogitRows, confirmed
 from engine.scheduler import Scheduler
 from engine.types import FinishReason, Request, SamplingParams, ScheduledSequence, SchedulerOutput, TokenEvent
 from tests.unit.engine.checkpoints import make_checkpoint
