@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.scheduler.pace import StepPace
+from engine.policy.pace import StepPace
 from engine.scheduler.sequence import Status
 from engine.scheduler.state import Row, StepInFlight
 from engine.types import SequenceResult

@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 import msgspec
 
-from engine.scheduler.fairness import Account
-from engine.scheduler.prompt_work import PromptWork
-from engine.scheduler.queue import account_of
+from engine.policy.prompt_work import PromptWork
+from engine.policy.shares import Account
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState
 from engine.scheduler.under_way import BlocksUnderWay
@@ -39,9 +38,9 @@ class PlanDraft:
         # Their further choices may start with the next plan: copies come before the forward.
         self.computed_prompts: list[Sequence] = []
         self.preempted_for_blocks = False
-        # Somebody waits for a place or for blocks, and not for the budget alone.
+        # Somebody waits for a slot or for blocks, and not for the budget alone.
         self.someone_blocked = False
-        # A due request found no place: until one comes free, higher tiers go on.
+        # A due request found no slot: until one comes free, higher tiers go on.
         self.due_blocked = False
         # Sequences that were passed over because their adapters are not there.
         self.num_cold = 0
@@ -66,7 +65,7 @@ class PlanDraft:
 
     def _count_work(self, row: Row, work: float) -> None:
         if row.is_prefill:
-            self.work.take(account_of(row.sequence), work, is_long=row.is_long)
+            self.work.take(row.sequence.account, work, is_long=row.is_long)
 
     def limit(self, work: float, long_share: float, sharers: Collection[Account]) -> None:
         """Lets prompts take no more than so much work, and so no more tokens, of the budget that is left, and
@@ -119,10 +118,10 @@ class RowWriter:
         is_long = self.is_long(num_tokens)
         if is_long and draft.long_budget <= 0:
             return 0.0
-        return draft.work.room(account_of(sequence), is_long=is_long)
+        return draft.work.room(sequence.account, is_long=is_long)
 
     def add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
-        """As much of the prompt as the budgets allow; nothing for one that lost its place meanwhile."""
+        """As much of the prompt as the budgets allow; nothing for one that lost its slot meanwhile."""
         if sequence.status is not Status.RUNNING:
             return
         num_tokens = min(sequence.remaining_prefill, draft.budget)
@@ -215,7 +214,7 @@ class RowWriter:
             sequence.took.recomputed_tokens += num_tokens - fresh
             state.totals.recomputed_tokens += num_tokens - fresh
             state.totals.computed_prompt_tokens += fresh
-            state.counters.charge(account_of(sequence), sequence.group.request.weight, fresh, 0)
+            state.shares.charge(sequence.account, sequence.group.request.weight, fresh, 0)
         sequence.num_computed = end
         sequence.high_water = max(sequence.high_water, end)
         if row.samples:

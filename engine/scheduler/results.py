@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.costs import StepCosts
-from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState, StepInFlight
 from engine.types import (
@@ -107,7 +106,7 @@ class ResultHandler:
         sequence.token_ids.append(tokens[0])
         sequence.num_confirmed = end
         sequence.draft_token_ids = ()
-        state.counters.charge((request.priority, request.tenant), request.weight, 0, 1)
+        state.shares.charge(sequence.account, request.weight, 0, 1)
         state.events.append(
             TokenEvent(request_id=request.request_id, choice_index=sequence.choice_index, token_ids=tokens)
         )
@@ -133,7 +132,7 @@ class ResultHandler:
         token_ids, reason, stop_token_id = self._accept(sequence, outcome)
         self._confirm(row, num_rejected)
         request = sequence.group.request
-        self._state.counters.charge(account_of(sequence), request.weight, 0, len(token_ids))
+        self._state.shares.charge(sequence.account, request.weight, 0, len(token_ids))
         # Steps in flight already sample the tokens that the drafts begin with.
         sequence.draft_token_ids = outcome.next_draft_token_ids[sequence.num_pending :]
         event = TokenEvent(
@@ -176,7 +175,7 @@ class ResultHandler:
         request = group.request
         candidates = search.advance(group.sequences)
         self._state.withheld[request.request_id] = search.num_tokens
-        self._state.counters.charge(account_of(sequence), request.weight, 0, len(group.sequences))
+        self._state.shares.charge(sequence.account, request.weight, 0, len(group.sequences))
         if candidates:
             self._state.replace_beams(group, candidates, now)
             return

@@ -9,14 +9,13 @@ import msgspec
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.kv import KvCache, PrefixHasher
-from engine.scheduler import admission
+from engine.policy.door import Door, refuse_impossible, tokens_limit
+from engine.policy.forecast import Batch
+from engine.policy.pace import StepPace
 from engine.scheduler.adapters import AdapterPlaces
 from engine.scheduler.beams import BeamSearch
-from engine.scheduler.forecast import WaitForecast
 from engine.scheduler.isolation import FailureIsolation
-from engine.scheduler.pace import StepPace
 from engine.scheduler.planner import Planner
-from engine.scheduler.queue import account_of
 from engine.scheduler.results import ResultHandler
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.scheduler.state import SchedulerState
@@ -78,7 +77,8 @@ class Scheduler:
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
         self._isolation = FailureIsolation(self._state)
-        self._forecast = WaitForecast(self._state)
+        state = self._state
+        self._door = Door(config, state.line, state.shares, state.speed, state.traffic)
         # (moment, request id), lazily cleaned.
         self._deadlines: list[tuple[float, int]] = []
 
@@ -105,7 +105,7 @@ class Scheduler:
             sequence.status = Status.HELD
             sequence.fork_parent = first
         self._state.groups[request.request_id] = group
-        self._state.counters.enter(account_of(first))
+        self._state.shares.enter(first.account)
         self._state.arrived(first, now)
         if request.adapter:
             self._state.adapters.expect(request.adapter)
@@ -245,11 +245,11 @@ class Scheduler:
     def load(self, now: float) -> SchedulerLoad:
         """The present load."""
         state, speed = self._state, self._state.speed
-        oldest = state.waiting.oldest()
+        oldest = state.line.oldest()
         return SchedulerLoad(
             num_running=len(state.running),
             num_waiting=len(state.waiting),
-            pending_prefill_tokens=state.waiting.pending_tokens
+            pending_prefill_tokens=state.line.pending_tokens
             + sum(
                 sequence.prefill_end - sequence.num_computed
                 for sequence in state.running
@@ -260,7 +260,7 @@ class Scheduler:
             num_total_blocks=state.cache.num_blocks,
             prefill_tokens_per_s=speed.prefill_tokens_per_s,
             decode_tokens_per_s=speed.decode_tokens_per_s,
-            oldest_wait_s=now - oldest.group.request.arrival_s if oldest else 0.0,
+            oldest_wait_s=now - oldest.request.arrival_s if oldest else 0.0,
             counters=state.totals,
         )
 
@@ -284,7 +284,7 @@ class Scheduler:
             group=group,
             choice_index=request.choice_index + index,
             sampling=sampling,
-            max_tokens_total=admission.tokens_limit(request, self._state.memory),
+            max_tokens_total=tokens_limit(request, self._state.memory),
             hasher=PrefixHasher(
                 model=self._state.model,
                 adapter=request.adapter,
@@ -295,21 +295,15 @@ class Scheduler:
 
     def _refusal(self, group: RequestGroup, now: float) -> RequestFailure | None:
         """Why the request is not accepted; None with its first sequence in the group when it is."""
-        request, state, config = group.request, self._state, self._state.config
-        failure = admission.refuse_impossible(request, state.memory, config.max_num_seqs)
+        request, state = group.request, self._state
+        max_num_seqs, block_size = state.config.max_num_seqs, state.cache.block_size
+        failure = refuse_impossible(request, state.memory, max_num_seqs)
         if failure is not None:
             return failure
         group.sequences.append(self._new_sequence(group, 0))
-        first = group.sequences[0]
-        forecast, account = self._forecast.of(first, now), account_of(first)
-        failure = admission.refuse_for_now(request, forecast, state.waiting, config, now)
-        prompt, turns = forecast.prompt, state.turns
-        if failure is not None:
-            assert failure.retry_after_s is not None, "who is refused for now is told when to come"
-            turns.refuse(account, prompt, first.num_places, now + failure.retry_after_s, now)
-        else:
-            turns.accept(account, prompt, first.num_places, forecast.weighted_tokens, now)
-        return failure
+        num_tokens = state.prefixes.num_to_compute(group.sequences[0], state.running)
+        batch = Batch(max_num_seqs, state.running, block_size, state.promises.num_free())
+        return self._door.refusal(request, num_tokens, batch, now)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:

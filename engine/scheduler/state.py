@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -11,14 +10,14 @@ from itertools import chain
 from contract.errors import Reason
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
+from engine.policy.line import Line, Waiter
+from engine.policy.pace import StepPace, Traffic
+from engine.policy.shares import Shares
 from engine.scheduler.adapters import AdapterPlaces, NoAdapters
 from engine.scheduler.beams import BeamSearch, Candidate
-from engine.scheduler.fairness import Account, Places, VirtualTokenCounters
-from engine.scheduler.pace import EventRate, StepPace
-from engine.scheduler.queue import WaitingQueue, account_of
+from engine.scheduler.prefixes import Prefixes
+from engine.scheduler.promises import Promises
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
-from engine.scheduler.turns import Turns
-from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import (
     ChoiceHistory,
     FinishReason,
@@ -27,13 +26,6 @@ from engine.types import (
     SchedulerCounters,
     TokenEvent,
 )
-
-# Seconds over which places that come free, and requests for them, are averaged.
-_RATE_MEMORY_S = 10.0
-# Who asked so many seconds ago may ask again any moment.
-_LATELY_S = 1.0
-# Tokens of a sequence that are compared with what others compute, while it waits.
-_LOOKED_AT_TOKENS = 8192
 
 
 @dataclass(slots=True)
@@ -78,10 +70,16 @@ class SchedulerState:
     cache: KvCache
     model: str
     adapters: AdapterPlaces = field(default_factory=lambda: AdapterPlaces(0, NoAdapters()))
-    counters: VirtualTokenCounters = field(init=False)
-    places: Places = field(default_factory=Places)
-    turns: Turns = field(default_factory=Turns)
-    waiting: WaitingQueue = field(init=False)
+    speed: StepPace = field(default_factory=StepPace)
+    # Bytes per second that come back from host memory.
+    host_bytes_per_s: float = 8e9
+    traffic: Traffic = field(default_factory=Traffic)
+    shares: Shares = field(init=False)
+    line: Line = field(init=False)
+    promises: Promises = field(init=False)
+    prefixes: Prefixes = field(init=False)
+    # Those in the line, by id, in order of joining.
+    waiting: dict[int, Sequence] = field(default_factory=dict)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
     # Of the requests that ask for one.
     searches: dict[int, BeamSearch] = field(default_factory=dict)
@@ -93,56 +91,19 @@ class SchedulerState:
     events: list[TokenEvent] = field(default_factory=list)
     # How much more is computed of answers that are told at the end: their gateway may not live to hear it.
     withheld: dict[int, int] = field(default_factory=dict)
-    # Running sequences, and beam searches, whose blocks are promised to them.
-    _promised: dict[int, Sequence] = field(default_factory=dict)
-    _promised_beams: dict[int, RequestGroup] = field(default_factory=dict)
     # Parents of beams: the runner's state of them is copied with the next plan, and dropped after it.
     outlived: list[int] = field(default_factory=list)
-    # Places that come free per second, measured while somebody waits for one.
-    turnover: EventRate = field(default_factory=lambda: EventRate(_RATE_MEMORY_S, running=False))
-    # Places asked for per second, by priority.
-    arrivals: dict[int, EventRate] = field(default_factory=dict)
-    # Who asked last, and when; and when the last of all others did.
-    _newest: tuple[Account | None, float] = (None, -math.inf)
-    _others_s: float = -math.inf
     # So many were ever made; the last one has this number.
     num_sequences: int = 0
-    speed: StepPace = field(default_factory=StepPace)
-    # Bytes per second that come back from host memory.
-    host_bytes_per_s: float = 8e9
     totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
     def __post_init__(self) -> None:
         config = self.config
-        self.counters = VirtualTokenCounters(config.output_token_cost, config.fairness_band_tokens)
-        self.waiting = WaitingQueue(config, self.counters, self.places)
-
-    def num_reserved_blocks(self, *, besides: Sequence | None = None) -> int:
-        """Blocks promised to requests that may not be preempted any more, that of `besides` left out."""
-        if not self._promised and not self._promised_beams:
-            return 0
-        own = None if besides is None else besides.group
-        alone = (each for each in self._promised.values() if each is not besides)
-        beams = (each for each in self._promised_beams.values() if each is not own)
-        return sum(map(self.reserve_of, alone)) + sum(map(self.reserve_of_beams, beams))
-
-    def reserve_of(self, sequence: Sequence) -> int:
-        """Blocks that the sequence may still come to need, those that it will give up not counted against
-        them: others may share these, and then they do not come free.
-        """
-        return max(0, self.cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
-
-    def reserve_of_beams(self, group: RequestGroup) -> int:
-        """Blocks that a beam search may still come to need: at worst its beams end up sharing nothing."""
-        held = {block_id for beam in group.sequences for block_id in beam.table.block_ids}
-        most = self.cache.blocks_for(group.sequences[0].max_tokens_total - 1)
-        return max(0, group.request.sampling.beam_width * most - len(held))
-
-    @property
-    def is_restoring_cheaper(self) -> bool:
-        """Whether copying a token's keys and values from the host beats computing them, as measured."""
-        computing_s = 1 / self.speed.prefill_tokens_per_s if self.speed.prefill_tokens_per_s else float("inf")
-        return self.memory.kv_bytes_per_token / self.host_bytes_per_s < computing_s
+        self.shares = Shares(config.output_token_cost, config.fairness_band_tokens)
+        self.line = Line(config, self.shares)
+        self.promises = Promises(self.cache)
+        host_s_per_token = self.memory.kv_bytes_per_token / self.host_bytes_per_s
+        self.prefixes = Prefixes(self.cache, self.line, self.speed, host_s_per_token)
 
     def adapters_in_use(self) -> set[str]:
         """Adapters that steps compute with: those of sequences that run, or left during a step."""
@@ -162,84 +123,52 @@ class SchedulerState:
 
     def arrived(self, sequence: Sequence, now: float) -> None:
         """A request joins the queue with its first sequence."""
-        rate = self.arrivals.setdefault(sequence.priority, EventRate(_RATE_MEMORY_S))
-        rate.count(now, sequence.num_places)
-        if self._newest[0] != account_of(sequence):
-            self._others_s = self._newest[1]
-        self._newest = (account_of(sequence), now)
-        self.waiting.join(sequence)
+        self.traffic.arrived(sequence.account, sequence.num_slots, now)
         self._wait(sequence)
 
-    def had_several(self, now: float) -> bool:
-        """Whether several tenants have asked lately: whoever comes next waits for the step under way."""
-        return now - self._others_s < _LATELY_S
-
     def _wait(self, sequence: Sequence) -> None:
-        num_tokens = self.tokens_to_compute(sequence)
-        self.waiting.push(sequence, num_tokens, self.speed.seconds_for(num_tokens))
+        num_tokens = self.prefixes.num_to_compute(sequence, self.running)
+        self.waiting[sequence.sequence_id] = sequence
+        waiter = Waiter(
+            sequence.sequence_id,
+            sequence.group.request,
+            sequence.order,
+            sequence.num_slots,
+            num_tokens,
+            prompt_s=self.speed.seconds_for(num_tokens),
+            is_new=sequence.group.first_scheduled_s is None,
+            hashes=tuple(sequence.hasher.hashes),
+        )
+        self.line.push(waiter)
 
-    def tokens_to_compute(self, sequence: Sequence) -> int:
-        """Tokens that a sequence without a place adds to the work: those that are neither cached nor computed
-        for somebody who runs or waits.
-        """
-        cache, hasher = self.cache, sequence.hasher
-        if not cache.prefix_caching or sequence.needs_every_position:
-            return sequence.num_known
-        hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
-        prefix = cache.find_prefix(hasher, sequence.num_known, restore_worth_it=self.is_restoring_cheaper)
-        num_blocks, under_way = prefix.num_blocks, BlocksUnderWay(self.running, cache.block_size)
-        for block_hash in hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]:
-            if block_hash not in under_way and not self.waiting.wants(block_hash):
-                break
-            num_blocks += 1
-        return sequence.num_known - num_blocks * cache.block_size
+    def admitted(self, sequence: Sequence, now: float) -> None:
+        """A waiting sequence is about to start."""
+        del self.waiting[sequence.sequence_id]
+        if self.line.admitted(sequence.sequence_id, now):
+            sequence.boosted = True
 
     def start_running(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by rank."""
         sequence.status = Status.RUNNING
         if sequence.awaits_promise:
-            self._promise(sequence)
-        self.places.take(account_of(sequence), sequence.group.request.weight)
+            self.promises.make(sequence)
+            # Beams rise with the first of them.
+            self.running.sort(key=lambda each: each.rank)
+        self.shares.take(sequence.account, sequence.group.request.weight)
         insort(self.running, sequence, key=lambda each: each.rank)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.places.give(account_of(sequence))
-        self._promised.pop(sequence.sequence_id, None)
+        self.shares.give(sequence.account)
+        self.promises.stopped(sequence)
         self._drop_runner_state(sequence)
-
-    def _promise(self, sequence: Sequence) -> None:
-        """All blocks that the sequence, or its beam search, can still need are free: they stay so for it."""
-        group = sequence.group
-        if not group.is_beam_search:
-            self._promised[sequence.sequence_id] = sequence
-            return
-        self._promised_beams[group.request.request_id] = group
-        for beam in group.sequences:
-            beam.awaits_promise = beam.boosted = True
-        self.running.sort(key=lambda each: each.rank)
-
-    def is_promised(self, sequence: Sequence) -> bool:
-        """Whether all blocks that the sequence can still need are kept free for it."""
-        return (
-            sequence.sequence_id in self._promised
-            or sequence.group.request.request_id in self._promised_beams
-        )
-
-    def waiting_beam_with_promise(self, skipped: set[int]) -> Sequence | None:
-        """A beam that lost its place while the blocks of its search are promised."""
-        for group in self._promised_beams.values():
-            for beam in group.sequences:
-                if beam.status is Status.WAITING and beam.sequence_id not in skipped:
-                    return beam
-        return None
 
     def retreat(self, now: float) -> None:
         """Nobody can go on: every running sequence is a beam that waits for a sibling which finds no room.
-        The search of the lowest rank gives up its places, so that another one comes to its end.
+        The search of the lowest rank gives up its slots, so that another one comes to its end.
         """
-        last = max(self.running, key=lambda each: (not self.is_promised(each), each.rank))
-        counts = not self.is_promised(last)
+        last = max(self.running, key=lambda each: (not self.promises.has(each), each.rank))
+        counts = not self.promises.has(last)
         for beam in last.group.sequences:
             if beam.status is Status.RUNNING:
                 self.preempt(beam, "kv_pressure", now, counts=counts)
@@ -274,7 +203,7 @@ class SchedulerState:
     ) -> None:
         """Ends one choice with its terminal event, and the request with its last choice."""
         if sequence.status is Status.RUNNING:
-            self.turnover.count(now)
+            self.traffic.freed.count(now)
             self.speed.ended(sequence.num_output_tokens)
         self._remove(sequence)
         group = sequence.group
@@ -328,7 +257,8 @@ class SchedulerState:
             self._stop_running(sequence)
             sequence.epoch += 1
         elif sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
+            del self.waiting[sequence.sequence_id]
+            self.line.remove(sequence.sequence_id)
         sequence.status = Status.FINISHED
         sequence.fork_parent = None
 
@@ -347,7 +277,7 @@ class SchedulerState:
             if child.table.block_ids and len(self.running) < self.config.max_num_seqs:
                 self.start_running(child)
                 continue
-            # No place, or the parent had lost its blocks: back to the queue, from its tokens.
+            # No slot, or the parent had lost its blocks: back to the queue, from its tokens.
             self.cache.free(child.table)
             child.rewind()
             child.waiting_since_s = now
@@ -357,7 +287,7 @@ class SchedulerState:
         """Ends a beam search with its answers."""
         for sequence in group.sequences:
             if sequence.status is Status.RUNNING:
-                self.turnover.count(now)
+                self.traffic.freed.count(now)
             self._remove(sequence)
         _tell_engine_time(group, events[0])
         self.events += events
@@ -383,10 +313,10 @@ class SchedulerState:
 
     def _end_group(self, group: RequestGroup) -> None:
         del self.groups[group.request.request_id]
-        self._promised_beams.pop(group.request.request_id, None)
+        self.promises.ended(group)
         self.searches.pop(group.request.request_id, None)
         self.withheld.pop(group.request.request_id, None)
-        self.counters.leave(account_of(group.sequences[0]))
+        self.shares.leave(group.sequences[0].account)
         # They know their group as well: what is left of a request would wait for the garbage collector, which
         # holds up a step for as long as it looks.
         group.sequences = []
@@ -398,10 +328,11 @@ class SchedulerState:
         waiting = [sequence for sequence in live if sequence.status is Status.WAITING]
         assert {id(s) for s in running} == {id(s) for s in self.running}, "running list and statuses differ"
         assert len(running) == len(self.running) <= self.config.max_num_seqs, "too many running sequences"
-        assert {id(s) for s in waiting} == {id(s) for s in self.waiting}, "queue and statuses differ"
+        assert {id(s) for s in waiting} == {id(s) for s in self.waiting.values()}, "queue and statuses differ"
+        assert list(self.waiting) == list(self.line), "queue and line differ"
         self.adapters.check_invariants(self.adapters_in_use())
-        held = Counter(map(account_of, self.running))
-        assert held == self.places._held, "places and running sequences differ"
+        held = Counter(each.account for each in self.running)
+        assert held == self.shares.slots, "slots and running sequences differ"
         ranks = [sequence.rank for sequence in self.running]
         assert ranks == sorted(ranks), "running sequences are out of rank"
         for sequence in live:
@@ -417,7 +348,7 @@ class SchedulerState:
             assert sequence.num_computed <= covered, f"{where}: computed beyond its blocks"
             assert sequence.num_known <= sequence.max_tokens_total, f"{where} is longer than its limit"
         self.cache.check_invariants(sequence.table for sequence in live)
-        reserved = self.num_reserved_blocks()
+        reserved = self.promises.num_reserved()
         assert reserved <= self.cache.num_available, f"{reserved} blocks promised, too few are available"
 
 

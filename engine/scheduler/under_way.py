@@ -23,7 +23,7 @@ class BlocksUnderWay:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence with a place, whose prompt is not wholly confirmed."""
+        """A sequence with a slot, whose prompt is not wholly confirmed."""
         if sequence.num_confirmed >= sequence.prefill_end:
             return
         last = sequence.prefill_end // self._block_size

@@ -1,9 +1,10 @@
-"""Measured speed of the engine, for load reports and estimates."""
+"""Measured speed of the engine, and how often slots are asked for and come free."""
 
 from __future__ import annotations
 
 import math
 
+from engine.policy.shares import Account
 from engine.types import MeasuredSpeed
 
 # Weight of the newest step in the averages.
@@ -21,6 +22,10 @@ LEAST_STEPS_ALONE = 2.0
 _PRIOR_S = 5.0
 # Shortest time, in seconds, that a rate of events is taken over.
 _SHORTEST_S = 1.0
+# Seconds over which slots that come free, and requests for them, are averaged.
+_SLOTS_MEMORY_S = 10.0
+# Who asked so many seconds ago may ask again any moment.
+_LATELY_S = 1.0
 
 
 class StepPace:
@@ -173,3 +178,31 @@ class EventRate:
             self._count *= kept
             self._elapsed_s = self._elapsed_s * kept + self._memory_s * (1 - kept)
         self._last_s = now
+
+
+class Traffic:
+    """Slots that are asked for, and that come free."""
+
+    def __init__(self) -> None:
+        # Slots that come free per second, measured while somebody waits for one.
+        self.freed = EventRate(_SLOTS_MEMORY_S, running=False)
+        # Slots asked for per second, by priority.
+        self._asked: dict[int, EventRate] = {}
+        # Who asked last, and when; and when the last of all others did.
+        self._newest: tuple[Account | None, float] = (None, -math.inf)
+        self._others_s = -math.inf
+
+    def arrived(self, account: Account, num_slots: int, now: float) -> None:
+        """A request joins the queue."""
+        self._asked.setdefault(account[0], EventRate(_SLOTS_MEMORY_S)).count(now, num_slots)
+        if self._newest[0] != account:
+            self._others_s = self._newest[1]
+        self._newest = (account, now)
+
+    def had_several(self, now: float) -> bool:
+        """Whether several tenants have asked lately: whoever comes next waits for the step under way."""
+        return now - self._others_s < _LATELY_S
+
+    def above(self, priority: int) -> list[EventRate]:
+        """How often higher tiers ask for slots."""
+        return [rate for each, rate in self._asked.items() if each > priority]

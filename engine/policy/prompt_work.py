@@ -12,8 +12,8 @@ import math
 from collections import Counter
 from collections.abc import Collection
 
-from engine.scheduler.fairness import Account
-from engine.scheduler.pace import LEAST_CHUNK_TOKENS
+from engine.policy.pace import LEAST_CHUNK_TOKENS
+from engine.policy.shares import Account
 
 
 class PromptWork:

@@ -8,13 +8,13 @@ door: nothing is accepted before it, and nothing that passed it is dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Protocol
 
 from contract.errors import context_length
 from engine.config import SchedulerConfig
-from engine.scheduler.forecast import Forecast
-from engine.scheduler.queue import Line
+from engine.policy.forecast import Batch, Forecast, WaitForecast
+from engine.policy.line import Line, account_of, slots_of
+from engine.policy.pace import StepPace, Traffic
+from engine.policy.shares import Shares
 from engine.types import MemoryPlan, Request, RequestFailure
 
 # Shortest and longest retry delay that a refusal names, in seconds.
@@ -29,18 +29,6 @@ _NEWCOMERS = 0.5
 _AIM = 0.7
 # The retry delay while nothing was measured: then no step has come back yet.
 _RETRY_UNMEASURED_S = 1.0
-
-
-class Waiting(Protocol):
-    """Who waits for a place, as far as the door must know."""
-
-    def __len__(self) -> int:
-        """How many wait."""
-        ...
-
-    def accounts_of(self, priority: int) -> Mapping[str, Line]:
-        """What waits in one tier, by tenant."""
-        ...
 
 
 def tokens_limit(request: Request, memory: MemoryPlan) -> int:
@@ -102,63 +90,78 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
     )
 
 
-def refuse_for_now(
-    request: Request, forecast: Forecast, waiting: Waiting, config: SchedulerConfig, now: float
-) -> RequestFailure | None:
-    """The refusal of a request that has no room in the queue, would be late, or would take the turn of one
-    that was told to come back; None when it is accepted. When to come back: when the excess is worked off,
-    and those of its tenant that were refused before it have had their turn.
-    """
-    no_room = _refuse_without_room(request, forecast, waiting, config.max_waiting)
-    if no_room is not None:
-        return no_room
-    if not config.refuse_early or request.queue_deadline_s is None:
-        return None
-    limit_s = request.queue_deadline_s - request.arrival_s
-    # A prompt that takes longer than that by itself is judged by its wait alone.
-    prompt_s = forecast.prompt_s if forecast.prompt_s < limit_s else 0.0
-    # Who finds nobody ahead gains nothing by coming later.
-    left_s = request.queue_deadline_s - now
-    if not forecast.wait_s or forecast.wait_s + prompt_s <= _margin(forecast) * left_s:
-        return None
-    expected_s = forecast.usual_wait_s + prompt_s
-    if expected_s == math.inf:
-        expectation = f"{len(waiting)} requests wait, and how fast this engine is has yet to be measured"
-    elif expected_s > _MARGIN * left_s:
-        waited_s = now - request.arrival_s
-        expectation = f"the first token is expected {waited_s + expected_s:.1f} s after the request came"
-    elif forecast.wait_s + prompt_s > _MARGIN * left_s:
-        expectation = "higher tiers may take the places that come free"
-    else:
-        expectation = "requests that were told to come back about now go first"
-    return _refusal(
-        f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
-        forecast.told_wait_s + prompt_s - _AIM * limit_s + forecast.line_s,
-        {"expected_s": f"{expected_s:.3f}", "limit_s": f"{limit_s:.3f}"},
-    )
+class Door:
+    """Accepts what can be kept. Who is told to come back has a ticket for that moment."""
 
+    def __init__(
+        self, config: SchedulerConfig, line: Line, shares: Shares, pace: StepPace, traffic: Traffic
+    ) -> None:
+        self._config = config
+        self._line = line
+        self._forecast = WaitForecast(line, shares, pace, traffic)
+        self.tickets = self._forecast.tickets
 
-def _refuse_without_room(
-    request: Request, forecast: Forecast, waiting: Waiting, max_waiting: int
-) -> RequestFailure | None:
-    own = waiting.accounts_of(request.priority).get(request.tenant)
-    num_own, room = own.num_sequences if own else 0, max_waiting - len(waiting)
-    # A queue's part of a memory that several share, as large as what is left free: so there is always room
-    # for who has none, and nobody has to be pushed out (Choudhury and Hahne, "Dynamic queue length
-    # thresholds for shared-memory packet switches", 1998).
-    if num_own < room:
-        return None
-    return _refusal(
-        f"{num_own} requests of this tenant wait for this engine, which has room for {room} more",
-        forecast.usual_wait_s + forecast.line_s,
-        {"num_waiting": str(len(waiting)), "max_waiting": str(max_waiting)},
-    )
+    def refusal(self, request: Request, num_tokens: int, batch: Batch, now: float) -> RequestFailure | None:
+        """The refusal of a request with so many tokens to compute that has no room in the queue, would be
+        late, or would take the turn of one that was told to come back; None when it is accepted.
+        """
+        forecast, account = self._forecast.of(request, num_tokens, batch, now), account_of(request)
+        failure = self._without_room(request, forecast) or self._late(request, forecast, now)
+        prompt, num_slots = forecast.prompt, slots_of(request)
+        if failure is None:
+            self.tickets.accept(account, prompt, num_slots, forecast.weighted_tokens, now)
+        else:
+            assert failure.retry_after_s is not None, "who is refused for now is told when to come"
+            self.tickets.refuse(account, prompt, num_slots, now + failure.retry_after_s, now)
+        return failure
 
+    def _late(self, request: Request, forecast: Forecast, now: float) -> RequestFailure | None:
+        """When to come back: when the excess is worked off, and those of its tenant that were refused before
+        it have had their turn.
+        """
+        if not self._config.refuse_early or request.queue_deadline_s is None:
+            return None
+        limit_s = request.queue_deadline_s - request.arrival_s
+        # A prompt that takes longer than that by itself is judged by its wait alone.
+        prompt_s = forecast.prompt_s if forecast.prompt_s < limit_s else 0.0
+        # Who finds nobody ahead gains nothing by coming later.
+        left_s = request.queue_deadline_s - now
+        margin = _NEWCOMERS if forecast.makes_way else _MARGIN
+        if not forecast.wait_s or forecast.wait_s + prompt_s <= margin * left_s:
+            return None
+        expected_s = forecast.usual_wait_s + prompt_s
+        if expected_s == math.inf:
+            expectation = (
+                f"{len(self._line)} requests wait, and how fast this engine is has yet to be measured"
+            )
+        elif expected_s > _MARGIN * left_s:
+            waited_s = now - request.arrival_s
+            expectation = f"the first token is expected {waited_s + expected_s:.1f} s after the request came"
+        elif forecast.wait_s + prompt_s > _MARGIN * left_s:
+            expectation = "higher tiers may take the places that come free"
+        else:
+            expectation = "requests that were told to come back about now go first"
+        return _refusal(
+            f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
+            forecast.told_wait_s + prompt_s - _AIM * limit_s + forecast.line_s,
+            {"expected_s": f"{expected_s:.3f}", "limit_s": f"{limit_s:.3f}"},
+        )
 
-def _margin(forecast: Forecast) -> float:
-    """Part of the limit up to which a request is accepted."""
-    makes_way = forecast.leads or (forecast.line_s and not forecast.is_back)
-    return _NEWCOMERS if makes_way else _MARGIN
+    def _without_room(self, request: Request, forecast: Forecast) -> RequestFailure | None:
+        """A queue's part of a memory that several share, as large as what is left free: so there is always
+        room for who has none, and nobody has to be pushed out (Choudhury and Hahne, "Dynamic queue length
+        thresholds for shared-memory packet switches", 1998).
+        """
+        own = self._line.parts_of(request.priority).get(request.tenant)
+        num_waiting, most = len(self._line), self._config.max_waiting
+        num_own, room = own.num_sequences if own else 0, most - num_waiting
+        if num_own < room:
+            return None
+        return _refusal(
+            f"{num_own} requests of this tenant wait for this engine, which has room for {room} more",
+            forecast.usual_wait_s + forecast.line_s,
+            {"num_waiting": str(num_waiting), "max_waiting": str(most)},
+        )
 
 
 def _refusal(message: str, delay_s: float, metadata: dict[str, str]) -> RequestFailure:
