@@ -1,8 +1,7 @@
 """Which requests are accepted at all, and what those that are not are told.
 
-The same memory plan that start-up allocated decides here: what can never fit is refused at once, with the
-numbers; what would come later than its tier allows is refused early, with a retry delay. This is the only
-door: nothing is accepted before it, and nothing that passed it is dropped.
+This is the only door: nothing is accepted before it, and nothing that passed it is dropped. What can never
+fit is judged by the same memory plan that start-up allocated.
 """
 
 from __future__ import annotations
@@ -33,10 +32,12 @@ _RETRY_UNMEASURED_S = 1.0
 
 def tokens_limit(request: Request, memory: MemoryPlan) -> int:
     """Longest prompt plus completion of the request: model, tier and max_tokens, in tokens."""
-    limit = memory.max_model_len
-    if request.max_context_tokens is not None:
-        limit = min(limit, request.max_context_tokens)
-    return min(limit, len(request.prompt_token_ids) + request.sampling.max_tokens)
+    return min(_context(request, memory), len(request.prompt_token_ids) + request.sampling.max_tokens)
+
+
+def _context(request: Request, memory: MemoryPlan) -> int:
+    tier_limit = request.max_context_tokens
+    return memory.max_model_len if tier_limit is None else min(memory.max_model_len, tier_limit)
 
 
 def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -> RequestFailure | None:
@@ -49,8 +50,7 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
             field="prompt",
             message="the prompt has no tokens; at least 1 is needed",
         )
-    tier_limit = request.max_context_tokens
-    limit = memory.max_model_len if tier_limit is None else min(memory.max_model_len, tier_limit)
+    limit = _context(request, memory)
     if num_known + 1 > limit:
         whose = "" if limit == memory.max_model_len else f" under the tier {request.tier!r}"
         return RequestFailure(

@@ -1,18 +1,9 @@
 """How long a new request would wait, decided once: when it is submitted.
 
 Whoever is accepted is kept until it is served, however long that takes; so the refusal must come here, and
-must foresee what a tier's limit forbids. Three things hold a request up:
-
-- slots: those ahead of it need slots of the batch, which come free at a measured rate, or, if none did
-  lately, when running answers reach the usual length. Higher tiers that arrive later go first, so their rate
-  of arrival is taken off.
-- prompts: tokens to compute before its own, at the rate of steps whose budget was used up. What is cached,
-  or is computed for somebody ahead, is not counted a second time.
-- nothing at all, when slots and blocks are free or can be taken from lower tiers and from tenants that hold
-  more than their share.
-
-Inside the tier, other tenants are ahead with what fairness gives them, not with everything that they have
-submitted.
+must foresee what a tier's limit forbids. Slots come free at a measured rate or, if none did lately, when
+running answers reach the usual length; those of higher tiers that arrive later are taken off. What is cached,
+or is computed for somebody ahead, is not counted a second time.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
-"""Who waits for a slot, and the one order in which they are admitted.
+"""Who waits for a slot, and the one order in which they are admitted (see the page of this package).
 
-Tier first. Inside a tier, the tenants are compared by weighted service in bands of `fairness_band_tokens`:
-who was served less comes first, and in the same band who holds no more slots than its share. Then slack
-decides, the time until a request must start to meet its TTFT deadline, then arrival; what has started comes
-before what has not, and what can no longer meet its deadline after what can. So a deadline cannot be used to
-jump the fair share, and small differences in service do not override a deadline.
-
-Aging: one of every `aging_interval` admissions goes to the request that has waited longest, once that is
-longer than `aging_s`. Whatever the load of higher tiers, every request is admitted in the end.
-
-Due: a request was accepted because it could come within its tier's limit (see forecast). If the limit is near
-and it still waits, because more of higher tiers came than was foreseen, it takes the next slot that comes
-free. Higher tiers go on displacing lower ones meanwhile, so they hardly wait for it.
+A deadline cannot be used to jump the fair share, and small differences in service do not override a deadline.
+What has started comes before what has not, and what can no longer meet its deadline after what can.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ A virtual token counter per tenant and tier (Sheng et al., "Fairness in Serving 
 2024): every computed prompt token adds 1 / weight, every generated token `output_token_cost` / weight. Who
 joins the queue starts at the lowest counter of those that wait there, so that neither idling nor a single
 stream beside others' hundreds earns credit; while nobody waits, nobody is owed anything.
-
-Counters decide who is next, and a slot is held for as long as an answer is. So slots are shared as well, by
-weight: every branch of a request (choices, candidates of best_of, beams) holds one.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """Whose turn it is at a door that cannot take everybody, and when it will be: tickets of those who went away.
 
-Who is refused is told when to come back, and keeps a ticket for that moment: which request it was (a hash of
-its prompt, since nobody who comes back has another name) and when it is due. Nothing travels to the client,
-so there is nothing to forge; who comes with more requests fills the line of its own tenant alone. A ticket is
-kept open for a while after it is due. Meanwhile its holder is taken before others, and there is no room for
-newcomers where its place in the queue would be. No slot in the batch is kept for it: there, somebody is
-always served.
-
-Not everybody comes back. What a tenant's tickets count for is the share of them that was used lately.
-
-Between tenants, whoever was accepted less goes first, back or not; tokens of accepted requests are counted as
-service is (see fairness), so that who asks oftener is not accepted more.
+Which request it was is known by a hash of its prompt, since nobody who comes back has another name. Nothing
+travels to the client, so there is nothing to forge; who comes with more requests fills the line of its own
+tenant alone. Not everybody comes back: what a tenant's tickets count for is the share of them that was used
+lately. Between tenants, whoever was accepted less goes first, back or not; tokens of accepted requests are
+counted as service is (see shares), so that who asks oftener is not accepted more.
 """
 
 from __future__ import annotations
@@ -95,8 +89,10 @@ class Tickets:
 
     def is_back(self, account: Account, prompt: int, now: float) -> bool:
         """Whether this request was told to come now."""
-        line = self._lines.get(account)
-        return line is not None and line.due(prompt, now) is not None
+        return self._line(account).due(prompt, now) is not None
+
+    def _line(self, account: Account) -> _Line:
+        return self._lines.get(account) or _Line()
 
     def open_slots(self, priority: int, now: float) -> dict[str, float]:
         """Slots that requests of the tier take that were told to come now, and will, by tenant."""
@@ -126,9 +122,7 @@ class Tickets:
         its account, and of others that were accepted less. `interval_s` is the time that a slot of the
         account takes, as far as none was measured.
         """
-        line = self._lines.get(account)
-        if line is None:
-            return 0.0
+        line = self._line(account)
         later, own = line.tickets[line.num_due(now) :], line.due(prompt, now)
         if own is not None:
             # Also those that are due and have not come yet.
@@ -143,25 +137,22 @@ class Tickets:
         """Whether the account was accepted clearly more than another one that is refused: by some requests of
         so many weighted tokens a slot.
         """
-        line = self._lines.get(account)
-        return line is not None and self._lead(account, line) > _CLEARLY * num_tokens
+        return self._lead(account, self._line(account)) > _CLEARLY * num_tokens
 
     def _lead(self, account: Account, line: _Line) -> float:
         """Weighted tokens by which the account was accepted more than another one that is refused."""
         tier = (each for key, each in self._lines.items() if key[0] == account[0])
-        return max(
-            0.0, line.accepted - min((each.accepted for each in tier if each.tickets), default=math.inf)
-        )
+        least = min((each.accepted for each in tier if each.tickets), default=math.inf)
+        return max(0.0, line.accepted - least)
 
     def accept(self, account: Account, prompt: int, num_slots: int, num_tokens: float, now: float) -> None:
         """A request of so many weighted tokens a slot was accepted; its ticket is used, if it had one."""
-        line = self._lines.get(account)
-        if line is not None:
-            own = line.due(prompt, now)
-            if own is not None:
-                line.use(own)
-            line.pace.count(now, num_slots)
-            line.accepted += num_slots * num_tokens
+        line = self._line(account)
+        own = line.due(prompt, now)
+        if own is not None:
+            line.use(own)
+        line.pace.count(now, num_slots)
+        line.accepted += num_slots * num_tokens
 
     def refuse(self, account: Account, prompt: int, num_slots: int, due_s: float, now: float) -> None:
         """A request was told to come back."""

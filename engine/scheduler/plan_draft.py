@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -14,36 +15,37 @@ from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import NewSequence, SamplingParams
 
 
+@dataclass(eq=False)
 class PlanDraft:
     """The plan under construction."""
 
-    def __init__(
-        self, *, step_id: int, now: float, budget: int, long_budget: int, under_way: BlocksUnderWay | None
-    ) -> None:
-        self.step_id = step_id
-        self.now = now
-        # Prompt blocks that somebody computes already; None where nobody may wait for them.
-        self.under_way = under_way
-        self.budget = self.whole_budget = budget
-        self.long_budget = long_budget
-        # What prompts may add to the step beside answers.
-        self.work = PromptWork()
-        self.rows: dict[int, Row] = {}
-        self.new: dict[int, NewSequence] = {}
-        self.new_blocks: dict[int, tuple[int, ...]] = {}
-        # (parent, child): beams whose runner state starts as a copy.
-        self.forks: list[tuple[int, int]] = []
-        # Their blocks are read by this plan's copies.
-        self.fork_parents: set[int] = set()
-        # Their further choices may start with the next plan: copies come before the forward.
-        self.computed_prompts: list[Sequence] = []
-        self.preempted_for_blocks = False
-        # Somebody waits for a slot or for blocks, and not for the budget alone.
-        self.someone_blocked = False
-        # A due request found no slot: until one comes free, higher tiers go on.
-        self.due_blocked = False
-        # Sequences that were passed over because their adapters are not there.
-        self.num_cold = 0
+    step_id: int
+    now: float
+    budget: int
+    long_budget: int
+    # Prompt blocks that somebody computes already; None where nobody may wait for them.
+    under_way: BlocksUnderWay | None
+    # What prompts may add to the step beside answers.
+    work: PromptWork = field(default_factory=PromptWork)
+    rows: dict[int, Row] = field(default_factory=dict)
+    new: dict[int, NewSequence] = field(default_factory=dict)
+    new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # (parent, child): beams whose runner state starts as a copy.
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    # Their blocks are read by this plan's copies.
+    fork_parents: set[int] = field(default_factory=set)
+    # Their further choices may start with the next plan: copies come before the forward.
+    computed_prompts: list[Sequence] = field(default_factory=list)
+    preempted_for_blocks: bool = False
+    # Somebody waits for a slot or for blocks, and not for the budget alone.
+    someone_blocked: bool = False
+    # A due request found no slot: until one comes free, higher tiers go on.
+    due_blocked: bool = False
+    # Sequences that were passed over because their adapters are not there.
+    num_cold: int = 0
+
+    def __post_init__(self) -> None:
+        self.whole_budget = self.budget
 
     @property
     def has_room(self) -> bool:
@@ -73,9 +75,8 @@ class PlanDraft:
         """
         self.work = PromptWork(work, long_share, sharers)
         num_tokens = int(min(work, self.budget))
-        cut = self.budget - num_tokens
-        self.budget -= cut
-        self.whole_budget -= cut
+        self.whole_budget -= self.budget - num_tokens
+        self.budget = num_tokens
         self.long_budget = min(self.long_budget, max(1, int(num_tokens * long_share)))
 
     def drop(self, sequence: Sequence) -> None:

@@ -2,12 +2,6 @@
 
 A sequence is planned by positions alone, so prefill chunks, decodes, prefix hits, resumed sequences, forced
 tokens and drafts to verify are the same rule: compute [num_computed, num_computed + n).
-
-Blocks: admission allocates the whole known prompt and leaves a watermark of at least one block per running
-sequence. Only decoding takes blocks later, one sequence after the other by rank, and a sequence that finds
-none takes those of the lowest-ranked sequence below it, or gives up its own. A sequence that was preempted
-`max_preemptions` times comes back only when all blocks that it can still need are free, and these stay
-promised to it: so the number of preemptions is bounded, and whoever is left can always go on.
 """
 
 from __future__ import annotations

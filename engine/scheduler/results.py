@@ -6,14 +6,7 @@ from engine.scheduler.beams import BeamSearch
 from engine.scheduler.costs import StepCosts
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState, StepInFlight
-from engine.types import (
-    FinishReason,
-    RequestFailure,
-    SequenceResult,
-    StepResult,
-    TokenEvent,
-    TokenLogprobs,
-)
+from engine.types import FinishReason, RequestFailure, SequenceResult, StepResult, TokenEvent, TokenLogprobs
 
 # Part of the token budget from which on a step shows how fast prompts can be computed.
 _FULL_SHARE = 0.9
@@ -151,15 +144,10 @@ class ResultHandler:
         if reason is None:
             self._state.report(sequence.group, event)
         else:
-            self._state.finish(sequence, reason, now, event=event)
+            self._state.finish(sequence, reason, now, event)
 
     def _report_beam(
-        self,
-        search: BeamSearch,
-        sequence: Sequence,
-        outcome: SequenceResult,
-        prefill_end: float,
-        now: float,
+        self, search: BeamSearch, sequence: Sequence, outcome: SequenceResult, prefill_end: float, now: float
     ) -> None:
         group = sequence.group
         if not outcome.logprobs:

@@ -11,12 +11,12 @@ from engine.config import CacheConfig, SchedulerConfig
 from engine.kv import KvCache, PrefixHasher
 from engine.policy.door import Door, refuse_impossible, tokens_limit
 from engine.policy.forecast import Batch
+from engine.policy.isolation import FailureIsolation
 from engine.policy.pace import StepPace
 from engine.scheduler.adapters import AdapterPlaces
 from engine.scheduler.beams import BeamSearch
-from engine.scheduler.isolation import FailureIsolation
 from engine.scheduler.planner import Planner
-from engine.scheduler.results import ResultHandler
+from engine.scheduler.results import ResultHandler, poisoned
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.scheduler.state import SchedulerState
 from engine.types import (
@@ -76,7 +76,7 @@ class Scheduler:
             self._state.adapters = adapters
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
-        self._isolation = FailureIsolation(self._state)
+        self._isolation: FailureIsolation[Sequence] = FailureIsolation()
         state = self._state
         self._door = Door(config, state.line, state.shares, state.speed, state.traffic)
         # (moment, request id), lazily cleaned.
@@ -106,7 +106,8 @@ class Scheduler:
             sequence.fork_parent = first
         self._state.groups[request.request_id] = group
         self._state.shares.enter(first.account)
-        self._state.arrived(first, now)
+        self._state.traffic.arrived(first.account, first.num_slots, now)
+        self._state.wait(first)
         if request.adapter:
             self._state.adapters.expect(request.adapter)
         if request.deadline_s is not None:
@@ -120,14 +121,20 @@ class Scheduler:
         if group.is_beam_search:
             # Copies of one another, with their steps.
             num_steps = max(each.took.num_steps + self._num_steps_in_flight(each) for each in group.sequences)
-            events = [_ended(group, index, reason, num_steps) for index in range(group.request.sampling.n)]
-            statistics = events[0].statistics
-            assert statistics is not None, "an end has statistics"
-            statistics.candidate_tokens = self._state.searches[request_id].num_tokens
+            tokens = self._state.searches[request_id].num_tokens
+            events = [
+                TokenEvent(
+                    request_id=request_id,
+                    choice_index=group.request.choice_index + index,
+                    finish_reason=reason,
+                    statistics=ChoiceHistory(num_steps=num_steps, candidate_tokens=0 if index else tokens),
+                )
+                for index in range(group.request.sampling.n)
+            ]
             self._state.finish_beams(group, events, now)
             return True
         for sequence in group.sequences:
-            if sequence.status is not Status.FINISHED:
+            if not sequence.is_finished:
                 # What runs is computed, though nobody will hear of it: it is no free gift to those who leave.
                 sequence.took.num_steps += self._num_steps_in_flight(sequence)
                 self._state.finish(sequence, reason, now)
@@ -147,7 +154,9 @@ class Scheduler:
 
     def fail_all(self, failure: RequestFailure) -> None:
         """Ends every request with the same error: nothing can be computed any more."""
-        self._isolation.give_up(failure)
+        self._isolation.give_up()
+        for group in list(self._state.groups.values()):
+            self._state.fail_group(group, failure)
 
     # Steps.
 
@@ -165,7 +174,7 @@ class Scheduler:
             self._results.costs.book_lost(step, result.compute_s)
             return
         if step.rows:
-            self._isolation.succeeded()
+            self._convict(self._isolation.succeeded())
         self._results.apply(step, result, now)
 
     def fail(self, step_id: int, cause: str, now: float, *, seconds: float = 0.0) -> bool:
@@ -177,7 +186,17 @@ class Scheduler:
         self._results.costs.book_lost(step, seconds)
         if step.void:
             return True
-        return self._isolation.failed(step, cause, now)
+        rows = [row for row in step.rows.values() if not row.sequence.is_finished]
+        self._state.reset_running(now)
+        guilty = self._isolation.failed([(row.sequence, row.start + row.num_tokens) for row in rows], cause)
+        self._convict(guilty or [])
+        return guilty is not None
+
+    def _convict(self, guilty: list[tuple[Sequence, str]]) -> None:
+        """Ends those who make steps fail, each with an error of its own."""
+        for sequence, cause in guilty:
+            if not sequence.is_finished:
+                self._state.fail_group(sequence.group, poisoned(cause))
 
     @property
     def isolating(self) -> bool:
@@ -309,14 +328,3 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             self.cancel(request_id, now, FinishReason.DEADLINE)
-
-
-def _ended(group: RequestGroup, index: int, reason: FinishReason, num_steps: int) -> TokenEvent:
-    """The end of an answer of which nothing is known but the steps that it took."""
-    request = group.request
-    return TokenEvent(
-        request_id=request.request_id,
-        choice_index=request.choice_index + index,
-        finish_reason=reason,
-        statistics=ChoiceHistory(num_steps=num_steps),
-    )

@@ -104,6 +104,9 @@ class Sequence:
         self.group = group
         # Who is charged for it.
         self.account = account_of(request)
+        self.priority = request.priority
+        # Empty for the base model.
+        self.adapter = request.adapter
         self.choice_index = choice_index
         # As the runner sees it: may ask for more log-probabilities than the client did.
         self.sampling = sampling
@@ -180,14 +183,9 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def adapter(self) -> str:
-        """Its adapter; empty for the base model."""
-        return self.group.request.adapter
-
-    @property
-    def priority(self) -> int:
-        """Priority of the tier."""
-        return self.group.request.priority
+    def is_finished(self) -> bool:
+        """Whether the choice has ended."""
+        return self.status is Status.FINISHED
 
     @property
     def num_slots(self) -> int:

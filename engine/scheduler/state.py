@@ -13,7 +13,7 @@ from engine.kv import KvCache
 from engine.policy.line import Line, Waiter
 from engine.policy.pace import StepPace, Traffic
 from engine.policy.shares import Shares
-from engine.scheduler.adapters import AdapterPlaces, NoAdapters
+from engine.scheduler.adapters import AdapterPlaces
 from engine.scheduler.beams import BeamSearch, Candidate
 from engine.scheduler.prefixes import Prefixes
 from engine.scheduler.promises import Promises
@@ -69,7 +69,7 @@ class SchedulerState:
     memory: MemoryPlan
     cache: KvCache
     model: str
-    adapters: AdapterPlaces = field(default_factory=lambda: AdapterPlaces(0, NoAdapters()))
+    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
     speed: StepPace = field(default_factory=StepPace)
     # Bytes per second that come back from host memory.
     host_bytes_per_s: float = 8e9
@@ -121,12 +121,8 @@ class SchedulerState:
         for group in [each for each in self.groups.values() if each.request.adapter == name]:
             self.fail_group(group, failure)
 
-    def arrived(self, sequence: Sequence, now: float) -> None:
-        """A request joins the queue with its first sequence."""
-        self.traffic.arrived(sequence.account, sequence.num_slots, now)
-        self._wait(sequence)
-
-    def _wait(self, sequence: Sequence) -> None:
+    def wait(self, sequence: Sequence) -> None:
+        """A sequence without a slot joins the queue."""
         num_tokens = self.prefixes.num_to_compute(sequence, self.running)
         self.waiting[sequence.sequence_id] = sequence
         waiter = Waiter(
@@ -191,15 +187,23 @@ class SchedulerState:
             if sequence.num_forced >= self.config.max_preemptions:
                 sequence.boosted = True
                 sequence.awaits_promise = True
-        self._wait(sequence)
+        self.wait(sequence)
+
+    def reset_running(self, now: float) -> None:
+        """A step failed: everything that ran goes back to the queue."""
+        for step in self.in_flight:
+            step.void = True
+        for sequence in list(self.running):
+            self.preempt(sequence, "", now, counts=False)
+        for group in self.groups.values():
+            for sequence in group.sequences:
+                sequence.num_pending = 0
+        if self.cache.has_host_tier:
+            # Copies of the failed plan may not have happened.
+            self.cache.forget_contents()
 
     def finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        event: TokenEvent | None = None,
+        self, sequence: Sequence, reason: FinishReason, now: float, event: TokenEvent | None = None
     ) -> None:
         """Ends one choice with its terminal event, and the request with its last choice."""
         if sequence.status is Status.RUNNING:
@@ -218,18 +222,14 @@ class SchedulerState:
         self.report(group, event)
         if group.num_finished == len(group.sequences):
             if group.best_of is not None:
-                results = group.best_of.results(
-                    {each.choice_index: each.mean_logprob for each in group.sequences}, reason
-                )
-                _tell_engine_time(group, results[0])
-                self.events += results
+                logprobs = {each.choice_index: each.mean_logprob for each in group.sequences}
+                self._tell(group, *group.best_of.results(logprobs, reason))
             self._end_group(group)
 
     def report(self, group: RequestGroup, event: TokenEvent) -> None:
         """Sends an event out, or keeps it until the best choices are known."""
         if group.best_of is None:
-            _tell_engine_time(group, event)
-            self.events.append(event)
+            self._tell(group, event)
         else:
             group.best_of.take(event)
             self.withheld[group.request.request_id] = group.best_of.num_tokens
@@ -237,12 +237,16 @@ class SchedulerState:
     def fail_group(self, group: RequestGroup, failure: RequestFailure) -> None:
         """Ends the whole request with an error."""
         for sequence in group.sequences:
-            if sequence.status is not Status.FINISHED:
+            if not sequence.is_finished:
                 self._remove(sequence)
-        event = TokenEvent.of_failure(group.request, failure, ChoiceHistory())
-        _tell_engine_time(group, event)
-        self.events.append(event)
+        self._tell(group, TokenEvent.of_failure(group.request, failure, ChoiceHistory()))
         self._end_group(group)
+
+    def _tell(self, group: RequestGroup, first: TokenEvent, *others: TokenEvent) -> None:
+        """Sends events out. The end of a choice, or of all, tells what was spent on the request so far."""
+        if first.statistics is not None:
+            first.statistics.engine_time = group.take_engine_time()
+        self.events += (first, *others)
 
     def release_held(self, group: RequestGroup, now: float) -> None:
         """The prompt is computed or will be: further choices may start."""
@@ -250,7 +254,7 @@ class SchedulerState:
             if sequence.status is Status.HELD:
                 sequence.status = Status.WAITING
                 sequence.waits_for("", now)
-                self._wait(sequence)
+                self.wait(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
@@ -281,7 +285,7 @@ class SchedulerState:
             self.cache.free(child.table)
             child.rewind()
             child.waiting_since_s = now
-            self._wait(child)
+            self.wait(child)
 
     def finish_beams(self, group: RequestGroup, events: list[TokenEvent], now: float) -> None:
         """Ends a beam search with its answers."""
@@ -289,8 +293,7 @@ class SchedulerState:
             if sequence.status is Status.RUNNING:
                 self.traffic.freed.count(now)
             self._remove(sequence)
-        _tell_engine_time(group, events[0])
-        self.events += events
+        self._tell(group, *events)
         self._end_group(group)
 
     def _beam(self, candidate: Candidate) -> Sequence:
@@ -350,9 +353,3 @@ class SchedulerState:
         self.cache.check_invariants(sequence.table for sequence in live)
         reserved = self.promises.num_reserved()
         assert reserved <= self.cache.num_available, f"{reserved} blocks promised, too few are available"
-
-
-def _tell_engine_time(group: RequestGroup, event: TokenEvent) -> None:
-    """The end of a choice, or of all, tells what was spent on the request up to here."""
-    if event.statistics is not None:
-        event.statistics.engine_time = group.take_engine_time()

@@ -65,8 +65,11 @@ class Door:
             return RequestFailure.of(lacks)
         num_tokens, num_slots = len(request.prompt_token_ids), slots_of(request)
         if self._memory is not None:
+            begun = [each for each in self._inside.values() if each.has_begun]
+            running = [each for each in begun for _ in range(each.num_open)]
+            batch = Batch(self._config.max_num_seqs, running, self._memory.block_size)
             failure = refuse_impossible(request, self._memory, self._config.max_num_seqs)
-            failure = failure or self._door.refusal(request, num_tokens, self._batch(self._memory), now)
+            failure = failure or self._door.refusal(request, num_tokens, batch, now)
             if failure is not None:
                 return failure
         self._inside[request.request_id] = _Inside(request, request.sampling.n)
@@ -75,11 +78,6 @@ class Door:
         order, prompt_s = (request.request_id, 0), self._pace.seconds_for(num_tokens)
         self._line.push(Waiter(request.request_id, request, order, num_slots, num_tokens, prompt_s))
         return None
-
-    def _batch(self, memory: MemoryPlan) -> Batch:
-        begun = [each for each in self._inside.values() if each.has_begun]
-        running = [each for each in begun for _ in range(each.num_open)]
-        return Batch(self._config.max_num_seqs, running, memory.block_size)
 
     def passes(self, step: StepDone, now: float) -> None:
         """Takes note of what the core tells."""
