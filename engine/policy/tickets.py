@@ -89,10 +89,8 @@ class Tickets:
 
     def is_back(self, account: Account, prompt: int, now: float) -> bool:
         """Whether this request was told to come now."""
-        return self._line(account).due(prompt, now) is not None
-
-    def _line(self, account: Account) -> _Line:
-        return self._lines.get(account) or _Line()
+        line = self._lines.get(account)
+        return line is not None and line.due(prompt, now) is not None
 
     def open_slots(self, priority: int, now: float) -> dict[str, float]:
         """Slots that requests of the tier take that were told to come now, and will, by tenant."""
@@ -122,7 +120,9 @@ class Tickets:
         its account, and of others that were accepted less. `interval_s` is the time that a slot of the
         account takes, as far as none was measured.
         """
-        line = self._line(account)
+        line = self._lines.get(account)
+        if line is None:
+            return 0.0
         later, own = line.tickets[line.num_due(now) :], line.due(prompt, now)
         if own is not None:
             # Also those that are due and have not come yet.
@@ -137,7 +137,8 @@ class Tickets:
         """Whether the account was accepted clearly more than another one that is refused: by some requests of
         so many weighted tokens a slot.
         """
-        return self._lead(account, self._line(account)) > _CLEARLY * num_tokens
+        line = self._lines.get(account)
+        return line is not None and self._lead(account, line) > _CLEARLY * num_tokens
 
     def _lead(self, account: Account, line: _Line) -> float:
         """Weighted tokens by which the account was accepted more than another one that is refused."""
@@ -147,12 +148,13 @@ class Tickets:
 
     def accept(self, account: Account, prompt: int, num_slots: int, num_tokens: float, now: float) -> None:
         """A request of so many weighted tokens a slot was accepted; its ticket is used, if it had one."""
-        line = self._line(account)
-        own = line.due(prompt, now)
-        if own is not None:
-            line.use(own)
-        line.pace.count(now, num_slots)
-        line.accepted += num_slots * num_tokens
+        line = self._lines.get(account)
+        if line is not None:
+            own = line.due(prompt, now)
+            if own is not None:
+                line.use(own)
+            line.pace.count(now, num_slots)
+            line.accepted += num_slots * num_tokens
 
     def refuse(self, account: Account, prompt: int, num_slots: int, due_s: float, now: float) -> None:
         """A request was told to come back."""

@@ -64,20 +64,16 @@ class Scheduler:
             num_host_blocks=num_host_blocks,
             window=window,
         )
-        self._state = SchedulerState(
-            config,
-            memory,
-            cache,
-            model,
-            speed=StepPace.of(speed, attention_balance),
-            host_bytes_per_s=cache_config.host_bytes_per_s,
-        )
+        self._model = model
+        self._memory = memory
+        host_s_per_token = memory.kv_bytes_per_token / cache_config.host_bytes_per_s
+        pace = StepPace.of(speed, attention_balance)
+        self._state = state = SchedulerState(config, cache, pace, host_s_per_token)
         if adapters is not None:
-            self._state.adapters = adapters
+            state.adapters = adapters
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
         self._isolation: FailureIsolation[Sequence] = FailureIsolation()
-        state = self._state
         self._door = Door(config, state.line, state.shares, state.speed, state.traffic)
         # (moment, request id), lazily cleaned.
         self._deadlines: list[tuple[float, int]] = []
@@ -299,13 +295,13 @@ class Scheduler:
         elif group.best_of is not None and sampling.logprobs is None:
             sampling = msgspec.structs.replace(sampling, logprobs=0)
         return Sequence(
-            sequence_id=self._state.take_sequence_id(),
+            sequence_id=next(self._state.ids),
             group=group,
             choice_index=request.choice_index + index,
             sampling=sampling,
-            max_tokens_total=tokens_limit(request, self._state.memory),
+            max_tokens_total=tokens_limit(request, self._memory),
             hasher=PrefixHasher(
-                model=self._state.model,
+                model=self._model,
                 adapter=request.adapter,
                 salt=request.cache_salt,
                 block_size=self._state.cache.block_size,
@@ -316,7 +312,7 @@ class Scheduler:
         """Why the request is not accepted; None with its first sequence in the group when it is."""
         request, state = group.request, self._state
         max_num_seqs, block_size = state.config.max_num_seqs, state.cache.block_size
-        failure = refuse_impossible(request, state.memory, max_num_seqs)
+        failure = refuse_impossible(request, self._memory, max_num_seqs)
         if failure is not None:
             return failure
         group.sequences.append(self._new_sequence(group, 0))

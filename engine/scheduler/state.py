@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field
+from itertools import chain, count
 
 from contract.errors import Reason
 from engine.config import SchedulerConfig
@@ -21,7 +22,6 @@ from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.types import (
     ChoiceHistory,
     FinishReason,
-    MemoryPlan,
     RequestFailure,
     SchedulerCounters,
     TokenEvent,
@@ -63,16 +63,16 @@ class StepInFlight:
 
 @dataclass
 class SchedulerState:
-    """All that the scheduler knows. Methods keep it whole; each is one move of one sequence or group."""
+    """The sequences, and the books that are kept of them. Methods keep these whole; each is one move of one
+    sequence or group.
+    """
 
     config: SchedulerConfig
-    memory: MemoryPlan
     cache: KvCache
-    model: str
+    speed: StepPace
+    # What bringing a token's keys and values back from the host takes.
+    host_s_per_token: InitVar[float]
     adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
-    speed: StepPace = field(default_factory=StepPace)
-    # Bytes per second that come back from host memory.
-    host_bytes_per_s: float = 8e9
     traffic: Traffic = field(default_factory=Traffic)
     shares: Shares = field(init=False)
     line: Line = field(init=False)
@@ -93,16 +93,15 @@ class SchedulerState:
     withheld: dict[int, int] = field(default_factory=dict)
     # Parents of beams: the runner's state of them is copied with the next plan, and dropped after it.
     outlived: list[int] = field(default_factory=list)
-    # So many were ever made; the last one has this number.
-    num_sequences: int = 0
+    # Numbers of sequences, never used before.
+    ids: Iterator[int] = field(default_factory=lambda: count(1))
     totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, host_s_per_token: float) -> None:
         config = self.config
         self.shares = Shares(config.output_token_cost, config.fairness_band_tokens)
         self.line = Line(config, self.shares)
         self.promises = Promises(self.cache)
-        host_s_per_token = self.memory.kv_bytes_per_token / self.host_bytes_per_s
         self.prefixes = Prefixes(self.cache, self.line, self.speed, host_s_per_token)
 
     def adapters_in_use(self) -> set[str]:
@@ -157,7 +156,9 @@ class SchedulerState:
         self.running.remove(sequence)
         self.shares.give(sequence.account)
         self.promises.stopped(sequence)
-        self._drop_runner_state(sequence)
+        self.cache.free(sequence.table)
+        if sequence.is_introduced:
+            self.released.append(sequence.sequence_id)
 
     def retreat(self, now: float) -> None:
         """Nobody can go on: every running sequence is a beam that waits for a sibling which finds no room.
@@ -298,21 +299,11 @@ class SchedulerState:
 
     def _beam(self, candidate: Candidate) -> Sequence:
         parent = candidate.parent
-        child = parent.child(self.take_sequence_id(), candidate.token_id, candidate.logprob)
+        child = parent.child(next(self.ids), candidate.token_id, candidate.logprob)
         if parent.status is Status.RUNNING:
             self.cache.share(child.table, parent.table, parent.num_confirmed)
             child.num_computed = child.num_confirmed = parent.num_confirmed
         return child
-
-    def take_sequence_id(self) -> int:
-        """A number for a sequence, never used before."""
-        self.num_sequences += 1
-        return self.num_sequences
-
-    def _drop_runner_state(self, sequence: Sequence) -> None:
-        self.cache.free(sequence.table)
-        if sequence.is_introduced:
-            self.released.append(sequence.sequence_id)
 
     def _end_group(self, group: RequestGroup) -> None:
         del self.groups[group.request.request_id]
