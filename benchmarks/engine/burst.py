@@ -2,7 +2,7 @@
 
 Baselines, same scheduler: a step is limited in tokens only; it is limited in time, coarsely (250 ms, and no
 fewer than 64 prompt tokens or eight for each sequence that decodes). Ours is cut finer, see
-engine/scheduler/pace.py.
+engine/policy/pace.py.
 Device simulated under a virtual clock, see virtual.py: two cores, 450 tokens/s of a 0.6-billion-parameter
 model, whose weights are read in 40 ms.
 
@@ -17,7 +17,7 @@ from unittest.mock import patch
 from benchmarks.engine.report import Row, arguments, publish
 from benchmarks.engine.virtual import Arrival, Device, percentile, simulate
 from engine.config import SchedulerConfig
-from engine.scheduler import pace
+from engine.policy import pace
 from engine.types import SchedulerOutput
 
 _WEIGHTS_S = 0.04

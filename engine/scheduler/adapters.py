@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 
@@ -21,18 +22,6 @@ class AdapterLoader(Protocol):
 
     def finished(self) -> list[tuple[int, str]]:
         """Slots that are loaded since the last call, each with why that failed, else ""."""
-
-
-class NoAdapters:
-    """Where there are no slots."""
-
-    def begin(self, slot: int, name: str) -> None:
-        """Never called."""
-        raise AssertionError(f"no slot for adapter {name!r}")
-
-    def finished(self) -> list[tuple[int, str]]:
-        """Nothing."""
-        return []
 
 
 @dataclass(slots=True)
@@ -48,9 +37,9 @@ class _Slot:
 
 
 class AdapterPlaces:
-    """The slots of one engine."""
+    """The slots of one engine; without a loader there are none."""
 
-    def __init__(self, num_slots: int, loader: AdapterLoader) -> None:
+    def __init__(self, num_slots: int = 0, loader: AdapterLoader | None = None) -> None:
         self._slots = [_Slot(index) for index in range(num_slots)]
         self._loader = loader
         self._by_name: dict[str, _Slot] = {}
@@ -75,7 +64,7 @@ class AdapterPlaces:
     def begin_step(self) -> dict[str, str]:
         """Takes in what was loaded since the last step; returns adapters that could not be, with why."""
         failed = {}
-        for index, problem in self._loader.finished():
+        for index, problem in self._loader.finished() if self._loader else ():
             slot = self._slots[index]
             if problem:
                 failed[slot.name] = problem
@@ -108,13 +97,13 @@ class AdapterPlaces:
         slot = next((each for each in self._slots if each.claimed_by == name), None)
         if slot is None:
             idle = (each for each in self._slots if not each.claimed_by and self._is_idle(each, in_use))
-            slot = min(idle, key=_used, default=None)
+            slot = min(idle, key=attrgetter("used"), default=None)
         if slot is not None and self._is_idle(slot, in_use):
             self._load(slot, name)
         elif slot is None:
             # The one whose turn has lasted longest.
             others = (each for each in self._slots if not each.claimed_by and each.is_ready)
-            victim = min(others, key=_since, default=None)
+            victim = min(others, key=attrgetter("since"), default=None)
             if victim is not None:
                 victim.claimed_by = name
         return False
@@ -123,6 +112,7 @@ class AdapterPlaces:
         return not slot.name or (slot.is_ready and slot.name not in in_use)
 
     def _load(self, slot: _Slot, name: str) -> None:
+        assert self._loader is not None, f"nothing loads adapter {name!r}"
         self._empty(slot)
         slot.name, slot.used, slot.since = name, self._num_asks, self._num_asks
         self._by_name[name] = slot
@@ -139,11 +129,3 @@ class AdapterPlaces:
         assert ready >= set(in_use), f"adapters {sorted(set(in_use) - ready)} compute from no slot"
         claims = [slot.claimed_by for slot in self._slots if slot.claimed_by]
         assert len(claims) == len(set(claims)), f"an adapter claims two slots: {claims}"
-
-
-def _used(slot: _Slot) -> int:
-    return slot.used
-
-
-def _since(slot: _Slot) -> int:
-    return slot.since

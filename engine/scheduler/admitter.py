@@ -1,13 +1,11 @@
-"""Who is taken into the batch: candidates by the queue's order, places and blocks by rank."""
+"""Who is taken into the batch: candidates in the order of the line, slots and blocks by rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from engine.kv import Prefix
-from engine.scheduler.fairness import Account
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
-from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState
 
@@ -35,14 +33,15 @@ class Admitter:
             if len(skipped) > _MAX_SKIPPED + min(draft.num_cold, _MAX_COLD):
                 return None
             # Blocks are kept for it already, and its siblings hold theirs until it is back.
-            promised = self._state.waiting_beam_with_promise(skipped)
+            promised = self._state.promises.waiting_beam(skipped)
             if promised is not None:
                 return promised
-            return self._state.waiting.peek(draft.now, skipped, with_due=not draft.due_blocked)
+            first = self._state.line.first(draft.now, skipped, with_due=not draft.due_blocked)
+            return None if first is None else self._state.waiting[first]
         members = [
             sequence
-            for sequence in self._state.waiting
-            if sequence.sequence_id in allowed and sequence.sequence_id not in skipped
+            for sequence_id, sequence in self._state.waiting.items()
+            if sequence_id in allowed and sequence_id not in skipped
         ]
         return min(members, key=lambda each: each.rank, default=None)
 
@@ -61,7 +60,8 @@ class Admitter:
         victim = next(self._victims(draft, sequence), None) if is_full else None
         if is_full and victim is None:
             self._block(draft, sequence, self._who_fills_the_batch(sequence))
-            if state.is_promised(sequence) or state.waiting.is_aged_turn(sequence, draft.now):
+            is_aged = state.line.is_aged_turn(sequence.sequence_id, draft.now)
+            if is_aged or state.promises.has(sequence):
                 # Waits for the next free slot without keeping higher tiers from displacing.
                 skipped.add(sequence.sequence_id)
                 return True
@@ -87,7 +87,7 @@ class Admitter:
 
     def _yields_as_due(self, draft: PlanDraft, sequence: Sequence) -> bool:
         """Whether the candidate came first because it is due; then the ordinary order goes on without it."""
-        if draft.due_blocked or not self._state.waiting.is_due(sequence, draft.now):
+        if draft.due_blocked or not self._state.line.is_due(sequence.sequence_id, draft.now):
             return False
         draft.due_blocked = True
         return True
@@ -120,14 +120,11 @@ class Admitter:
         if self._can_fork(draft, sequence):
             # The last prompt token is computed again, for its logits.
             return sequence.num_prompt_tokens - 1, None
-        cache = self._state.cache
         if sequence.needs_every_position:
             return 0, Prefix()
         sequence.hasher.extend(sequence.token_ids, sequence.num_known)
-        prefix = cache.find_prefix(
-            sequence.hasher, sequence.num_known, restore_worth_it=self._state.is_restoring_cheaper
-        )
-        return prefix.num_blocks * cache.block_size, prefix
+        prefix = self._state.prefixes.cached(sequence)
+        return prefix.num_blocks * self._state.cache.block_size, prefix
 
     def _waited_behind_the_head(self, sequence: Sequence) -> None:
         """What kept the first of the queue kept everybody behind it who had no cause of its own."""
@@ -157,7 +154,7 @@ class Admitter:
     def _blocks_needed(self, sequence: Sequence, prefix: Prefix | None) -> int:
         cache = self._state.cache
         if sequence.awaits_promise and sequence.is_beam:
-            return self._state.reserve_of_beams(sequence.group)
+            return self._state.promises.reserve_of_beams(sequence.group)
         end = sequence.max_tokens_total - 1 if sequence.awaits_promise else sequence.num_known
         if prefix is None:
             # One copy of the block that holds the last prompt token.
@@ -166,9 +163,8 @@ class Admitter:
         return cache.blocks_for(end) - len(prefix.device_blocks) + prefix.num_revived
 
     def _has_blocks(self, sequence: Sequence, prefix: Prefix | None) -> bool:
-        state = self._state
-        free = state.cache.num_available - state.num_reserved_blocks(besides=sequence)
-        return self._blocks_needed(sequence, prefix) + self._watermark(sequence) <= free
+        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence)
+        return needed <= self._state.promises.num_free(besides=sequence)
 
     def _watermark(self, sequence: Sequence) -> int:
         """Blocks left free for those who run. A beam's own siblings do not count: they wait for it."""
@@ -184,27 +180,12 @@ class Admitter:
     # Displacement by a higher tier, and by an equal tenant that holds less.
 
     def _victims(self, draft: PlanDraft, sequence: Sequence) -> Iterator[Sequence]:
-        """Who makes room for the sequence, the first to go first: lower tiers; then, of its own, the newest
-        sequences of tenants that hold more places for their weight and were served no less.
-        """
-        equals: dict[Account, list[Sequence]] = {}
-        for victim in reversed(self._state.running):
-            if victim.boosted or victim.priority > sequence.priority:
-                break
-            if not draft.may_displace(victim):
-                continue
-            if victim.priority < sequence.priority:
-                yield victim
-            else:
-                equals.setdefault(account_of(victim), []).append(victim)
-        counters, places = self._state.counters, self._state.places
-        account, weight = account_of(sequence), sequence.group.request.weight
-        for holder in places.holders(sequence.priority) if len(equals) > (account in equals) else ():
-            if holder != account and counters.band(account) <= counters.band(holder):
-                yield from equals.get(holder, [])[: places.spare(holder, account, weight)]
+        """Who makes room for the sequence, the first to go first."""
+        state, weight = self._state, sequence.group.request.weight
+        return state.shares.victims(sequence.account, weight, state.running, draft.may_displace)
 
     def displace_beams(self, draft: PlanDraft) -> None:
-        """Makes room where the next candidate would take a beam's place: before the beams are planned, since
+        """Makes room where the next candidate would take a beam's slot: before the beams are planned, since
         those of one step are new sequences in the plan of the next.
         """
         if len(self._state.running) < self._config.max_num_seqs or not self._state.searches:
@@ -220,9 +201,8 @@ class Admitter:
 
     def _displace_for_blocks(self, draft: PlanDraft, sequence: Sequence, prefix: Prefix | None) -> bool:
         victims = list(self._victims(draft, sequence))
-        state = self._state
         needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence)
-        available = state.cache.num_available - state.num_reserved_blocks(besides=sequence)
+        available = self._state.promises.num_free(besides=sequence)
         if available + sum(victim.table.num_held for victim in victims) < needed:
             return False
         for victim in victims:
@@ -239,7 +219,7 @@ class Admitter:
     def _admit(self, draft: PlanDraft, sequence: Sequence, start: int, prefix: Prefix | None) -> None:
         state, now = self._state, draft.now
         group = sequence.group
-        state.waiting.admitted(sequence, now)
+        state.admitted(sequence, now)
         if prefix is None:
             assert sequence.fork_parent is not None
             state.cache.share(sequence.table, sequence.fork_parent.table, sequence.num_prompt_tokens)

@@ -65,7 +65,8 @@ class BeamSearch:
             (
                 Candidate(beam, token_id, logprob, beam.sum_logprob + logprob)
                 for beam in beams
-                for token_id, logprob in _pairs(self._reported[beam.sequence_id])
+                for reported in (self._reported[beam.sequence_id],)
+                for token_id, logprob in zip(reported.top_ids, reported.top_logprobs, strict=True)
             ),
             key=lambda each: (-each.score, each.parent.sequence_id, each.token_id),
         )
@@ -119,7 +120,3 @@ class BeamSearch:
                 candidate.token_id if reason is FinishReason.STOP else None,
             )
         )
-
-
-def _pairs(alternatives: TokenLogprobs) -> list[tuple[int, float]]:
-    return list(zip(alternatives.top_ids, alternatives.top_logprobs, strict=True))

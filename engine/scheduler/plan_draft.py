@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.scheduler.fairness import Account
-from engine.scheduler.prompt_work import PromptWork
-from engine.scheduler.queue import account_of
+from engine.policy.pace import PromptWork
+from engine.policy.shares import Account
+from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState
-from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import NewSequence, SamplingParams
 
 
+@dataclass(eq=False)
 class PlanDraft:
     """The plan under construction."""
 
-    def __init__(
-        self, *, step_id: int, now: float, budget: int, long_budget: int, under_way: BlocksUnderWay | None
-    ) -> None:
-        self.step_id = step_id
-        self.now = now
-        # Prompt blocks that somebody computes already; None where nobody may wait for them.
-        self.under_way = under_way
-        self.budget = self.whole_budget = budget
-        self.long_budget = long_budget
-        # What prompts may add to the step beside answers.
-        self.work = PromptWork()
-        self.rows: dict[int, Row] = {}
-        self.new: dict[int, NewSequence] = {}
-        self.new_blocks: dict[int, tuple[int, ...]] = {}
-        # (parent, child): beams whose runner state starts as a copy.
-        self.forks: list[tuple[int, int]] = []
-        # Their blocks are read by this plan's copies.
-        self.fork_parents: set[int] = set()
-        # Their further choices may start with the next plan: copies come before the forward.
-        self.computed_prompts: list[Sequence] = []
-        self.preempted_for_blocks = False
-        # Somebody waits for a place or for blocks, and not for the budget alone.
-        self.someone_blocked = False
-        # A due request found no place: until one comes free, higher tiers go on.
-        self.due_blocked = False
-        # Sequences that were passed over because their adapters are not there.
-        self.num_cold = 0
+    step_id: int
+    now: float
+    budget: int
+    long_budget: int
+    # Prompt blocks that somebody computes already; None where nobody may wait for them.
+    under_way: BlocksUnderWay | None
+    # What prompts may add to the step beside answers.
+    work: PromptWork = field(default_factory=PromptWork)
+    rows: dict[int, Row] = field(default_factory=dict)
+    new: dict[int, NewSequence] = field(default_factory=dict)
+    new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # (parent, child): beams whose runner state starts as a copy.
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    # Their blocks are read by this plan's copies.
+    fork_parents: set[int] = field(default_factory=set)
+    # Their further choices may start with the next plan: copies come before the forward.
+    computed_prompts: list[Sequence] = field(default_factory=list)
+    preempted_for_blocks: bool = False
+    # Somebody waits for a slot or for blocks, and not for the budget alone.
+    someone_blocked: bool = False
+    # A due request found no slot: until one comes free, higher tiers go on.
+    due_blocked: bool = False
+    # Sequences that were passed over because their adapters are not there.
+    num_cold: int = 0
+
+    def __post_init__(self) -> None:
+        self.whole_budget = self.budget
 
     @property
     def has_room(self) -> bool:
@@ -66,7 +67,7 @@ class PlanDraft:
 
     def _count_work(self, row: Row, work: float) -> None:
         if row.is_prefill:
-            self.work.take(account_of(row.sequence), work, is_long=row.is_long)
+            self.work.take(row.sequence.account, work, is_long=row.is_long)
 
     def limit(self, work: float, long_share: float, sharers: Collection[Account]) -> None:
         """Lets prompts take no more than so much work, and so no more tokens, of the budget that is left, and
@@ -74,9 +75,8 @@ class PlanDraft:
         """
         self.work = PromptWork(work, long_share, sharers)
         num_tokens = int(min(work, self.budget))
-        cut = self.budget - num_tokens
-        self.budget -= cut
-        self.whole_budget -= cut
+        self.whole_budget -= self.budget - num_tokens
+        self.budget = num_tokens
         self.long_budget = min(self.long_budget, max(1, int(num_tokens * long_share)))
 
     def drop(self, sequence: Sequence) -> None:
@@ -119,10 +119,10 @@ class RowWriter:
         is_long = self.is_long(num_tokens)
         if is_long and draft.long_budget <= 0:
             return 0.0
-        return draft.work.room(account_of(sequence), is_long=is_long)
+        return draft.work.room(sequence.account, is_long=is_long)
 
     def add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
-        """As much of the prompt as the budgets allow; nothing for one that lost its place meanwhile."""
+        """As much of the prompt as the budgets allow; nothing for one that lost its slot meanwhile."""
         if sequence.status is not Status.RUNNING:
             return
         num_tokens = min(sequence.remaining_prefill, draft.budget)
@@ -215,7 +215,7 @@ class RowWriter:
             sequence.took.recomputed_tokens += num_tokens - fresh
             state.totals.recomputed_tokens += num_tokens - fresh
             state.totals.computed_prompt_tokens += fresh
-            state.counters.charge(account_of(sequence), sequence.group.request.weight, fresh, 0)
+            state.shares.charge(sequence.account, sequence.group.request.weight, fresh, 0)
         sequence.num_computed = end
         sequence.high_water = max(sequence.high_water, end)
         if row.samples:

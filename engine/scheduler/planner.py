@@ -2,23 +2,16 @@
 
 A sequence is planned by positions alone, so prefill chunks, decodes, prefix hits, resumed sequences, forced
 tokens and drafts to verify are the same rule: compute [num_computed, num_computed + n).
-
-Blocks: admission allocates the whole known prompt and leaves a watermark of at least one block per running
-sequence. Only decoding takes blocks later, one sequence after the other by rank, and a sequence that finds
-none takes those of the lowest-ranked sequence below it, or gives up its own. A sequence that was preempted
-`max_preemptions` times comes back only when all blocks that it can still need are free, and these stay
-promised to it: so the number of preemptions is bounded, and whoever is left can always go on.
 """
 
 from __future__ import annotations
 
+from engine.policy.shares import Account
 from engine.scheduler.admitter import Admitter
-from engine.scheduler.fairness import Account
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
-from engine.scheduler.queue import account_of
+from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState, StepInFlight
-from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import ScheduledSequence, SchedulerOutput
 
 
@@ -55,13 +48,13 @@ class Planner:
         prefills = self._plan_decodes(draft, allowed)
         if prefills or state.waiting:
             sharers = self._sharers(prefills)
-            if draft.rows or len(sharers) > 1 or state.had_several(now):
+            if draft.rows or len(sharers) > 1 or state.traffic.had_several(now):
                 long_share = self._config.long_prefill_share if contended else 1.0
                 draft.limit(self._chunk_work(draft), long_share, sharers)
             self._plan_prefills(draft, prefills, allowed)
         if draft.has_room or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
-            state.turnover.run(now, running=draft.someone_blocked)
+            state.traffic.freed.run(now, running=draft.someone_blocked)
         if state.running and not draft.rows and not state.in_flight and allowed is None:
             state.retreat(now)
         return self._seal(draft)
@@ -74,10 +67,10 @@ class Planner:
         return speed.chunk_work(self._config.step_target_ms / 1000, decodes, num_decodes)
 
     def _sharers(self, prefills: list[Sequence]) -> set[Account]:
-        """Whose prompts are computed, or wait with a place left for them."""
-        accounts = {account_of(each) for each in prefills}
+        """Whose prompts are computed, or wait with a slot left for them."""
+        accounts = {each.account for each in prefills}
         if len(self._state.running) < self._config.max_num_seqs:
-            accounts |= self._state.waiting.accounts
+            accounts |= self._state.line.accounts
         return accounts
 
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:
@@ -162,9 +155,8 @@ class Planner:
         self._rows.add(draft, sequence, num_tokens, drafts)
 
     def _fits(self, sequence: Sequence, start: int, end: int) -> bool:
-        state = self._state
-        needed = state.cache.num_new_blocks(sequence.table, start, end)
-        return not needed or needed <= state.cache.num_available - state.num_reserved_blocks(besides=sequence)
+        needed = self._state.cache.num_new_blocks(sequence.table, start, end)
+        return not needed or needed <= self._state.promises.num_free(besides=sequence)
 
     def _lowest_below(self, draft: PlanDraft, sequence: Sequence) -> Sequence:
         for victim in reversed(self._state.running):
@@ -172,7 +164,7 @@ class Planner:
                 break
             if not victim.boosted and victim.sequence_id not in draft.rows:
                 return victim
-        assert not self._state.is_promised(sequence), "a promised block is missing"
+        assert not self._state.promises.has(sequence), "a promised block is missing"
         return sequence
 
     # Prefill chunks and admissions.

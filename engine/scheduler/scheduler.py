@@ -9,15 +9,14 @@ import msgspec
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.kv import KvCache, PrefixHasher
-from engine.scheduler import admission
+from engine.policy.door import Door, refuse_impossible, tokens_limit
+from engine.policy.forecast import Batch
+from engine.policy.isolation import FailureIsolation
+from engine.policy.pace import StepPace
 from engine.scheduler.adapters import AdapterPlaces
 from engine.scheduler.beams import BeamSearch
-from engine.scheduler.forecast import WaitForecast
-from engine.scheduler.isolation import FailureIsolation
-from engine.scheduler.pace import StepPace
 from engine.scheduler.planner import Planner
-from engine.scheduler.queue import account_of
-from engine.scheduler.results import ResultHandler
+from engine.scheduler.results import ResultHandler, poisoned
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.scheduler.state import SchedulerState
 from engine.types import (
@@ -65,20 +64,17 @@ class Scheduler:
             num_host_blocks=num_host_blocks,
             window=window,
         )
-        self._state = SchedulerState(
-            config,
-            memory,
-            cache,
-            model,
-            speed=StepPace.of(speed, attention_balance),
-            host_bytes_per_s=cache_config.host_bytes_per_s,
-        )
+        self._model = model
+        self._memory = memory
+        host_s_per_token = memory.kv_bytes_per_token / cache_config.host_bytes_per_s
+        pace = StepPace.of(speed, attention_balance)
+        self._state = state = SchedulerState(config, cache, pace, host_s_per_token)
         if adapters is not None:
-            self._state.adapters = adapters
+            state.adapters = adapters
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
-        self._isolation = FailureIsolation(self._state)
-        self._forecast = WaitForecast(self._state)
+        self._isolation: FailureIsolation[Sequence] = FailureIsolation()
+        self._door = Door(config, state.line, state.shares, state.speed, state.traffic)
         # (moment, request id), lazily cleaned.
         self._deadlines: list[tuple[float, int]] = []
 
@@ -105,8 +101,9 @@ class Scheduler:
             sequence.status = Status.HELD
             sequence.fork_parent = first
         self._state.groups[request.request_id] = group
-        self._state.counters.enter(account_of(first))
-        self._state.arrived(first, now)
+        self._state.shares.enter(first.account)
+        self._state.traffic.arrived(first.account, first.num_slots, now)
+        self._state.wait(first)
         if request.adapter:
             self._state.adapters.expect(request.adapter)
         if request.deadline_s is not None:
@@ -120,14 +117,20 @@ class Scheduler:
         if group.is_beam_search:
             # Copies of one another, with their steps.
             num_steps = max(each.took.num_steps + self._num_steps_in_flight(each) for each in group.sequences)
-            events = [_ended(group, index, reason, num_steps) for index in range(group.request.sampling.n)]
-            statistics = events[0].statistics
-            assert statistics is not None, "an end has statistics"
-            statistics.candidate_tokens = self._state.searches[request_id].num_tokens
+            tokens = self._state.searches[request_id].num_tokens
+            events = [
+                TokenEvent(
+                    request_id=request_id,
+                    choice_index=group.request.choice_index + index,
+                    finish_reason=reason,
+                    statistics=ChoiceHistory(num_steps=num_steps, candidate_tokens=0 if index else tokens),
+                )
+                for index in range(group.request.sampling.n)
+            ]
             self._state.finish_beams(group, events, now)
             return True
         for sequence in group.sequences:
-            if sequence.status is not Status.FINISHED:
+            if not sequence.is_finished:
                 # What runs is computed, though nobody will hear of it: it is no free gift to those who leave.
                 sequence.took.num_steps += self._num_steps_in_flight(sequence)
                 self._state.finish(sequence, reason, now)
@@ -147,7 +150,9 @@ class Scheduler:
 
     def fail_all(self, failure: RequestFailure) -> None:
         """Ends every request with the same error: nothing can be computed any more."""
-        self._isolation.give_up(failure)
+        self._isolation.give_up()
+        for group in list(self._state.groups.values()):
+            self._state.fail_group(group, failure)
 
     # Steps.
 
@@ -165,7 +170,7 @@ class Scheduler:
             self._results.costs.book_lost(step, result.compute_s)
             return
         if step.rows:
-            self._isolation.succeeded()
+            self._convict(self._isolation.succeeded())
         self._results.apply(step, result, now)
 
     def fail(self, step_id: int, cause: str, now: float, *, seconds: float = 0.0) -> bool:
@@ -177,7 +182,17 @@ class Scheduler:
         self._results.costs.book_lost(step, seconds)
         if step.void:
             return True
-        return self._isolation.failed(step, cause, now)
+        rows = [row for row in step.rows.values() if not row.sequence.is_finished]
+        self._state.reset_running(now)
+        guilty = self._isolation.failed([(row.sequence, row.start + row.num_tokens) for row in rows], cause)
+        self._convict(guilty or [])
+        return guilty is not None
+
+    def _convict(self, guilty: list[tuple[Sequence, str]]) -> None:
+        """Ends those who make steps fail, each with an error of its own."""
+        for sequence, cause in guilty:
+            if not sequence.is_finished:
+                self._state.fail_group(sequence.group, poisoned(cause))
 
     @property
     def isolating(self) -> bool:
@@ -245,11 +260,11 @@ class Scheduler:
     def load(self, now: float) -> SchedulerLoad:
         """The present load."""
         state, speed = self._state, self._state.speed
-        oldest = state.waiting.oldest()
+        oldest = state.line.oldest()
         return SchedulerLoad(
             num_running=len(state.running),
             num_waiting=len(state.waiting),
-            pending_prefill_tokens=state.waiting.pending_tokens
+            pending_prefill_tokens=state.line.pending_tokens
             + sum(
                 sequence.prefill_end - sequence.num_computed
                 for sequence in state.running
@@ -260,7 +275,7 @@ class Scheduler:
             num_total_blocks=state.cache.num_blocks,
             prefill_tokens_per_s=speed.prefill_tokens_per_s,
             decode_tokens_per_s=speed.decode_tokens_per_s,
-            oldest_wait_s=now - oldest.group.request.arrival_s if oldest else 0.0,
+            oldest_wait_s=now - oldest.request.arrival_s if oldest else 0.0,
             counters=state.totals,
         )
 
@@ -280,13 +295,13 @@ class Scheduler:
         elif group.best_of is not None and sampling.logprobs is None:
             sampling = msgspec.structs.replace(sampling, logprobs=0)
         return Sequence(
-            sequence_id=self._state.take_sequence_id(),
+            sequence_id=next(self._state.ids),
             group=group,
             choice_index=request.choice_index + index,
             sampling=sampling,
-            max_tokens_total=admission.tokens_limit(request, self._state.memory),
+            max_tokens_total=tokens_limit(request, self._memory),
             hasher=PrefixHasher(
-                model=self._state.model,
+                model=self._model,
                 adapter=request.adapter,
                 salt=request.cache_salt,
                 block_size=self._state.cache.block_size,
@@ -295,34 +310,17 @@ class Scheduler:
 
     def _refusal(self, group: RequestGroup, now: float) -> RequestFailure | None:
         """Why the request is not accepted; None with its first sequence in the group when it is."""
-        request, state, config = group.request, self._state, self._state.config
-        failure = admission.refuse_impossible(request, state.memory, config.max_num_seqs)
+        request, state = group.request, self._state
+        max_num_seqs, block_size = state.config.max_num_seqs, state.cache.block_size
+        failure = refuse_impossible(request, self._memory, max_num_seqs)
         if failure is not None:
             return failure
         group.sequences.append(self._new_sequence(group, 0))
-        first = group.sequences[0]
-        forecast, account = self._forecast.of(first, now), account_of(first)
-        failure = admission.refuse_for_now(request, forecast, state.waiting, config, now)
-        prompt, turns = forecast.prompt, state.turns
-        if failure is not None:
-            assert failure.retry_after_s is not None, "who is refused for now is told when to come"
-            turns.refuse(account, prompt, first.num_places, now + failure.retry_after_s, now)
-        else:
-            turns.accept(account, prompt, first.num_places, forecast.weighted_tokens, now)
-        return failure
+        num_tokens = state.prefixes.num_to_compute(group.sequences[0], state.running)
+        batch = Batch(max_num_seqs, state.running, block_size, state.promises.num_free())
+        return self._door.refusal(request, num_tokens, batch, now)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             self.cancel(request_id, now, FinishReason.DEADLINE)
-
-
-def _ended(group: RequestGroup, index: int, reason: FinishReason, num_steps: int) -> TokenEvent:
-    """The end of an answer of which nothing is known but the steps that it took."""
-    request = group.request
-    return TokenEvent(
-        request_id=request.request_id,
-        choice_index=request.choice_index + index,
-        finish_reason=reason,
-        statistics=ChoiceHistory(num_steps=num_steps),
-    )

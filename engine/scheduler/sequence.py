@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.kv.block_pool import BlockTable, PrefixHasher
+from engine.policy.line import account_of, slots_of
 from engine.scheduler.best_of import BestOf
 from engine.types import (
     ChoiceHistory,
@@ -100,6 +101,11 @@ class Sequence:
         request = group.request
         self.sequence_id = sequence_id
         self.group = group
+        # Who is charged for it.
+        self.account = account_of(request)
+        self.priority = request.priority
+        # Empty for the base model.
+        self.adapter = request.adapter
         self.choice_index = choice_index
         # As the runner sees it: may ask for more log-probabilities than the client did.
         self.sampling = sampling
@@ -121,15 +127,15 @@ class Sequence:
         # Tokens known when the sequence was (re)admitted; computing up to here is prefill.
         self.prefill_end = len(self.token_ids)
         self.draft_token_ids: tuple[int, ...] = ()
-        # Preemptions that count towards the bound: all but those that share places among equal tenants.
+        # Preemptions that count towards the bound: all but those that share slots among equal tenants.
         self.num_forced = 0
-        # Keeps its place whatever comes: aged, or preempted as often as is allowed.
+        # Keeps its slot whatever comes: aged, or preempted as often as is allowed.
         self.boosted = False
         # Was preempted as often as is allowed: comes back only with all blocks that it can still need.
         self.awaits_promise = False
         # Parent whose prompt blocks the first admission may share.
         self.fork_parent: Sequence | None = None
-        # Whom it waits for, while it has no place.
+        # Whom it waits for, while it has no slot.
         self.awaited: Awaited | None = None
         # Order of submission; the second number tells beams of one request apart.
         self.order = (sequence_id, 0)
@@ -176,22 +182,24 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def adapter(self) -> str:
-        """Its adapter; empty for the base model."""
-        return self.group.request.adapter
+    def is_finished(self) -> bool:
+        """Whether the choice has ended."""
+        return self.status is Status.FINISHED
 
     @property
-    def priority(self) -> int:
-        """Priority of the tier."""
-        return self.group.request.priority
+    def num_slots(self) -> int:
+        """Slots that admitting the sequence leads to: those of its group, before its start."""
+        return slots_of(self.group.request) if self.group.first_scheduled_s is None else 1
 
     @property
-    def num_places(self) -> int:
-        """Places in the batch that admitting the sequence leads to: those of its group, before its start."""
-        if self.group.first_scheduled_s is not None:
-            return 1
-        sampling = self.group.request.sampling
-        return max(sampling.beam_width, sampling.best_of, 1)
+    def num_held_blocks(self) -> int:
+        """Blocks that come free with its slot."""
+        return self.table.num_held
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Tokens that it generates at most."""
+        return self.max_tokens_total - self.num_prompt_tokens
 
     @property
     def rank(self) -> tuple[int, int, tuple[int, int]]:

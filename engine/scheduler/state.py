@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field
+from itertools import chain, count
 
 from contract.errors import Reason
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
-from engine.scheduler.adapters import AdapterPlaces, NoAdapters
+from engine.policy.line import Line, Waiter
+from engine.policy.pace import StepPace, Traffic
+from engine.policy.shares import Shares
+from engine.scheduler.adapters import AdapterPlaces
 from engine.scheduler.beams import BeamSearch, Candidate
-from engine.scheduler.fairness import Account, Places, VirtualTokenCounters
-from engine.scheduler.pace import EventRate, StepPace
-from engine.scheduler.queue import WaitingQueue, account_of
+from engine.scheduler.prefixes import Prefixes
+from engine.scheduler.promises import Promises
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
-from engine.scheduler.turns import Turns
-from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import (
     ChoiceHistory,
     FinishReason,
-    MemoryPlan,
     RequestFailure,
     SchedulerCounters,
     TokenEvent,
 )
-
-# Seconds over which places that come free, and requests for them, are averaged.
-_RATE_MEMORY_S = 10.0
-# Who asked so many seconds ago may ask again any moment.
-_LATELY_S = 1.0
-# Tokens of a sequence that are compared with what others compute, while it waits.
-_LOOKED_AT_TOKENS = 8192
 
 
 @dataclass(slots=True)
@@ -71,17 +63,23 @@ class StepInFlight:
 
 @dataclass
 class SchedulerState:
-    """All that the scheduler knows. Methods keep it whole; each is one move of one sequence or group."""
+    """The sequences, and the books that are kept of them. Methods keep these whole; each is one move of one
+    sequence or group.
+    """
 
     config: SchedulerConfig
-    memory: MemoryPlan
     cache: KvCache
-    model: str
-    adapters: AdapterPlaces = field(default_factory=lambda: AdapterPlaces(0, NoAdapters()))
-    counters: VirtualTokenCounters = field(init=False)
-    places: Places = field(default_factory=Places)
-    turns: Turns = field(default_factory=Turns)
-    waiting: WaitingQueue = field(init=False)
+    speed: StepPace
+    # What bringing a token's keys and values back from the host takes.
+    host_s_per_token: InitVar[float]
+    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
+    traffic: Traffic = field(default_factory=Traffic)
+    shares: Shares = field(init=False)
+    line: Line = field(init=False)
+    promises: Promises = field(init=False)
+    prefixes: Prefixes = field(init=False)
+    # Those in the line, by id, in order of joining.
+    waiting: dict[int, Sequence] = field(default_factory=dict)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
     # Of the requests that ask for one.
     searches: dict[int, BeamSearch] = field(default_factory=dict)
@@ -93,56 +91,18 @@ class SchedulerState:
     events: list[TokenEvent] = field(default_factory=list)
     # How much more is computed of answers that are told at the end: their gateway may not live to hear it.
     withheld: dict[int, int] = field(default_factory=dict)
-    # Running sequences, and beam searches, whose blocks are promised to them.
-    _promised: dict[int, Sequence] = field(default_factory=dict)
-    _promised_beams: dict[int, RequestGroup] = field(default_factory=dict)
     # Parents of beams: the runner's state of them is copied with the next plan, and dropped after it.
     outlived: list[int] = field(default_factory=list)
-    # Places that come free per second, measured while somebody waits for one.
-    turnover: EventRate = field(default_factory=lambda: EventRate(_RATE_MEMORY_S, running=False))
-    # Places asked for per second, by priority.
-    arrivals: dict[int, EventRate] = field(default_factory=dict)
-    # Who asked last, and when; and when the last of all others did.
-    _newest: tuple[Account | None, float] = (None, -math.inf)
-    _others_s: float = -math.inf
-    # So many were ever made; the last one has this number.
-    num_sequences: int = 0
-    speed: StepPace = field(default_factory=StepPace)
-    # Bytes per second that come back from host memory.
-    host_bytes_per_s: float = 8e9
+    # Numbers of sequences, never used before.
+    ids: Iterator[int] = field(default_factory=lambda: count(1))
     totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, host_s_per_token: float) -> None:
         config = self.config
-        self.counters = VirtualTokenCounters(config.output_token_cost, config.fairness_band_tokens)
-        self.waiting = WaitingQueue(config, self.counters, self.places)
-
-    def num_reserved_blocks(self, *, besides: Sequence | None = None) -> int:
-        """Blocks promised to requests that may not be preempted any more, that of `besides` left out."""
-        if not self._promised and not self._promised_beams:
-            return 0
-        own = None if besides is None else besides.group
-        alone = (each for each in self._promised.values() if each is not besides)
-        beams = (each for each in self._promised_beams.values() if each is not own)
-        return sum(map(self.reserve_of, alone)) + sum(map(self.reserve_of_beams, beams))
-
-    def reserve_of(self, sequence: Sequence) -> int:
-        """Blocks that the sequence may still come to need, those that it will give up not counted against
-        them: others may share these, and then they do not come free.
-        """
-        return max(0, self.cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
-
-    def reserve_of_beams(self, group: RequestGroup) -> int:
-        """Blocks that a beam search may still come to need: at worst its beams end up sharing nothing."""
-        held = {block_id for beam in group.sequences for block_id in beam.table.block_ids}
-        most = self.cache.blocks_for(group.sequences[0].max_tokens_total - 1)
-        return max(0, group.request.sampling.beam_width * most - len(held))
-
-    @property
-    def is_restoring_cheaper(self) -> bool:
-        """Whether copying a token's keys and values from the host beats computing them, as measured."""
-        computing_s = 1 / self.speed.prefill_tokens_per_s if self.speed.prefill_tokens_per_s else float("inf")
-        return self.memory.kv_bytes_per_token / self.host_bytes_per_s < computing_s
+        self.shares = Shares(config.output_token_cost, config.fairness_band_tokens)
+        self.line = Line(config, self.shares)
+        self.promises = Promises(self.cache)
+        self.prefixes = Prefixes(self.cache, self.line, self.speed, host_s_per_token)
 
     def adapters_in_use(self) -> set[str]:
         """Adapters that steps compute with: those of sequences that run, or left during a step."""
@@ -160,86 +120,52 @@ class SchedulerState:
         for group in [each for each in self.groups.values() if each.request.adapter == name]:
             self.fail_group(group, failure)
 
-    def arrived(self, sequence: Sequence, now: float) -> None:
-        """A request joins the queue with its first sequence."""
-        rate = self.arrivals.setdefault(sequence.priority, EventRate(_RATE_MEMORY_S))
-        rate.count(now, sequence.num_places)
-        if self._newest[0] != account_of(sequence):
-            self._others_s = self._newest[1]
-        self._newest = (account_of(sequence), now)
-        self.waiting.join(sequence)
-        self._wait(sequence)
+    def wait(self, sequence: Sequence) -> None:
+        """A sequence without a slot joins the queue."""
+        num_tokens = self.prefixes.num_to_compute(sequence, self.running)
+        self.waiting[sequence.sequence_id] = sequence
+        waiter = Waiter(
+            sequence.sequence_id,
+            sequence.group.request,
+            sequence.order,
+            sequence.num_slots,
+            num_tokens,
+            prompt_s=self.speed.seconds_for(num_tokens),
+            is_new=sequence.group.first_scheduled_s is None,
+            hashes=tuple(sequence.hasher.hashes),
+        )
+        self.line.push(waiter)
 
-    def had_several(self, now: float) -> bool:
-        """Whether several tenants have asked lately: whoever comes next waits for the step under way."""
-        return now - self._others_s < _LATELY_S
-
-    def _wait(self, sequence: Sequence) -> None:
-        num_tokens = self.tokens_to_compute(sequence)
-        self.waiting.push(sequence, num_tokens, self.speed.seconds_for(num_tokens))
-
-    def tokens_to_compute(self, sequence: Sequence) -> int:
-        """Tokens that a sequence without a place adds to the work: those that are neither cached nor computed
-        for somebody who runs or waits.
-        """
-        cache, hasher = self.cache, sequence.hasher
-        if not cache.prefix_caching or sequence.needs_every_position:
-            return sequence.num_known
-        hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
-        prefix = cache.find_prefix(hasher, sequence.num_known, restore_worth_it=self.is_restoring_cheaper)
-        num_blocks, under_way = prefix.num_blocks, BlocksUnderWay(self.running, cache.block_size)
-        for block_hash in hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]:
-            if block_hash not in under_way and not self.waiting.wants(block_hash):
-                break
-            num_blocks += 1
-        return sequence.num_known - num_blocks * cache.block_size
+    def admitted(self, sequence: Sequence, now: float) -> None:
+        """A waiting sequence is about to start."""
+        del self.waiting[sequence.sequence_id]
+        if self.line.admitted(sequence.sequence_id, now):
+            sequence.boosted = True
 
     def start_running(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by rank."""
         sequence.status = Status.RUNNING
         if sequence.awaits_promise:
-            self._promise(sequence)
-        self.places.take(account_of(sequence), sequence.group.request.weight)
+            self.promises.make(sequence)
+            # Beams rise with the first of them.
+            self.running.sort(key=lambda each: each.rank)
+        self.shares.take(sequence.account, sequence.group.request.weight)
         insort(self.running, sequence, key=lambda each: each.rank)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.places.give(account_of(sequence))
-        self._promised.pop(sequence.sequence_id, None)
-        self._drop_runner_state(sequence)
-
-    def _promise(self, sequence: Sequence) -> None:
-        """All blocks that the sequence, or its beam search, can still need are free: they stay so for it."""
-        group = sequence.group
-        if not group.is_beam_search:
-            self._promised[sequence.sequence_id] = sequence
-            return
-        self._promised_beams[group.request.request_id] = group
-        for beam in group.sequences:
-            beam.awaits_promise = beam.boosted = True
-        self.running.sort(key=lambda each: each.rank)
-
-    def is_promised(self, sequence: Sequence) -> bool:
-        """Whether all blocks that the sequence can still need are kept free for it."""
-        return (
-            sequence.sequence_id in self._promised
-            or sequence.group.request.request_id in self._promised_beams
-        )
-
-    def waiting_beam_with_promise(self, skipped: set[int]) -> Sequence | None:
-        """A beam that lost its place while the blocks of its search are promised."""
-        for group in self._promised_beams.values():
-            for beam in group.sequences:
-                if beam.status is Status.WAITING and beam.sequence_id not in skipped:
-                    return beam
-        return None
+        self.shares.give(sequence.account)
+        self.promises.stopped(sequence)
+        self.cache.free(sequence.table)
+        if sequence.is_introduced:
+            self.released.append(sequence.sequence_id)
 
     def retreat(self, now: float) -> None:
         """Nobody can go on: every running sequence is a beam that waits for a sibling which finds no room.
-        The search of the lowest rank gives up its places, so that another one comes to its end.
+        The search of the lowest rank gives up its slots, so that another one comes to its end.
         """
-        last = max(self.running, key=lambda each: (not self.is_promised(each), each.rank))
-        counts = not self.is_promised(last)
+        last = max(self.running, key=lambda each: (not self.promises.has(each), each.rank))
+        counts = not self.promises.has(last)
         for beam in last.group.sequences:
             if beam.status is Status.RUNNING:
                 self.preempt(beam, "kv_pressure", now, counts=counts)
@@ -262,19 +188,27 @@ class SchedulerState:
             if sequence.num_forced >= self.config.max_preemptions:
                 sequence.boosted = True
                 sequence.awaits_promise = True
-        self._wait(sequence)
+        self.wait(sequence)
+
+    def reset_running(self, now: float) -> None:
+        """A step failed: everything that ran goes back to the queue."""
+        for step in self.in_flight:
+            step.void = True
+        for sequence in list(self.running):
+            self.preempt(sequence, "", now, counts=False)
+        for group in self.groups.values():
+            for sequence in group.sequences:
+                sequence.num_pending = 0
+        if self.cache.has_host_tier:
+            # Copies of the failed plan may not have happened.
+            self.cache.forget_contents()
 
     def finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        event: TokenEvent | None = None,
+        self, sequence: Sequence, reason: FinishReason, now: float, event: TokenEvent | None = None
     ) -> None:
         """Ends one choice with its terminal event, and the request with its last choice."""
         if sequence.status is Status.RUNNING:
-            self.turnover.count(now)
+            self.traffic.freed.count(now)
             self.speed.ended(sequence.num_output_tokens)
         self._remove(sequence)
         group = sequence.group
@@ -289,18 +223,14 @@ class SchedulerState:
         self.report(group, event)
         if group.num_finished == len(group.sequences):
             if group.best_of is not None:
-                results = group.best_of.results(
-                    {each.choice_index: each.mean_logprob for each in group.sequences}, reason
-                )
-                _tell_engine_time(group, results[0])
-                self.events += results
+                logprobs = {each.choice_index: each.mean_logprob for each in group.sequences}
+                self._tell(group, *group.best_of.results(logprobs, reason))
             self._end_group(group)
 
     def report(self, group: RequestGroup, event: TokenEvent) -> None:
         """Sends an event out, or keeps it until the best choices are known."""
         if group.best_of is None:
-            _tell_engine_time(group, event)
-            self.events.append(event)
+            self._tell(group, event)
         else:
             group.best_of.take(event)
             self.withheld[group.request.request_id] = group.best_of.num_tokens
@@ -308,12 +238,16 @@ class SchedulerState:
     def fail_group(self, group: RequestGroup, failure: RequestFailure) -> None:
         """Ends the whole request with an error."""
         for sequence in group.sequences:
-            if sequence.status is not Status.FINISHED:
+            if not sequence.is_finished:
                 self._remove(sequence)
-        event = TokenEvent.of_failure(group.request, failure, ChoiceHistory())
-        _tell_engine_time(group, event)
-        self.events.append(event)
+        self._tell(group, TokenEvent.of_failure(group.request, failure, ChoiceHistory()))
         self._end_group(group)
+
+    def _tell(self, group: RequestGroup, first: TokenEvent, *others: TokenEvent) -> None:
+        """Sends events out. The end of a choice, or of all, tells what was spent on the request so far."""
+        if first.statistics is not None:
+            first.statistics.engine_time = group.take_engine_time()
+        self.events += (first, *others)
 
     def release_held(self, group: RequestGroup, now: float) -> None:
         """The prompt is computed or will be: further choices may start."""
@@ -321,14 +255,15 @@ class SchedulerState:
             if sequence.status is Status.HELD:
                 sequence.status = Status.WAITING
                 sequence.waits_for("", now)
-                self._wait(sequence)
+                self.wait(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
             self._stop_running(sequence)
             sequence.epoch += 1
         elif sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
+            del self.waiting[sequence.sequence_id]
+            self.line.remove(sequence.sequence_id)
         sequence.status = Status.FINISHED
         sequence.fork_parent = None
 
@@ -347,46 +282,35 @@ class SchedulerState:
             if child.table.block_ids and len(self.running) < self.config.max_num_seqs:
                 self.start_running(child)
                 continue
-            # No place, or the parent had lost its blocks: back to the queue, from its tokens.
+            # No slot, or the parent had lost its blocks: back to the queue, from its tokens.
             self.cache.free(child.table)
             child.rewind()
             child.waiting_since_s = now
-            self._wait(child)
+            self.wait(child)
 
     def finish_beams(self, group: RequestGroup, events: list[TokenEvent], now: float) -> None:
         """Ends a beam search with its answers."""
         for sequence in group.sequences:
             if sequence.status is Status.RUNNING:
-                self.turnover.count(now)
+                self.traffic.freed.count(now)
             self._remove(sequence)
-        _tell_engine_time(group, events[0])
-        self.events += events
+        self._tell(group, *events)
         self._end_group(group)
 
     def _beam(self, candidate: Candidate) -> Sequence:
         parent = candidate.parent
-        child = parent.child(self.take_sequence_id(), candidate.token_id, candidate.logprob)
+        child = parent.child(next(self.ids), candidate.token_id, candidate.logprob)
         if parent.status is Status.RUNNING:
             self.cache.share(child.table, parent.table, parent.num_confirmed)
             child.num_computed = child.num_confirmed = parent.num_confirmed
         return child
 
-    def take_sequence_id(self) -> int:
-        """A number for a sequence, never used before."""
-        self.num_sequences += 1
-        return self.num_sequences
-
-    def _drop_runner_state(self, sequence: Sequence) -> None:
-        self.cache.free(sequence.table)
-        if sequence.is_introduced:
-            self.released.append(sequence.sequence_id)
-
     def _end_group(self, group: RequestGroup) -> None:
         del self.groups[group.request.request_id]
-        self._promised_beams.pop(group.request.request_id, None)
+        self.promises.ended(group)
         self.searches.pop(group.request.request_id, None)
         self.withheld.pop(group.request.request_id, None)
-        self.counters.leave(account_of(group.sequences[0]))
+        self.shares.leave(group.sequences[0].account)
         # They know their group as well: what is left of a request would wait for the garbage collector, which
         # holds up a step for as long as it looks.
         group.sequences = []
@@ -398,10 +322,11 @@ class SchedulerState:
         waiting = [sequence for sequence in live if sequence.status is Status.WAITING]
         assert {id(s) for s in running} == {id(s) for s in self.running}, "running list and statuses differ"
         assert len(running) == len(self.running) <= self.config.max_num_seqs, "too many running sequences"
-        assert {id(s) for s in waiting} == {id(s) for s in self.waiting}, "queue and statuses differ"
+        assert {id(s) for s in waiting} == {id(s) for s in self.waiting.values()}, "queue and statuses differ"
+        assert list(self.waiting) == list(self.line), "queue and line differ"
         self.adapters.check_invariants(self.adapters_in_use())
-        held = Counter(map(account_of, self.running))
-        assert held == self.places._held, "places and running sequences differ"
+        held = Counter(each.account for each in self.running)
+        assert held == self.shares.slots, "slots and running sequences differ"
         ranks = [sequence.rank for sequence in self.running]
         assert ranks == sorted(ranks), "running sequences are out of rank"
         for sequence in live:
@@ -417,11 +342,5 @@ class SchedulerState:
             assert sequence.num_computed <= covered, f"{where}: computed beyond its blocks"
             assert sequence.num_known <= sequence.max_tokens_total, f"{where} is longer than its limit"
         self.cache.check_invariants(sequence.table for sequence in live)
-        reserved = self.num_reserved_blocks()
+        reserved = self.promises.num_reserved()
         assert reserved <= self.cache.num_available, f"{reserved} blocks promised, too few are available"
-
-
-def _tell_engine_time(group: RequestGroup, event: TokenEvent) -> None:
-    """The end of a choice, or of all, tells what was spent on the request up to here."""
-    if event.statistics is not None:
-        event.statistics.engine_time = group.take_engine_time()

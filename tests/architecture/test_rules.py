@@ -19,7 +19,7 @@ from tests.architecture.sources import (
 
 # --- time, devices and wires stay out of the engine's bookkeeping -----------------------------------------
 
-PURE = ("engine/types", "engine/scheduler", "engine/kv")
+PURE = ("engine/types", "engine/policy", "engine/scheduler", "engine/kv")
 _IMPURE = {"torch", "grpc", "time", "datetime", "asyncio", "threading", "random", "socket", "google"}
 
 

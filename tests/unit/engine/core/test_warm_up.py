@@ -8,9 +8,9 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SimulatedConfig
 from engine.core import warm_up as warm_up_module
 from engine.core.warm_up import TOGETHER, WarmUp
+from engine.policy.pace import StepPace
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler import Scheduler
-from engine.scheduler.pace import StepPace
 from engine.types import NOT_MEASURED, MeasuredSpeed, ModelFacts, SchedulerOutput
 from tests.unit.engine.driver import memory_plan
 

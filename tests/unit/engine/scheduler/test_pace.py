@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.scheduler.pace import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS, StepPace
+from engine.policy.pace import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS, StepPace
 from engine.types import MeasuredSpeed
 from tests.unit.engine.driver import Driver, memory_plan
 

@@ -22,7 +22,7 @@ def driver_for(**options: object) -> Driver:
 
 def held(driver: Driver) -> dict[str, int]:
     """Places by tenant."""
-    return {tenant: count for (_, tenant), count in driver.scheduler._state.places._held.items()}
+    return {tenant: count for (_, tenant), count in driver.scheduler._state.shares.slots.items()}
 
 
 def steps(driver: Driver, count: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engine.virtual import Arrival, Device, Served, simulate
 from engine.config import SchedulerConfig
-from engine.scheduler.turns import OPEN_S, Turns
+from engine.policy.tickets import OPEN_S, Tickets
 from engine.types import FinishReason
 from tests.unit.engine.driver import Driver
 
@@ -109,9 +109,9 @@ def test_turns_that_nobody_comes_back_for_hold_up_nobody() -> None:
     assert sum(each is None for each in told) >= 180
     told_last = [each for each in told[-200:] if each is not None]
     assert max(told_last) <= 2.0, "what does not come back is no longer counted on"
-    turns = door.driver.scheduler._state.turns
+    turns = door.driver.scheduler._door.tickets
     door.pass_s(60.0 + OPEN_S)
-    turns.open_places(0, door.driver.now)
+    turns.open_slots(0, door.driver.now)
     assert not any(line.tickets for line in turns._lines.values())
 
 
@@ -173,7 +173,7 @@ def test_the_sentence_of_a_refusal_is_true() -> None:
 
 
 def test_who_is_refused_again_is_told_to_come_behind_those_who_asked_before_and_are_due_as_well() -> None:
-    turns, account = Turns(), (0, "a")
+    turns, account = Tickets(), (0, "a")
     # The last one was told too little, as forecasts err: it is back before those who asked before it.
     for asked_s, prompt, due_s in ((0.0, 1, 4.0), (0.5, 2, 4.0), (1.0, 3, 3.0)):
         turns.refuse(account, prompt, 1, due_s, asked_s)
@@ -189,7 +189,7 @@ def test_who_is_refused_again_is_told_to_come_behind_those_who_asked_before_and_
 
 
 def test_what_a_refusal_tells_goes_by_the_pace_at_which_the_tier_gets_places() -> None:
-    turns, account, other = Turns(), (0, "a"), (0, "b")
+    turns, account, other = Tickets(), (0, "a"), (0, "b")
     assert turns.wait_s(0, 4, 0.0, 8.0) == 8.0, "nobody was sent away"
     for prompt in range(3):
         turns.refuse(account, prompt, 1, 100.0, 0.0)

@@ -209,6 +209,52 @@ def test_who_would_be_late_is_told_when_to_come() -> None:
     assert door.refusal(ask(4), now) is None
 
 
+def test_who_was_refused_is_back_before_newcomers_as_at_our_own_engine() -> None:
+    door = Door(SchedulerConfig(max_num_seqs=1))
+    door.opens(
+        MemoryPlan(
+            total_bytes=1, weights_bytes=1, workspace_bytes=0, headroom_bytes=0, kv_cache_bytes=1,
+            kv_bytes_per_token=1, block_size=16, num_blocks=64, max_model_len=512,
+        )
+    )  # fmt: skip
+    waits: list[int] = []
+    now, number, refused = 0.0, 0, (0.0, ())
+
+    def ask(prompt: tuple[int, ...]) -> float | None:
+        nonlocal number
+        number += 1
+        asked = request(
+            request_id=number, prompt_token_ids=prompt, arrival_s=now, queue_deadline_s=now + 2.0, tenant="a"
+        )
+        failure = door.refusal(asked, now)
+        if failure is None:
+            waits.append(number)
+        return None if failure is None else failure.retry_after_s
+
+    def answers(seconds: float) -> None:
+        """Ten answers a second, one after the other."""
+        nonlocal now
+        for _ in range(round(10 * seconds)):
+            now += 0.1
+            ended = [TokenEvent(request_id=waits.pop(0), finish_reason=FinishReason.LENGTH)] if waits else []
+            door.passes(StepDone(1, ended, (), _load(prefill_tokens_per_s=1e4)), now)
+
+    for index in range(200):
+        ask((index, 1))
+        answers(0.1)
+    for index in range(100):
+        told_s = ask((index, 2))
+        if told_s is not None:
+            refused = now + told_s, (index, 2)
+            break
+    due_s, prompt = refused
+    while now < due_s:
+        ask((number, 3))
+        answers(0.1)
+    assert ask((number, 4)) is not None, "newcomers make way"
+    assert ask(prompt) is None, "it is back as told"
+
+
 def test_load_is_that_of_all_data_parallel_ranks() -> None:
     meter = Meter(num_blocks=200, num_ranks=2)
 

@@ -1,13 +1,15 @@
-"""Prompt blocks that running sequences are computing, so that nobody computes them a second time.
-
-Blocks become findable only after the step that filled them came back. Requests that arrive together and
-share a prompt would all compute it; instead one of them does, and the others wait for its blocks.
-"""
+"""What of a sequence without a slot need not be computed: it is cached, or others are computing it."""
 
 from __future__ import annotations
 
-from engine.kv import BlockHash
+from engine.kv import BlockHash, KvCache, Prefix
+from engine.policy.line import Line
+from engine.policy.pace import StepPace
 from engine.scheduler.sequence import Awaited, Sequence, Status
+
+# Prompt blocks that running sequences are computing, so that nobody computes them a second time.
+# Blocks become findable only after the step that filled them came back. Requests that arrive together and
+# share a prompt would all compute it; instead one of them does, and the others wait for its blocks.
 
 # Part of its tokens that others must be computing already for a sequence to wait for them.
 _WORTH_WAITING = 0.25
@@ -23,7 +25,7 @@ class BlocksUnderWay:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence with a place, whose prompt is not wholly confirmed."""
+        """A sequence with a slot, whose prompt is not wholly confirmed."""
         if sequence.num_confirmed >= sequence.prefill_end:
             return
         last = sequence.prefill_end // self._block_size
@@ -81,3 +83,42 @@ class BlocksUnderWay:
 def _is_worth_waiting(num_tokens: int, sequence: Sequence, start: int) -> bool:
     """Whether so many tokens are a large part of what the sequence has to compute from `start` on."""
     return num_tokens > 0 and num_tokens >= _WORTH_WAITING * (sequence.num_known - start)
+
+
+# ---
+
+# Tokens of a sequence that are compared with what others compute, while it waits.
+_LOOKED_AT_TOKENS = 8192
+
+
+class Prefixes:
+    """Looks sequences up in the cache. `host_s_per_token` is what bringing a token from the host takes."""
+
+    def __init__(self, cache: KvCache, line: Line, speed: StepPace, host_s_per_token: float) -> None:
+        self._cache = cache
+        self._line = line
+        self._speed = speed
+        self._host_s_per_token = host_s_per_token
+
+    def cached(self, sequence: Sequence) -> Prefix:
+        """What is found of the tokens hashed so far; on the host only where copying a token's keys and values
+        beats computing them, as measured.
+        """
+        speed = self._speed.prefill_tokens_per_s
+        is_cheaper = not speed or self._host_s_per_token < 1 / speed
+        return self._cache.find_prefix(sequence.hasher, sequence.num_known, restore_worth_it=is_cheaper)
+
+    def num_to_compute(self, sequence: Sequence, running: list[Sequence]) -> int:
+        """Tokens that the sequence adds to the work: those that are neither cached nor computed for somebody
+        who runs or waits.
+        """
+        cache, hasher = self._cache, sequence.hasher
+        if not cache.prefix_caching or sequence.needs_every_position:
+            return sequence.num_known
+        hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
+        num_blocks, under_way = self.cached(sequence).num_blocks, BlocksUnderWay(running, cache.block_size)
+        for block_hash in hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]:
+            if block_hash not in under_way and not self._line.wants(block_hash):
+                break
+            num_blocks += 1
+        return sequence.num_known - num_blocks * cache.block_size

@@ -1,9 +1,12 @@
-"""Measured speed of the engine, for load reports and estimates."""
+"""Measured speed of the engine, and how often slots are asked for and come free."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Collection
 
+from engine.policy.shares import Account
 from engine.types import MeasuredSpeed
 
 # Weight of the newest step in the averages.
@@ -21,6 +24,10 @@ LEAST_STEPS_ALONE = 2.0
 _PRIOR_S = 5.0
 # Shortest time, in seconds, that a rate of events is taken over.
 _SHORTEST_S = 1.0
+# Seconds over which slots that come free, and requests for them, are averaged.
+_SLOTS_MEMORY_S = 10.0
+# Who asked so many seconds ago may ask again any moment.
+_LATELY_S = 1.0
 
 
 class StepPace:
@@ -173,3 +180,78 @@ class EventRate:
             self._count *= kept
             self._elapsed_s = self._elapsed_s * kept + self._memory_s * (1 - kept)
         self._last_s = now
+
+
+class Traffic:
+    """Slots that are asked for, and that come free."""
+
+    def __init__(self) -> None:
+        # Slots that come free per second, measured while somebody waits for one.
+        self.freed = EventRate(_SLOTS_MEMORY_S, running=False)
+        # Slots asked for per second, by priority.
+        self._asked: dict[int, EventRate] = {}
+        # Who asked last, and when; and when the last of all others did.
+        self._newest: tuple[Account | None, float] = (None, -math.inf)
+        self._others_s = -math.inf
+
+    def arrived(self, account: Account, num_slots: int, now: float) -> None:
+        """A request joins the queue."""
+        self._asked.setdefault(account[0], EventRate(_SLOTS_MEMORY_S)).count(now, num_slots)
+        if self._newest[0] != account:
+            self._others_s = self._newest[1]
+        self._newest = (account, now)
+
+    def had_several(self, now: float) -> bool:
+        """Whether several tenants have asked lately: whoever comes next waits for the step under way."""
+        return now - self._others_s < _LATELY_S
+
+    def above(self, priority: int) -> list[EventRate]:
+        """How often higher tiers ask for slots."""
+        return [rate for each, rate in self._asked.items() if each > priority]
+
+
+# ---
+# What prompts may add to a step beside answers: as much work as its time allows, shared among tenants.
+# Tokens do not say how long a step takes: one at the end of a long context is several times the work of one
+# at the beginning (see `StepPace`). And a prompt that has started goes on before others, so a tenant's
+# prompts may take no more than its part of a step while other tenants' wait or are computed, too; a part
+# that nobody takes makes the step shorter.
+
+
+class PromptWork:
+    """Work that is left of one step. Without a limit there is always room."""
+
+    def __init__(
+        self, limit: float = math.inf, long_share: float = 1.0, sharers: Collection[Account] = ()
+    ) -> None:
+        self._left = limit
+        self._long_left = limit * long_share
+        # Part of each tenant of a tier, and what was taken of it.
+        self._parts = {
+            priority: max(LEAST_CHUNK_TOKENS, limit / num_tenants)
+            for priority, num_tenants in Counter(priority for priority, _ in sharers).items()
+        }
+        self._taken: dict[Account, float] = {}
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit at all."""
+        return self._left < math.inf
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether not one token more has room."""
+        return self._left < 1.0
+
+    def room(self, account: Account, *, is_long: bool) -> float:
+        """Work that a prompt of the account may add."""
+        part = self._parts.get(account[0], math.inf) - self._taken.get(account, 0.0)
+        return min(self._left, part, self._long_left if is_long else math.inf)
+
+    def take(self, account: Account, work: float, *, is_long: bool) -> None:
+        """A prompt of the account takes so much; negative work is given back."""
+        if self.is_limited:
+            self._left -= work
+            self._taken[account] = self._taken.get(account, 0.0) + work
+            if is_long:
+                self._long_left -= work

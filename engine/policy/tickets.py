@@ -1,16 +1,10 @@
-"""Whose turn it is at a door that cannot take everybody, and when it will be: a line of those who went away.
+"""Whose turn it is at a door that cannot take everybody, and when it will be: tickets of those who went away.
 
-Who is refused is told when to come back, and keeps a ticket for that moment: which request it was (a hash of
-its prompt, since nobody who comes back has another name) and when it is due. Nothing travels to the client,
-so there is nothing to forge; who comes with more requests fills the line of its own tenant alone. A ticket is
-kept open for a while after it is due. Meanwhile its holder is taken before others, and there is no room for
-newcomers where its place in the queue would be. No place in the batch is kept for it: there, somebody is
-always served.
-
-Not everybody comes back. What a tenant's tickets count for is the share of them that was used lately.
-
-Between tenants, whoever was accepted less goes first, back or not; tokens of accepted requests are counted as
-service is (see fairness), so that who asks oftener is not accepted more.
+Which request it was is known by a hash of its prompt, since nobody who comes back has another name. Nothing
+travels to the client, so there is nothing to forge; who comes with more requests fills the line of its own
+tenant alone. Not everybody comes back: what a tenant's tickets count for is the share of them that was used
+lately. Between tenants, whoever was accepted less goes first, back or not; tokens of accepted requests are
+counted as service is (see shares), so that who asks oftener is not accepted more.
 """
 
 from __future__ import annotations
@@ -20,14 +14,14 @@ from bisect import bisect_right, insort
 from operator import attrgetter
 from typing import NamedTuple
 
-from engine.scheduler.fairness import Account
-from engine.scheduler.pace import EventRate
+from engine.policy.pace import EventRate
+from engine.policy.shares import Account
 
 # How long after it is due a ticket is open, in seconds: many clients wait for whole seconds.
 OPEN_S = 2.5
 # Weight of the newest ticket in the share of those that are used.
 _ALPHA = 0.05
-# Least and longest time that a place is believed to take, in seconds.
+# Least and longest time that a slot is believed to take, in seconds.
 _SHORTEST_S, _LONGEST_S = 0.001, 60.0
 # Tickets of one account; whoever is refused beyond them has none.
 _MOST = 1024
@@ -48,8 +42,8 @@ class _Ticket(NamedTuple):
     first_s: float
     # Hash of the prompt.
     prompt: int
-    # Places in the batch that it takes.
-    num_places: int
+    # Slots that it takes.
+    num_slots: int
 
 
 class _Line:
@@ -60,7 +54,7 @@ class _Line:
         self.tickets: list[_Ticket] = []
         # Share of tickets that are used.
         self.share = 1.0
-        # Places accepted per second while others had to go away.
+        # Slots accepted per second while others had to go away.
         self.pace = EventRate(_MEMORY_S, running=False)
         # Weighted tokens of accepted requests.
         self.accepted = 0.0
@@ -86,7 +80,7 @@ class _Line:
         self.share += _ALPHA * (1 - self.share)
 
 
-class Turns:
+class Tickets:
     """Tickets of all accounts, and what they were accepted."""
 
     def __init__(self) -> None:
@@ -98,32 +92,32 @@ class Turns:
         line = self._lines.get(account)
         return line is not None and line.due(prompt, now) is not None
 
-    def open_places(self, priority: int, now: float) -> dict[str, float]:
-        """Places that requests of the tier take that were told to come now, and will, by tenant."""
+    def open_slots(self, priority: int, now: float) -> dict[str, float]:
+        """Slots that requests of the tier take that were told to come now, and will, by tenant."""
         found = {}
         for account, line in list(self._lines.items()):
             line.advance(now)
             if not line.tickets and not line.pace.is_fresh:
                 del self._lines[account]
             elif account[0] == priority and (num_due := line.num_due(now)):
-                found[account[1]] = line.share * sum(each.num_places for each in line.tickets[:num_due])
+                found[account[1]] = line.share * sum(each.num_slots for each in line.tickets[:num_due])
         return found
 
-    def wait_s(self, priority: int, num_places: float, now: float, usual_s: float) -> float:
-        """How long so many places of the tier take at the pace at which it got them lately, while some were
+    def wait_s(self, priority: int, num_slots: float, now: float, usual_s: float) -> float:
+        """How long so many slots of the tier take at the pace at which it got them lately, while some were
         told to come back; `usual_s` as far as none was measured.
         """
         lines = [line for account, line in self._lines.items() if account[0] == priority]
         if not usual_s or not any(line.pace.is_fresh for line in lines):
             return usual_s
-        prior_per_s = num_places / usual_s / len(lines)
-        return num_places / sum(line.pace.per_s(now, prior_per_s=prior_per_s) for line in lines)
+        prior_per_s = num_slots / usual_s / len(lines)
+        return num_slots / sum(line.pace.per_s(now, prior_per_s=prior_per_s) for line in lines)
 
     def line_s(
         self, account: Account, prompt: int, num_tokens: float, now: float, interval_s: float
     ) -> float:
-        """How long those take who will be back and go before a request of so many weighted tokens a place: of
-        its account, and of others that were accepted less. `interval_s` is the time that a place of the
+        """How long those take who will be back and go before a request of so many weighted tokens a slot: of
+        its account, and of others that were accepted less. `interval_s` is the time that a slot of the
         account takes, as far as none was measured.
         """
         line = self._lines.get(account)
@@ -133,15 +127,15 @@ class Turns:
         if own is not None:
             # Also those that are due and have not come yet.
             later = [each for each in line.tickets if each.first_s < own.first_s]
-        num_places = line.share * sum(each.num_places for each in later)
+        num_slots = line.share * sum(each.num_slots for each in later)
         if own is None:
-            num_places += self._lead(account, line) / num_tokens
+            num_slots += self._lead(account, line) / num_tokens
         prior_per_s = 1 / min(max(interval_s, _SHORTEST_S), _LONGEST_S)
-        return num_places / line.pace.per_s(now, prior_per_s=prior_per_s)
+        return num_slots / line.pace.per_s(now, prior_per_s=prior_per_s)
 
     def leads(self, account: Account, num_tokens: float) -> bool:
         """Whether the account was accepted clearly more than another one that is refused: by some requests of
-        so many weighted tokens a place.
+        so many weighted tokens a slot.
         """
         line = self._lines.get(account)
         return line is not None and self._lead(account, line) > _CLEARLY * num_tokens
@@ -149,21 +143,20 @@ class Turns:
     def _lead(self, account: Account, line: _Line) -> float:
         """Weighted tokens by which the account was accepted more than another one that is refused."""
         tier = (each for key, each in self._lines.items() if key[0] == account[0])
-        return max(
-            0.0, line.accepted - min((each.accepted for each in tier if each.tickets), default=math.inf)
-        )
+        least = min((each.accepted for each in tier if each.tickets), default=math.inf)
+        return max(0.0, line.accepted - least)
 
-    def accept(self, account: Account, prompt: int, num_places: int, num_tokens: float, now: float) -> None:
-        """A request of so many weighted tokens a place was accepted; its ticket is used, if it had one."""
+    def accept(self, account: Account, prompt: int, num_slots: int, num_tokens: float, now: float) -> None:
+        """A request of so many weighted tokens a slot was accepted; its ticket is used, if it had one."""
         line = self._lines.get(account)
         if line is not None:
             own = line.due(prompt, now)
             if own is not None:
                 line.use(own)
-            line.pace.count(now, num_places)
-            line.accepted += num_places * num_tokens
+            line.pace.count(now, num_slots)
+            line.accepted += num_slots * num_tokens
 
-    def refuse(self, account: Account, prompt: int, num_places: int, due_s: float, now: float) -> None:
+    def refuse(self, account: Account, prompt: int, num_slots: int, due_s: float, now: float) -> None:
         """A request was told to come back."""
         line = self._lines.setdefault(account, _Line())
         own = line.due(prompt, now)
@@ -172,7 +165,7 @@ class Turns:
         elif not line.tickets:
             self._join(account, line)
         if len(line.tickets) < _MOST:
-            insort(line.tickets, _Ticket(due_s, own.first_s if own else now, prompt, num_places))
+            insort(line.tickets, _Ticket(due_s, own.first_s if own else now, prompt, num_slots))
         line.advance(now)
 
     def _join(self, account: Account, line: _Line) -> None:

@@ -1,0 +1,177 @@
+"""Which requests are accepted at all, and what those that are not are told.
+
+This is the only door: nothing is accepted before it, and nothing that passed it is dropped. What can never
+fit is judged by the same memory plan that start-up allocated.
+"""
+
+from __future__ import annotations
+
+import math
+
+from contract.errors import context_length
+from engine.config import SchedulerConfig
+from engine.policy.forecast import Batch, Forecast, WaitForecast
+from engine.policy.line import Line, account_of, slots_of
+from engine.policy.pace import StepPace, Traffic
+from engine.policy.shares import Shares
+from engine.types import MemoryPlan, Request, RequestFailure
+
+# Shortest and longest retry delay that a refusal names, in seconds.
+_SHORTEST_RETRY_S = 0.5
+_LONGEST_RETRY_S = 60.0
+# Part of the time that is left which a forecast may fill, since forecasts err.
+_MARGIN = 0.85
+# The part for others as long as some are expected back; and for tenants that were accepted more than another
+# that is refused: who has more clients is back more often.
+_NEWCOMERS = 0.5
+# The part that a retry delay aims at: between the two.
+_AIM = 0.7
+# The retry delay while nothing was measured: then no step has come back yet.
+_RETRY_UNMEASURED_S = 1.0
+
+
+def tokens_limit(request: Request, memory: MemoryPlan) -> int:
+    """Longest prompt plus completion of the request: model, tier and max_tokens, in tokens."""
+    return min(_context(request, memory), len(request.prompt_token_ids) + request.sampling.max_tokens)
+
+
+def _context(request: Request, memory: MemoryPlan) -> int:
+    tier_limit = request.max_context_tokens
+    return memory.max_model_len if tier_limit is None else min(memory.max_model_len, tier_limit)
+
+
+def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -> RequestFailure | None:
+    """The refusal of a request that can never be served, with the numbers; None when it can."""
+    num_prompt = len(request.prompt_token_ids)
+    num_known = num_prompt + len(request.output_token_ids)
+    if num_prompt == 0:
+        return RequestFailure(
+            reason="INVALID_ARGUMENT",
+            field="prompt",
+            message="the prompt has no tokens; at least 1 is needed",
+        )
+    limit = _context(request, memory)
+    if num_known + 1 > limit:
+        whose = "" if limit == memory.max_model_len else f" under the tier {request.tier!r}"
+        return RequestFailure(
+            reason="CONTEXT_LENGTH_EXCEEDED",
+            field="prompt",
+            message=context_length(
+                limit,
+                f"the prompt has {num_known} tokens{whose}, and at least 1 must be left for the answer; "
+                f"shorten the prompt by {num_known + 1 - limit} tokens",
+            ),
+            metadata={"prompt_tokens": str(num_known), "limit_tokens": str(limit)},
+        )
+    # The last token is never fed back, so it needs no slot.
+    num_blocks = -(-(tokens_limit(request, memory) - 1) // memory.block_size)
+    width = max(1, request.sampling.beam_width)
+    if num_blocks * width > memory.num_blocks or width > max_num_seqs:
+        return _never_fits(request, memory, num_blocks * width)
+    return None
+
+
+def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> RequestFailure:
+    needed = num_blocks * memory.block_size * memory.kv_bytes_per_token
+    return RequestFailure(
+        reason="NEVER_FITS",
+        field="max_tokens",
+        message=f"prompt ({len(request.prompt_token_ids)} tokens) and max_tokens "
+        f"({request.sampling.max_tokens}) need {num_blocks} KV blocks of {memory.block_size} tokens "
+        f"({needed} bytes); the engine has {memory.num_blocks} ({memory.kv_cache_bytes} bytes) in all; "
+        "lower max_tokens or shorten the prompt",
+        metadata={
+            "needed_blocks": str(num_blocks),
+            "total_blocks": str(memory.num_blocks),
+            "block_size": str(memory.block_size),
+            "needed_bytes": str(needed),
+            "kv_cache_bytes": str(memory.kv_cache_bytes),
+        },
+    )
+
+
+class Door:
+    """Accepts what can be kept. Who is told to come back has a ticket for that moment."""
+
+    def __init__(
+        self, config: SchedulerConfig, line: Line, shares: Shares, pace: StepPace, traffic: Traffic
+    ) -> None:
+        self._config = config
+        self._line = line
+        self._forecast = WaitForecast(line, shares, pace, traffic)
+        self.tickets = self._forecast.tickets
+
+    def refusal(self, request: Request, num_tokens: int, batch: Batch, now: float) -> RequestFailure | None:
+        """The refusal of a request with so many tokens to compute that has no room in the queue, would be
+        late, or would take the turn of one that was told to come back; None when it is accepted.
+        """
+        forecast, account = self._forecast.of(request, num_tokens, batch, now), account_of(request)
+        failure = self._without_room(request, forecast) or self._late(request, forecast, now)
+        prompt, num_slots = forecast.prompt, slots_of(request)
+        if failure is None:
+            self.tickets.accept(account, prompt, num_slots, forecast.weighted_tokens, now)
+        else:
+            assert failure.retry_after_s is not None, "who is refused for now is told when to come"
+            self.tickets.refuse(account, prompt, num_slots, now + failure.retry_after_s, now)
+        return failure
+
+    def _late(self, request: Request, forecast: Forecast, now: float) -> RequestFailure | None:
+        """When to come back: when the excess is worked off, and those of its tenant that were refused before
+        it have had their turn.
+        """
+        if not self._config.refuse_early or request.queue_deadline_s is None:
+            return None
+        limit_s = request.queue_deadline_s - request.arrival_s
+        # A prompt that takes longer than that by itself is judged by its wait alone.
+        prompt_s = forecast.prompt_s if forecast.prompt_s < limit_s else 0.0
+        # Who finds nobody ahead gains nothing by coming later.
+        left_s = request.queue_deadline_s - now
+        margin = _NEWCOMERS if forecast.makes_way else _MARGIN
+        if not forecast.wait_s or forecast.wait_s + prompt_s <= margin * left_s:
+            return None
+        expected_s = forecast.usual_wait_s + prompt_s
+        if expected_s == math.inf:
+            expectation = (
+                f"{len(self._line)} requests wait, and how fast this engine is has yet to be measured"
+            )
+        elif expected_s > _MARGIN * left_s:
+            waited_s = now - request.arrival_s
+            expectation = f"the first token is expected {waited_s + expected_s:.1f} s after the request came"
+        elif forecast.wait_s + prompt_s > _MARGIN * left_s:
+            expectation = "higher tiers may take the places that come free"
+        else:
+            expectation = "requests that were told to come back about now go first"
+        return _refusal(
+            f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
+            forecast.told_wait_s + prompt_s - _AIM * limit_s + forecast.line_s,
+            {"expected_s": f"{expected_s:.3f}", "limit_s": f"{limit_s:.3f}"},
+        )
+
+    def _without_room(self, request: Request, forecast: Forecast) -> RequestFailure | None:
+        """A queue's part of a memory that several share, as large as what is left free: so there is always
+        room for who has none, and nobody has to be pushed out (Choudhury and Hahne, "Dynamic queue length
+        thresholds for shared-memory packet switches", 1998).
+        """
+        own = self._line.parts_of(request.priority).get(request.tenant)
+        num_waiting, most = len(self._line), self._config.max_waiting
+        num_own, room = own.num_sequences if own else 0, most - num_waiting
+        if num_own < room:
+            return None
+        return _refusal(
+            f"{num_own} requests of this tenant wait for this engine, which has room for {room} more",
+            forecast.usual_wait_s + forecast.line_s,
+            {"num_waiting": str(num_waiting), "max_waiting": str(most)},
+        )
+
+
+def _refusal(message: str, delay_s: float, metadata: dict[str, str]) -> RequestFailure:
+    if delay_s == math.inf:
+        delay_s = _RETRY_UNMEASURED_S
+    # In whole tenths, so that the message says exactly what the header does.
+    retry_s = math.ceil(10 * min(max(_SHORTEST_RETRY_S, delay_s), _LONGEST_RETRY_S)) / 10
+    return RequestFailure(
+        reason="QUEUE_LIMIT_EXCEEDED",
+        message=f"{message}; try again in {retry_s:.1f} s",
+        metadata=metadata,
+        retry_after_s=retry_s,
+    )
