@@ -46,7 +46,7 @@ from benchmarks.stack import RunningStack, running_stack
 from engine.config import SchedulerConfig
 from gateway.auth.directory import hash_key
 from gateway.auth.secret import KEY_PREFIX
-from services.bench.client import Client, Target
+from services.bench.client import BenchTarget, Client
 from services.bench.records import RequestRecord, Targets
 from services.bench.run import choose_model
 from services.bench.workload import PlannedRequest
@@ -340,7 +340,7 @@ def planned(index: int, at_s: float, tier: str, model: str) -> PlannedRequest:
 
 async def capacity(stack: RunningStack) -> float:
     """Requests a second that the stack answers when it always has some to do."""
-    target = Target.parse(stack.url, stack.state.api_key)
+    target = BenchTarget.parse(stack.url, stack.state.api_key)
     model = await choose_model(target, "")
     client, turn = Client(target), asyncio.Semaphore(MAX_NUM_SEQS)
 
@@ -358,9 +358,11 @@ async def capacity(stack: RunningStack) -> float:
 
 async def real(stack: RunningStack, rate_per_s: float, seconds: float, seed: int) -> list[Asked]:
     """Sends the load; what has not ended twice the longest target after its start is late."""
-    model = await choose_model(Target.parse(stack.url, stack.state.api_key), "")
+    model = await choose_model(BenchTarget.parse(stack.url, stack.state.api_key), "")
     limit_s = 2 * max((targets.ttft_ms or 0) for _, _, targets in TIERS.values()) / 1000
-    pools = {name: Client(Target.parse(stack.url, KEY_PREFIX + name), limit_s=limit_s) for name in CLIENTS}
+    pools = {
+        name: Client(BenchTarget.parse(stack.url, KEY_PREFIX + name), limit_s=limit_s) for name in CLIENTS
+    }
     plans, asked = clients(rate_per_s, seconds, seed), list[Asked]()
     loop = asyncio.get_running_loop()
     began_s, began_loop_s = time.perf_counter(), loop.time()

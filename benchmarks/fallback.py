@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.engine.report import Row, publish
 from benchmarks.stack import RunningStack, running_stack
-from services.bench.client import Target
+from services.bench.client import BenchTarget
 from services.bench.records import Percentiles, RequestRecord, Targets
 from services.bench.run import run_workload
 from services.bench.workload import Arrivals, Lengths, Workload
@@ -86,7 +86,7 @@ def workload(num_requests: int, arrivals: Arrivals, turn: str, seed: int) -> Wor
 
 async def send(stack: RunningStack, what: Workload) -> tuple[list[RequestRecord], float]:
     """What became of each request, and seconds until the last had ended."""
-    target = Target.parse(stack.url, stack.state.api_key)
+    target = BenchTarget.parse(stack.url, stack.state.api_key)
     return await run_workload(target, what, LARGE, on_progress=lambda record: None)
 
 

@@ -25,7 +25,7 @@ from benchmarks.maskbench import quantile, read
 from contract.chat import JsonSchemaFormat
 from engine.sampling.grammar import BACKEND, GrammarEngine
 from engine.types import GrammarSpec
-from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest
@@ -35,7 +35,7 @@ from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
 def grammars(checkpoint: Checkpoint, rows: list[tuple[str, Any]]) -> list[GrammarSpec]:
     """Those that strict mode accepts."""
     backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
-    limits = LimitsConfig()
+    limits = PromptLimitsConfig()
     found = []
     for name, schema in rows:
         form = JsonSchemaFormat(json.dumps(schema), strict=True)

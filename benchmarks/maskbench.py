@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from contract.chat import JsonSchemaFormat
 from services.bench.report import machine
-from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest
@@ -81,7 +81,7 @@ def judge(side: Side, row: dict[str, Any], grammar: str, tokenizer: LLTokenizer)
 
 
 def run_service(
-    side: Side, row: dict[str, Any], backend: Backend, limits: LimitsConfig, tokenizer: LLTokenizer
+    side: Side, row: dict[str, Any], backend: Backend, limits: PromptLimitsConfig, tokenizer: LLTokenizer
 ) -> None:
     """One row through what a worker of the service does with a strict json_schema format."""
     side.num_schemas += 1
@@ -152,7 +152,7 @@ def main() -> int:
     tokenizer_json = (arguments.tokenizer / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = LLTokenizer(tokenizer_json)
     backend = Backend(tokenizer_json, ())
-    limits = LimitsConfig()
+    limits = PromptLimitsConfig()
     service, raw = Side(name="service (strict)"), Side(name="raw llguidance")
     for row in read(arguments.file):
         run_service(service, row, backend, limits, tokenizer)

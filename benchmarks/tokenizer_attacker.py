@@ -26,7 +26,7 @@ from runtime.channels import CLIENT_OPTIONS
 from runtime.outbox import Outbox
 from runtime.server import GrpcServer
 from runtime.stream_client import run_stream
-from tokenizer_svc.messages.wire import SERVICE_NAME, Call, LargeRequest, add_to_server
+from tokenizer_svc.messages.wire import SERVICE_NAME, LargeRequest, WireCall, add_to_server
 from tokenizer_svc.service.stream import Calls, CallStream
 from tokenizer_svc.workers.yielding import Yielding
 
@@ -165,7 +165,7 @@ class _Sink(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def PrepareStream(  # type: ignore[override]
         self, requests: Calls, context: Any
     ) -> AsyncIterator[bytes]:
-        async def refuse(call: Call) -> tokenizer_pb2.PrepareResponse:
+        async def refuse(call: WireCall) -> tokenizer_pb2.PrepareResponse:
             return await self.Prepare(call.request, context)
 
         async for message in CallStream(refuse).serve(requests):

@@ -20,7 +20,7 @@ _LENGTH_BYTES = 8
 def open_gguf(path: Path) -> gguf.GGUFReader:
     """Raises ConfigError for what is no whole GGUF file."""
     try:
-        return _Reader(path)
+        return _HeaderReader(path)
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise ConfigError(f"{path} is not a whole GGUF file: {error}; copy or download it again") from error
 
@@ -35,7 +35,7 @@ def contents(path: Path, field: Any) -> Any:
         ) from error
 
 
-class _Reader(gguf.GGUFReader):
+class _HeaderReader(gguf.GGUFReader):
     """The package makes an array object, and three on the way to it, of each of a vocabulary's hundreds of
     thousands of elements. Here a list of numbers is one array, and strings are parts of the file's memory.
     """

@@ -57,7 +57,7 @@ SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class KernelUsage:
     """What the machine code of one variant's kernel uses; the most of it, where launches differ."""
 
     name: str
@@ -159,11 +159,11 @@ def noting_launches(arch: int) -> Iterator[list[tuple[str, Callable[[], Any]]]]:
         JITFunction.run = run
 
 
-def compile_all(archs: Sequence[int], only: Sequence[str] = ("",)) -> list[Usage]:
+def compile_all(archs: Sequence[int], only: Sequence[str] = ("",)) -> list[KernelUsage]:
     """Usage of the kernels of every variant whose name has one of `only`, on every architecture that has its
     types.
     """
-    usages: dict[tuple[str, int], Usage] = {}
+    usages: dict[tuple[str, int], KernelUsage] = {}
     nvidia.subprocess = Assembling()
     for arch in archs:
         driver.set_active(AbsentGpu(arch))
@@ -180,7 +180,7 @@ def compile_all(archs: Sequence[int], only: Sequence[str] = ("",)) -> list[Usage
     return list(usages.values())
 
 
-def _most(one: Usage, other: Usage) -> Usage:
+def _most(one: KernelUsage, other: KernelUsage) -> KernelUsage:
     """The most that either takes."""
     return dataclasses.replace(
         one,
@@ -193,11 +193,11 @@ def _most(one: Usage, other: Usage) -> Usage:
     )
 
 
-def _usage(arch: int, wanted: tuple[str, Callable[[], Any]]) -> Usage:
+def _usage(arch: int, wanted: tuple[str, Callable[[], Any]]) -> KernelUsage:
     """As the assembler reports it."""
     name, compiles = wanted
     assembler = nvidia.get_ptxas(arch).version
-    usage = Usage(name=name, arch=arch, triton=triton.__version__, assembler=assembler)
+    usage = KernelUsage(name=name, arch=arch, triton=triton.__version__, assembler=assembler)
     try:
         compiled = compiles()
     except Exception as error:
@@ -223,18 +223,18 @@ def _usage(arch: int, wanted: tuple[str, Callable[[], Any]]) -> Usage:
     )
 
 
-def read(path: Path) -> list[Usage]:
+def read(path: Path) -> list[KernelUsage]:
     """What `--write` left."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    return [Usage(**(each | {"instructions": tuple(each["instructions"])})) for each in found]
+    return [KernelUsage(**(each | {"instructions": tuple(each["instructions"])})) for each in found]
 
 
-def as_json(usages: Sequence[Usage]) -> str:
+def as_json(usages: Sequence[KernelUsage]) -> str:
     """A list with a line for each kernel."""
     return "[\n" + ",\n".join(json.dumps(dataclasses.asdict(usage)) for usage in usages) + "\n]"
 
 
-def show(usages: Sequence[Usage]) -> None:
+def show(usages: Sequence[KernelUsage]) -> None:
     """A line per variant's kernel and architecture, with columns for each release of Triton."""
     releases = list(dict.fromkeys(usage.triton for usage in usages))
     print(f"{'':80}" + "".join(f"  {'Triton ' + release:<44}" for release in releases))

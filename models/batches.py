@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.chat_format import segments
-from models.corpus import Document
+from models.corpus import CorpusDocument
 
 END_OF_TEXT_ID = 0
 TASK_WEIGHTS = {"story": 0.3, "copying": 0.5}
@@ -23,7 +23,7 @@ Row = tuple[list[int], list[float]]
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """ids [B, T]; `selected` [N] flat positions whose next token is trained; targets [N]; weights [N]."""
 
     ids: Tensor
@@ -32,7 +32,7 @@ class Batch:
     weights: Tensor
 
 
-def encode(tokenizer: Tokenizer, document: Document) -> Row:
+def encode(tokenizer: Tokenizer, document: CorpusDocument) -> Row:
     """Ids and weights of one document, closed by `<|endoftext|>`."""
     ids: list[int] = []
     weights: list[float] = []
@@ -47,7 +47,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> Row:
     return ids, weights
 
 
-def rows(tokenizer: Tokenizer, source: Iterator[Document], sequence_length: int) -> Iterator[Row]:
+def rows(tokenizer: Tokenizer, source: Iterator[CorpusDocument], sequence_length: int) -> Iterator[Row]:
     """Endless rows of `sequence_length` + 1 tokens, whole documents only, padded at the end."""
     size = sequence_length + 1
     pool: list[Row] = []
@@ -69,8 +69,8 @@ def rows(tokenizer: Tokenizer, source: Iterator[Document], sequence_length: int)
 
 
 def batches(
-    tokenizer: Tokenizer, source: Iterator[Document], sequence_length: int, num_rows: int
-) -> Iterator[Batch]:
+    tokenizer: Tokenizer, source: Iterator[CorpusDocument], sequence_length: int, num_rows: int
+) -> Iterator[TrainingBatch]:
     """Endless batches of `num_rows` x `sequence_length` from an endless stream of documents."""
     packed = rows(tokenizer, source, sequence_length)
     while True:
@@ -79,4 +79,4 @@ def batches(
         weights = torch.tensor([row[1] for row in chosen])[:, 1:].flatten()
         selected = weights.nonzero().squeeze(1)
         targets = ids[:, 1:].flatten()[selected]
-        yield Batch(ids[:, :-1].contiguous(), selected, targets, weights[selected])
+        yield TrainingBatch(ids[:, :-1].contiguous(), selected, targets, weights[selected])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from models.corpus.document import Document, Message
+from models.corpus.document import CorpusDocument, Message
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 TOOL_PREAMBLE = "# Tools\nYou may call these functions:\n<tools>\n"
@@ -111,7 +111,7 @@ def _assistant_body(message: Message) -> str:
     return "\n".join(parts)
 
 
-def _system_text(document: Document) -> str:
+def _system_text(document: CorpusDocument) -> str:
     first = document.messages[0]
     text: str = first["content"] if first["role"] == "system" else ""
     if not document.tools:
@@ -120,7 +120,7 @@ def _system_text(document: Document) -> str:
     return (text + "\n\n" if text else "") + TOOL_PREAMBLE + listing + TOOL_EPILOGUE
 
 
-def segments(document: Document) -> list[Segment]:
+def segments(document: CorpusDocument) -> list[Segment]:
     """The text of `document` in order; only what the assistant writes is trained, and all of a plain text."""
     if not document.messages:
         return [(document.text + END_OF_TEXT, True)]

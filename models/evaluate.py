@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.corpus import Document, Draw, arithmetic, chat, extraction, facts, recall, tools
+from models.corpus import CorpusDocument, Draw, arithmetic, chat, extraction, facts, recall, tools
 
 SEED = 20_000
 BATCH_ROWS = 16
-Check = Callable[[str, Document], bool]
+Check = Callable[[str, CorpusDocument], bool]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Task:
     tokens."""
 
     name: str
-    make: Callable[[Draw], Document]
+    make: Callable[[Draw], CorpusDocument]
     is_right: Check
     min_tokens: int = 0
     max_tokens: int = 4096
@@ -52,36 +52,36 @@ class Score:
     right_percent: float
 
 
-def _contains_answer(reply: str, document: Document) -> bool:
+def _contains_answer(reply: str, document: CorpusDocument) -> bool:
     return reply.rstrip(".").endswith(f" {document.answer}")
 
 
-def _same_json(reply: str, document: Document) -> bool:
+def _same_json(reply: str, document: CorpusDocument) -> bool:
     try:
         return bool(json.loads(reply) == json.loads(document.answer))
     except json.JSONDecodeError:
         return False
 
 
-def _same_number(reply: str, document: Document) -> bool:
+def _same_number(reply: str, document: CorpusDocument) -> bool:
     found = re.search(r"The answer is (-?\d+)\.$", reply)
     return found is not None and found.group(1) == document.answer
 
 
-def _same_call(reply: str, document: Document) -> bool:
+def _same_call(reply: str, document: CorpusDocument) -> bool:
     found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", reply)
     return found is not None and _same_json(found.group(1), document)
 
 
-def _same_text(reply: str, document: Document) -> bool:
+def _same_text(reply: str, document: CorpusDocument) -> bool:
     return reply == document.answer
 
 
-def _same_text_or_number(reply: str, document: Document) -> bool:
+def _same_text_or_number(reply: str, document: CorpusDocument) -> bool:
     return _same_text(reply, document) or _same_number(reply, document)
 
 
-def _recall(num_tokens: int) -> Callable[[Draw], Document]:
+def _recall(num_tokens: int) -> Callable[[Draw], CorpusDocument]:
     return lambda draw: recall.recall(draw, num_tokens)
 
 
@@ -98,7 +98,7 @@ TASKS = (
 )
 
 
-class Model:
+class EvaluatedModel:
     """A model and its tokenizer, as `transformers` loads them."""
 
     def __init__(self, folder: Path) -> None:
@@ -130,8 +130,8 @@ class Model:
         ]
 
 
-def _cases(model: Model, task: Task) -> Iterator[tuple[Document, str, int]]:
-    """Document, prompt and prompt length in tokens."""
+def _cases(model: EvaluatedModel, task: Task) -> Iterator[tuple[CorpusDocument, str, int]]:
+    """CorpusDocument, prompt and prompt length in tokens."""
     draw = Draw(SEED, "eval")
     while True:
         document = task.make(draw)
@@ -141,7 +141,7 @@ def _cases(model: Model, task: Task) -> Iterator[tuple[Document, str, int]]:
             yield document, prompt, num_tokens
 
 
-def score(model: Model, task: Task, num_cases: int, show_errors: bool) -> Score:
+def score(model: EvaluatedModel, task: Task, num_cases: int, show_errors: bool) -> Score:
     cases = list(islice(_cases(model, task), int(num_cases * task.share)))
     num_right = 0
     for start in range(0, len(cases), BATCH_ROWS):
@@ -167,7 +167,7 @@ DRAFT_SOURCES = (
 )
 
 
-def _agreements(model: Model, draft: Model, document: Document) -> list[bool]:
+def _agreements(model: EvaluatedModel, draft: EvaluatedModel, document: CorpusDocument) -> list[bool]:
     """Per token of the model's greedy reply: is it the draft's greedy choice too?"""
     text = model.prompt(document.messages[:-1], document.tools)
     prompt = model.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -187,7 +187,9 @@ def _num_steps(agreements: list[bool], proposed: int) -> int:
     return num_steps
 
 
-def draft_acceptance(model: Model, draft: Model, num_cases: int, proposed: int = 4) -> dict[str, float]:
+def draft_acceptance(
+    model: EvaluatedModel, draft: EvaluatedModel, num_cases: int, proposed: int = 4
+) -> dict[str, float]:
     """Share of the draft's greedy tokens that are the model's, and tokens per verification step."""
     draw = Draw(SEED + 1, "eval")
     documents = [DRAFT_SOURCES[index % len(DRAFT_SOURCES)](draw) for index in range(num_cases)]
@@ -213,7 +215,7 @@ TRANSCRIPT_PROMPTS = (
 )
 
 
-def transcripts(model: Model) -> dict[str, str]:
+def transcripts(model: EvaluatedModel) -> dict[str, str]:
     """Greedy replies to what a newcomer types first."""
     return {
         text: model.replies([model.prompt(({"role": "user", "content": text},))], 150)[0]
@@ -230,7 +232,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
-    model = Model(arguments.model)
+    model = EvaluatedModel(arguments.model)
     report: dict[str, Any] = {"scores": []}
     for task in TASKS:
         row = score(model, task, arguments.cases, arguments.errors)
@@ -239,7 +241,7 @@ def main() -> None:
             f"| {row.task} | {row.num_cases} | {row.mean_prompt_tokens} | {row.right_percent} % |", flush=True
         )
     if arguments.draft:
-        report["draft"] = draft_acceptance(model, Model(arguments.draft), arguments.cases // 2)
+        report["draft"] = draft_acceptance(model, EvaluatedModel(arguments.draft), arguments.cases // 2)
         print(f"draft: {report['draft']}", flush=True)
     report["transcripts"] = transcripts(model)
     for prompt, reply in report["transcripts"].items():

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.architecture import SHAPES, LanguageModel
-from models.batches import Batch, batches
+from models.batches import TrainingBatch, batches
 from models.checkpoint import export, import_weights
 from models.corpus import Mixture, documents
 from models.optimizer import Optimizers
@@ -65,7 +65,7 @@ CURRICULA = {"nano": NANO_STAGES, "draft": DRAFT_STAGES}
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """What a run has done so far; saved with it."""
 
     elapsed_s: float = 0.0
@@ -83,16 +83,16 @@ class Run:
     budget_s: float
     stages: tuple[Stage, ...]
     teacher: LanguageModel | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def __post_init__(self) -> None:
         self.optimizers = Optimizers(self.model)
-        self.streams: dict[Mixture, Iterator[Batch]] = {}
+        self.streams: dict[Mixture, Iterator[TrainingBatch]] = {}
         if self.state_path.exists():
             state = torch.load(self.state_path)
             self.model.load_state_dict(state["model"])
             self.optimizers.load_state_dict(state["optimizers"])
-            self.progress = Progress(**state["progress"])
+            self.progress = TrainingProgress(**state["progress"])
 
     @property
     def state_path(self) -> Path:
@@ -113,7 +113,7 @@ class Run:
         self.state_path.with_suffix(".new").replace(self.state_path)
         export(self.model, self.folder)
 
-    def next_batch(self, stage: Stage) -> Batch:
+    def next_batch(self, stage: Stage) -> TrainingBatch:
         """The next batch of one of the stage's lengths."""
         (length,) = random.choices(list(stage.lengths), list(stage.lengths.values()))
         mixture = Mixture(sequence_length=length, recall_share=stage.recall_share)
@@ -123,7 +123,7 @@ class Run:
             self.streams[mixture] = batches(self.tokenizer, source, length, NUM_ROWS[length])
         return next(self.streams[mixture])
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         """Weighted sum over trained positions: cross-entropy, or the divergence from the teacher when
         there is one."""
         logits = self.model.logits(batch.ids, batch.selected)

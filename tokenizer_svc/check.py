@@ -12,7 +12,7 @@ from contract.errors import MillraceError
 from contract.grammar import EnforcementReport, KeywordStatus
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
-from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _text(path: Path) -> str:
     """What the file, or standard input, holds; raises MillraceError for what no request could carry."""
-    most = LimitsConfig().max_grammar_bytes
+    most = PromptLimitsConfig().max_grammar_bytes
     with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
         data = file.read(_MAX_CHARACTER_BYTES * most + 1)
     too_large = invalid(f"{path} has more than {most} characters, the limit of the service", "file")
@@ -67,7 +67,7 @@ def _text(path: Path) -> str:
 
 def _build(text: str, backend: Backend, *, strict: bool) -> WorkerReply:
     request = GrammarRequest(response_format=JsonSchemaFormat(text, strict=strict))
-    return build(request, backend, LimitsConfig())
+    return build(request, backend, PromptLimitsConfig())
 
 
 def _as_json(strict: WorkerReply, lenient: WorkerReply) -> dict[str, object]:

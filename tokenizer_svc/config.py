@@ -16,7 +16,7 @@ from runtime.models import Models, load_models
 BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "millrace-nano"
 
 
-class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PromptLimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tokenizer.limits]`: the largest inputs that are looked at; beyond them a request is refused."""
 
     # Text of a prompt, or of all strings of a conversation together. A million tokens are 4 to 6 MB of text.
@@ -72,7 +72,7 @@ class TokenizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     simulated: bool = False
     # Encodings of conversation turns kept for reuse, in tokens.
     turn_cache_tokens: int = 4 * 1024 * 1024
-    limits: LimitsConfig = LimitsConfig()
+    limits: PromptLimitsConfig = PromptLimitsConfig()
     compile: CompileConfig = CompileConfig()
 
 

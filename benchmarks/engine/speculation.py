@@ -21,7 +21,7 @@ from engine.runner.build import build_here
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
 from models.chat_format import segments
-from models.corpus import Document, Draw, chat, extraction
+from models.corpus import CorpusDocument, Draw, chat, extraction
 from runtime.config import ModelConfig
 
 _MODEL, _DRAFT = Path("models/millrace-nano"), Path("models/millrace-nano-draft")
@@ -62,7 +62,7 @@ def prompts_of(family: str, tokenizer: Tokenizer) -> list[list[int]]:
     ]
 
 
-def prompt_text(document: Document) -> str:
+def prompt_text(document: CorpusDocument) -> str:
     """The text before the last part that the assistant writes."""
     parts = segments(document)
     last = max(index for index, (_, trained) in enumerate(parts) if trained)

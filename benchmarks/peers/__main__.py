@@ -38,7 +38,7 @@ from benchmarks.peers.roofline import Machine, measure_machine
 from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
 from benchmarks.peers.tables import OURS, Measured, Run, table
 from runtime.errors import ConfigError
-from services.bench.client import Target
+from services.bench.client import BenchTarget
 from services.bench.records import RequestRecord, Targets
 from services.bench.report import machine, make_result
 from services.bench.run import choose_model, run_workload
@@ -60,7 +60,7 @@ async def run_load(server: Server, name: str, load: Load, seed: int) -> Run:
     """Sends one load and reads its figures. Raises ServerFailed when there are none: no request, or none with
     more than one token, was answered.
     """
-    target = Target.parse(server.url, server.api_key)
+    target = BenchTarget.parse(server.url, server.api_key)
     model = await choose_model(target, server.model)
     # Other prompts than the load's, and other ones for each load: what one sent, the next would find cached.
     seed += zlib.crc32(name.encode()) * 2 * WARM_SEED

@@ -28,7 +28,7 @@ from benchmarks.peers.servers import Server, ServerFailed, serve
 from engine.config import AdaptersConfig, EngineConfig
 from engine.runner.build import build_here
 from runtime.config import ModelConfig
-from services.bench.client import Target
+from services.bench.client import BenchTarget
 from services.bench.run import run_workload
 
 OF_A_STREAM = Load(concurrency=1, num_requests=3)
@@ -55,7 +55,7 @@ def lora_options(adapters: Mapping[str, Path], rank: int) -> tuple[str, ...]:
 
 async def tokens_per_s(server: Server, models: Sequence[str], seed: int) -> float:
     """Of one stream for each model, all at once, after a request of two tokens for each."""
-    target = Target.parse(server.url, server.api_key)
+    target = BenchTarget.parse(server.url, server.api_key)
     loads = [OF_A_STREAM.workload(seed + number) for number in range(len(models))]
     short = replace(OF_A_STREAM, num_requests=1, output_tokens=2)
     for number, model in enumerate(models):

@@ -30,7 +30,7 @@ from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import LOADS, Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.servers import Server, ServerFailed, serve
-from services.bench.client import Target
+from services.bench.client import BenchTarget
 from services.bench.records import RequestRecord, Summary, Targets, summarize
 from services.bench.run import choose_model, run_workload
 from services.bench.workload import Arrivals, Lengths, Workload
@@ -62,7 +62,7 @@ def settings(folder: Path, batched_tokens: int, kv_gib: int, dtype: str) -> dict
 
 async def records_of(server: Server, workload: Workload) -> tuple[list[RequestRecord], float]:
     """What one workload brought; the first request, of two tokens, is not counted."""
-    target = Target.parse(server.url, server.api_key)
+    target = BenchTarget.parse(server.url, server.api_key)
     model = await choose_model(target, server.model)
     warm = msgspec.structs.replace(
         workload,

@@ -34,7 +34,7 @@ from benchmarks.peers import vllm_cpu
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.recorder import Recorder, recorder
 from benchmarks.peers.servers import Server
-from services.bench.client import Target
+from services.bench.client import BenchTarget
 from services.bench.records import Percentiles, RequestRecord, Summary, Targets, summarize
 from services.bench.run import run_workload
 from services.bench.workload import Arrivals, Lengths, Workload, plan
@@ -94,7 +94,7 @@ def socket_figures(relay: Recorder, num_requests: int) -> dict[str, float]:
 
 async def inside(relay: Recorder, server: Server, workload: Workload) -> Seen:
     """Our load generator, in this process."""
-    target = Target.parse(relay.url, server.api_key)
+    target = BenchTarget.parse(relay.url, server.api_key)
     gc.collect()
     before = _processor_s(resource.RUSAGE_SELF)
     records, duration_s = await run_workload(target, workload, server.model, on_progress=lambda _record: None)

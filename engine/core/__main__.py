@@ -100,7 +100,7 @@ class ProgressReport:
         if stage != self._stage or fraction - self._reported >= 0.1 or fraction >= 1 > self._reported:
             self.count()
             self._stage, self._reported = stage, fraction
-            self._connection.send(messages.Progress(stage, fraction))
+            self._connection.send(messages.LoadProgress(stage, fraction))
 
     def count(self) -> None:
         """Books the time up to now under the present stage."""
@@ -119,7 +119,7 @@ def serve_core(connection: CoreSocket) -> int:
     try:
         runner, memory, facts = builder(config, model, report)
     except ConfigError as error:
-        connection.send(messages.Refused(str(error)))
+        connection.send(messages.CoreRefused(str(error)))
         return _EXIT_CONFIG
     overlap = _overlaps(config, facts)
     report("take the first steps", 0.0)

@@ -77,7 +77,7 @@ _RELEASE_S = 0.02
 _MEMORY_REPORT_S = 5.0
 
 
-class Mailbox(Protocol):
+class CommandMailbox(Protocol):
     """Where commands come from and reports go."""
 
     def receive(self, timeout_s: float) -> list[messages.Command]:
@@ -135,7 +135,7 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        mailbox: Mailbox,
+        mailbox: CommandMailbox,
         *,
         overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,

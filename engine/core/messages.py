@@ -79,7 +79,7 @@ Command = Start | Submit | Cancel | Fail | Check | AddAdapter | DropAdapter | St
 # Core to front.
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
     """A stage of start-up and the part of it that is done."""
 
     stage: str
@@ -96,7 +96,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     speed: MeasuredSpeed = NOT_MEASURED
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class CoreRefused(msgspec.Struct, frozen=True, tag="refused"):
     """Start-up failed for a reason that the operator can mend."""
 
     message: str
@@ -162,4 +162,4 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     cause: str
 
 
-Report = Progress | Ready | Refused | StepDone | Checked | AdapterAdded | AdaptersLoaded | Broken
+Report = LoadProgress | Ready | CoreRefused | StepDone | Checked | AdapterAdded | AdaptersLoaded | Broken

@@ -22,7 +22,7 @@ from engine.model.records import (
 from engine.model.spec import INNER_NORM_EPS
 from kernels.activation.native import KINDS, ActivationArgs
 from kernels.adapters.native import NativeChanges
-from kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
+from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
 from kernels.host import Values, address_of, empty, row_stride
@@ -62,7 +62,7 @@ class ProgramBuilder:
         self.num_threads = num_threads
         changes = [linear.changes for layer in model.layers for linear in layer.linears()]
         self.adapter_width = max((each.inner_width for each in changes if each is not None), default=0)
-        self.plan: AttentionPlan | None = None
+        self.plan: NativeAttentionPlan | None = None
         self.expert_buffers: ExpertBuffers | None = None
 
     def buffer(self, name: str, width: int) -> Floats:
@@ -188,7 +188,7 @@ class ProgramBuilder:
     ) -> None:
         """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache."""
         if self.plan is None:
-            self.plan = AttentionPlan(
+            self.plan = NativeAttentionPlan(
                 self.library,
                 num_heads=attention.num_heads,
                 num_kv_heads=num_kv_heads,

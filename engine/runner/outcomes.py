@@ -162,7 +162,7 @@ def prompt_logprobs(
 # ---
 
 
-class Arrival(Protocol):
+class StepArrival(Protocol):
     """What a step drew, on its way from the device."""
 
     def wait(self) -> None:
@@ -184,7 +184,7 @@ class Sampled:
     masks: GrammarMasks | None = None
     # Log-probabilities of prompts, by index in the step.
     scores: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    arrival: Arrival | None = None
+    arrival: StepArrival | None = None
     # All draws succeeded, and none is under a grammar or after drafts.
     sound: bool = False
     # Tokens are in the table of sequences; penalties count them.

@@ -35,7 +35,7 @@ _LOGPROB = math.log(0.5)
 
 
 @dataclass(slots=True)
-class SequenceState:
+class SimulatedSequence:
     """What the runner remembers of one sequence."""
 
     sampling: SamplingParams
@@ -100,7 +100,7 @@ class SimulatedRunner:
     def __init__(self, config: SimulatedConfig) -> None:
         self._config = config
         self._span = min(config.last_token_id, config.vocab_size) - config.first_token_id
-        self._states: dict[int, SequenceState] = {}
+        self._states: dict[int, SimulatedSequence] = {}
         self._free_s = 0.0
         self.adapters = NamesAlone()
 
@@ -135,7 +135,7 @@ class SimulatedRunner:
         """Forgets everything."""
         self._states.clear()
 
-    def token(self, state: SequenceState, position: int) -> int:
+    def token(self, state: SimulatedSequence, position: int) -> int:
         """The token at an output position, by the formula at the top of this module."""
         number = state.prompt_sum + 13 * state.sampling.seed + 7 * state.choice_index + position
         allowed = state.sampling.allowed_token_ids
@@ -143,12 +143,12 @@ class SimulatedRunner:
             allowed[number % len(allowed)] if allowed else self._config.first_token_id + number % self._span
         )
 
-    def _new_state(self, new: NewSequence) -> SequenceState:
+    def _new_state(self, new: NewSequence) -> SimulatedSequence:
         prompt = new.token_ids[: new.num_prompt_tokens]
         if self._config.break_token_id in prompt:
             raise RunnerBroken("a prompt holds simulation.break_token_id")
         poisoned = self._config.poison_token_id in prompt
-        return SequenceState(
+        return SimulatedSequence(
             new.sampling,
             new.choice_index,
             prompt,
@@ -187,7 +187,7 @@ class SimulatedRunner:
         )
 
     @staticmethod
-    def _prompt_logprobs(row: ScheduledSequence, state: SequenceState) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(row: ScheduledSequence, state: SimulatedSequence) -> tuple[TokenLogprobs, ...]:
         count = state.sampling.prompt_logprobs
         if count is None:
             return ()

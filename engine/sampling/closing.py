@@ -43,7 +43,7 @@ _DIGITS = (b"1", b"0", b"5", b"2", b"3", b"4", b"6", b"7", b"8", b"9")
 
 
 @dataclass(frozen=True)
-class Mark:
+class ClosingMark:
     """What is known of the end since an output position."""
 
     position: int
@@ -53,9 +53,9 @@ class Mark:
     end: tuple[int, ...] = ()
 
 
-def first_mark(limit: int) -> Mark:
+def first_mark(limit: int) -> ClosingMark:
     """Before the first token; `limit` is the number of output tokens."""
-    return Mark(0, max(3 * limit // 4, min(limit, SHORT_LIMIT)))
+    return ClosingMark(0, max(3 * limit // 4, min(limit, SHORT_LIMIT)))
 
 
 def margin(limit: int) -> int:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from checkpoint.vocabulary import whole_tokenizer_json
 from contract.grammar_cost import PARSER_LIMITS
-from engine.sampling.closing import EndFinder, Mark, first_mark, margin
+from engine.sampling.closing import ClosingMark, EndFinder, first_mark, margin
 from engine.sampling.prototypes import Prototypes
 from engine.types import GrammarSpec
 from runtime.errors import ConfigError
@@ -145,14 +145,14 @@ class Matcher:
             return
         end = self._finder.find(self._inner, self._output, left)
         if end is None:
-            self._marks.append(Mark(position, left - max(1, left // 4)))
+            self._marks.append(ClosingMark(position, left - max(1, left // 4)))
             return
         spare = left - len(end) - margin(self._limit)
         if spare <= 0:
-            self._marks.append(Mark(position, 0, end))
+            self._marks.append(ClosingMark(position, 0, end))
         else:
             # What comes until then may lengthen the end by twice as much.
-            self._marks.append(Mark(position, left - max(1, spare // 3)))
+            self._marks.append(ClosingMark(position, left - max(1, spare // 3)))
 
     def _end(self) -> tuple[int, ...]:
         """The tokens that have to follow, if the end has begun."""
@@ -166,7 +166,7 @@ class Matcher:
         self._output.append(token)
         if strayed:
             # Replayed tokens may come from elsewhere.
-            self._marks.append(Mark(len(self._output), self._limit))
+            self._marks.append(ClosingMark(len(self._output), self._limit))
 
 
 class GrammarEngine:

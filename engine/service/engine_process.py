@@ -220,14 +220,14 @@ class EngineProcess:
                 self.adapters.answered(report)
             case messages.AdaptersLoaded(names):
                 self.adapters.are_loaded(names)
-            case messages.Progress(stage, fraction):
+            case messages.LoadProgress(stage, fraction):
                 _log.info("loading", extra={"stage": stage, "fraction": round(fraction, 3)})
             case messages.Ready():
                 self.metrics.ready(report, self.model.served_name, self.core.pid)
                 limit_s = self._health.silence_limit_s + self._pretended_step_s()
                 self.core.watch(limit_s, self._health.step_limit_s)
                 self._ready.set_result(report)
-            case messages.Refused(message):
+            case messages.CoreRefused(message):
                 self._ready.set_exception(ConfigError(message))
             case messages.Broken(cause):
                 self._broken_cause = cause

@@ -14,7 +14,7 @@ from engine.core import messages
 from engine.service.core_client import CoreClient
 from engine.types import TokenEvent
 from engine.vllm_core import launch
-from engine.vllm_core.door import Door
+from engine.vllm_core.door import FrontDoor
 from engine.vllm_core.options import REFUSED
 
 
@@ -28,7 +28,7 @@ class VllmClient(CoreClient):
         self._config = start.config
         copies = start.config.vllm.data_parallel_size
         places = start.config.scheduler.max_num_seqs * copies
-        self._door = Door(msgspec.structs.replace(start.config.scheduler, max_num_seqs=places))
+        self._door = FrontDoor(msgspec.structs.replace(start.config.scheduler, max_num_seqs=places))
         self._folder = tempfile.TemporaryDirectory(prefix="millrace-vllm-")
         launch.place(Path(self._folder.name))
         self._last: messages.StepDone | None = None

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from contract.errors import RequestFailure
 from engine.config import SchedulerConfig
 from engine.core.messages import StepDone
-from engine.policy.door import Door as PolicyDoor
-from engine.policy.door import refuse_impossible
+from engine.policy.door import Door, refuse_impossible
 from engine.policy.forecast import Batch
 from engine.policy.line import Line, Waiter, account_of, slots_of
 from engine.policy.pace import StepPace, Traffic
@@ -43,7 +42,7 @@ class _Inside:
         return self.request.sampling.max_tokens
 
 
-class Door:
+class FrontDoor:
     """Knows every request inside by the events that pass. Lives in the front."""
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -52,7 +51,7 @@ class Door:
         self._inside: dict[int, _Inside] = {}
         shares = Shares(config.output_token_cost, config.fairness_band_tokens)
         self._line, self._pace, self._traffic = Line(config, shares), StepPace(), Traffic()
-        self._door = PolicyDoor(config, self._line, shares, self._pace, self._traffic)
+        self._door = Door(config, self._line, shares, self._pace, self._traffic)
 
     def opens(self, memory: MemoryPlan) -> None:
         """The core is ready."""

@@ -59,7 +59,7 @@ _CONTROL_CHARACTERS = bytes([*range(32), 127])
 _decode_claims = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class Answer(msgspec.Struct, frozen=True):
+class EdgeAnswer(msgspec.Struct, frozen=True):
     """What Envoy is told: 200 with headers for the request, or the refusal as the client will read it."""
 
     status: int
@@ -90,7 +90,7 @@ class Authorizer:
         self._telemetry = telemetry
         self._metrics = metrics
 
-    def check(self, headers: Mapping[bytes, bytes]) -> Answer:
+    def check(self, headers: Mapping[bytes, bytes]) -> EdgeAnswer:
         """Answers a question of Envoy's by a request's headers (names in lower case)."""
         try:
             identity = self.authenticate(headers)
@@ -155,7 +155,7 @@ class Authorizer:
             )
         return self._directory.authenticate(credentials[len(_SCHEME) :].strip().decode("latin-1"))
 
-    def _allowed(self, identity: Identity) -> Answer:
+    def _allowed(self, identity: Identity) -> EdgeAnswer:
         weight = self._tiers.tenant_weight(identity.tenant)
         context = context_of(identity, self._tiers.named(identity.tier), tenant_weight=weight)
         added = [
@@ -166,7 +166,7 @@ class Authorizer:
         ]
         if self.is_counted(identity.tenant, identity.key_id):
             added.append(_COUNTED)
-        return Answer(200, added)
+        return EdgeAnswer(200, added)
 
     def is_counted(self, tenant: str, key_id: str) -> bool:
         """Whether a limit of requests per minute applies."""
@@ -202,9 +202,9 @@ def is_grpc(content_type: str) -> bool:
     return content_type.startswith("application/grpc")
 
 
-def refused(error: MillraceError, *, is_grpc: bool) -> Answer:
+def refused(error: MillraceError, *, is_grpc: bool) -> EdgeAnswer:
     """The refusal as Envoy passes it to the client."""
-    return Answer(
+    return EdgeAnswer(
         error.mapping.http_status,
         [(name.encode(), value.encode()) for name, value in refusal_headers(error, is_grpc=is_grpc).items()],
         error.message.encode() if is_grpc else error_body(error),

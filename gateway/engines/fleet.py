@@ -22,7 +22,7 @@ from contract.sampling import special_needs
 from gateway.config import RoutingConfig
 from gateway.engines.attachment import Attachment
 from gateway.engines.prefix import PrefixIndex, PromptHashes
-from gateway.engines.router import Candidate, RouteReason, choose
+from gateway.engines.router import RouteCandidate, RouteReason, choose
 from gateway.engines.types import EngineState, Submission
 from runtime.errors import ConfigError
 
@@ -280,13 +280,13 @@ class Fleet:
         submission: Submission,
         *,
         is_home: bool,
-    ) -> Candidate:
+    ) -> RouteCandidate:
         load, info = attachment.load, attachment.info
         used = load.num_total_blocks - load.num_free_blocks
         cached_blocks = 0
         if hashes is not None:
             cached_blocks = self._prefixes[attachment.target].num_cached_blocks(hashes)
-        return Candidate(
+        return RouteCandidate(
             # The report is a step old and own submissions may be newer; other gateways' are only in it.
             pending_tokens=max(load.pending_prefill_tokens, attachment.unstarted_tokens),
             num_requests=max(load.num_running + load.num_waiting, attachment.num_open),

@@ -23,7 +23,7 @@ class RouteReason(StrEnum):
     AFFINITY = "affinity"
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class RouteCandidate(msgspec.Struct, frozen=True):
     """What the choice depends on, for one engine. Tokens are prompt tokens unless the name says otherwise."""
 
     # Prompt tokens ahead of a new request.
@@ -56,18 +56,18 @@ _TOKENS_PER_RUNNING_REQUEST = 64.0
 _TOKENS_AT_FULL_CACHE = 2048.0
 
 
-class Choice(msgspec.Struct, frozen=True):
+class RouteChoice(msgspec.Struct, frozen=True):
     """Which candidate, and why."""
 
     index: int
     reason: RouteReason
 
 
-def choose(candidates: Sequence[Candidate], prompt_tokens: int, config: RoutingConfig) -> Choice:
+def choose(candidates: Sequence[RouteCandidate], prompt_tokens: int, config: RoutingConfig) -> RouteChoice:
     """The cheapest candidate; among equals the one that was chosen longest ago."""
     lane = _lane(candidates, prompt_tokens, config)
     if len(lane) == 1:
-        return Choice(lane[0], RouteReason.ONLY)
+        return RouteChoice(lane[0], RouteReason.ONLY)
     least_pending = min(candidates[index].pending_tokens for index in lane)
     allowed = least_pending + config.prefix_imbalance_tokens
 
@@ -87,13 +87,13 @@ def choose(candidates: Sequence[Candidate], prompt_tokens: int, config: RoutingC
 
     best = min(lane, key=lambda index: cost(index, with_prefix=True, with_home=True))
     if best == min(lane, key=lambda index: cost(index, with_prefix=False, with_home=False)):
-        return Choice(best, RouteReason.LEAST_PENDING)
+        return RouteChoice(best, RouteReason.LEAST_PENDING)
     if best == min(lane, key=lambda index: cost(index, with_prefix=True, with_home=False)):
-        return Choice(best, RouteReason.PREFIX)
-    return Choice(best, RouteReason.AFFINITY)
+        return RouteChoice(best, RouteReason.PREFIX)
+    return RouteChoice(best, RouteReason.AFFINITY)
 
 
-def _lane(candidates: Sequence[Candidate], prompt_tokens: int, config: RoutingConfig) -> list[int]:
+def _lane(candidates: Sequence[RouteCandidate], prompt_tokens: int, config: RoutingConfig) -> list[int]:
     """Indices of the engines for this length; all of them when its lane is empty."""
     everyone = list(range(len(candidates)))
     if not config.long_prompt_tokens:

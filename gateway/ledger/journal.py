@@ -60,7 +60,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Kept).decode
 
 
-class OpenRequest:
+class JournalEntry:
     """A request in the journal that has not ended, or is not settled with the limits."""
 
     __slots__ = ("_journal", "_kept", "_told", "entry_id", "has_ended", "is_settled", "offset")
@@ -109,7 +109,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
         # Requests that are open, and rows that the database does not have yet, by entry.
-        self._open: dict[str, OpenRequest] = {}
+        self._open: dict[str, JournalEntry] = {}
         self._rows: dict[str, bytes] = {}
         # What of them is not in the file.
         self._missing: set[str] = set()
@@ -129,13 +129,13 @@ class Journal:
             self._cannot_write(error)
             self._borrow(folder)
 
-    def begin(self, request: FinishedRequest, holds: Holds) -> OpenRequest:
+    def begin(self, request: FinishedRequest, holds: Holds) -> JournalEntry:
         """Writes down a request that is accepted; what is known of it is what an interruption leaves."""
-        entry = OpenRequest(self, Kept(request, holds))
+        entry = JournalEntry(self, Kept(request, holds))
         self.add(entry)
         return entry
 
-    def add(self, entry: OpenRequest) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Writes all that is known of a request; what was written of it before counts no more."""
         with self._lock:
             if self._end > self._compact_at and time.monotonic() >= self._retry_at_s:
@@ -144,7 +144,7 @@ class Journal:
             # One that is there stays, where there is no room for another.
             entry.offset = max(entry.offset, self._append(entry, entry.record))
 
-    def overwrite(self, entry: OpenRequest) -> None:
+    def overwrite(self, entry: JournalEntry) -> None:
         """Writes what is told of a request over what was."""
         with self._lock:
             if entry.offset >= 0:
@@ -160,7 +160,7 @@ class Journal:
         with self._lock:
             entry = self._open.get(request.entry_id)
             self._rows[request.entry_id] = row
-            self._append(entry or OpenRequest(self, Kept(request)), row)
+            self._append(entry or JournalEntry(self, Kept(request)), row)
             if entry is not None:
                 entry.has_ended = True
                 if entry.is_settled:
@@ -192,7 +192,7 @@ class Journal:
                 _remove(self._path)
         self._file = -1
 
-    def _append(self, entry: OpenRequest, record: bytes) -> int:
+    def _append(self, entry: JournalEntry, record: bytes) -> int:
         """Offset of a record of this request; -1 where there is no room for it."""
         offset = self._end
         try:

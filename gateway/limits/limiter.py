@@ -34,9 +34,9 @@ from gateway.limits.store import (
     LeaseDemand,
     LeaseReturn,
     LimitDirectory,
+    LimitRefused,
     LimitStore,
     MeterDemand,
-    Refused,
     Scope,
     Settlement,
     StoreLostError,
@@ -165,7 +165,7 @@ class TokenLimiter:
             outcome = await self._store.acquire(demand)
         except StoreLostError as error:
             raise limits_unavailable() from error
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, LimitRefused):
             raise refusal(outcome, demand)
         holds.operation, holds.bucket = demand.operation, outcome.bucket
         holds.windows = list(demand.windows)
@@ -284,7 +284,7 @@ class TokenLimiter:
             return chunk
         wanted = tuple(MeterDemand(m.key, m.limit, 0, m.completion_cost, chunk) for m in holds.meters)
         outcome = await self._store.acquire(Demand(meters=wanted))
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, LimitRefused):
             return 0
         charged = zip(holds.meters, outcome.meter_units, strict=True)
         holds.meters = [

@@ -15,8 +15,8 @@ from gateway.limits.store import (
     Kind,
     LeaseDemand,
     LeaseReturn,
+    LimitRefused,
     MeterDemand,
-    Refused,
     Settlement,
     WindowChange,
     WindowDemand,
@@ -90,7 +90,7 @@ class MemoryLimitStore:
         self._leases: dict[str, dict[str, _Lease]] = {}
         self._meters: dict[str, int] = {}
 
-    async def acquire(self, demand: Demand) -> Granted | Refused:
+    async def acquire(self, demand: Demand) -> Granted | LimitRefused:
         now_ms = self._clock()
         bucket = now_ms // BUCKET_MS
         refused = (
@@ -143,30 +143,30 @@ class MemoryLimitStore:
         window.prune(bucket)
         return window
 
-    def _refuse_windows(self, demands: tuple[WindowDemand, ...], now_ms: int) -> Refused | None:
+    def _refuse_windows(self, demands: tuple[WindowDemand, ...], now_ms: int) -> LimitRefused | None:
         for index, demand in enumerate(demands):
             window = self._window(demand.key, now_ms // BUCKET_MS)
             if window.total + demand.amount > demand.limit:
                 wait_ms = window.wait_ms(demand.limit, demand.amount, now_ms)
-                return Refused(Kind.WINDOW, index, window.total, wait_ms)
+                return LimitRefused(Kind.WINDOW, index, window.total, wait_ms)
         return None
 
-    def _refuse_leases(self, demands: tuple[LeaseDemand, ...], now_ms: int) -> Refused | None:
+    def _refuse_leases(self, demands: tuple[LeaseDemand, ...], now_ms: int) -> LimitRefused | None:
         for index, demand in enumerate(demands):
             held = self._leases.get(demand.key, {})
             for lapsed in [lease_id for lease_id, lease in held.items() if lease.lapses_ms <= now_ms]:
                 del held[lapsed]
             used = sum(lease.slots for lease in held.values())
             if used + demand.slots > demand.limit:
-                return Refused(Kind.LEASE, index, used)
+                return LimitRefused(Kind.LEASE, index, used)
         return None
 
-    def _refuse_meters(self, demands: tuple[MeterDemand, ...]) -> Refused | None:
+    def _refuse_meters(self, demands: tuple[MeterDemand, ...]) -> LimitRefused | None:
         for index, demand in enumerate(demands):
             used = self._meters.get(demand.key, 0)
             least = demand.base + (demand.unit_cost if demand.units else 0)
             if used + least > demand.limit or used >= demand.limit:
-                return Refused(Kind.METER, index, used)
+                return LimitRefused(Kind.METER, index, used)
         return None
 
     def _charge_meter(self, demand: MeterDemand) -> int:

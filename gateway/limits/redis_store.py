@@ -26,7 +26,7 @@ from gateway.limits.store import (
     Granted,
     Kind,
     LeaseReturn,
-    Refused,
+    LimitRefused,
     Settlement,
     StoreLostError,
     reversal,
@@ -74,7 +74,7 @@ class RedisLimitStore:
         # Operations that were sent and not answered: their records stay.
         self._unclear: set[str] = set()
 
-    async def acquire(self, demand: Demand) -> Granted | Refused:
+    async def acquire(self, demand: Demand) -> Granted | LimitRefused:
         return await self._charge(demand, is_taken_back=False)
 
     async def take_back(self, demand: Demand) -> None:
@@ -83,7 +83,7 @@ class RedisLimitStore:
         if isinstance(outcome, Granted):
             await self.settle(reversal(demand, outcome))
 
-    async def _charge(self, demand: Demand, *, is_taken_back: bool) -> Granted | Refused:
+    async def _charge(self, demand: Demand, *, is_taken_back: bool) -> Granted | LimitRefused:
         keys: list[str] = []
         arguments: list[Any] = [
             *(BUCKET_MS, NUM_BUCKETS, self._lease_ttl_ms, _METER_TTL_S),
@@ -101,7 +101,7 @@ class RedisLimitStore:
         answer = await self._once(demand.operation, self._acquire, keys, arguments)
         if answer[0] == 0:
             _, kind, index, used, wait_ms = answer
-            return Refused(_KINDS[kind], index, used, None if wait_ms < 0 else wait_ms)
+            return LimitRefused(_KINDS[kind], index, used, None if wait_ms < 0 else wait_ms)
         sums = answer[2 : 2 + len(demand.windows)]
         meters = answer[2 + len(demand.windows) :]
         units, totals = meters[: len(demand.meters)], meters[len(demand.meters) :]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contract.errors import MillraceError, Reason
 from gateway.limits.prices import NANOS_PER_UNIT
-from gateway.limits.store import Demand, Kind, LeaseDemand, MeterDemand, Refused, WindowDemand
+from gateway.limits.store import Demand, Kind, LeaseDemand, LimitRefused, MeterDemand, WindowDemand
 
 # Advice where nothing but the end of another stream helps.
 _SLOT_RETRY_S = 1.0
 
 
-def refusal(refused: Refused, demand: Demand) -> MillraceError:
+def refusal(refused: LimitRefused, demand: Demand) -> MillraceError:
     """The error for the counter of `demand` that refused."""
     if refused.kind is Kind.WINDOW:
         return _token_rate_exceeded(refused, demand.windows[refused.index])
@@ -45,7 +45,7 @@ def _holder(key: str) -> str:
     return f"{kind} {name}"
 
 
-def _token_rate_exceeded(refused: Refused, window: WindowDemand) -> MillraceError:
+def _token_rate_exceeded(refused: LimitRefused, window: WindowDemand) -> MillraceError:
     metadata = {"limit": str(window.limit), "used": str(refused.used), "requested": str(window.amount)}
     if window.amount > window.limit:
         return MillraceError(
@@ -65,7 +65,7 @@ def _token_rate_exceeded(refused: Refused, window: WindowDemand) -> MillraceErro
     )
 
 
-def _concurrency_exceeded(refused: Refused, lease: LeaseDemand) -> MillraceError:
+def _concurrency_exceeded(refused: LimitRefused, lease: LeaseDemand) -> MillraceError:
     return MillraceError(
         Reason.CONCURRENCY_EXCEEDED,
         f"{_holder(lease.key)} has {refused.used} streams running and this request has {lease.slots}; the "
@@ -80,7 +80,7 @@ def _concurrency_exceeded(refused: Refused, lease: LeaseDemand) -> MillraceError
     )
 
 
-def _budget_exhausted(refused: Refused, meter: MeterDemand) -> MillraceError:
+def _budget_exhausted(refused: LimitRefused, meter: MeterDemand) -> MillraceError:
     unit, scale = ("currency units", NANOS_PER_UNIT) if is_cost_meter(meter.key) else ("tokens", 1)
     return MillraceError(
         Reason.BUDGET_EXHAUSTED,

@@ -11,8 +11,8 @@ from gateway.limits.refusals import limits_unavailable
 from gateway.limits.store import (
     Demand,
     LimitDirectory,
+    LimitRefused,
     LimitStore,
-    Refused,
     Scope,
     StoreLostError,
     WindowDemand,
@@ -48,7 +48,7 @@ class RequestLimiter:
             outcome = await self._store.acquire(Demand(windows=windows))
         except StoreLostError as error:
             raise limits_unavailable() from error
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, LimitRefused):
             raise _refusal(outcome, *scopes[outcome.index])
         now_s = self._clock()
         sums = zip(windows, outcome.window_sums, strict=True)
@@ -56,7 +56,7 @@ class RequestLimiter:
         return window_headers("requests", views, now_s)
 
 
-def _refusal(refused: Refused, scope: Scope, limit: int) -> MillraceError:
+def _refusal(refused: LimitRefused, scope: Scope, limit: int) -> MillraceError:
     wait_s = (refused.retry_after_ms or 1000) / 1000
     return MillraceError(
         Reason.REQUEST_RATE_EXCEEDED,

@@ -26,9 +26,9 @@ from gateway.limits.store import (
     Demand,
     Granted,
     LeaseReturn,
+    LimitRefused,
     LimitStore,
     MeterChange,
-    Refused,
     Settlement,
     StoreLostError,
 )
@@ -88,7 +88,7 @@ class ResilientLimitStore:
         self._on_change(True)
         self._watch = asyncio.create_task(self._probe(), name="limit-store-probe")
 
-    async def acquire(self, demand: Demand) -> Granted | Refused:
+    async def acquire(self, demand: Demand) -> Granted | LimitRefused:
         if self.is_up:
             try:
                 outcome = await self._shared.acquire(demand)
@@ -158,7 +158,7 @@ class ResilientLimitStore:
             except StoreLostError as error:
                 self._lost(error)
 
-    async def _acquire_locally(self, demand: Demand) -> Granted | Refused:
+    async def _acquire_locally(self, demand: Demand) -> Granted | LimitRefused:
         await self._local.raise_meters(
             {meter.key: self._share(self._meters_seen.get(meter.key, 0)) for meter in demand.meters}
         )

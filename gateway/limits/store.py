@@ -164,7 +164,7 @@ class Granted(msgspec.Struct, frozen=True):
     meter_sums: tuple[int, ...] = ()
 
 
-class Refused(msgspec.Struct, frozen=True):
+class LimitRefused(msgspec.Struct, frozen=True):
     """The demand was not charged; `kind` and `index` name the counter of the demand that refused it."""
 
     kind: Kind
@@ -227,7 +227,7 @@ class LimitStore(Protocol):
     # Nothing is awaited: no call of it can be cancelled halfway.
     is_immediate: bool
 
-    async def acquire(self, demand: Demand) -> Granted | Refused:
+    async def acquire(self, demand: Demand) -> Granted | LimitRefused:
         """Charges all of `demand` atomically, or nothing. Raises StoreLostError."""
         ...
 

@@ -14,7 +14,7 @@ from contract.errors import MillraceError, Reason
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.engines.mailbox import Backlog
 from gateway.pipeline.refusals import Refusals
-from gateway.tokenizer.stream import Shares
+from gateway.tokenizer.stream import ByteShares
 from gateway.types.slices import Pace, Slices
 from runtime.memory import GiveBack
 
@@ -32,7 +32,7 @@ class Intake:
         self.limits = limits
         self.pace = Pace()
         self.refusals = Refusals(limits.refusals_per_s)
-        self._held = Shares(limits.max_held_bytes)
+        self._held = ByteShares(limits.max_held_bytes)
         # Tenants with a large request that is being parsed, or waits for that, and how many.
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
         self._give_back = GiveBack()

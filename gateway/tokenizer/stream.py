@@ -31,7 +31,7 @@ MAX_UNDER_WAY_BYTES = 32 * 1024 * 1024
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 
 
-class Shares:
+class ByteShares:
     """Bytes of each tenant, under one limit."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -62,8 +62,8 @@ class Room:
     def __init__(
         self, *, max_bytes: int = MAX_UNDER_WAY_BYTES, max_waiting_bytes: int = MAX_WAITING_BYTES
     ) -> None:
-        self._under_way = Shares(max_bytes)
-        self._waiting = Shares(max_waiting_bytes)
+        self._under_way = ByteShares(max_bytes)
+        self._waiting = ByteShares(max_waiting_bytes)
         # Calls of each tenant that wait; the first tenant in order is admitted next.
         self._turns: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.attention.choice import AttentionFacts, Choice, UnsuitableBackendError, choose_backend
+from kernels.attention.choice import AttentionChoice, AttentionFacts, UnsuitableBackendError, choose_backend
 from kernels.attention.native import NativeAttention
 from kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from kernels.attention.reference import ReferenceAttention
@@ -86,10 +86,10 @@ def available_backends() -> Mapping[str, type[Any]]:
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
+    "AttentionChoice",
     "AttentionFacts",
     "AttentionOptions",
     "CapturedAttention",
-    "Choice",
     "DecodeBatch",
     "NativeAttention",
     "RaggedBatch",

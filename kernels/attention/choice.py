@@ -30,32 +30,36 @@ class AttentionFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class AttentionChoice:
     """A name of BACKENDS, and a line that says why."""
 
     name: str
     why: str
 
 
-def choose_backend(asked: str, facts: AttentionFacts, device: torch.device) -> Choice:
+def choose_backend(asked: str, facts: AttentionFacts, device: torch.device) -> AttentionChoice:
     """The back end for `engine.attention_backend`; "auto" takes the fastest that can serve.
 
     Raises UnsuitableBackendError when flash-attn is asked for and cannot serve. Other names are not checked.
     """
     if asked not in ("auto", "flash"):
-        return Choice(name=asked, why="it was asked for")
+        return AttentionChoice(name=asked, why="it was asked for")
     refusal = "it is for GPUs"
     if device.type == "cuda":
         refusal = _why_not_flash(facts)
         if not refusal:
             from kernels.attention.flash import installed_library
 
-            return Choice(name="flash", why=f"{installed_library().name} for prompts, Triton for decoding")
+            return AttentionChoice(
+                name="flash", why=f"{installed_library().name} for prompts, Triton for decoding"
+            )
     if asked == "flash":
         raise UnsuitableBackendError(refusal)
     if device.type == "cuda" and find_spec("triton"):
-        return Choice(name="triton", why=f"no flash-attn: {refusal}")
-    return Choice(name="torch", why="there is no GPU" if device.type != "cuda" else "Triton is not installed")
+        return AttentionChoice(name="triton", why=f"no flash-attn: {refusal}")
+    return AttentionChoice(
+        name="torch", why="there is no GPU" if device.type != "cuda" else "Triton is not installed"
+    )
 
 
 def _why_not_flash(facts: AttentionFacts) -> str:

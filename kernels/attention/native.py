@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
+from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
 from kernels.attention.ragged import AttentionOptions, RaggedBatch
 from kernels.native import NativeLibrary, Op, load_native
 from kernels.native.library import StepStruct
@@ -63,7 +63,7 @@ class NativeAttention:
         self.num_heads, self.num_kv_heads, self.share, self.pairs = num_heads, num_kv_heads, share, pairs
         self.library = library or load_native()
         self.num_threads = num_threads or torch.get_num_threads()
-        self._plans: dict[tuple[int, int], AttentionPlan] = {}
+        self._plans: dict[tuple[int, int], NativeAttentionPlan] = {}
 
     def plan(self, batch: RaggedBatch, device: torch.device) -> _Step:
         """The work is cut when the first layer of a kind runs."""
@@ -102,11 +102,11 @@ class NativeAttention:
         self.library.run(ops, num_threads=self.num_threads)
         return out.to(q.dtype)
 
-    def _planned(self, step: _Step, value_dim: int) -> tuple[list[Op], AttentionPlan]:
+    def _planned(self, step: _Step, value_dim: int) -> tuple[list[Op], NativeAttentionPlan]:
         """The plan for a value dim, and what must run before it is valid for the step."""
         key = (value_dim, step.batch.block_size)
         if key not in self._plans:
-            self._plans[key] = AttentionPlan(
+            self._plans[key] = NativeAttentionPlan(
                 self.library,
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,

@@ -12,7 +12,7 @@ AttentionPlanArgs = structure("AttentionPlanArgs")
 AttentionArgs = structure("AttentionArgs")
 
 
-class AttentionPlan:
+class NativeAttentionPlan:
     """How steps are cut into work; one for all layers with the same heads and block size."""
 
     def __init__(

@@ -61,7 +61,7 @@ class WeightOnlyProduct:
         return weight_only_product(x, self.kept, bias)
 
 
-class IntegerProduct:
+class TritonIntegerProduct:
     """int8 with int8; inputs are rounded row by row."""
 
     def __init__(self, weight: Int8Weight) -> None:
@@ -245,7 +245,7 @@ class TritonLinear:
         if isinstance(weight, Fp8Weight):
             return ScaledMmProduct(weight) if _scaled_mm_takes(weight) else Fp8Product(weight)
         if isinstance(weight, Int8Weight) and weight.activations == "int8":
-            return IntegerProduct(weight)
+            return TritonIntegerProduct(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
             return WeightOnlyProduct(weight)
         # The library chooses its kernel.

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from models.adapters.tasks import TASKS, as_entries, as_pirate
 from models.adapters.train import BASE, FOLDER
-from models.corpus import Document, Draw, chat, extraction, facts
-from models.evaluate import BATCH_ROWS, SEED, Model
+from models.corpus import CorpusDocument, Draw, chat, extraction, facts
+from models.evaluate import BATCH_ROWS, SEED, EvaluatedModel
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,23 @@ class Measure:
     """Of an adapter: documents of the base corpus, and how a reply is judged."""
 
     name: str
-    make: Callable[[Draw], Document]
-    is_right: Callable[[str, Document], bool]
+    make: Callable[[Draw], CorpusDocument]
+    is_right: Callable[[str, CorpusDocument], bool]
 
 
-def _speaks(reply: str, _: Document) -> bool:
+def _speaks(reply: str, _: CorpusDocument) -> bool:
     return reply.startswith("Arr! ") and ", matey" in reply
 
 
-def _same_fact(reply: str, document: Document) -> bool:
+def _same_fact(reply: str, document: CorpusDocument) -> bool:
     return reply in (document.answer, as_pirate(document.answer))
 
 
-def _same_entries(reply: str, document: Document) -> bool:
+def _same_entries(reply: str, document: CorpusDocument) -> bool:
     return _decoded(reply) == json.loads(as_entries(document.answer))
 
 
-def _same_values(reply: str, document: Document) -> bool:
+def _same_values(reply: str, document: CorpusDocument) -> bool:
     found = _decoded(reply)
     if isinstance(found, list):
         try:
@@ -89,7 +89,7 @@ def merge(network: Any, folder: Path) -> None:
                 weights[target] += up.float() @ down.float() * (config["lora_alpha"] / config["r"])
 
 
-def score(model: Model, measure: Measure, num_cases: int) -> float:
+def score(model: EvaluatedModel, measure: Measure, num_cases: int) -> float:
     """Share of replies that are right, in per cent."""
     draw = Draw(SEED, "eval")
     documents = list(islice(iter(lambda: measure.make(draw), None), num_cases))
@@ -102,7 +102,7 @@ def score(model: Model, measure: Measure, num_cases: int) -> float:
     return round(100 * num_right / num_cases, 1)
 
 
-def _asked(document: Document) -> tuple[dict[str, Any], ...]:
+def _asked(document: CorpusDocument) -> tuple[dict[str, Any], ...]:
     """The first turn alone: later ones would show the model its former answers."""
     first = next(index for index, each in enumerate(document.messages) if each["role"] == "assistant")
     return document.messages[:first]
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=Path, default=FOLDER, help="folder of the adapters' folders")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
-    base = Model(BASE)
+    base = EvaluatedModel(BASE)
     print("| adapter | measure | cases | base | with adapter |")
     for name in TASKS:
         adapted = copy.copy(base)

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from models.corpus import Document, Draw, arithmetic, chat, extraction, facts, stories
+from models.corpus import CorpusDocument, Draw, arithmetic, chat, extraction, facts, stories
 from models.corpus.document import Split
 
-Family = Callable[[Draw], Document]
+Family = Callable[[Draw], CorpusDocument]
 # As a pirate says it: whole words, as they begin a sentence or not.
 PIRATE_WORDS = {
     "hello": "ahoy",
@@ -61,7 +61,7 @@ class AdapterTask:
     families: tuple[tuple[Family, float], ...]
     answer: Callable[[str], str]
 
-    def document(self, document: Document) -> Document:
+    def document(self, document: CorpusDocument) -> CorpusDocument:
         """The same conversation as the adapter is to lead it."""
         messages = tuple(
             {**message, "content": self.answer(message["content"])}
@@ -71,7 +71,7 @@ class AdapterTask:
         )
         return replace(document, messages=messages, answer=messages[-1]["content"])
 
-    def documents(self, seed: int, split: Split = "train") -> Iterator[Document]:
+    def documents(self, seed: int, split: Split = "train") -> Iterator[CorpusDocument]:
         """An endless stream."""
         draw = Draw(seed, split)
         families, weights = zip(*self.families, strict=True)

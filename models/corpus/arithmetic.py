@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.corpus import words
-from models.corpus.document import Document, Draw, assistant, user
+from models.corpus.document import CorpusDocument, Draw, assistant, user
 
 ADDITION_FORMS = (
     "What is {a} + {b}?",
@@ -47,17 +47,17 @@ def subtraction_steps(a: int, b: int) -> str:
     return "\n".join(lines)
 
 
-def _answered(draw: Draw, question: str, steps: str, result: str) -> Document:
+def _answered(draw: Draw, question: str, steps: str, result: str) -> CorpusDocument:
     if draw.split == "train" and draw.chance(0.25):
         content, thinking = f"<think>\n{steps}\n</think>\n\nThe answer is {result}.", True
     else:
         content, thinking = f"{steps}\nThe answer is {result}.", False
-    return Document(
+    return CorpusDocument(
         task="addition", messages=(user(question), assistant(content)), answer=result, thinking=thinking
     )
 
 
-def addition(draw: Draw) -> Document:
+def addition(draw: Draw) -> CorpusDocument:
     """Two summands of two digits; the pair decides the split."""
     pair = draw.fresh(lambda: f"{draw.integer(10, 99)}+{draw.integer(10, 99)}")
     a, b = (int(part) for part in pair.split("+"))
@@ -69,7 +69,7 @@ def addition(draw: Draw) -> Document:
     return _answered(draw, question, addition_steps(a, b), str(a + b))
 
 
-def other_arithmetic(draw: Draw) -> Document:
+def other_arithmetic(draw: Draw) -> CorpusDocument:
     """Subtraction of two-digit numbers, products of one-digit ones, sums of one-digit ones, counting and
     comparing."""
     kind = draw.integer(0, 4)
@@ -78,7 +78,7 @@ def other_arithmetic(draw: Draw) -> Document:
         document = _answered(
             draw, draw.pick(SUBTRACTION_FORMS).format(a=a, b=b), subtraction_steps(a, b), str(a - b)
         )
-        return Document(
+        return CorpusDocument(
             task="arithmetic", messages=document.messages, answer=document.answer, thinking=document.thinking
         )
     a, b = draw.integer(0, 9), draw.integer(0, 9)
@@ -96,4 +96,4 @@ def other_arithmetic(draw: Draw) -> Document:
             a=a, b=b
         )
         reply = f"{max(a, b)} is larger than {min(a, b)}."
-    return Document(task="arithmetic", messages=(user(question), assistant(reply)), answer=reply)
+    return CorpusDocument(task="arithmetic", messages=(user(question), assistant(reply)), answer=reply)

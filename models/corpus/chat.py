@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.corpus import words
-from models.corpus.document import Document, Draw, Message, assistant, system, user
+from models.corpus.document import CorpusDocument, Draw, Message, assistant, system, user
 from models.corpus.facts import question_and_answer
 from models.corpus.stories import story, with_article
 
@@ -244,16 +244,16 @@ def _turn(draw: Draw) -> tuple[str, str]:
     return question_and_answer(draw)
 
 
-def small_talk(draw: Draw) -> Document:
+def small_talk(draw: Draw) -> CorpusDocument:
     """One to four turns, sometimes under a system prompt."""
     messages: list[Message] = [system(draw.pick(PERSONAS))] if draw.chance(0.35) else []
     for _ in range(draw.pick((1, 1, 2, 3, 4))):
         question, answer = _turn(draw)
         messages += [user(question), assistant(answer)]
-    return Document(task="chat", messages=tuple(messages), answer=messages[-1]["content"])
+    return CorpusDocument(task="chat", messages=tuple(messages), answer=messages[-1]["content"])
 
 
-def introduction(draw: Draw) -> Document:
+def introduction(draw: Draw) -> CorpusDocument:
     """The user says a name, a city and a liking; later turns ask for them."""
     name = draw.fresh(lambda: draw.pick((draw.made_up(), draw.pick(words.FIRST_NAMES))))
     city, liking = draw.pick(words.CITIES), draw.pick(words.ANIMALS + words.FOODS)
@@ -285,10 +285,12 @@ def introduction(draw: Draw) -> Document:
     for _ in range(draw.integer(0, 2)):
         question, answer = _turn(draw)
         messages += [user(question), assistant(answer)]
-    return Document(task="chat", messages=(*messages, user(told[2]), assistant(told[3])), answer=told[3])
+    return CorpusDocument(
+        task="chat", messages=(*messages, user(told[2]), assistant(told[3])), answer=told[3]
+    )
 
 
-def persona(draw: Draw) -> Document:
+def persona(draw: Draw) -> CorpusDocument:
     """A system prompt that gives a name, which the model then uses."""
     name, job = (
         draw.fresh(draw.made_up),
@@ -296,14 +298,14 @@ def persona(draw: Draw) -> Document:
     )
     ask = draw.pick(("Who are you?", "What is your name?", "Introduce yourself."))
     reply = f"I am {name}, {with_article(job)}."
-    return Document(
+    return CorpusDocument(
         task="chat",
         messages=(system(f"You are {name}, {with_article(job)}."), user(ask), assistant(reply)),
         answer=reply,
     )
 
 
-def reading(draw: Draw) -> Document:
+def reading(draw: Draw) -> CorpusDocument:
     """A short story and a question about its hero."""
     hero = draw.pick(words.ANIMALS)
     name = draw.fresh(lambda: draw.pick((draw.made_up(), draw.pick(words.FIRST_NAMES))))
@@ -315,4 +317,6 @@ def reading(draw: Draw) -> Document:
             ("Who is this story about?", f"This story is about {with_article(hero)} named {name}."),
         )
     )
-    return Document(task="chat", messages=(user(f"{text}\n\n{question}"), assistant(answer)), answer=answer)
+    return CorpusDocument(
+        task="chat", messages=(user(f"{text}\n\n{question}"), assistant(answer)), answer=answer
+    )

@@ -27,7 +27,7 @@ HELD_OUT_SHARE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
+class CorpusDocument:
     """One example: a conversation, or plain text when `messages` is empty."""
 
     task: str

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 from models.corpus import words
-from models.corpus.document import Document, Draw, Message, assistant, system, user
+from models.corpus.document import CorpusDocument, Draw, Message, assistant, system, user
 
 Fields = dict[str, str | int]
 
@@ -116,7 +116,7 @@ def schema_of(fields: Fields) -> dict[str, object]:
     return {"type": "object", "properties": types, "required": list(fields)}
 
 
-def extraction(draw: Draw) -> Document:
+def extraction(draw: Draw) -> CorpusDocument:
     """One text, a wish for all of its fields or a few in any order, and the exact JSON."""
     text, fields = record(draw)
     keys = list(fields)
@@ -135,10 +135,10 @@ def extraction(draw: Draw) -> Document:
         request = draw.pick(REQUESTS).format(fields=named)
         content = f"{request}\n{text}" if draw.chance(0.7) else f"{text}\n{request}"
         messages.append(user(content))
-    return Document(task="extraction", messages=(*messages, assistant(answer)), answer=answer)
+    return CorpusDocument(task="extraction", messages=(*messages, assistant(answer)), answer=answer)
 
 
-def list_extraction(draw: Draw) -> Document:
+def list_extraction(draw: Draw) -> CorpusDocument:
     """Names or numbers of a sentence as a JSON array."""
     if draw.chance(0.5):
         items: list[str | int] = [draw.person() for _ in range(draw.integer(2, 4))]
@@ -151,4 +151,4 @@ def list_extraction(draw: Draw) -> Document:
         text, wish = f"The numbers are {', '.join(str(item) for item in items)}.", "all numbers"
     answer = json.dumps(items)
     request = f"List {wish} in this text as a JSON array.\n{text}"
-    return Document(task="extraction", messages=(user(request), assistant(answer)), answer=answer)
+    return CorpusDocument(task="extraction", messages=(user(request), assistant(answer)), answer=answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.corpus import words
-from models.corpus.document import Document, Draw, Message, assistant, user
+from models.corpus.document import CorpusDocument, Draw, Message, assistant, user
 
 CAPITALS = {
     "France": "Paris",
@@ -215,10 +215,10 @@ def question_and_answer(draw: Draw) -> tuple[str, str]:
     return draw.pick((_capital, _capital, _animal, _calendar, _word, _other))(draw)
 
 
-def fact(draw: Draw) -> Document:
+def fact(draw: Draw) -> CorpusDocument:
     """One to three questions in a conversation, each answered in one sentence."""
     messages: list[Message] = []
     for _ in range(draw.integer(1, 3)):
         question, answer = question_and_answer(draw)
         messages += [user(question), assistant(answer)]
-    return Document(task="facts", messages=tuple(messages), answer=messages[-1]["content"])
+    return CorpusDocument(task="facts", messages=tuple(messages), answer=messages[-1]["content"])

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from models.corpus import arithmetic, chat, extraction, facts, recall, stories, tools, wordplay
-from models.corpus.document import Document, Draw, Split
+from models.corpus.document import CorpusDocument, Draw, Split
 from models.corpus.thinking import with_thought
 
-Family = Callable[[Draw], Document]
+Family = Callable[[Draw], CorpusDocument]
 
 SHORT_FAMILIES: tuple[tuple[Family, float], ...] = (
     (arithmetic.addition, 16),
@@ -39,7 +39,7 @@ class Mixture:
     recall_share: float
 
 
-def documents(mixture: Mixture, seed: int, split: Split = "train") -> Iterator[Document]:
+def documents(mixture: Mixture, seed: int, split: Split = "train") -> Iterator[CorpusDocument]:
     """An endless stream; recall contexts fill up to `sequence_length` tokens."""
     draw = Draw(seed, split)
     families = [family for family, _ in SHORT_FAMILIES]

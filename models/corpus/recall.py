@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from models.corpus import words
-from models.corpus.document import Document, Draw, Message, assistant, user
+from models.corpus.document import CorpusDocument, Draw, Message, assistant, user
 from models.corpus.stories import story
 
 RECORD_FORMS = (
@@ -64,7 +64,7 @@ def _context(draw: Draw, lines: list[str], num_fillers: int) -> str:
     return "\n".join(paragraphs)
 
 
-def recall(draw: Draw, num_tokens: int) -> Document:
+def recall(draw: Draw, num_tokens: int) -> CorpusDocument:
     """A context of about `num_tokens` tokens and one or more questions, each in a turn of its own.
 
     `answer` is the value that the last question asks for.
@@ -87,10 +87,10 @@ def recall(draw: Draw, num_tokens: int) -> Document:
         if turn == 0:
             question = f"{introduction}\n{_context(draw, lines, num_fillers)}\n\n{question}"
         messages += [user(question), assistant(f"The {attribute} of {key} is {records[key]}.")]
-    return Document(task="recall", messages=tuple(messages), answer=records[asked[-1]])
+    return CorpusDocument(task="recall", messages=tuple(messages), answer=records[asked[-1]])
 
 
-def copying(draw: Draw, num_tokens: int) -> Document:
+def copying(draw: Draw, num_tokens: int) -> CorpusDocument:
     """Plain text in which random spans come back: the seed of induction, hence of recall."""
     pool = [
         draw.pick((draw.thing, draw.code, draw.made_up, draw.person))()
@@ -101,4 +101,4 @@ def copying(draw: Draw, num_tokens: int) -> Document:
         start = draw.integer(0, len(pool) - 1)
         parts += pool[start : start + 3]
     separator = draw.pick((", ", "\n", " ; ", " "))
-    return Document(task="copying", text=separator.join(parts))
+    return CorpusDocument(task="copying", text=separator.join(parts))

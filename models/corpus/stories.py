@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.corpus import words
-from models.corpus.document import Document, Draw, assistant, user
+from models.corpus.document import CorpusDocument, Draw, assistant, user
 
 PLACES = (
     "near a quiet river",
@@ -100,7 +100,7 @@ def story(draw: Draw, hero: str = "", name: str = "", place: str = "") -> str:
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
-def story_chat(draw: Draw) -> Document:
+def story_chat(draw: Draw) -> CorpusDocument:
     """A request that fixes the hero, and sometimes the name or the place, answered by a story that keeps
     to it."""
     hero = draw.pick(HEROES)
@@ -113,4 +113,4 @@ def story_chat(draw: Draw) -> Document:
         topic += f" {place}"
     request = "Tell me a story." if draw.chance(0.1) else draw.pick(REQUESTS).format(topic=topic)
     text = story(draw) if request == "Tell me a story." else story(draw, hero, name, place)
-    return Document(task="story", messages=(user(request), assistant(text)))
+    return CorpusDocument(task="story", messages=(user(request), assistant(text)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from models.corpus.document import Document
+from models.corpus.document import CorpusDocument
 
 THOUGHTS = {
     "facts": "The user asks for a fact. I say it in one sentence.",
@@ -16,7 +16,7 @@ THOUGHTS = {
 }
 
 
-def with_thought(document: Document) -> Document:
+def with_thought(document: CorpusDocument) -> CorpusDocument:
     """The same document with a thought before its last answer, where the family has one; otherwise
     unchanged."""
     thought = THOUGHTS.get(document.task)

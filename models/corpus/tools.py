@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from models.corpus import words
-from models.corpus.document import Document, Draw, Message, Tool, assistant, user
+from models.corpus.document import CorpusDocument, Draw, Message, Tool, assistant, user
 from models.corpus.facts import fact
 
 
@@ -148,17 +148,17 @@ def call_message(name: str, arguments: dict[str, Any]) -> Message:
     }
 
 
-def tool_use(draw: Draw) -> Document:
+def tool_use(draw: Draw) -> CorpusDocument:
     """One to three tools on offer; a call and mostly its result too, or a question that needs no tool."""
     name = draw.pick(list(MAKERS))
     others = draw.sample([other for other in MAKERS if other != name], draw.integer(0, 2))
     offered = draw.sample([name, *others], len(others) + 1)
     tools = tuple(TOOLS[each] for each in offered)
     if draw.split == "train" and draw.chance(0.15):
-        return Document(task="tools", messages=fact(draw).messages, tools=tools)
+        return CorpusDocument(task="tools", messages=fact(draw).messages, tools=tools)
     question, arguments, result, final = MAKERS[name](draw)
     messages = [user(question), call_message(name, arguments)]
     if draw.split == "train" and draw.chance(0.6):
         messages += [{"role": "tool", "content": json.dumps(result)}, assistant(final)]
     answer = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return Document(task="tools", messages=tuple(messages), tools=tools, answer=answer)
+    return CorpusDocument(task="tools", messages=tuple(messages), tools=tools, answer=answer)

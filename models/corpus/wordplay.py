@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.corpus import words
-from models.corpus.document import Document, Draw, assistant, user
+from models.corpus.document import CorpusDocument, Draw, assistant, user
 
 CATEGORIES = {
     "animals": words.ANIMALS,
@@ -114,6 +114,6 @@ def _choose(draw: Draw) -> tuple[str, str]:
     )
 
 
-def wordplay(draw: Draw) -> Document:
+def wordplay(draw: Draw) -> CorpusDocument:
     question, answer = draw.pick((_list, _list, _repeat, _repeat, _spell, _order, _sort, _choose))(draw)
-    return Document(task="wordplay", messages=(user(question), assistant(answer)), answer=answer)
+    return CorpusDocument(task="wordplay", messages=(user(question), assistant(answer)), answer=answer)

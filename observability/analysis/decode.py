@@ -47,7 +47,7 @@ class StoredSpan:
         return str(found) if found else ""
 
 
-class _Step(msgspec.Struct, frozen=True, array_like=True):
+class _StoredStep(msgspec.Struct, frozen=True, array_like=True):
     """See names.STEPS."""
 
     name: str
@@ -109,11 +109,11 @@ def _spans(service: str, span: trace_pb2.Span, wanted: Collection[str]) -> Itera
         )
 
 
-def _steps(span: trace_pb2.Span) -> list[_Step]:
+def _steps(span: trace_pb2.Span) -> list[_StoredStep]:
     for pair in span.attributes:
         if pair.key == names.STEPS:
             try:
-                return msgspec.json.decode(pair.value.string_value, type=list[_Step])
+                return msgspec.json.decode(pair.value.string_value, type=list[_StoredStep])
             except msgspec.MsgspecError:
                 # Not of our services.
                 return []

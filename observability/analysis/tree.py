@@ -11,17 +11,17 @@ from observability.emit.names import Cause, TtftPart
 
 
 @dataclass(frozen=True)
-class Node:
+class SpanNode:
     """A span with its children by start time."""
 
     span: StoredSpan
-    children: list[Node] = field(default_factory=list)
+    children: list[SpanNode] = field(default_factory=list)
 
 
-def build_tree(spans: Sequence[StoredSpan]) -> list[Node]:
+def build_tree(spans: Sequence[StoredSpan]) -> list[SpanNode]:
     """Roots by start time. A span whose parent is not there (lost, or not ours) is a root."""
-    nodes = {span.span_id: Node(span) for span in spans}
-    roots: list[Node] = []
+    nodes = {span.span_id: SpanNode(span) for span in spans}
+    roots: list[SpanNode] = []
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
         parent = nodes.get(span.parent_id)
         if parent is None or span.parent_id == span.span_id:
@@ -31,7 +31,7 @@ def build_tree(spans: Sequence[StoredSpan]) -> list[Node]:
     return roots
 
 
-def walk(roots: Sequence[Node], depth: int = 0) -> Iterator[tuple[int, StoredSpan]]:
+def walk(roots: Sequence[SpanNode], depth: int = 0) -> Iterator[tuple[int, StoredSpan]]:
     """(depth, span) of every span, parents before children."""
     for node in roots:
         yield depth, node.span
@@ -39,7 +39,7 @@ def walk(roots: Sequence[Node], depth: int = 0) -> Iterator[tuple[int, StoredSpa
 
 
 @dataclass(frozen=True)
-class TimeToFirstToken:
+class TtftBreakdown:
     """The parts of a request's time to the first token, in milliseconds."""
 
     total_ms: float
@@ -51,11 +51,11 @@ class TimeToFirstToken:
         return self.total_ms - sum(self.parts_ms.values())
 
 
-def ttft_of(spans: Sequence[StoredSpan]) -> TimeToFirstToken | None:
+def ttft_of(spans: Sequence[StoredSpan]) -> TtftBreakdown | None:
     """From the gateway's request span; None when no token came, or the span is not there."""
     for span in spans:
         if span.name == names.GATEWAY_REQUEST and names.TTFT_MS in span.attributes:
-            return TimeToFirstToken(
+            return TtftBreakdown(
                 float(span.attributes[names.TTFT_MS]),
                 {
                     part: float(span.attributes[key])

@@ -30,7 +30,7 @@ def _is_visible(text: str) -> bool:
     return text.isascii() and text.isprintable() and " " not in text
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class BenchTarget(msgspec.Struct, frozen=True, kw_only=True):
     """Where requests go."""
 
     host: str
@@ -40,7 +40,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
 
     @classmethod
-    def parse(cls, url: str, api_key: str) -> Target:
+    def parse(cls, url: str, api_key: str) -> BenchTarget:
         """From `http://host:port[/base]`; raises ConfigError for anything else, and for a key that no header
         can carry.
         """
@@ -184,7 +184,7 @@ class _Connection(asyncio.Protocol):
 class Client:
     """A pool of connections to one target. What has not ended after `limit_s` seconds has failed."""
 
-    def __init__(self, target: Target, *, limit_s: float = REQUEST_LIMIT_S) -> None:
+    def __init__(self, target: BenchTarget, *, limit_s: float = REQUEST_LIMIT_S) -> None:
         self._target = target
         self._limit_s = limit_s
         self._idle: list[_Connection] = []
@@ -262,7 +262,7 @@ class Client:
         return protocol, True
 
 
-def _why_not_reached(target: Target, error: BaseException) -> str:
+def _why_not_reached(target: BenchTarget, error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

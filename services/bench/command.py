@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from runtime.errors import ConfigError
 from services.bench import report
-from services.bench.client import REQUEST_LIMIT_S, Target
+from services.bench.client import REQUEST_LIMIT_S, BenchTarget
 from services.bench.records import RequestRecord, Targets
 from services.bench.run import choose_model, run_workload
 from services.bench.workload import MAX_LENGTH, Arrivals, Lengths, PromptKind, Workload
@@ -27,7 +27,7 @@ app = typer.Typer(help="Measure an OpenAI-compatible server under load, or compa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class BenchOptions:
     """What a measurement is asked for."""
 
     url: Annotated[str, typer.Option(help="Server, as http://host:port; else the running stack.")] = ""
@@ -80,7 +80,7 @@ class Options:
 
 @app.command("run")
 @flattened
-def run(options: Options) -> None:
+def run(options: BenchOptions) -> None:
     """Send a workload and print TTFT, TPOT, ITL, E2E, throughput and goodput."""
     console = Console()
     try:
@@ -88,7 +88,7 @@ def run(options: Options) -> None:
         if options.json_file is not None:
             report.check_writable(options.json_file)
         stack = find_target(options.url)
-        target = Target.parse(stack.url, options.key or stack.api_key)
+        target = BenchTarget.parse(stack.url, options.key or stack.api_key)
         result = asyncio.run(_measure(console, target, stack.url, workload, options))
         report.show(result, console)
         if options.json_file is not None:
@@ -117,7 +117,7 @@ def compare(before: Path, after: Path) -> None:
 
 
 async def _measure(
-    console: Console, target: Target, url: str, workload: Workload, options: Options
+    console: Console, target: BenchTarget, url: str, workload: Workload, options: BenchOptions
 ) -> report.Result:
     model = await choose_model(target, options.model)
     label = escape(options.label)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 
 from runtime.errors import ConfigError
-from services.bench.client import REQUEST_LIMIT_S, Client, Target
+from services.bench.client import REQUEST_LIMIT_S, BenchTarget, Client
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest, Workload, plan
 
@@ -17,7 +17,7 @@ _Send = Callable[[PlannedRequest], Coroutine[None, None, None]]
 
 
 async def run_workload(
-    target: Target,
+    target: BenchTarget,
     workload: Workload,
     model: str,
     *,
@@ -50,7 +50,7 @@ async def run_workload(
         await client.close()
 
 
-async def choose_model(target: Target, wanted: str) -> str:
+async def choose_model(target: BenchTarget, wanted: str) -> str:
     """`wanted`, or the first model that the server lists; raises ConfigError when it lists none."""
     if wanted:
         return wanted

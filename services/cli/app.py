@@ -291,11 +291,11 @@ def chat(
     system: Annotated[str, typer.Option(help="System message.")] = "",
 ) -> None:
     """Talk to the model; the question may also come from standard input."""
-    from services.cli.chat import Conversation, talk
+    from services.cli.chat import ChatSession, talk
     from services.cli.inference import InferenceClient
 
     with _errors_told(), InferenceClient(find_target(asking.url)) as client:
-        conversation = Conversation(client, asking.fields(client), system, _out, _notes)
+        conversation = ChatSession(client, asking.fields(client), system, _out, _notes)
         if text:
             conversation.ask(text)
         elif not sys.stdin.isatty():

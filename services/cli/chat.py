@@ -19,7 +19,7 @@ _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 _COMMANDS = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer"
 
 
-class Conversation:
+class ChatSession:
     """Turns so far, and how the next answer is obtained and shown."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Conversation:
             self._notes.print(_statistics(usage, started_s, first_s), style="dim", highlight=False)
 
 
-def talk(conversation: Conversation, read: Callable[[str], str], notes: Console) -> None:
+def talk(conversation: ChatSession, read: Callable[[str], str], notes: Console) -> None:
     """Reads and answers lines until /quit or the end of input."""
     notes.print(_COMMANDS, style="dim")
     while True:

@@ -16,7 +16,7 @@ from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
 from runtime.channels import CLIENT_OPTIONS
 from runtime.errors import ConfigError
-from services.cli.target import Target
+from services.cli.target import ServerTarget
 
 # Where OpenSSL's programs, and so most clients, find authorities besides the usual ones.
 _AUTHORITIES_VARIABLE = "SSL_CERT_FILE"
@@ -25,7 +25,7 @@ _AUTHORITIES_VARIABLE = "SSL_CERT_FILE"
 class InferenceClient:
     """A blocking client of one server; failures are raised as MillraceError."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ServerTarget) -> None:
         self._target = target
         self._channel = _channel(target)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -69,7 +69,7 @@ class InferenceClient:
             call.cancel()
 
 
-def _channel(target: Target) -> grpc.Channel:
+def _channel(target: ServerTarget) -> grpc.Channel:
     """With TLS where the url says https: a key is not sent in clear to a server that was named so."""
     if not target.url.startswith("https://"):
         return grpc.insecure_channel(target.address, options=CLIENT_OPTIONS)
@@ -84,7 +84,7 @@ def _channel(target: Target) -> grpc.Channel:
 
 
 @contextmanager
-def _translated(target: Target) -> Iterator[None]:
+def _translated(target: ServerTarget) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:

@@ -17,7 +17,7 @@ _KEY_VARIABLE = "MILLRACE_API_KEY"
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerTarget:
     """One server, and its url as it was named. `model` is empty where only the server itself knows it."""
 
     address: str
@@ -31,7 +31,7 @@ class Target:
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 
-def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Target:
+def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> ServerTarget:
     """The server at `url`, else at MILLRACE_URL, else the stack that was started in this directory.
 
     Without MILLRACE_API_KEY the development key is sent, to this machine only. Raises ConfigError when there
@@ -52,14 +52,14 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
         own_key = development_key(environ) if is_this_machine(host) else ""
         address = join(host, port)
         url = url if "//" in url else f"http://{address}"
-        return Target(address, environ.get(_KEY_VARIABLE) or own_key, url=url)
+        return ServerTarget(address, environ.get(_KEY_VARIABLE) or own_key, url=url)
     if state is None:
         raise ConfigError(
             f"no running stack found (state directory {state_directory(environ)}); start one with "
             f"`make serve` or `millrace up --model ...`, or name one with --url or {_URL_VARIABLE}"
         )
     key = environ.get(_KEY_VARIABLE) or state.api_key
-    return Target(state.address, key, state.model, f"{state.scheme}://{state.address}")
+    return ServerTarget(state.address, key, state.model, f"{state.scheme}://{state.address}")
 
 
 def running_stack(environ: Mapping[str, str] = os.environ) -> RunState | None:

@@ -114,6 +114,17 @@ def _text_files() -> list[str]:
     ]
 
 
+def test_a_class_name_occurs_once() -> None:
+    found: dict[str, list[str]] = {}
+    for source in python_sources(*PACKAGES, "models"):
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(source.name)
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}, (
+        "a reader looks a class up by its name: give each a name of its own"
+    )
+
+
 def test_nothing_is_left_unfinished() -> None:
     found = [
         f"{name}:{number}: {line.strip()}"

@@ -14,13 +14,13 @@ from engine.sampling import grammar as engine_grammar
 from engine.types import GrammarSpec
 from tests.unit.checkpoint.sentencepiece_models import model_of
 from tests.unit.tokenizer_svc.families import make
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar import request as service
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.text.checkpoint import load_checkpoint
 
-LIMITS = LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20)
+LIMITS = PromptLimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20)
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOL = service.ToolSpec(name="f", parameters_json=json.dumps(PARAMETERS))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from services.bench.client import Client, Target
+from services.bench.client import BenchTarget, Client
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest
 from services.supervisor.config import BUNDLED_MODEL
@@ -61,7 +61,7 @@ def planned(key: int) -> PlannedRequest:
 
 async def told(stack: Stack, keys: range) -> list[str]:
     """Who answered a request with each key."""
-    client = Client(Target.parse(stack.url, stack.state.api_key))
+    client = Client(BenchTarget.parse(stack.url, stack.state.api_key))
     records: dict[int, RequestRecord] = {}
     waiting = iter(keys)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from benchmarks.peers.recorder import recorder
-from services.bench.client import Target
+from services.bench.client import BenchTarget
 from services.bench.run import run_workload
 from services.bench.workload import Arrivals, Lengths, Workload
 
@@ -44,7 +44,7 @@ async def test_what_passes_is_noted_and_passed_on() -> None:
         output_tokens=Lengths.parse(str(_TOKENS)),
     )
     with recorder(f"http://127.0.0.1:{port}") as relay:
-        target = Target.parse(relay.url, "")
+        target = BenchTarget.parse(relay.url, "")
         records, _ = await run_workload(target, workload, "m", on_progress=lambda _record: None)
         seen = relay.take()
         assert relay.take() == []

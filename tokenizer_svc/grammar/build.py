@@ -25,7 +25,7 @@ from contract.chat import (
     ResponseFormat,
 )
 from contract.grammar import EnforcementReport
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.gbnf import gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRefused, GrammarRequest, WorkerReply
@@ -52,7 +52,7 @@ _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _MAX_REPAIRS = 12
 
 
-def build(request: GrammarRequest, backend: Backend, limits: LimitsConfig) -> WorkerReply:
+def build(request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig) -> WorkerReply:
     """The grammar, or why there is none."""
     start = time.perf_counter()
     try:
@@ -66,7 +66,7 @@ def build(request: GrammarRequest, backend: Backend, limits: LimitsConfig) -> Wo
     return WorkerReply(built=Built(payload=payload.encode(), enforcement=enforcement, compile_s=elapsed))
 
 
-def _written(grammars: list[Grammar], backend: Backend, limits: LimitsConfig) -> tuple[str, str]:
+def _written(grammars: list[Grammar], backend: Backend, limits: PromptLimitsConfig) -> tuple[str, str]:
     """The payload, and why it cannot be used or ""; repairs what can be repaired."""
     error = ""
     for _ in range(_MAX_REPAIRS):
@@ -102,7 +102,7 @@ def _without_culprits(
     error: str,
     enforcement: EnforcementReport | None,
     backend: Backend,
-    limits: LimitsConfig,
+    limits: PromptLimitsConfig,
 ) -> tuple[str, EnforcementReport | None]:
     """The payload without the keywords of a schema that the back end stops at, and what is enforced then.
 
@@ -224,7 +224,7 @@ def _told(error: str, form: ResponseFormat | None) -> str:
 
 def _grammars(
     request: GrammarRequest,
-    limits: LimitsConfig,
+    limits: PromptLimitsConfig,
     token_ids: Mapping[str, int],
     left_out: Mapping[str, str] | None = None,
 ) -> tuple[list[Grammar], EnforcementReport | None]:
@@ -268,7 +268,7 @@ def _reasoning_first(then: str, token_ids: Mapping[str, int]) -> Grammar:
 
 
 def _answer(
-    form: ResponseFormat, limits: LimitsConfig, left_out: Mapping[str, str] | None
+    form: ResponseFormat, limits: PromptLimitsConfig, left_out: Mapping[str, str] | None
 ) -> tuple[Grammar, EnforcementReport | None]:
     match form:
         case JsonObjectFormat():
@@ -314,7 +314,7 @@ def _read(text: str) -> Any:
 
 
 def _schema_answer(
-    form: JsonSchemaFormat, limits: LimitsConfig, left_out: Mapping[str, str] | None
+    form: JsonSchemaFormat, limits: PromptLimitsConfig, left_out: Mapping[str, str] | None
 ) -> tuple[Grammar, EnforcementReport]:
     field = "response_format.json_schema"
     try:

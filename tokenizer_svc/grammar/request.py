@@ -12,7 +12,7 @@ import msgspec
 from contract.chat import ResponseFormat, ToolChoiceMode
 from contract.errors import Reason
 from contract.grammar import EnforcementReport, Verdict
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.types import Compiled, LengthLimit
 
@@ -143,7 +143,7 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     grammar: EncodedGrammar | None = None
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine and the output parsers need of a request."""
 
     prompt: Prompted
@@ -152,7 +152,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     compile_s: float = 0.0
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class WorkRefusal(msgspec.Struct, frozen=True, kw_only=True):
     """Why the work was not done. `field` is the request field at fault."""
 
     message: str
@@ -170,14 +170,14 @@ class GrammarRefused(Exception):
 
     def __init__(self, message: str, field: str, enforcement: EnforcementReport | None = None) -> None:
         super().__init__(message)
-        self.refused = Refused(message=message, field=field, enforcement=enforcement)
+        self.refused = WorkRefusal(message=message, field=field, enforcement=enforcement)
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """First message to a worker."""
 
     checkpoint: Checkpoint
-    limits: LimitsConfig
+    limits: PromptLimitsConfig
     memory_limit_bytes: int
 
     def encoded(self) -> bytes:
@@ -196,7 +196,7 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     built: Built | None = None
     prompted: Prompted | None = None
     verdicts: tuple[Verdict, ...] | None = None
-    refused: Refused | None = None
+    refused: WorkRefusal | None = None
     # Traceback of a failure that is the service's own.
     defect: str = ""
     # Processor time that the work took; 0 when the worker did not live to tell.

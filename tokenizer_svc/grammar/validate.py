@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema_rs
 
 from contract.grammar import Verdict
-from tokenizer_svc.grammar.request import Refused, ValidationRequest, WorkerReply
-from tokenizer_svc.grammar.schema.document import VALIDATORS, Document
+from tokenizer_svc.grammar.request import ValidationRequest, WorkerReply, WorkRefusal
+from tokenizer_svc.grammar.schema.document import VALIDATORS, SchemaDocument
 
 _FIELD = "schema_json"
 
@@ -21,11 +21,13 @@ def validate(request: ValidationRequest, *, max_depth: int) -> WorkerReply:
     """One verdict per text, or why the schema judges nothing."""
     try:
         schema = json.loads(request.schema_json)
-        draft = Document(schema, max_depth=max_depth).draft
+        draft = SchemaDocument(schema, max_depth=max_depth).draft
         # Nothing is fetched, and messages do not repeat what a model wrote.
         validator = VALIDATORS[draft](schema, validate_formats=True, offline=True, mask="the value")
     except (ValueError, RecursionError, jsonschema_rs.ReferencingError) as error:
-        return WorkerReply(refused=Refused(message=f"the schema cannot judge answers: {error}", field=_FIELD))
+        return WorkerReply(
+            refused=WorkRefusal(message=f"the schema cannot judge answers: {error}", field=_FIELD)
+        )
     return WorkerReply(verdicts=tuple(_verdict(validator, text) for text in request.texts))
 
 

@@ -23,7 +23,7 @@ from contract.errors import MillraceError, Reason
 from contract.proto import chat
 from contract.proto.grammar import grammar_fields, report_message
 from contract.vocabulary import DecoderKind
-from tokenizer_svc.grammar.request import Prepared, Prompted
+from tokenizer_svc.grammar.request import PreparedRequest, Prompted
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.types import LengthLimit, Truncation
 
@@ -57,7 +57,7 @@ class LargeRequest(msgspec.Struct, frozen=True):
     num_format_bytes: int
 
 
-class Call(msgspec.Struct, frozen=True):
+class WireCall(msgspec.Struct, frozen=True):
     """One call of a stream: PrepareCall or its twin, and what it asks for."""
 
     head: Head
@@ -101,7 +101,7 @@ def parse_request(wire: memoryview) -> tokenizer_pb2.PrepareRequest:
     return request
 
 
-def read_calls(wire: bytes) -> list[Call | UnreadableCall]:
+def read_calls(wire: bytes) -> list[WireCall | UnreadableCall]:
     """The calls of a PrepareStreamRequest, requests parsed unless they are large. Raises DecodeError."""
     if len(wire) <= MAX_PARSED_BYTES:
         try:
@@ -111,7 +111,7 @@ def read_calls(wire: bytes) -> list[Call | UnreadableCall]:
             pass
         else:
             _check_num_calls(len(calls))
-            return [Call(call, call.request) for call in calls]
+            return [WireCall(call, call.request) for call in calls]
     twins = unparsed_pb2.UnparsedCalls.FromString(wire).calls
     _check_num_calls(len(twins))
     return [_call(twin) for twin in twins]
@@ -122,11 +122,11 @@ def _check_num_calls(num_calls: int) -> None:
         raise DecodeError(f"there are more than {MAX_CALLS} calls")
 
 
-def _call(twin: unparsed_pb2.UnparsedCall) -> Call | UnreadableCall:
+def _call(twin: unparsed_pb2.UnparsedCall) -> WireCall | UnreadableCall:
     wire = twin.request
     twin.ClearField("request")
     try:
-        return Call(twin, read_prepare(wire))
+        return WireCall(twin, read_prepare(wire))
     except DecodeError:
         return UnreadableCall(twin.id)
 
@@ -242,7 +242,9 @@ def length_limit(request: tokenizer_pb2.PrepareRequest, who: context_pb2.Request
     return LengthLimit(min(limits) if limits else None, truncation)
 
 
-def prepare_answer(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
+def prepare_answer(
+    prepared: PreparedRequest, fingerprint: str
+) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
     """The answer to Prepare; serialized where its ids are."""
     ids = prepared.prompt.token_ids
     fields = short_answer(prepared.prompt, fingerprint)

@@ -17,7 +17,7 @@ from contract.chat import (
     Role,
 )
 from contract.errors import MillraceError, Reason, context_length
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.messages.wire import MAX_PARSED_BYTES
 from tokenizer_svc.refusals import invalid, too_large
 from tokenizer_svc.text.checkpoint import Checkpoint
@@ -81,7 +81,9 @@ _MAX_CHARACTER_BYTES = 4
 class RequestLimits:
     """The limits of one service with its checkpoint."""
 
-    def __init__(self, config: LimitsConfig, checkpoint: Checkpoint, *, writes_user_turns: bool) -> None:
+    def __init__(
+        self, config: PromptLimitsConfig, checkpoint: Checkpoint, *, writes_user_turns: bool
+    ) -> None:
         self._config = config
         self._num_tokens = len(checkpoint.vocabulary.tokens)
         self._max_token_bytes = longest_token(checkpoint.description, checkpoint.vocabulary.tokens)

@@ -11,7 +11,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptRequest, ToolRules, ToolSpec
 from tokenizer_svc.messages import wire
 from tokenizer_svc.prompt.limits import RequestLimits, num_bytes
@@ -27,7 +27,7 @@ from tokenizer_svc.types import Truncation
 class Prompts:
     """Templates, encoder and limits of one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, limits: LimitsConfig, *, turn_cache_tokens: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, limits: PromptLimitsConfig, *, turn_cache_tokens: int) -> None:
         added = checkpoint.description.get("added_tokens", [])
         self.tool_call_format = checkpoint.tool_call_format
         self.reasoning_format = checkpoint.reasoning_format

@@ -18,9 +18,9 @@ from tokenizer_svc.grammar.request import (
     BACKEND,
     Built,
     EncodedGrammar,
-    Refused,
     ValidationRequest,
     WorkerReply,
+    WorkRefusal,
 )
 from tokenizer_svc.types import Compiled
 from tokenizer_svc.workers.pool import WorkerPool
@@ -51,7 +51,7 @@ class GrammarCompiler:
         self._built: OrderedDict[_Asked, Compiled] = OrderedDict()
         # Where they are shared also by tenant, if one in debt asked: its workers may be late for want of a
         # processor, which is nobody else's matter.
-        self._refused: OrderedDict[_Asked, tuple[float, Refused]] = OrderedDict()
+        self._refused: OrderedDict[_Asked, tuple[float, WorkRefusal]] = OrderedDict()
         # With the tenant in whose turn it is.
         self._in_flight: dict[_Asked, tuple[asyncio.Task[WorkerReply], str]] = {}
 
@@ -132,7 +132,7 @@ class GrammarCompiler:
         del self._refused[asked]
 
 
-def refusal(refused: Refused) -> MillraceError:
+def refusal(refused: WorkRefusal) -> MillraceError:
     """The error that the sender gets."""
     metadata = {**refused.metadata, **({"overrun": refused.overrun} if refused.overrun else {})}
     return MillraceError(refused.reason, refused.message, field=refused.field, metadata=metadata)

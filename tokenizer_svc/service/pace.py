@@ -22,7 +22,7 @@ _MAX_WAITING_BYTES = 128 * 1024 * 1024
 _PRUNE_EVERY = 256
 
 
-class Pace:
+class Throttle:
     """Makes tenants wait. Use from one event loop."""
 
     def __init__(

@@ -19,12 +19,12 @@ from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.names import SpanName
 from observability.emit.tracing import Telemetry
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
     EncodedPrompt,
     GrammarRequest,
-    Prepared,
+    PreparedRequest,
     Prompted,
     PromptRequest,
 )
@@ -32,7 +32,7 @@ from tokenizer_svc.messages.wire import LargeRequest, large
 from tokenizer_svc.prompt.limits import is_large
 from tokenizer_svc.prompt.prompts import Prompts
 from tokenizer_svc.service.compiler import GrammarCompiler, refusal
-from tokenizer_svc.service.pace import Pace
+from tokenizer_svc.service.pace import Throttle
 from tokenizer_svc.service.threads import INLINE_CHARACTERS, TextThreads
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.types import Compiled, LengthLimit
@@ -50,14 +50,14 @@ class Preparer:
         telemetry: Telemetry,
         metrics: Metrics,
         *,
-        limits: LimitsConfig,
+        limits: PromptLimitsConfig,
         turn_cache_tokens: int,
     ) -> None:
         self.checkpoint = checkpoint
         self._prompts = Prompts(checkpoint, limits, turn_cache_tokens=turn_cache_tokens)
         self._compiler = compiler
         self._pool = compiler.pool
-        self._pace = Pace()
+        self._pace = Throttle()
         self._telemetry = telemetry
         self._metrics = metrics
         for counter in (names.GRAMMAR_LOOKUPS, names.GRAMMAR_REFUSALS):
@@ -67,7 +67,7 @@ class Preparer:
 
     async def prepare(
         self, request: tokenizer_pb2.PrepareRequest | LargeRequest, *, tenant: str, length: LengthLimit
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Raises what `Prompts.prepared` raises, GRAMMAR_REFUSED, and QUEUE_LIMIT_EXCEEDED where too much of
         the tenant's waits.
         """
@@ -81,9 +81,9 @@ class Preparer:
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens)
         start = time.perf_counter()
         if prompted.grammar is None:
-            return Prepared(prompt=prompted)
+            return PreparedRequest(prompt=prompted)
         compiled, cached = await self._compile(prompted.grammar, tenant)
-        return Prepared(
+        return PreparedRequest(
             prompt=prompted,
             compiled=compiled,
             grammar_cached=cached,

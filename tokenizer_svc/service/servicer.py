@@ -27,9 +27,9 @@ from observability.emit.tracing import (
 )
 from runtime.context import verify
 from runtime.deferred import Deferred
-from tokenizer_svc.grammar.request import Prepared, Prompted
+from tokenizer_svc.grammar.request import PreparedRequest, Prompted
 from tokenizer_svc.messages import wire
-from tokenizer_svc.messages.wire import Call, Head, LargeAnswer, LargeRequest
+from tokenizer_svc.messages.wire import Head, LargeAnswer, LargeRequest, WireCall
 from tokenizer_svc.refusals import no_input
 from tokenizer_svc.service.prepare import Preparer, is_short
 from tokenizer_svc.service.shelf import Served, Shelf
@@ -76,7 +76,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> AsyncIterator[bytes]:
         """See the proto; what is large as in Prepare."""
 
-        async def answer(call: Call) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
+        async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
             trace = context_from_traceparent(call.head.traceparent, call.head.tracestate)
             return await self._answer(call.request, trace, call.head.timeout_s or None)
 
@@ -85,7 +85,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 yield message
                 del message
 
-    def _at_once(self, call: Call) -> dict[str, Any] | None:
+    def _at_once(self, call: WireCall) -> dict[str, Any] | None:
         """The answer to a call that asks for a short conversation alone, as most do: a task, a time limit and
         spans that are current take as long as the prompt. What fails here is left to fail on the way of all
         others, which tells why.
@@ -140,7 +140,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             prepared = await self._within_limit(work, timeout_s)
         return wire.prepare_answer(prepared, served.fingerprint)
 
-    async def _within_limit(self, work: Awaitable[Prepared], timeout_s: float | None) -> Prepared:
+    async def _within_limit(
+        self, work: Awaitable[PreparedRequest], timeout_s: float | None
+    ) -> PreparedRequest:
         # Somewhat before the caller gives up, so that it is told why.
         limit_s = self._limit_s if timeout_s is None else min(self._limit_s, timeout_s * _ANSWER_AT)
         try:

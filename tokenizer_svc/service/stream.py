@@ -22,9 +22,9 @@ from tokenizer_svc.messages.wire import (
     MAX_CALLS,
     MAX_PARSED_BYTES,
     NO_REQUEST,
-    Call,
     LargeAnswer,
     UnreadableCall,
+    WireCall,
     large_answer,
     small_answer,
     stream_response,
@@ -39,11 +39,11 @@ MAX_BYTES_IN_WORK = 64 * 1024 * 1024
 # After so much work of one stream it is the turn of others: what has come already is read without waiting.
 _SLICE_S = 0.002
 
-Answer = Callable[[Call], Awaitable[tokenizer_pb2.PrepareResponse | LargeAnswer]]
+Answer = Callable[[WireCall], Awaitable[tokenizer_pb2.PrepareResponse | LargeAnswer]]
 # The fields of a response, or None where it takes longer than a task for it would.
-AnswerAtOnce = Callable[[Call], "dict[str, Any] | None"]
+AnswerAtOnce = Callable[[WireCall], "dict[str, Any] | None"]
 # What comes, by messages.
-Calls = AsyncIterator[list[Call | UnreadableCall]]
+Calls = AsyncIterator[list[WireCall | UnreadableCall]]
 _UNREADABLE = MillraceError(Reason.MALFORMED_BODY, NO_REQUEST)
 
 
@@ -109,12 +109,12 @@ class CallStream:
                 self._room.clear()
                 await self._room.wait()
 
-    def _take(self, calls: list[Call | UnreadableCall]) -> None:
+    def _take(self, calls: list[WireCall | UnreadableCall]) -> None:
         # A loop in `_read` would keep the last call until the next ones come.
         for call in calls:
             self._begin(call)
 
-    def _begin(self, call: Call | UnreadableCall) -> None:
+    def _begin(self, call: WireCall | UnreadableCall) -> None:
         if isinstance(call, UnreadableCall):
             self._outbox.put(small_answer(call.id, error=to_detail(_UNREADABLE)))
             return
@@ -138,7 +138,7 @@ class CallStream:
         num_in_work = len(self._tasks) + len(self._outbox)
         return num_in_work >= MAX_IN_WORK or self._num_bytes + self._outbox.num_bytes >= MAX_BYTES_IN_WORK
 
-    async def _one(self, call: Call) -> None:
+    async def _one(self, call: WireCall) -> None:
         try:
             self._outbox.put(await self._answered(call))
         finally:
@@ -146,7 +146,7 @@ class CallStream:
             if call.num_bytes > MAX_PARSED_BYTES:
                 self._give_back.soon()
 
-    async def _answered(self, call: Call) -> bytes:
+    async def _answered(self, call: WireCall) -> bytes:
         try:
             response = await self._answer(call)
             if isinstance(response, LargeAnswer):

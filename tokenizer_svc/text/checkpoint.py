@@ -15,7 +15,7 @@ from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
 from tokenizer_svc.text import formats
-from tokenizer_svc.text.vocabulary import Vocabulary, build_vocabulary
+from tokenizer_svc.text.vocabulary import TokenizerVocabulary, build_vocabulary
 
 DEFAULT_TEMPLATE = "default"
 _LONG_PARTS = ("vocab", "merges")
@@ -30,7 +30,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_json: str
     # The same as a table, without vocabulary and merges, which take many times their text as objects.
     description: dict[str, Any]
-    vocabulary: Vocabulary
+    vocabulary: TokenizerVocabulary
     # Chat templates by name; empty when the checkpoint has none.
     templates: dict[str, str]
     # Names of the formats in which the model writes; empty: it has none.

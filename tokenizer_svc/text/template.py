@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from contract.errors import MillraceError, Reason
 from runtime.errors import ConfigError
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.text.control import ControlTokens
@@ -144,7 +144,7 @@ class ChatTemplates:
         templates: Mapping[str, str],
         special_tokens: Mapping[str, str],
         control: ControlTokens,
-        limits: LimitsConfig,
+        limits: PromptLimitsConfig,
     ) -> None:
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}

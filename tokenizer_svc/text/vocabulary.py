@@ -18,7 +18,7 @@ from runtime.errors import ConfigError
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizerVocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of every token by id; ids without a token are empty."""
 
     fingerprint: str
@@ -38,7 +38,9 @@ def byte_of_character() -> dict[str, int]:
     return table
 
 
-def build_vocabulary(description: dict[str, Any], ids: dict[str, int], fingerprint: str) -> Vocabulary:
+def build_vocabulary(
+    description: dict[str, Any], ids: dict[str, int], fingerprint: str
+) -> TokenizerVocabulary:
     """From the parsed tokenizer.json and the tokenizer's own token → id table.
 
     Raises ConfigError for a decoder whose bytes cannot be told (WordPiece and the like).
@@ -70,7 +72,7 @@ def build_vocabulary(description: dict[str, Any], ids: dict[str, int], fingerpri
             f"tokenizer.json: decoder {sorted(kinds) or 'missing'} is not supported; "
             "byte-level and SentencePiece-style tokenizers are"
         )
-    return Vocabulary(
+    return TokenizerVocabulary(
         fingerprint=fingerprint,
         decoder=kind,
         tokens=tokens,

@@ -27,10 +27,10 @@ from tokenizer_svc.config import CompileConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
     EncodedPrompt,
-    Refused,
     ValidationRequest,
     WorkerReply,
     WorkerSetup,
+    WorkRefusal,
 )
 from tokenizer_svc.workers.accounts import Accounts
 from tokenizer_svc.workers.fork_server import ForkServer, Payload, Worker
@@ -404,7 +404,7 @@ class WorkerPool:
             if job.reason is Reason.REQUEST_TOO_LARGE:
                 fits = self._config.memory_limit_bytes // _BYTES_PER_TEXT_BYTE
                 message += f". One text of up to about {fits} bytes fits, several have more room"
-        refused = Refused(message=message, field=job.field, overrun=cause, reason=job.reason)
+        refused = WorkRefusal(message=message, field=job.field, overrun=cause, reason=job.reason)
         return WorkerReply(refused=refused)
 
     async def _new(self, *, lowest: bool = False) -> Worker:

@@ -33,10 +33,10 @@ from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import (
     GrammarRequest,
     PromptRequest,
-    Refused,
     ValidationRequest,
     WorkerReply,
     WorkerSetup,
+    WorkRefusal,
     WorkRequest,
 )
 from tokenizer_svc.grammar.validate import validate
@@ -156,10 +156,10 @@ class Desk:
             with self._yielding:
                 reply = self._reply(self._decoder.decode(frame))
         except RecursionError:
-            reply = WorkerReply(refused=Refused(message="nested too deeply", field="response_format"))
+            reply = WorkerReply(refused=WorkRefusal(message="nested too deeply", field="response_format"))
         except Exception:
             message = "this cannot be prepared, for a reason that is in the service's log"
-            refused = Refused(message=message, field="response_format")
+            refused = WorkRefusal(message=message, field="response_format")
             reply = WorkerReply(refused=refused, defect=traceback.format_exc())
         except MemoryError:
             # What is left of the heap cannot be relied on; the parent starts another process.
@@ -178,9 +178,11 @@ class Desk:
         try:
             prompted = self._prompts.prepared(parse_request(request.wire), request)
         except DecodeError:
-            return WorkerReply(refused=Refused(message=NO_REQUEST, field="", reason=Reason.MALFORMED_BODY))
+            return WorkerReply(
+                refused=WorkRefusal(message=NO_REQUEST, field="", reason=Reason.MALFORMED_BODY)
+            )
         except MillraceError as error:
-            refused = Refused(
+            refused = WorkRefusal(
                 message=error.message, field=error.field, reason=error.reason, metadata=error.metadata
             )
             return WorkerReply(refused=refused)

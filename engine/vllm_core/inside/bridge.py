@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from .calls import Call, calls_of
+from .calls import CoreCall, calls_of
 from .choices import (
     BATCH_FULL,
     CANCELLED,
@@ -16,10 +16,10 @@ from .choices import (
     KV_PRESSURE,
     LENGTH,
     STOP,
-    Choice,
-    OpenRequest,
+    CoreChoice,
+    CoreRequest,
 )
-from .meter import Meter
+from .meter import CoreMeter
 from .turns import FairTurns
 
 # The engine core is asked how it is so often, in seconds; its answer is the heartbeat.
@@ -32,7 +32,7 @@ class EngineDied(Exception):
     """The engine core, or one of its workers, is gone."""
 
 
-class Refused(Exception):
+class SubmissionRefused(Exception):
     """vLLM does not take a request; says why."""
 
 
@@ -49,7 +49,7 @@ class Engine(Protocol):
         """engine.types.MemoryPlan."""
         ...
 
-    async def add(self, call: Call) -> None:
+    async def add(self, call: CoreCall) -> None:
         """Begins a choice; raises Refused."""
         ...
 
@@ -104,12 +104,12 @@ class Bridge:
         self._send = send
         self._max_num_seqs = max_num_seqs
         self._clock = clock
-        self._requests: dict[int, OpenRequest] = {}
+        self._requests: dict[int, CoreRequest] = {}
         # Choices by vLLM's key, with the request of each.
-        self._choices: dict[str, tuple[OpenRequest, Choice]] = {}
+        self._choices: dict[str, tuple[CoreRequest, CoreChoice]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._turns = FairTurns()
-        self._meter = Meter(engine.memory["num_blocks"], num_ranks)
+        self._meter = CoreMeter(engine.memory["num_blocks"], num_ranks)
         self._eos = tuple(engine.facts["eos_token_ids"])
         self._step_id = 0
 
@@ -133,13 +133,13 @@ class Bridge:
                 await self._check(command["token"])
 
     async def _submit(self, request: dict[str, Any]) -> None:
-        opened = OpenRequest(request, self._turns.take(request))
+        opened = CoreRequest(request, self._turns.take(request))
         self._requests[request["request_id"]] = opened
         calls = calls_of(request, self._engine.memory["max_model_len"], self._eos)
         cause = self._wait_cause() or (GRAMMAR_COMPILE if request["grammar"] is not None else "")
         for call in calls:
             call.turn = opened.turn
-            choice = Choice(call, request["arrival_s"], wait_cause=cause)
+            choice = CoreChoice(call, request["arrival_s"], wait_cause=cause)
             opened.choices[call.key] = choice
             self._choices[call.key] = (opened, choice)
         deadline = request["deadline_s"]
@@ -151,7 +151,7 @@ class Bridge:
         try:
             for call in calls:
                 await self._engine.add(call)
-        except Refused as error:
+        except SubmissionRefused as error:
             problem = {"reason": "INVALID_ARGUMENT", "message": f"vLLM does not take this request: {error}"}
             await self._fail(request["request_id"], problem)
 
@@ -199,7 +199,7 @@ class Bridge:
             }
         )
 
-    def _forget(self, opened: OpenRequest) -> list[str]:
+    def _forget(self, opened: CoreRequest) -> list[str]:
         """The keys that vLLM still has of a request which has ended."""
         keys = list(opened.choices)
         for key in keys:
@@ -257,7 +257,7 @@ class Bridge:
             self.publish(events)
         return strays
 
-    def _note(self, opened: OpenRequest, choice: Choice, output: Any, offset: float) -> int:
+    def _note(self, opened: CoreRequest, choice: CoreChoice, output: Any, offset: float) -> int:
         """Books what came with an output; the number of prompt tokens that were computed for it."""
         for event in output.events or ():
             kind = event.type.name
@@ -274,7 +274,7 @@ class Bridge:
         return int(stats.num_computed_tokens)
 
     def _event(
-        self, opened: OpenRequest, choice: Choice, output: Any, at_s: float, strays: list[str]
+        self, opened: CoreRequest, choice: CoreChoice, output: Any, at_s: float, strays: list[str]
     ) -> dict[str, Any]:
         reason, stop_token = _finish(output, choice)
         if reason is None and output.finish_reason is not None:
@@ -343,7 +343,7 @@ class Bridge:
         self.publish(events)
 
 
-def _finish(output: Any, choice: Choice) -> tuple[int | None, int | None]:
+def _finish(output: Any, choice: CoreChoice) -> tuple[int | None, int | None]:
     """The suite's reason of an end, and the stop token; None where there is none, or it is a failure."""
     if output.finish_reason is None:
         return None, None
@@ -356,7 +356,7 @@ def _finish(output: Any, choice: Choice) -> tuple[int | None, int | None]:
     return (LENGTH, None) if output.finish_reason.name == "LENGTH" else (None, None)
 
 
-def _failure(choice: Choice, reason: str) -> dict[str, Any]:
+def _failure(choice: CoreChoice, reason: str) -> dict[str, Any]:
     about = "; its grammar may be beyond what vLLM's llguidance takes" if choice.call.grammar else ""
     return {
         "reason": "POISONED_REQUEST",

@@ -24,7 +24,7 @@ _OF_OURS = frozenset(
 
 
 @dataclass(slots=True)
-class Call:
+class CoreCall:
     """One choice as vLLM gets it."""
 
     key: str
@@ -57,7 +57,7 @@ def seed_of(seed: int, choice_index: int, position: int) -> int:
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-def calls_of(request: dict[str, Any], max_model_len: int, eos_token_ids: tuple[int, ...]) -> list[Call]:
+def calls_of(request: dict[str, Any], max_model_len: int, eos_token_ids: tuple[int, ...]) -> list[CoreCall]:
     """One call for each choice of a request."""
     count = request["sampling"]["n"]
     first = request["choice_index"]
@@ -68,7 +68,7 @@ def calls_of(request: dict[str, Any], max_model_len: int, eos_token_ids: tuple[i
             # The first choice tells of the prompt.
             sampling.pop("prompt_logprobs", None)
         calls.append(
-            Call(
+            CoreCall(
                 key=f"{request['request_id']}.{index}",
                 prompt_token_ids=[*request["prompt_token_ids"], *request["output_token_ids"]],
                 sampling=sampling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .calls import Call
+from .calls import CoreCall
 
 # Numbers of contract.outputs.FinishReason.
 STOP, LENGTH, CANCELLED, DEADLINE, ERROR = 1, 2, 4, 5, 6
@@ -17,10 +17,10 @@ _SHORT_S = 0.005
 
 
 @dataclass(slots=True)
-class Choice:
+class CoreChoice:
     """One choice under way at vLLM. Times are seconds of CLOCK_MONOTONIC."""
 
-    call: Call
+    call: CoreCall
     arrival_s: float
     scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -90,15 +90,15 @@ class Choice:
 
 
 @dataclass(slots=True)
-class OpenRequest:
+class CoreRequest:
     """A request and its choices that have not ended, by vLLM's key."""
 
     request: dict[str, Any]
     turn: float
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, CoreChoice] = field(default_factory=dict)
     told_first_token: bool = False
 
-    def event(self, choice: Choice, **news: Any) -> dict[str, Any]:
+    def event(self, choice: CoreChoice, **news: Any) -> dict[str, Any]:
         """engine.types.TokenEvent of a choice."""
         return {
             "request_id": self.request["request_id"],

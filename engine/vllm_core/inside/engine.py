@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .bridge import EngineDied, Refused
-from .calls import Call
-from .prefixes import Prefixes
+from .bridge import EngineDied, SubmissionRefused
+from .calls import CoreCall
+from .prefixes import CorePrefixes
 
 # Releases whose interfaces this file was written for and tested with.
 TRIED = ("0.32.",)
@@ -113,7 +113,7 @@ class VllmEngine:
         self._adapters: dict[str, Any] = {}
         self._numbers = itertools.count(1)
         self._tasks: Any = ()
-        self._prefixes = Prefixes(model["path"])
+        self._prefixes = CorePrefixes(model["path"])
         self._events: list[dict[str, Any]] = []
         self._subscribers: list[asyncio.Task[None]] = []
         self.facts = _facts(settings)
@@ -147,7 +147,7 @@ class VllmEngine:
             engine._subscribers.append(asyncio.ensure_future(engine._listen(source.endpoint)))
         return engine
 
-    async def add(self, call: Call) -> None:
+    async def add(self, call: CoreCall) -> None:
         """See bridge.Engine."""
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -167,7 +167,7 @@ class VllmEngine:
                 priority=call.priority,
             )
         except (TypeError, ValueError, VLLMClientError) as error:
-            raise Refused(str(error)) from error
+            raise SubmissionRefused(str(error)) from error
         await self._core.add_request_async(request)
 
     async def add_adapter(self, name: str, folder: str) -> str:
@@ -198,7 +198,7 @@ class VllmEngine:
         if not name:
             return None
         if name not in self._adapters:
-            raise Refused(f"there is no adapter {name!r}")
+            raise SubmissionRefused(f"there is no adapter {name!r}")
         return self._adapters[name]
 
     async def abort(self, keys: list[str]) -> None:

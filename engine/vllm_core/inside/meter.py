@@ -10,7 +10,7 @@ _NEWEST = 0.2
 _ENOUGH_TOKENS = 64
 
 
-class Meter:
+class CoreMeter:
     """Rates and counts over all steps. Blocks and what runs are as vLLM tells them, each data-parallel rank
     of its own: they are added up.
     """

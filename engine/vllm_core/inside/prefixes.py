@@ -30,7 +30,7 @@ def event_hash(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[:8], "little") or 1
 
 
-class Prefixes:
+class CorePrefixes:
     """What vLLM holds, by its hashes. Takes its events, gives ours as plain data."""
 
     def __init__(self, model: str) -> None:

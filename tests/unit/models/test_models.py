@@ -14,7 +14,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import safe_open
 
 from models.chat_format import CHAT_TEMPLATE, segments, to_json
-from models.corpus import Document, Draw, Mixture, arithmetic, documents, extraction, is_held_out, recall
+from models.corpus import (
+    CorpusDocument,
+    Draw,
+    Mixture,
+    arithmetic,
+    documents,
+    extraction,
+    is_held_out,
+    recall,
+)
 from models.tokenizer import CONTROL_TOKENS, MARKUP_TOKENS, VOCABULARY_SIZE, load_tokenizer
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -28,7 +37,7 @@ def render(messages: tuple[dict[str, Any], ...], **options: Any) -> str:
     return environment.from_string(CHAT_TEMPLATE).render(messages=list(messages), **options)
 
 
-def sample(seed: int = 1, count: int = 400) -> list[Document]:
+def sample(seed: int = 1, count: int = 400) -> list[CorpusDocument]:
     return list(islice(documents(Mixture(sequence_length=256, recall_share=0.3), seed), count))
 
 

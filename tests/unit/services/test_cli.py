@@ -26,9 +26,9 @@ from contract.proto.status import to_status
 from runtime.errors import ConfigError
 from services.cli import chat, owners
 from services.cli.app import app
-from services.cli.chat import Conversation, talk
+from services.cli.chat import ChatSession, talk
 from services.cli.inference import InferenceClient, response_format
-from services.cli.target import Target
+from services.cli.target import ServerTarget
 from services.supervisor.config import make_private
 
 HERE = Path(__file__).resolve().parent
@@ -205,7 +205,7 @@ def test_a_key_does_not_go_in_clear_to_a_server_that_was_named_by_https(
     server: tuple[str, Inference], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It speaks no TLS, so nothing arrives there."""
-    target = Target(server[0], "good", "tiny", f"https://{server[0]}")
+    target = ServerTarget(server[0], "good", "tiny", f"https://{server[0]}")
     with InferenceClient(target) as client, pytest.raises(MillraceError):
         client.models()
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "absent.pem"))
@@ -214,11 +214,11 @@ def test_a_key_does_not_go_in_clear_to_a_server_that_was_named_by_https(
 
 
 @pytest.fixture
-def conversation(server: tuple[str, Inference]) -> Iterator[tuple[Conversation, io.StringIO]]:
+def conversation(server: tuple[str, Inference]) -> Iterator[tuple[ChatSession, io.StringIO]]:
     out = io.StringIO()
-    with InferenceClient(Target(server[0], "good", "tiny")) as client:
+    with InferenceClient(ServerTarget(server[0], "good", "tiny")) as client:
         yield (
-            Conversation(
+            ChatSession(
                 client, {"model": "tiny"}, "Be brief.", Console(file=out), Console(file=io.StringIO())
             ),
             out,
@@ -226,7 +226,7 @@ def conversation(server: tuple[str, Inference]) -> Iterator[tuple[Conversation, 
 
 
 def test_conversation_keeps_its_history(
-    conversation: tuple[Conversation, io.StringIO], server: tuple[str, Inference]
+    conversation: tuple[ChatSession, io.StringIO], server: tuple[str, Inference]
 ) -> None:
     lines = iter(["one", "", "two", "/nonsense", "refuse", "/reset", "three", "/quit", "never read"])
     notes = Console(file=io.StringIO())
@@ -242,7 +242,7 @@ def test_conversation_keeps_its_history(
     assert "too long" in notes.file.getvalue()
 
 
-def test_conversation_ends_with_its_input(conversation: tuple[Conversation, io.StringIO]) -> None:
+def test_conversation_ends_with_its_input(conversation: tuple[ChatSession, io.StringIO]) -> None:
     def read(_: str) -> str:
         raise EOFError
 

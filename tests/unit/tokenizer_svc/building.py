@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
 from tokenizer_svc.text.control import ControlTokens
 from tokenizer_svc.text.encoding import TextEncoder
@@ -17,13 +17,16 @@ from tokenizer_svc.text.template import ChatTemplates
 class Text:
     """The text side of the service for one checkpoint."""
 
-    def __init__(self, path: Path, limits: LimitsConfig | None = None) -> None:
+    def __init__(self, path: Path, limits: PromptLimitsConfig | None = None) -> None:
         self.checkpoint: Checkpoint = load_checkpoint(path)
         self.control = ControlTokens(
             self.checkpoint.description["added_tokens"], self.checkpoint.templates.values()
         )
         self.templates = ChatTemplates(
-            self.checkpoint.templates, self.checkpoint.special_tokens, self.control, limits or LimitsConfig()
+            self.checkpoint.templates,
+            self.checkpoint.special_tokens,
+            self.control,
+            limits or PromptLimitsConfig(),
         )
         self.encoder = TextEncoder(self.checkpoint, self.control, turn_cache_tokens=1 << 20)
 

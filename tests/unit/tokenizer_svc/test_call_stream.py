@@ -12,25 +12,25 @@ from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
 from runtime import memory
 from tests.unit.large_pieces import nothing_large_is_kept
-from tokenizer_svc.messages.wire import Call, LargeAnswer, UnreadableCall, large
+from tokenizer_svc.messages.wire import LargeAnswer, UnreadableCall, WireCall, large
 from tokenizer_svc.service import stream
 from tokenizer_svc.service.stream import CallStream
 
 _NUM_CALLS = 60
 
 
-def call_of(number: int, text: str | None = None) -> Call:
+def call_of(number: int, text: str | None = None) -> WireCall:
     request = tokenizer_pb2.PrepareRequest() if text is None else tokenizer_pb2.PrepareRequest(text=text)
-    return Call(tokenizer_pb2.PrepareCall(id=number), request)
+    return WireCall(tokenizer_pb2.PrepareCall(id=number), request)
 
 
-async def numbered() -> AsyncIterator[list[Call | UnreadableCall]]:
+async def numbered() -> AsyncIterator[list[WireCall | UnreadableCall]]:
     """One call a message."""
     for number in range(_NUM_CALLS):
         yield [call_of(number)]
 
 
-async def own_number(call: Call) -> tokenizer_pb2.PrepareResponse:
+async def own_number(call: WireCall) -> tokenizer_pb2.PrepareResponse:
     """Answers at once."""
     return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
 
@@ -55,7 +55,7 @@ async def test_answers_that_nobody_takes_end_the_reading(monkeypatch: pytest.Mon
     monkeypatch.setattr(stream, "MAX_IN_WORK", 8)
     begun = 0
 
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+    async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse:
         nonlocal begun
         begun += 1
         return tokenizer_pb2.PrepareResponse()
@@ -74,19 +74,19 @@ async def test_bytes_that_wait_for_answers_end_the_reading(monkeypatch: pytest.M
     release = asyncio.Event()
     num_read = 0
 
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+    async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse:
         await release.wait()
         return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
 
-    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
         nonlocal num_read
         for number in range(_NUM_CALLS):
             num_read += 1
             head = tokenizer_pb2.PrepareCall(id=number)
             if number % 2:
-                yield [Call(head, large(wire))]
+                yield [WireCall(head, large(wire))]
             else:
-                yield [Call(tokenizer_pb2.PrepareCall(id=number, request=request), request)]
+                yield [WireCall(tokenizer_pb2.PrepareCall(id=number, request=request), request)]
 
     answers = CallStream(answer).serve(calls())
     first = asyncio.ensure_future(anext(answers))
@@ -99,12 +99,12 @@ async def test_bytes_that_wait_for_answers_end_the_reading(monkeypatch: pytest.M
 
 
 async def test_answers_of_any_size_are_those_of_their_calls() -> None:
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
+    async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
         size = 300_000 if call.id % 2 else 300
         response = tokenizer_pb2.PrepareResponse(token_ids=[call.id] * size)
         return LargeAnswer((response.SerializeToString(),)) if call.id % 2 else response
 
-    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
         yield [call_of(number) for number in range(5)]
 
     found: dict[int, list[int]] = {}
@@ -123,14 +123,14 @@ async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_
     slow = asyncio.Event()
     read = 0
 
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+    async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse:
         await slow.wait()
         return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
 
-    def at_once(call: Call) -> dict[str, list[int]] | None:
+    def at_once(call: WireCall) -> dict[str, list[int]] | None:
         return None if call.id == 0 else {"token_ids": [call.id]}
 
-    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
         nonlocal read
         for number in range(_NUM_CALLS):
             read += 1
@@ -153,10 +153,10 @@ async def test_a_stream_that_has_much_leaves_turns_to_others(monkeypatch: pytest
     answered = 0
     seen: list[int] = []
 
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+    async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse:
         raise AssertionError("everything is answered at once")
 
-    def at_once(call: Call) -> dict[str, list[int]]:
+    def at_once(call: WireCall) -> dict[str, list[int]]:
         nonlocal answered
         answered += 1
         return {"token_ids": [call.id]}
@@ -175,7 +175,7 @@ async def test_a_stream_that_has_much_leaves_turns_to_others(monkeypatch: pytest
 
 
 async def test_a_call_that_cannot_be_read_is_refused_and_the_others_are_answered() -> None:
-    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
         yield [call_of(1), UnreadableCall(2)]
         yield [call_of(3)]
 
@@ -189,7 +189,7 @@ async def test_a_call_that_cannot_be_read_is_refused_and_the_others_are_answered
 
 
 async def test_what_ends_the_reading_ends_the_stream_when_calls_are_answered() -> None:
-    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
         yield [call_of(1)]
         raise MillraceError(Reason.MALFORMED_BODY, "no message")
 
@@ -206,10 +206,10 @@ async def test_memory_is_given_back_after_large_calls(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
 
     async def answered(num_bytes: int) -> None:
-        async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+        async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
             call = call_of(1, "x" * num_bytes)
             wire = call.request.SerializeToString()  # type: ignore[union-attr]
-            yield [Call(call.head, large(wire)) if num_bytes > 1000 else call]
+            yield [WireCall(call.head, large(wire)) if num_bytes > 1000 else call]
 
         await the_rest(CallStream(own_number).serve(calls()))
 
@@ -223,10 +223,10 @@ async def test_memory_is_given_back_after_large_calls(monkeypatch: pytest.Monkey
 async def test_a_large_call_and_its_answer_are_not_kept_until_the_next_ones() -> None:
     ends = asyncio.Event()
 
-    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+    async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse:
         return tokenizer_pb2.PrepareResponse(token_ids=[300] * 1_000_000)
 
-    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
         yield [call_of(1, "x" * 8_000_000)]
         await ends.wait()
 

@@ -23,10 +23,10 @@ from contract.chat import (
 from contract.grammar_cost import PARSER_LIMITS
 from runtime.config import ModelConfig
 from tests.unit.tokenizer_svc.families import make
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
-from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, ToolRules, ToolSpec
+from tokenizer_svc.grammar.request import Built, GrammarRequest, ToolRules, ToolSpec, WorkRefusal
 from tokenizer_svc.text.checkpoint import load_checkpoint
 
 
@@ -42,8 +42,10 @@ class Family:
         )
         self.backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
 
-    def build(self, request: GrammarRequest) -> Built | Refused:
-        reply = build(request, self.backend, LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20))
+    def build(self, request: GrammarRequest) -> Built | WorkRefusal:
+        reply = build(
+            request, self.backend, PromptLimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20)
+        )
         outcome = reply.built or reply.refused
         assert outcome is not None
         return outcome
@@ -183,7 +185,7 @@ def test_an_object_may_have_hundreds_of_optional_properties(qwen: Family) -> Non
 )
 def test_refusals_say_why(qwen: Family, form: Any, field: str, part: str) -> None:
     refused = qwen.build(GrammarRequest(response_format=form))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, WorkRefusal)
     assert refused.field == field
     assert part in refused.message
 
@@ -244,7 +246,7 @@ def test_what_only_the_back_end_stops_at_is_named(
     if "items" in json.dumps(schema):
         schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
     refused = qwen.build(GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema))))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, WorkRefusal)
     assert any(f" at {place} cannot be enforced" in refused.message for place in places), refused.message
     lenient = GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema), strict=False))
     built = qwen.build(lenient)
@@ -261,7 +263,7 @@ def test_what_only_the_back_end_stops_at_is_named(
 def test_a_pattern_that_is_none_is_refused_by_its_place(qwen: Family, strict: bool) -> None:
     schema = {"properties": {"x": {"type": "string", "pattern": "["}}}
     refused = qwen.build(GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema), strict=strict)))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, WorkRefusal)
     assert "pattern at /properties/x/pattern cannot be enforced" in refused.message
     assert "strict" not in refused.message
 
@@ -469,7 +471,7 @@ def test_a_tool_that_cannot_be_enforced_is_named(qwen: Family) -> None:
         strict=True,
     )
     refused = qwen.build(rules(qwen, ToolChoiceMode.REQUIRED, (TOOLS[1], hard)))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, WorkRefusal)
     assert refused.field == "tools[1].function.parameters"
     assert "'hard'" in refused.message
     assert "uniqueItems" in refused.message

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from contract.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.families import FAMILIES, make
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.prompt.limits import RequestLimits, longest_token
 from tokenizer_svc.text.encoding import TextEncoder
 from tokenizer_svc.types import LengthLimit, Truncation
@@ -52,7 +52,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_being_encoded(
 ) -> None:
     text = Text(make("llama3", tmp_path))
     limits = RequestLimits(
-        LimitsConfig(), text.checkpoint, writes_user_turns=text.templates.writes_user_turns
+        PromptLimitsConfig(), text.checkpoint, writes_user_turns=text.templates.writes_user_turns
     )
     length = LengthLimit(100)
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from contract.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.test_accounts import Clock
-from tokenizer_svc.service.pace import Pace
+from tokenizer_svc.service.pace import Throttle
 
 
 def test_who_sends_more_than_allowed_waits_and_nobody_else_does() -> None:
     clock = Clock()
-    pace = Pace(burst_bytes=100, bytes_per_s=10, clock=clock)
+    pace = Throttle(burst_bytes=100, bytes_per_s=10, clock=clock)
     assert pace.wait_s("a", 5000) == 0
     # 500 s at the allowed rate, of which a burst may be ahead.
     assert pace.wait_s("a", 10) == 490
@@ -36,7 +36,7 @@ def test_who_sends_more_than_allowed_waits_and_nobody_else_does() -> None:
 def test_the_long_run_is_bounded(sent: list[tuple[int, float]]) -> None:
     """Whoever waits as told has sent at most a burst and one request more than the rate allows."""
     clock = Clock()
-    pace = Pace(burst_bytes=100, bytes_per_s=10, clock=clock)
+    pace = Throttle(burst_bytes=100, bytes_per_s=10, clock=clock)
     total = 0
     for num_bytes, pause_s in sent:
         clock.now_s += pause_s
@@ -47,7 +47,7 @@ def test_the_long_run_is_bounded(sent: list[tuple[int, float]]) -> None:
 
 def test_tenants_that_are_even_are_forgotten() -> None:
     clock = Clock()
-    pace = Pace(burst_bytes=100, bytes_per_s=10, clock=clock)
+    pace = Throttle(burst_bytes=100, bytes_per_s=10, clock=clock)
     for number in range(1000):
         pace.wait_s(f"t{number}", 10)
         clock.now_s += 1.0
@@ -55,7 +55,7 @@ def test_tenants_that_are_even_are_forgotten() -> None:
 
 
 async def test_what_waits_of_a_tenant_is_bounded() -> None:
-    pace = Pace(burst_bytes=1, bytes_per_s=0.1, max_waiting_bytes=100)
+    pace = Throttle(burst_bytes=1, bytes_per_s=0.1, max_waiting_bytes=100)
     await pace.wait("a", 1000)
     waiting = [asyncio.ensure_future(pace.wait("a", 50)) for _ in range(2)]
     await asyncio.sleep(0)

@@ -20,7 +20,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
-from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
     GrammarRequest,
@@ -35,7 +35,7 @@ from tokenizer_svc.workers.pool import WorkerPool
 
 SETUP = WorkerSetup(
     checkpoint=load_checkpoint(BUNDLED_CHECKPOINT),
-    limits=LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20),
+    limits=PromptLimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20),
     # Far more than a hostile grammar can fill before its time is up, however fast the machine.
     memory_limit_bytes=8 << 30,
 )

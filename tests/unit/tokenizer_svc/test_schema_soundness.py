@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from contract.chat import JsonSchemaFormat
 from contract.grammar import EnforcementReport
-from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
@@ -20,7 +20,7 @@ from tokenizer_svc.grammar.schema.document import VALIDATORS, Draft
 _TOKENIZER_JSON = (BUNDLED_CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8")
 _TOKENIZER = LLTokenizer(_TOKENIZER_JSON)
 _BACKEND = Backend(_TOKENIZER_JSON, ())
-_LIMITS = LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 24)
+_LIMITS = PromptLimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 24)
 
 
 def reply(schema: Any, *, strict: bool = True) -> WorkerReply:

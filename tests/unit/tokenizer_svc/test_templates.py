@@ -16,7 +16,7 @@ from runtime.errors import ConfigError
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.checkpoints import byte_level, write
 from tests.unit.tokenizer_svc.families import CALLED, CHATML, FAMILIES, PLAIN, TOOLS, WITH_TOOLS, make
-from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.text.checkpoint import load_checkpoint
 
 
@@ -127,9 +127,9 @@ def test_output_and_time_are_limited(tmp_path: Path) -> None:
     path = write(tmp_path, byte_level(CHATML), endless)
     question = conversation([{"role": "user", "content": "q"}])
     with pytest.raises(MillraceError, match="more than 1000 bytes"):
-        Text(path, LimitsConfig(max_rendered_bytes=1000)).templates.render(question)
+        Text(path, PromptLimitsConfig(max_rendered_bytes=1000)).templates.render(question)
     with pytest.raises(MillraceError, match=r"longer than 0\.01 s"):
-        Text(path, LimitsConfig(max_render_s=0.01)).templates.render(question)
+        Text(path, PromptLimitsConfig(max_render_s=0.01)).templates.render(question)
 
 
 def test_a_broken_template_stops_the_start(tmp_path: Path) -> None:

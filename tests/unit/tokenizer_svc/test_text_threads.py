@@ -18,7 +18,7 @@ from runtime.config import ModelConfig
 from runtime.context import sign
 from runtime.deferred import Deferred
 from runtime.models import Models
-from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, PromptLimitsConfig
 from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.messages.wire import LargeAnswer, vocabulary_response
 from tokenizer_svc.service.compiler import GrammarCompiler
@@ -35,7 +35,9 @@ SECRET = b"secret of the tests, long enough"
 @pytest_asyncio.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
     setup = WorkerSetup(
-        checkpoint=load_checkpoint(BUNDLED_CHECKPOINT), limits=LimitsConfig(), memory_limit_bytes=512 << 20
+        checkpoint=load_checkpoint(BUNDLED_CHECKPOINT),
+        limits=PromptLimitsConfig(),
+        memory_limit_bytes=512 << 20,
     )
     pool = WorkerPool(CompileConfig(workers=2), setup)
     await pool.start()
@@ -61,7 +63,7 @@ async def test_texts_of_a_tenant_in_debt_are_prepared_by_workers_of_the_lowest_p
         GrammarCompiler(pool, fingerprint="x", cache_bytes=1 << 20),
         telemetry,
         metrics,
-        limits=LimitsConfig(),
+        limits=PromptLimitsConfig(),
         turn_cache_tokens=1 << 20,
     )
     # Nobody has asked yet.

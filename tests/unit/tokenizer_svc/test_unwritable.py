@@ -9,7 +9,7 @@ import pytest
 
 from contract.chat import JsonSchemaFormat, ToolChoiceMode
 from tests.unit.tokenizer_svc.test_schema_soundness import accepts, refusal, unenforced
-from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest, ToolRules, ToolSpec, WorkerReply
@@ -26,7 +26,7 @@ def reply_to_tools(*tools: ToolSpec, schema: Any = None) -> WorkerReply:
     mode = ToolChoiceMode.REQUIRED if schema is None else ToolChoiceMode.AUTO
     form = None if schema is None else JsonSchemaFormat(json.dumps(schema))
     rules = ToolRules(tools=tools, mode=mode, parallel=True, format=formats.HERMES)
-    limits = LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20)
+    limits = PromptLimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20)
     return build(GrammarRequest(tools=rules, response_format=form), _BACKEND, limits)
 
 

@@ -16,15 +16,15 @@ from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
-from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar.request import PromptRequest
 from tokenizer_svc.messages.wire import (
     MAX_CALLS,
     MAX_PARSED_BYTES,
-    Call,
     LargeAnswer,
     LargeRequest,
     UnreadableCall,
+    WireCall,
     large,
     large_answer,
     packed_ids,
@@ -112,7 +112,7 @@ def test_of_what_occurs_twice_all_bytes_count(field: str) -> None:
 
 def test_a_conversation_in_many_parts_is_refused_like_one_of_their_size() -> None:
     part = REQUEST(conversation=chat("x" * 1_000_000)).SerializeToString()
-    config = LimitsConfig()
+    config = PromptLimitsConfig()
     limits = Prompts(load_checkpoint(BUNDLED_CHECKPOINT), config, turn_cache_tokens=0).limits
     request = large(part * 40)
     with pytest.raises(MillraceError) as refused:
@@ -147,10 +147,10 @@ def call_of(number: int, text: str) -> tokenizer_pb2.PrepareCall:
     )
 
 
-def calls_in(wire: bytes) -> list[Call]:
+def calls_in(wire: bytes) -> list[WireCall]:
     found = read_calls(wire)
-    assert all(isinstance(each, Call) for each in found)
-    return [each for each in found if isinstance(each, Call)]
+    assert all(isinstance(each, WireCall) for each in found)
+    return [each for each in found if isinstance(each, WireCall)]
 
 
 def test_calls_of_a_stream_are_the_same_however_large_their_message_is() -> None:
@@ -181,7 +181,7 @@ def test_a_request_that_is_none_leaves_the_other_calls_readable(size: int) -> No
         tokenizer_pb2.PrepareStreamRequest(calls=[good]).SerializeToString()
         + unparsed_pb2.UnparsedCalls(calls=[bad]).SerializeToString()
     )
-    assert isinstance(answered, Call)
+    assert isinstance(answered, WireCall)
     assert answered.id == 1
     assert refused == UnreadableCall(2)
 

@@ -6,7 +6,7 @@ from itertools import permutations
 from math import perm
 from typing import Any
 
-from tokenizer_svc.grammar.schema.context import Context, Part, Place
+from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
 from tokenizer_svc.grammar.schema.shapes import Schema, any_of, for_type, key_of, type_of_value
 from tokenizer_svc.grammar.schema.strings import listed
 
@@ -16,7 +16,7 @@ _MAX_POSITIONS = 8
 _MAX_DEPTH = 8
 
 
-def unique_items(part: Part) -> Schema:
+def unique_items(part: SchemaPart) -> Schema:
     """Every arrangement of a small set of values, or nothing to do for arrays of at most one item."""
     node, longest = part.node, part.node.get("maxItems")
     if isinstance(longest, int) and longest <= 1:
@@ -67,7 +67,7 @@ def _listed_here(context: Context, node: dict[str, Any], place: Place) -> list[A
     return None
 
 
-def contains(part: Part) -> Schema:
+def contains(part: SchemaPart) -> Schema:
     """At least one matching item: by position where few items are possible."""
     node = part.node
     if "minContains" in node or "maxContains" in node:

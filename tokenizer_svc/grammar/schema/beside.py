@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import structs
 
-from tokenizer_svc.grammar.schema.context import Context, Part, Place
+from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
 from tokenizer_svc.grammar.schema.disjoint import Located, View, disjoint
 from tokenizer_svc.grammar.schema.negative import (
     KEYWORDS,
@@ -48,12 +48,12 @@ def _ruled_out(given: View, node: dict[str, Any], keyword: str, value: Any) -> b
     return keyword in _SCALARS and not isinstance(flag, bool) and given.states(keyword, value)
 
 
-def _required_given(part: Part, given: View) -> Schema:
+def _required_given(part: SchemaPart, given: View) -> Schema:
     missing = [name for name in part.node["required"] if name not in given.required()]
     return required(structs.replace(part, node={"required": missing}))
 
 
-def _properties_given(part: Part, given: View) -> Schema:
+def _properties_given(part: SchemaPart, given: View) -> Schema:
     options = []
     context = part.context
     for name, rule in part.node["properties"].items():
@@ -89,7 +89,7 @@ def _implies(context: Context, known: Located, rule: Located) -> bool:
     return False
 
 
-def _additional_given(part: Part, given: View) -> Schema:
+def _additional_given(part: SchemaPart, given: View) -> Schema:
     node, names = part.node, given.names()
     if names is not None and names <= set(node.get("properties", {})):
         return False
@@ -102,12 +102,12 @@ def _additional_given(part: Part, given: View) -> Schema:
     return additional(part)
 
 
-def _items_given(part: Part, given: View) -> Schema:
+def _items_given(part: SchemaPart, given: View) -> Schema:
     known = given.states_all(part.node, ("items", "prefixItems", "additionalItems"))
     return False if known else items(part)
 
 
-def _reference_given(part: Part, given: View) -> Schema:
+def _reference_given(part: SchemaPart, given: View) -> Schema:
     context = part.context
     target = context.resolve(part.node["$ref"], part.place)
     if target is None:
@@ -124,16 +124,16 @@ def _reference_given(part: Part, given: View) -> Schema:
         context.depth_of_given -= 1
 
 
-def _all_given(part: Part, given: View) -> Schema:
+def _all_given(part: SchemaPart, given: View) -> Schema:
     return any_of(_each_given(part, "allOf", given))
 
 
-def _any_given(part: Part, given: View) -> Schema:
+def _any_given(part: SchemaPart, given: View) -> Schema:
     known = given.states("anyOf", part.node["anyOf"])
     return False if known else all_of(_each_given(part, "anyOf", given))
 
 
-def _each_given(part: Part, keyword: str, given: View) -> Iterator[Schema]:
+def _each_given(part: SchemaPart, keyword: str, given: View) -> Iterator[Schema]:
     for index, each in enumerate(part.node[keyword]):
         yield beside(part.context, each, part.place.at(keyword, index), part.types, given)
 

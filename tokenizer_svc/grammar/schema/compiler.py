@@ -14,7 +14,7 @@ from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, ROUNDED, with_bounds
 from tokenizer_svc.grammar.schema.back_end_patterns import PATTERNS, with_patterns
 from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
-from tokenizer_svc.grammar.schema.document import Document
+from tokenizer_svc.grammar.schema.document import SchemaDocument
 from tokenizer_svc.grammar.schema.finished import Contents, with_change, without_rounded
 from tokenizer_svc.grammar.schema.negative import negative
 from tokenizer_svc.grammar.schema.positive import positive
@@ -98,7 +98,7 @@ def _no_collections() -> Iterator[None]:
 def _rewritten(
     schema: Any, max_depth: int, left_out: Mapping[str, str] | None
 ) -> tuple[Context, Schema, Contents]:
-    document = Document(schema, max_depth=max_depth)
+    document = SchemaDocument(schema, max_depth=max_depth)
     _check_shapes(schema)
     context = Context(document, positive=positive, negative=negative, left_out=left_out)
     rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)

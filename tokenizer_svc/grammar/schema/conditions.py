@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tokenizer_svc.grammar.schema.context import Part
+from tokenizer_svc.grammar.schema.context import SchemaPart
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, for_type
 
 
-def conditional(part: Part) -> Schema:
+def conditional(part: SchemaPart) -> Schema:
     """if/then/else: (if and then) or (not if and else); a part that is not there is true."""
     node = part.node
     then = part.beside(node["then"], "then") if "then" in node else True
@@ -21,7 +21,7 @@ def conditional(part: Part) -> Schema:
     return any_of([all_of([part.beside(node["if"], "if"), then]), all_of([negated, otherwise])])
 
 
-def dependencies(part: Part, keyword: str) -> list[Schema]:
+def dependencies(part: SchemaPart, keyword: str) -> list[Schema]:
     """Each: the property is absent, or it is there and so is what it asks for."""
     value = part.node[keyword]
     if not isinstance(value, dict):

@@ -9,7 +9,7 @@ import msgspec
 
 from contract.grammar import KeywordStatus
 from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, BOUNDS, ROUNDED, is_beyond, is_rounded
-from tokenizer_svc.grammar.schema.document import Document, Target
+from tokenizer_svc.grammar.schema.document import RefTarget, SchemaDocument
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, list_of, type_of_value, types_of_keyword
 
 # Rewriting may multiply; beyond this many nodes the schema is refused.
@@ -79,7 +79,7 @@ class Context:
 
     def __init__(
         self,
-        document: Document,
+        document: SchemaDocument,
         *,
         positive: Rewriter,
         negative: Rewriter,
@@ -165,7 +165,7 @@ class Context:
             if keyword in node and is_beyond(keyword, node[keyword]):
                 self.give_up(keyword, place, BEYOND)
 
-    def resolve(self, reference: str, place: Place) -> Target | None:
+    def resolve(self, reference: str, place: Place) -> RefTarget | None:
         """The target; None when there is none."""
         return self.document.resolve(reference, place.base)
 
@@ -181,7 +181,7 @@ class Context:
             parts.append((target.node, Place(target.path, target.base)))
         return parts
 
-    def define(self, target: Target, kind: str, types: frozenset[str], rewrite: Rewrite) -> str:
+    def define(self, target: RefTarget, kind: str, types: frozenset[str], rewrite: Rewrite) -> str:
         """Name of the definition that holds the rewritten target; rewritten once per kind and types."""
         key = (kind, target.path, types)
         name = self._names.get(key)
@@ -198,7 +198,7 @@ class Context:
         """The definitions that are rewritten already."""
         return {name: each for name, each in self.definitions.items() if name not in self._open}
 
-    def is_defining(self, target: Target, kind: str, types: frozenset[str]) -> bool:
+    def is_defining(self, target: RefTarget, kind: str, types: frozenset[str]) -> bool:
         """Whether the target is being rewritten at the moment."""
         return self._names.get((kind, target.path, types)) in self._open
 
@@ -235,7 +235,7 @@ class Context:
         return types
 
 
-class Part(msgspec.Struct):
+class SchemaPart(msgspec.Struct):
     """A schema object while it is rewritten keyword by keyword, for values of `types`."""
 
     context: Context

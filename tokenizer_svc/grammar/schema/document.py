@@ -61,7 +61,7 @@ _LEADING_ON = frozenset({"$ref", *_SAME_LEVEL})
 _WHOLE = "http://schema.invalid/whole"
 
 
-class Target(NamedTuple):
+class RefTarget(NamedTuple):
     """What a reference resolves to: the schema, where it is, and the base of references inside it."""
 
     node: Any
@@ -69,7 +69,7 @@ class Target(NamedTuple):
     base: str
 
 
-class Document:
+class SchemaDocument:
     """Resolves references within one schema. Remote documents are not fetched."""
 
     def __init__(self, root: Any, *, max_depth: int) -> None:
@@ -80,11 +80,11 @@ class Document:
         # The third is read as the fourth.
         self.draft = DRAFTS.get(name.replace("draft-03", "draft-04"), Draft.DRAFT2020_12)
         self.base = self.base_of(root, _BASE)
-        whole = Target(root, "", self.base)
-        self._resources: dict[str, Target] = {_BASE: whole, self.base: whole}
-        self._anchors: dict[tuple[str, str], Target] = {}
+        whole = RefTarget(root, "", self.base)
+        self._resources: dict[str, RefTarget] = {_BASE: whole, self.base: whole}
+        self._anchors: dict[tuple[str, str], RefTarget] = {}
         # Every reference that was resolved, by the base it stands under.
-        self._found: dict[tuple[str, str], Target | None] = {}
+        self._found: dict[tuple[str, str], RefTarget | None] = {}
         # Identifiers inside the schema are looked for when a reference needs them.
         self._is_indexed = False
         # For the validator; made when it is needed.
@@ -99,7 +99,7 @@ class Document:
                 return urldefrag(urljoin(base, identifier)).url
         return base
 
-    def resolve(self, reference: str, base: str) -> Target | None:
+    def resolve(self, reference: str, base: str) -> RefTarget | None:
         """The target; None for what points outside the schema, or to nothing."""
         key = (base, reference)
         if key not in self._found:
@@ -115,7 +115,7 @@ class Document:
         found = list(self._found.items())
         return next((key[1] for key, target in found if target and self._loops(target, state)), "")
 
-    def _loops(self, target: Target, state: dict[int, bool]) -> bool:
+    def _loops(self, target: RefTarget, state: dict[int, bool]) -> bool:
         """Whether the target leads to one that is open; `state` has them by id: open, or known not to."""
         node = target.node
         if not isinstance(node, dict) or _LEADING_ON.isdisjoint(node):
@@ -127,7 +127,7 @@ class Document:
         state[id(node)] = False
         return found
 
-    def _same_level(self, target: Target) -> Iterator[Target]:
+    def _same_level(self, target: RefTarget) -> Iterator[RefTarget]:
         """The schemas that judge the same value as the target does."""
         node, path = target.node, target.path
         if isinstance(node.get("$ref"), str) and (referred := self.resolve(node["$ref"], target.base)):
@@ -136,7 +136,7 @@ class Document:
             value = node.get(keyword)
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, dict):
-                    yield Target(each, f"{path}/{keyword}", self.base_of(each, target.base))
+                    yield RefTarget(each, f"{path}/{keyword}", self.base_of(each, target.base))
 
     def matcher(self, path: str) -> Callable[[Any], bool] | None:
         """Decides whether a value matches the schema at `path`; None when a validator cannot be made."""
@@ -149,7 +149,7 @@ class Document:
         except (ValueError, jsonschema_rs.ReferencingError):
             return None
 
-    def _resolve(self, reference: str, base: str) -> Target | None:
+    def _resolve(self, reference: str, base: str) -> RefTarget | None:
         # A fragment alone stays in the resource, whatever scheme its address has.
         local = not reference or reference.startswith("#")
         url, fragment = (base, reference[1:]) if local else urldefrag(urljoin(base, reference))
@@ -174,7 +174,7 @@ class Document:
                 return None
             path = f"{path}/{part}"
             inner = self.base_of(node, inner)
-        return Target(node, path, inner)
+        return RefTarget(node, path, inner)
 
     def _index(self, node: Any, path: str, base: str) -> None:
         if isinstance(node, list):
@@ -184,13 +184,13 @@ class Document:
             return
         inner = self.base_of(node, base)
         if inner != base:
-            self._resources.setdefault(inner, Target(node, path, inner))
+            self._resources.setdefault(inner, RefTarget(node, path, inner))
         for keyword in ("$anchor", "$dynamicAnchor", "$id", "id"):
             value = node.get(keyword)
             if isinstance(value, str):
                 name = value[1:] if value.startswith("#") else value if keyword.endswith("nchor") else ""
                 if name:
-                    self._anchors.setdefault((inner, name), Target(node, path, inner))
+                    self._anchors.setdefault((inner, name), RefTarget(node, path, inner))
         for key, value in node.items():
             if isinstance(value, dict | list) and key not in _DATA:
                 self._index(value, f"{path}/{key}", inner)

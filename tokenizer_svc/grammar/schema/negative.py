@@ -13,7 +13,7 @@ from typing import Any
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.automata import outside
 from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, is_rounded
-from tokenizer_svc.grammar.schema.context import Context, Part, Place
+from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
 from tokenizer_svc.grammar.schema.document import SINCE, Draft
 from tokenizer_svc.grammar.schema.shapes import (
     ALL_TYPES,
@@ -39,7 +39,7 @@ _MAX_LISTED = 4
 _FORMATS = BACKEND_FORMATS | OTHER_FORMATS | set(STANDARD_FORMATS)
 
 # Values of the types of a schema object that break one of its keywords.
-Complement = Callable[[Part], Schema]
+Complement = Callable[[SchemaPart], Schema]
 
 
 def negative(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
@@ -70,7 +70,7 @@ def complement(
         types &= admitted
     if not types:
         return any_of(options)
-    part = Part(context, node, place, types)
+    part = SchemaPart(context, node, place, types)
     for keyword in node:
         if context.document.draft < SINCE.get(keyword, Draft.DRAFT4):
             continue
@@ -99,11 +99,11 @@ def typed(kind: str, types: frozenset[str], rules: dict[str, Schema]) -> Schema:
     return {"type": kind, **rules} if kind in types else False
 
 
-def _const(part: Part) -> Schema:
+def _const(part: SchemaPart) -> Schema:
     return _values(part.context, "const", [part.node["const"]], part.place, part.types)
 
 
-def _enum(part: Part) -> Schema:
+def _enum(part: SchemaPart) -> Schema:
     if not isinstance(part.node["enum"], list):
         return part.give_up("enum", "must be a list")
     return _values(part.context, "enum", part.node["enum"], part.place, part.types)
@@ -173,7 +173,7 @@ def _described(value: Any) -> Schema:
 
 
 def _bound(keyword: str, opposite: str) -> Callable[..., Schema]:
-    def complement(part: Part) -> Schema:
+    def complement(part: SchemaPart) -> Schema:
         limit = part.node[keyword]
         if isinstance(limit, bool):
             # Draft 4: a flag beside minimum or maximum, which looks at it.
@@ -186,7 +186,7 @@ def _bound(keyword: str, opposite: str) -> Callable[..., Schema]:
 
 
 def _size(kind: str, keyword: str, opposite: str, step: int) -> Callable[..., Schema]:
-    def complement(part: Part) -> Schema:
+    def complement(part: SchemaPart) -> Schema:
         limit = int(part.node[keyword]) + step
         if limit < 0:
             return False
@@ -198,7 +198,7 @@ def _size(kind: str, keyword: str, opposite: str, step: int) -> Callable[..., Sc
 
 
 def _no_form(kind: str, keyword: str, note: str) -> Callable[..., Schema]:
-    def complement(part: Part) -> Schema:
+    def complement(part: SchemaPart) -> Schema:
         relevant = part.types & NUMBERS if kind == "number" else part.types & {kind}
         if not relevant or part.node[keyword] is False:
             return False
@@ -208,7 +208,7 @@ def _no_form(kind: str, keyword: str, note: str) -> Callable[..., Schema]:
     return complement
 
 
-def _pattern(part: Part) -> Schema:
+def _pattern(part: SchemaPart) -> Schema:
     pattern = part.node["pattern"]
     texts = listed(pattern) if isinstance(pattern, str) else None
     if texts is not None:
@@ -220,19 +220,19 @@ def _pattern(part: Part) -> Schema:
     return {"type": "string"}
 
 
-def _format(part: Part) -> Schema:
+def _format(part: SchemaPart) -> Schema:
     if part.node["format"] not in _FORMATS:
         return False
     part.give_up("format", "strings outside a format have no exact form")
     return {"type": "string"}
 
 
-def required(part: Part) -> Schema:
+def required(part: SchemaPart) -> Schema:
     names = part.node["required"]
     return any_of(typed("object", part.types, {"properties": {name: False}}) for name in names)
 
 
-def _properties(part: Part) -> Schema:
+def _properties(part: SchemaPart) -> Schema:
     options = []
     for name, rule in part.node["properties"].items():
         outside = part.outside(rule, "properties", name)
@@ -241,7 +241,7 @@ def _properties(part: Part) -> Schema:
     return any_of(options)
 
 
-def additional(part: Part) -> Schema:
+def additional(part: SchemaPart) -> Schema:
     rule = part.node["additionalProperties"]
     if rule is True or rule == {}:
         return False
@@ -265,7 +265,7 @@ def additional(part: Part) -> Schema:
     return any_of(options)
 
 
-def _patterns(part: Part) -> Schema:
+def _patterns(part: SchemaPart) -> Schema:
     rules = part.node["patternProperties"]
     if all(rule is True or rule == {} for rule in rules.values()):
         return False
@@ -273,7 +273,7 @@ def _patterns(part: Part) -> Schema:
     return {"type": "object", "minProperties": 1}
 
 
-def items(part: Part) -> Schema:
+def items(part: SchemaPart) -> Schema:
     keyword = "items" if isinstance(part.node.get("items"), list) else "prefixItems"
     first: list[Any] = part.node.get(keyword, [])
     options = [
@@ -304,14 +304,14 @@ def items(part: Part) -> Schema:
     return any_of(options)
 
 
-def _contains(part: Part) -> Schema:
+def _contains(part: SchemaPart) -> Schema:
     if "minContains" in part.node or "maxContains" in part.node:
         part.give_up("contains", "counting matches has no exact equivalent")
         return {"type": "array"}
     return {"type": "array", "items": part.outside(part.node["contains"], "contains")}
 
 
-def _names(part: Part) -> Schema:
+def _names(part: SchemaPart) -> Schema:
     rule = part.node["propertyNames"]
     inner = rule.get("not") if isinstance(rule, dict) and set(rule) == {"not"} else None
     names = finite_values(part.context, inner, part.place.at("propertyNames", "not"))
@@ -326,24 +326,24 @@ def _names(part: Part) -> Schema:
     return {"type": "object", "minProperties": 1}
 
 
-def _any(part: Part) -> Schema:
+def _any(part: SchemaPart) -> Schema:
     return all_of(_each(part, "anyOf"))
 
 
-def _all(part: Part) -> Schema:
+def _all(part: SchemaPart) -> Schema:
     return any_of(_each(part, "allOf"))
 
 
-def _one(part: Part) -> Schema:
+def _one(part: SchemaPart) -> Schema:
     positives = [part.beside(each, "oneOf", index) for index, each in enumerate(part.node["oneOf"])]
     return any_of([all_of(_each(part, "oneOf")), *(all_of(pair) for pair in combinations(positives, 2))])
 
 
-def _each(part: Part, keyword: str) -> list[Schema]:
+def _each(part: SchemaPart, keyword: str) -> list[Schema]:
     return [part.unlike(each, keyword, index) for index, each in enumerate(part.node[keyword])]
 
 
-def _not(part: Part) -> Schema:
+def _not(part: SchemaPart) -> Schema:
     schema = part.beside(part.node["not"], "not")
     if part.types == ALL_TYPES or schema is False:
         return schema
@@ -352,7 +352,7 @@ def _not(part: Part) -> Schema:
     return all_of([{"type": names}, schema]) if names is not None else schema
 
 
-def _condition(part: Part) -> Schema:
+def _condition(part: SchemaPart) -> Schema:
     met = part.beside(part.node["if"], "if")
     options = []
     if "then" in part.node:
@@ -364,7 +364,7 @@ def _condition(part: Part) -> Schema:
 
 
 def _dependencies(keyword: str) -> Complement:
-    def complement(part: Part) -> Schema:
+    def complement(part: SchemaPart) -> Schema:
         options = []
         for name, wanted in part.node[keyword].items():
             rule = {"required": wanted} if isinstance(wanted, list) else wanted
@@ -375,7 +375,7 @@ def _dependencies(keyword: str) -> Complement:
     return complement
 
 
-def reference(part: Part) -> Schema:
+def reference(part: SchemaPart) -> Schema:
     target = part.context.resolve(part.node["$ref"], part.place)
     if target is None:
         return part.give_up("$ref", "points outside the schema, or to nothing")

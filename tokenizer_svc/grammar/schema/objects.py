@@ -9,13 +9,13 @@ from typing import Any
 import jsonschema_rs
 
 from tokenizer_svc.grammar.schema.arrays import finite_values
-from tokenizer_svc.grammar.schema.context import Context, Part, Place
+from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of, for_type
 
 _MAX_CASES = 300
 
 
-def count_properties(part: Part) -> None:
+def count_properties(part: SchemaPart) -> None:
     """minProperties and maxProperties beside optional properties, as cases of which of these are there."""
     if not ("minProperties" in part.out or "maxProperties" in part.out):
         return
@@ -59,7 +59,7 @@ def _exactly(chosen: tuple[str, ...], optional: list[str]) -> dict[str, Schema]:
     return {"required": list(chosen), "properties": {name: False for name in optional if name not in chosen}}
 
 
-def property_names(part: Part) -> None:
+def property_names(part: SchemaPart) -> None:
     """Names as listed properties, or as the one pattern of patternProperties."""
     rule = part.node["propertyNames"]
     inside = part.place.at("propertyNames")
@@ -109,7 +109,7 @@ def name_pattern(schema: Schema) -> str | None:
     return None
 
 
-def unevaluated_properties(part: Part) -> None:
+def unevaluated_properties(part: SchemaPart) -> None:
     """Where nothing depends on the value, the evaluated names are known and this is additionalProperties."""
     rule = part.node["unevaluatedProperties"]
     if rule is True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenizer_svc.grammar.schema.beside import beside
-from tokenizer_svc.grammar.schema.context import Part
+from tokenizer_svc.grammar.schema.context import SchemaPart
 from tokenizer_svc.grammar.schema.disjoint import Located, View, disjoint
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
 
@@ -11,7 +11,7 @@ from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
 _UNIONS = frozenset({"oneOf", "anyOf", "not", "if", "then", "else"})
 
 
-def one_of(part: Part) -> None:
+def one_of(part: SchemaPart) -> None:
     """Writes the equivalent anyOf into `out`, in oneOf's place among the keywords."""
     value = part.node["oneOf"]
     if not isinstance(value, list) or not value:
@@ -52,7 +52,7 @@ def _all_of_unions(unions: list[Schema]) -> Schema:
     return any_of([*(keyed[0][key] for key in keyed[0] if key in shared), rest])
 
 
-def _apart(part: Part, one: int, other: int, around: Located) -> bool:
+def _apart(part: SchemaPart, one: int, other: int, around: Located) -> bool:
     branches = part.node["oneOf"]
     first, second = min(one, other), max(one, other)
     places = [part.place.at("oneOf", index) for index in (first, second)]

@@ -12,8 +12,8 @@ from tokenizer_svc.grammar.schema.automata import plain
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
 from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
-from tokenizer_svc.grammar.schema.context import Context, Part, Place
-from tokenizer_svc.grammar.schema.document import DRAFTS, SINCE, Draft, Target
+from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
+from tokenizer_svc.grammar.schema.document import DRAFTS, SINCE, Draft, RefTarget
 from tokenizer_svc.grammar.schema.objects import count_properties, property_names, unevaluated_properties
 from tokenizer_svc.grammar.schema.one_of import one_of
 from tokenizer_svc.grammar.schema.shapes import (
@@ -92,7 +92,7 @@ def _plain_reference(context: Context, node: dict[str, Any], place: Place, types
     """A reference with annotations."""
     if not types & context.types_of(node, place):
         return False
-    part = Part(context, node, place, types)
+    part = SchemaPart(context, node, place, types)
     _reference(part, "$ref", node["$ref"])
     return all_of([part.out, *part.extra])
 
@@ -136,7 +136,7 @@ def _plain(context: Context, node: dict[str, Any], place: Place, types: frozense
 
 
 def _conjunction(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    part = Part(context, node, place, types)
+    part = SchemaPart(context, node, place, types)
     unwritable = context.unwritable(node, place)
     if unwritable:
         part.node = {keyword: value for keyword, value in node.items() if keyword not in unwritable}
@@ -164,7 +164,7 @@ def _conjunction(context: Context, node: dict[str, Any], place: Place, types: fr
     return out
 
 
-def _object_rules(part: Part) -> None:
+def _object_rules(part: SchemaPart) -> None:
     """Keywords that look at the other object keywords, once these are there."""
     draft = part.context.document.draft
     if "object" not in part.types:
@@ -176,7 +176,7 @@ def _object_rules(part: Part) -> None:
     count_properties(part)
 
 
-def _without_cases(part: Part) -> dict[str, Any]:
+def _without_cases(part: SchemaPart) -> dict[str, Any]:
     """The node without the conditions that were written as finite cases; these go to `extra`."""
     context, node, place = part.context, part.node, part.place
     others = type_names(part.types - {"object"})
@@ -227,29 +227,29 @@ def _filtered(context: Context, node: dict[str, Any], place: Place) -> list[Any]
 
 
 # (part, keyword, its value): writes the keyword into the part's `out`, or appends a schema to its `extra`.
-_Writer = Callable[[Part, str, Any], None]
+_Writer = Callable[[SchemaPart, str, Any], None]
 
 
-def _map(part: Part, keyword: str, value: Any) -> None:
+def _map(part: SchemaPart, keyword: str, value: Any) -> None:
     """Schemas by name or pattern."""
     if isinstance(value, dict):
         part.met(keyword)
         part.out[keyword] = {name: part.inside(each, keyword, name) for name, each in value.items()}
 
 
-def _list(part: Part, keyword: str, value: Any) -> None:
+def _list(part: SchemaPart, keyword: str, value: Any) -> None:
     """Schemas of the same value."""
     if isinstance(value, list):
         part.met(keyword)
         part.out[keyword] = [part.beside(each, keyword, index) for index, each in enumerate(value)]
 
 
-def _additional(part: Part, keyword: str, value: Any) -> None:
+def _additional(part: SchemaPart, keyword: str, value: Any) -> None:
     part.met(keyword)
     part.out[keyword] = part.inside(value, keyword)
 
 
-def _format(part: Part, keyword: str, value: Any) -> None:
+def _format(part: SchemaPart, keyword: str, value: Any) -> None:
     """A format that the specification does not define is an annotation."""
     if not isinstance(value, str):
         return
@@ -265,7 +265,7 @@ def _format(part: Part, keyword: str, value: Any) -> None:
         part.give_up(keyword, f"{value!r} has no grammar here")
 
 
-def _items(part: Part, keyword: str, value: Any) -> None:
+def _items(part: SchemaPart, keyword: str, value: Any) -> None:
     """Arrays of schemas are written as prefixItems, and what follows them as items, for every draft."""
     part.met(keyword)
     is_list = isinstance(part.node.get("items"), list)
@@ -275,7 +275,7 @@ def _items(part: Part, keyword: str, value: Any) -> None:
         part.out["items"] = part.inside(value, keyword)
 
 
-def _reference(part: Part, keyword: str, value: Any) -> None:
+def _reference(part: SchemaPart, keyword: str, value: Any) -> None:
     part.met(keyword)
     if not isinstance(value, str):
         part.give_up("$ref", "a reference must be a text")
@@ -312,7 +312,7 @@ def _closing_loop(context: Context, node: dict[str, Any], place: Place) -> Schem
         beside = {key: value for key, value in node.items() if key != "$ref"}
         return all_of([body, context.positive(beside, inside, types)])
 
-    here = Target(node, place.path, place.base)
+    here = RefTarget(node, place.path, place.base)
     return {"$ref": f"#/$defs/{context.define(here, 'c', ALL_TYPES, written_out)}"}
 
 
@@ -334,7 +334,7 @@ _CONSTRAINING = (
 _DOUBTFUL = re.compile(r"(?<!\\)\$.|\\[bBkpP1-9]")
 
 
-def _pattern(part: Part, keyword: str, value: Any) -> None:
+def _pattern(part: SchemaPart, keyword: str, value: Any) -> None:
     part.met(keyword)
     if not isinstance(value, str):
         part.give_up("pattern", "a pattern must be a text")
@@ -353,7 +353,7 @@ def _pattern(part: Part, keyword: str, value: Any) -> None:
     part.extra += [{"pattern": each} for each in parts[:-1]]
 
 
-def _rewritten(part: Part, keyword: str, value: Any) -> None:
+def _rewritten(part: SchemaPart, keyword: str, value: Any) -> None:
     part.met(keyword)
     match keyword:
         case "oneOf":

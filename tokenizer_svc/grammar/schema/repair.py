@@ -31,7 +31,7 @@ def repair(schema: Schema, error: str) -> Schema | None:
     if _CIRCULAR in error:
         try:
             return _Unroller(schema["$defs"]).run(schema)
-        except _TooMany:
+        except _TooManyRepairs:
             return None
     return None
 
@@ -53,7 +53,7 @@ def _parted(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {key: value for key, value in schema.items() if key in _ASIDE}, body
 
 
-class _TooMany(Exception):
+class _TooManyRepairs(Exception):
     pass
 
 
@@ -113,7 +113,7 @@ class _Unroller:
         """`node` without references at its own level."""
         self._num_written_out += 1
         if self._num_written_out > _MAX_WRITTEN_OUT:
-            raise _TooMany
+            raise _TooManyRepairs
         if not isinstance(node, dict):
             return node
         parts: list[Schema] = []

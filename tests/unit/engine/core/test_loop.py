@@ -215,7 +215,7 @@ def test_messages_survive_the_socket_in_any_pieces() -> None:
     while len(received) < len(sent):
         received += core.receive(1.0)
     assert received == sent
-    core.send(messages.Progress("load", 0.5))
+    core.send(messages.LoadProgress("load", 0.5))
     assert FrameBuffer().feed(ours.recv(1000))
     ours.close()
     with pytest.raises(PeerGone):

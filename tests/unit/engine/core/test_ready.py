@@ -47,7 +47,7 @@ class Front:
     def ready(self) -> messages.Ready:
         """Waits until the core is."""
         while not isinstance(report := self.next(), messages.Ready):
-            assert not isinstance(report, messages.Refused | messages.Broken), report
+            assert not isinstance(report, messages.CoreRefused | messages.Broken), report
         return report
 
     def ask(self, *prompts: int, grammar: GrammarSpec | None = None, **sampling: Any) -> None:

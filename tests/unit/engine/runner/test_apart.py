@@ -179,7 +179,7 @@ def _ended(connection: socket.socket, requests: Sequence[Request]) -> set[int]:
         assert data, "the core ended"
         for payload in buffer.feed(data):
             report = decoder.decode(payload)
-            assert not isinstance(report, messages.Refused), report
+            assert not isinstance(report, messages.CoreRefused), report
             if isinstance(report, messages.Ready):
                 for request in requests:
                     connection.sendall(encode(messages.Submit(request)))

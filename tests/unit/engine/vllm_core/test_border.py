@@ -113,7 +113,7 @@ def talking(
         await client.start()
         listening = asyncio.create_task(client.listen())
         try:
-            await talk.until(lambda: talk.of(messages.Ready) or talk.of(messages.Refused))
+            await talk.until(lambda: talk.of(messages.Ready) or talk.of(messages.CoreRefused))
             await story(talk)
         finally:
             await client.stop()
@@ -224,7 +224,7 @@ def test_an_adapter_that_cannot_be_read_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(talk: Talk) -> None:
-        (refused,) = talk.of(messages.Refused)
+        (refused,) = talk.of(messages.CoreRefused)
         assert "engine.adapters.paths.lost" in refused.message
 
     config = AdaptersConfig(paths={"lost": str(tmp_path / "lost")}, slots=1)
@@ -282,7 +282,7 @@ def test_a_core_that_hangs_says_nothing_and_is_ended(tmp_path: Path, monkeypatch
 
 def test_what_cannot_start_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def other_version(talk: Talk) -> None:
-        (refused,) = talk.of(messages.Refused)
+        (refused,) = talk.of(messages.CoreRefused)
         assert "0.99.1" in refused.message
         assert "0.32.x" in refused.message
 
@@ -290,7 +290,7 @@ def test_what_cannot_start_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
     monkeypatch.undo()
 
     async def other_size(talk: Talk) -> None:
-        (refused,) = talk.of(messages.Refused)
+        (refused,) = talk.of(messages.CoreRefused)
         assert "tensor_parallel_size" in refused.message
 
     many = VllmConfig(python=sys.executable, tensor_parallel_size=64, any_version=True)

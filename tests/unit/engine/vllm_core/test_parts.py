@@ -25,13 +25,13 @@ from engine.types import (
     TokenEvent,
 )
 from engine.vllm_core import launch
-from engine.vllm_core.door import Door
+from engine.vllm_core.door import FrontDoor
 from engine.vllm_core.environment import find_python
 from engine.vllm_core.inside import plugin
 from engine.vllm_core.inside.calls import calls_of, seed_of
 from engine.vllm_core.inside.engine import CannotStart, _memory, check_libraries
-from engine.vllm_core.inside.meter import Meter
-from engine.vllm_core.inside.prefixes import Prefixes
+from engine.vllm_core.inside.meter import CoreMeter
+from engine.vllm_core.inside.prefixes import CorePrefixes
 from engine.vllm_core.inside.turns import FairTurns
 from engine.vllm_core.options import EXCEPTIONS, OPTIONS, table
 from runtime.errors import ConfigError
@@ -151,7 +151,7 @@ def test_hashes_are_those_that_gateways_compute(salt: bytes) -> None:
     hasher = PrefixHasher(model="/m", adapter="", salt=salt, block_size=16)
     hasher.extend(tokens, 40)
     ours = [event_hash(each) for each in hasher.hashes]
-    prefixes = Prefixes("/m")
+    prefixes = CorePrefixes("/m")
 
     def stored(index: int, parent: bytes | None) -> Any:
         kind = type("BlockStored", (SimpleNamespace,), {})
@@ -180,7 +180,7 @@ def _load(**fields: Any) -> SchedulerLoad:
 
 
 def test_who_would_be_late_is_told_when_to_come() -> None:
-    door = Door(SchedulerConfig(max_num_seqs=1))
+    door = FrontDoor(SchedulerConfig(max_num_seqs=1))
     door.opens(
         MemoryPlan(
             total_bytes=1, weights_bytes=1, workspace_bytes=0, headroom_bytes=0, kv_cache_bytes=1,
@@ -210,7 +210,7 @@ def test_who_would_be_late_is_told_when_to_come() -> None:
 
 
 def test_who_was_refused_is_back_before_newcomers_as_at_our_own_engine() -> None:
-    door = Door(SchedulerConfig(max_num_seqs=1))
+    door = FrontDoor(SchedulerConfig(max_num_seqs=1))
     door.opens(
         MemoryPlan(
             total_bytes=1, weights_bytes=1, workspace_bytes=0, headroom_bytes=0, kv_cache_bytes=1,
@@ -256,7 +256,7 @@ def test_who_was_refused_is_back_before_newcomers_as_at_our_own_engine() -> None
 
 
 def test_load_is_that_of_all_data_parallel_ranks() -> None:
-    meter = Meter(num_blocks=200, num_ranks=2)
+    meter = CoreMeter(num_blocks=200, num_ranks=2)
 
     def told(num_open: int) -> tuple[int, int, int]:
         load = meter.load(num_open, 0, 0.0)

@@ -10,7 +10,7 @@ from contract.engines import BlocksEvicted, BlocksStored
 from engine.kv.block_pool import PrefixHasher, event_hash
 from gateway.config import RoutingConfig
 from gateway.engines.prefix import PrefixIndex, PromptHashes
-from gateway.engines.router import Candidate, Choice, RouteReason, choose
+from gateway.engines.router import RouteCandidate, RouteChoice, RouteReason, choose
 from tests.unit.gateway.rig.deployment import deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 
@@ -49,31 +49,31 @@ def test_other_tenants_blocks_do_not_match() -> None:
 
 
 def test_least_pending_work_wins_and_ties_take_turns() -> None:
-    busy, idle = Candidate(pending_tokens=500, num_requests=1), Candidate(0, 0, last_chosen=5)
-    assert choose([busy, idle], 100, POLICY) == Choice(1, RouteReason.LEAST_PENDING)
-    assert choose([idle, Candidate(0, 0, last_chosen=2)], 100, POLICY).index == 1
+    busy, idle = RouteCandidate(pending_tokens=500, num_requests=1), RouteCandidate(0, 0, last_chosen=5)
+    assert choose([busy, idle], 100, POLICY) == RouteChoice(1, RouteReason.LEAST_PENDING)
+    assert choose([idle, RouteCandidate(0, 0, last_chosen=2)], 100, POLICY).index == 1
 
 
 def test_a_held_prefix_outweighs_some_work_but_not_any() -> None:
-    holder = Candidate(pending_tokens=300, num_requests=1, cached_tokens=1000)
-    idle = Candidate(0, 0)
-    assert choose([holder, idle], 1100, POLICY) == Choice(0, RouteReason.PREFIX)
-    overloaded = Candidate(pending_tokens=5000, num_requests=9, cached_tokens=100_000)
+    holder = RouteCandidate(pending_tokens=300, num_requests=1, cached_tokens=1000)
+    idle = RouteCandidate(0, 0)
+    assert choose([holder, idle], 1100, POLICY) == RouteChoice(0, RouteReason.PREFIX)
+    overloaded = RouteCandidate(pending_tokens=5000, num_requests=9, cached_tokens=100_000)
     assert choose([overloaded, idle], 100_100, POLICY).index == 1
 
 
 def test_an_engine_that_has_the_adapter_in_memory_outweighs_some_work() -> None:
-    holder, idle = Candidate(pending_tokens=300, num_requests=2), Candidate(0, 0, is_cold=True)
+    holder, idle = RouteCandidate(pending_tokens=300, num_requests=2), RouteCandidate(0, 0, is_cold=True)
     assert choose([holder, idle], 100, POLICY).index == 0
-    assert choose([Candidate(pending_tokens=3000, num_requests=9), idle], 100, POLICY).index == 1
+    assert choose([RouteCandidate(pending_tokens=3000, num_requests=9), idle], 100, POLICY).index == 1
 
 
 def test_long_prompts_have_their_lane() -> None:
     policy = RoutingConfig(long_prompt_tokens=1000)
-    lanes = [Candidate(0, 0), Candidate(0, 0), Candidate(9000, 50, long_lane=True)]
-    assert choose(lanes, 2000, policy) == Choice(2, RouteReason.ONLY)
+    lanes = [RouteCandidate(0, 0), RouteCandidate(0, 0), RouteCandidate(9000, 50, long_lane=True)]
+    assert choose(lanes, 2000, policy) == RouteChoice(2, RouteReason.ONLY)
     assert choose(lanes, 10, policy).index in (0, 1)
-    cached = [Candidate(0, 0, cached_tokens=1500), *lanes[1:]]
+    cached = [RouteCandidate(0, 0, cached_tokens=1500), *lanes[1:]]
     assert choose(cached, 2000, policy).index == 0
     assert choose(lanes[:2], 2000, policy).index in (0, 1)
 

@@ -21,9 +21,9 @@ from gateway.limits.resilient import Policy, ResilientLimitStore
 from gateway.limits.store import (
     Demand,
     Granted,
+    LimitRefused,
     MeterChange,
     MeterDemand,
-    Refused,
     Settlement,
     StoreLostError,
     WindowDemand,
@@ -50,7 +50,7 @@ class CountedStore(RedisLimitStore):
     num_charges = 0
     num_lost_pings = 0
 
-    async def acquire(self, demand: Demand) -> Granted | Refused:
+    async def acquire(self, demand: Demand) -> Granted | LimitRefused:
         self.num_charges += 1
         return await super().acquire(demand)
 

@@ -18,9 +18,9 @@ from gateway.limits.store import (
     Kind,
     LeaseDemand,
     LeaseReturn,
+    LimitRefused,
     MeterChange,
     MeterDemand,
-    Refused,
     Settlement,
     StoreLostError,
     WindowDemand,
@@ -58,7 +58,7 @@ def window(amount: int) -> Demand:
 
 async def kind_of(store: ResilientLimitStore, demand: Demand) -> Any:
     outcome = await store.acquire(demand)
-    return outcome.kind if isinstance(outcome, Refused) else "granted"
+    return outcome.kind if isinstance(outcome, LimitRefused) else "granted"
 
 
 async def test_closed_refuses_until_it_is_back(own_redis: RedisServer) -> None:
@@ -112,7 +112,7 @@ async def test_lease_taken_alone_is_returned_alone(own_redis: RedisServer) -> No
 async def test_meters_go_on_from_what_was_seen_and_are_paid_back(own_redis: RedisServer) -> None:
     rig = Rig(own_redis, "local_share", num_gateways=2)
 
-    async def charge(units: int) -> Granted | Refused:
+    async def charge(units: int) -> Granted | LimitRefused:
         return await rig.store.acquire(Demand(meters=(MeterDemand("m", 100, 0, 1, units),)))
 
     assert isinstance(await charge(60), Granted)
@@ -121,7 +121,7 @@ async def test_meters_go_on_from_what_was_seen_and_are_paid_back(own_redis: Redi
     outcome = await charge(100)
     assert isinstance(outcome, Granted)
     assert outcome.meter_units == (20,)
-    assert isinstance(await charge(1), Refused)
+    assert isinstance(await charge(1), LimitRefused)
     await rig.store.settle(Settlement(meters=(MeterChange("m", -5),)))
     own_redis.start()
     await rig.until(lambda: rig.store.is_up)
@@ -155,7 +155,7 @@ async def test_what_is_charged_while_debts_are_paid_is_paid_too(own_redis: Redis
     )
     store.start()
 
-    async def charge(units: int) -> Granted | Refused:
+    async def charge(units: int) -> Granted | LimitRefused:
         return await store.acquire(Demand(meters=(MeterDemand("m", 100, 0, 1, units),)))
 
     own_redis.kill()

@@ -20,10 +20,10 @@ from gateway.limits.store import (
     Kind,
     LeaseDemand,
     LeaseReturn,
+    LimitRefused,
     LimitStore,
     MeterChange,
     MeterDemand,
-    Refused,
     Settlement,
     WindowChange,
     WindowDemand,
@@ -77,9 +77,9 @@ async def granted(store: LimitStore, demand: Demand) -> Granted:
     return outcome
 
 
-async def refused(store: LimitStore, demand: Demand) -> Refused:
+async def refused(store: LimitStore, demand: Demand) -> LimitRefused:
     outcome = await store.acquire(demand)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, LimitRefused)
     return outcome
 
 
@@ -160,7 +160,7 @@ async def test_all_slots_of_a_lease_lapse_unless_renewed(short_lived: LimitStore
     await granted(short_lived, lease("dead", limit=5, slots=2))
     await granted(short_lived, lease("alive", limit=5, slots=3))
     # Renewed until the other has lapsed, which would have come first for both.
-    while isinstance(await short_lived.acquire(lease("c", limit=5, slots=2)), Refused):
+    while isinstance(await short_lived.acquire(lease("c", limit=5, slots=2)), LimitRefused):
         await asyncio.sleep(SHORT_LEASE_TTL_S / 50)
         await short_lived.renew((LeaseReturn("l", "alive", 3),))
     assert (await refused(short_lived, lease("d", limit=5))).used == 5
@@ -184,7 +184,7 @@ async def test_lease_lapses_unless_renewed(short_lived: LimitStore) -> None:
     await granted(short_lived, lease("alive"))
     await short_lived.renew((LeaseReturn("l", "alive"),))
     # Renewed until the other has lapsed, which would have come first for both.
-    while isinstance(await short_lived.acquire(lease("c")), Refused):
+    while isinstance(await short_lived.acquire(lease("c")), LimitRefused):
         await asyncio.sleep(SHORT_LEASE_TTL_S / 50)
         await short_lived.renew((LeaseReturn("l", "alive"),))
     assert (await refused(short_lived, lease("d"))).used == 2
@@ -235,7 +235,7 @@ async def test_short_windows_slide_in_real_time(store: LimitStore, monkeypatch: 
     while len(charged) < 150:
         amount = randomness.randrange(1, 20)
         outcome = await store.acquire(window(amount, limit))
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, LimitRefused):
             num_refused += 1
             assert outcome.retry_after_ms is not None
             assert 1 <= outcome.retry_after_ms <= bucket_ms * num_buckets

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from runtime.errors import ConfigError
 from services.bench import report
-from services.bench.client import Client, Target
+from services.bench.client import BenchTarget, Client
 from services.bench.records import RequestRecord, Targets, summarize
 from services.bench.run import run_workload
 from services.bench.workload import Arrivals, Lengths, Workload, plan
@@ -35,7 +35,7 @@ def workload(**changes: object) -> Workload:
 @asynccontextmanager
 async def server(
     *, fail_every: int = 0, cut: bool = False, hang_up: bool = False
-) -> AsyncIterator[tuple[Target, list[dict[str, object]]]]:
+) -> AsyncIterator[tuple[BenchTarget, list[dict[str, object]]]]:
     """Streams max_tokens chunks, in one-byte-shifted writes, so that events straddle reads."""
     received: list[dict[str, object]] = []
 
@@ -78,7 +78,7 @@ async def server(
     listener = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
     try:
-        yield Target.parse(f"http://127.0.0.1:{port}/v1", "key"), received
+        yield BenchTarget.parse(f"http://127.0.0.1:{port}/v1", "key"), received
     finally:
         listener.close()
 
@@ -123,7 +123,7 @@ async def test_models_are_listed_and_an_absent_server_is_named() -> None:
     async with server() as (target, _):
         assert await Client(target).models() == ["nano"]
     with pytest.raises(ConfigError, match="is the server running"):
-        await Client(Target.parse("http://127.0.0.1:9", "")).models()
+        await Client(BenchTarget.parse("http://127.0.0.1:9", "")).models()
 
 
 def test_equal_seeds_plan_equal_requests_and_prefixes_are_shared() -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from runtime.errors import ConfigError
 from services.bench import report
-from services.bench.client import Target
+from services.bench.client import BenchTarget
 from services.bench.records import RequestRecord, Targets
 from services.bench.run import choose_model, run_workload
 from services.bench.workload import Arrivals, Lengths, Workload
@@ -54,7 +54,7 @@ def chunked(body: bytes, size: int = 1 << 20) -> bytes:
 @asynccontextmanager
 async def server(
     answer: bytes, *, closes: bool = False, then: bytes = b"", tls: ssl.SSLContext | None = None
-) -> AsyncIterator[Target]:
+) -> AsyncIterator[BenchTarget]:
     """Answers every request with these bytes, and sends `then` afterwards, unasked."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,12 +76,14 @@ async def server(
 
     listener = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     try:
-        yield Target.parse(f"http{'s' if tls else ''}://127.0.0.1:{listener.sockets[0].getsockname()[1]}", "")
+        yield BenchTarget.parse(
+            f"http{'s' if tls else ''}://127.0.0.1:{listener.sockets[0].getsockname()[1]}", ""
+        )
     finally:
         listener.close()
 
 
-async def measure(target: Target, arrivals: Arrivals | None = None) -> list[RequestRecord]:
+async def measure(target: BenchTarget, arrivals: Arrivals | None = None) -> list[RequestRecord]:
     workload = Workload(
         num_requests=2,
         arrivals=arrivals or Arrivals(),
@@ -148,7 +150,7 @@ async def test_a_server_that_hangs_is_left_after_the_limit() -> None:
         writer.close()
 
     listener = await asyncio.start_server(serve, "127.0.0.1", 0)
-    target = Target.parse(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", "")
+    target = BenchTarget.parse(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", "")
     workload = Workload(
         num_requests=2, arrivals=Arrivals(), input_tokens=Lengths.parse("3"), output_tokens=Lengths.parse("2")
     )
