@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine.kv.block_pool import BlockHash, BlockPool, BlockTable, HostTier, PrefixHasher, event_hash
+from contract.prefix import BlockHash, PrefixHasher, event_hash
+from engine.kv.block_pool import BlockPool, BlockTable, HostTier
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 
 Pairs = tuple[tuple[int, int], ...]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.kv import BlockHash, KvCache, Prefix
+from contract.prefix import BlockHash
+from engine.kv import KvCache, Prefix
 from engine.policy.line import Line
 from engine.policy.pace import StepPace
 from engine.scheduler.sequence import Awaited, Sequence, Status

@@ -7,8 +7,9 @@ import math
 
 import msgspec
 
+from contract.prefix import PrefixHasher
 from engine.config import CacheConfig, SchedulerConfig
-from engine.kv import KvCache, PrefixHasher
+from engine.kv import KvCache
 from engine.policy.door import Door, refuse_impossible, tokens_limit
 from engine.policy.forecast import Batch
 from engine.policy.isolation import FailureIsolation

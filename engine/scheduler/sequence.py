@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from engine.kv.block_pool import BlockTable, PrefixHasher
+from contract.prefix import PrefixHasher
+from engine.kv.block_pool import BlockTable
 from engine.policy.line import account_of, slots_of
 from engine.scheduler.best_of import BestOf
 from engine.types import (

@@ -1,38 +1,27 @@
 """Which prefixes each engine holds, as far as its KV events have told.
 
-Engines name blocks by chained content hashes: a hash stands for everything before it, and its root is made
-of model, adapter and cache salt, so tenants with different salts never match. The first 64 bits travel in
-events. The computation here is the same, byte by byte, as in the engine's KV cache; a contract test holds
-the two together.
+Engines name blocks by the hashes of `contract.prefix`; the first 64 bits travel in events.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 
 from contract.engines import BlocksStored, KvEvent
-
-_DIGEST_BYTES = 16
-_PERSON = b"millrace-kv"
+from contract.prefix import PrefixHasher, event_hash
 
 
 class PromptHashes:
     """Event hashes of a prompt's full blocks, computed as far as somebody asks."""
 
-    __slots__ = ("_block_size", "_digest", "_hashes", "_token_ids")
+    __slots__ = ("_block_size", "_hasher", "_hashes", "_token_ids")
 
     def __init__(
         self, token_ids: Sequence[int], *, model: str, adapter: str, salt: bytes, block_size: int
     ) -> None:
         self._token_ids = token_ids
         self._block_size = block_size
-        root = blake2b(digest_size=_DIGEST_BYTES, person=_PERSON)
-        for part in (model.encode(), adapter.encode(), salt):
-            root.update(len(part).to_bytes(4, "little"))
-            root.update(part)
-        self._digest = root.digest()
+        self._hasher = PrefixHasher(model=model, adapter=adapter, salt=salt, block_size=block_size)
         self._hashes: list[int] = []
 
     @property
@@ -42,12 +31,9 @@ class PromptHashes:
 
     def at(self, index: int) -> int:
         """Hash of block `index`, which covers tokens up to (index + 1) * block_size."""
-        size = self._block_size
-        while len(self._hashes) <= index:
-            start = len(self._hashes) * size
-            packed = array("I", self._token_ids[start : start + size]).tobytes()
-            self._digest = blake2b(self._digest + packed, digest_size=_DIGEST_BYTES).digest()
-            self._hashes.append(int.from_bytes(self._digest[:8], "little") or 1)
+        if len(self._hashes) <= index:
+            self._hasher.extend(self._token_ids, (index + 1) * self._block_size)
+            self._hashes += map(event_hash, self._hasher.hashes[len(self._hashes) :])
         return self._hashes[index]
 
 

@@ -1,33 +1,16 @@
 """vLLM's cache events under the block hashes that gateways compute.
 
-A hash here is the same as in `engine.kv.block_pool` (a test compares them): a chain of blake2b over model,
-adapter and salt, then the tokens of each block. vLLM tells the tokens of a block that it stores, and later
-only its own hash; so its hashes are kept with ours.
+The hashes are those of `contract.prefix`, the one file of the suite that is laid beside this package. vLLM
+tells the tokens of a block that it stores, and later only its own hash; so its hashes are kept with ours.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable
-from hashlib import blake2b
 from typing import Any
 
-_DIGEST_BYTES = 16
-
-
-def root_hash(model: str, adapter: str, salt: bytes) -> bytes:
-    """The start of a chain."""
-    root = blake2b(digest_size=_DIGEST_BYTES, person=b"millrace-kv")
-    for part in (model.encode(), adapter.encode(), salt):
-        root.update(len(part).to_bytes(4, "little"))
-        root.update(part)
-    return root.digest()
-
-
-def event_hash(block_hash: bytes) -> int:
-    """The 64 bits that events carry; never 0, which means the start of a prompt."""
-    return int.from_bytes(block_hash[:8], "little") or 1
+from contract.prefix import block_hash, event_hash, root_hash
 
 
 class CorePrefixes:
@@ -66,7 +49,7 @@ class CorePrefixes:
         hashes = []
         for index, theirs in enumerate(event.block_hashes):
             tokens = event.token_ids[index * event.block_size : (index + 1) * event.block_size]
-            parent = blake2b(parent + array("I", tokens).tobytes(), digest_size=_DIGEST_BYTES).digest()
+            parent = block_hash(parent, tokens)
             self._ours[theirs] = parent
             self._copies[theirs] += 1
             hashes.append(event_hash(parent))

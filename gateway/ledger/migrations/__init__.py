@@ -23,10 +23,11 @@ VERSION_TABLE = "ledger_version"
 _LOCKS = {"sqlite": "BEGIN IMMEDIATE", "postgresql": "SELECT pg_advisory_xact_lock(7213590164)"}
 
 
-def migrate(database: Engine, tables: MetaData) -> None:
+def migrate(database: Engine, tables: MetaData, *, further_steps: str = "") -> None:
     """Makes `tables`, or what they lack, in one transaction: one that fails leaves all as it was.
 
-    Raises ConfigError for a ledger of a newer version, and for another database.
+    Steps are those of `versions` and of the folder `further_steps`. Raises ConfigError for a ledger of a
+    version that has no step here, and for another database.
     """
     lock = _LOCKS.get(database.dialect.name)
     if lock is None:
@@ -35,6 +36,9 @@ def migrate(database: Engine, tables: MetaData) -> None:
         )
     config = Config()
     config.set_main_option("script_location", "gateway.ledger:migrations")
+    if further_steps:
+        config.set_main_option("path_separator", "newline")
+        config.set_main_option("version_locations", f"gateway.ledger:migrations/versions\n{further_steps}")
     steps = ScriptDirectory.from_config(config)
     with database.connect() as connection:
         if not _is_behind(connection, steps):
@@ -43,7 +47,13 @@ def migrate(database: Engine, tables: MetaData) -> None:
         connection.exec_driver_sql(lock)
         # Another gateway may have been first.
         if _is_behind(connection, steps):
-            is_new = not set(tables.tables) & set(inspect(connection).get_table_names())
+            context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+            is_new = context.get_current_revision() is None
+            if is_new and set(tables.tables) & set(inspect(connection).get_table_names()):
+                raise ConfigError(
+                    "gateway.ledger.url: the database has a table named requests that is no ledger of this "
+                    "program, or one from before its first version; name another database"
+                )
             tables.create_all(connection)
             config.attributes["connection"] = connection
             (command.stamp if is_new else command.upgrade)(config, "head")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv import KvCache, PrefixHasher
-from engine.kv.block_pool import BlockTable, event_hash
+from contract.prefix import PrefixHasher, event_hash
+from engine.kv import KvCache
+from engine.kv.block_pool import BlockTable
 from engine.types import BlocksEvicted, BlocksStored
 
 SIZE = 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.kv import PrefixHasher
+from contract.prefix import PrefixHasher
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.sequence import RequestGroup, Sequence
 from engine.types import FinishReason, GrammarSpec, Request, SamplingParams, StepResult, TokenLogprobs

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv import KvCache, PrefixHasher
+from contract.prefix import PrefixHasher
+from engine.kv import KvCache
 from engine.kv.block_pool import BlockTable
 from engine.types import FinishReason
 from tests.unit.engine.driver import Driver, memory_plan

@@ -16,9 +16,8 @@ from millrace.common.v1 import output_pb2
 from millrace.engine.v1 import engine_pb2
 
 from contract.errors import MillraceError, Reason
+from contract.prefix import PrefixHasher, event_hash
 from contract.proto.status import from_rpc_error
-from engine.kv import PrefixHasher
-from engine.kv.block_pool import event_hash
 from tests.unit.engine.checked_runner import expected_token
 from tests.unit.engine.service.engine_client import (
     MODEL_PATH,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from contract.prefix import PrefixHasher, event_hash
 from contract.sampling import SamplingParams
 from engine.config import EngineConfig, SchedulerConfig, SpeculationConfig, VllmConfig
 from engine.core.messages import StepDone
-from engine.kv.block_pool import PrefixHasher, event_hash
 from engine.types import (
     FinishReason,
     GrammarSpec,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from millrace.engine.v1 import engine_pb2
 
 from contract.engines import BlocksEvicted, BlocksStored
-from engine.kv.block_pool import PrefixHasher, event_hash
+from contract.prefix import PrefixHasher, event_hash
 from gateway.config import RoutingConfig
 from gateway.engines.prefix import PrefixIndex, PromptHashes
 from gateway.engines.router import RouteCandidate, RouteChoice, RouteReason, choose

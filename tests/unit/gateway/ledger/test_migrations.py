@@ -1,4 +1,4 @@
-"""Ledgers of every earlier version are those of the present one after a start; what they hold is kept."""
+"""A ledger of an earlier version is one of the present after a start; what it holds is kept."""
 
 from __future__ import annotations
 
@@ -15,40 +15,26 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 
-from gateway.ledger.migrations import VERSION_TABLE
+from gateway.ledger.migrations import VERSION_TABLE, migrate
 from gateway.ledger.tables import REQUESTS, open_ledger
 from runtime.errors import ConfigError
 
-from .test_writer import finished, rows, writer
+from .test_writer import finished, writer
 
 NUM_PROCESSES = 4
 
-# As the programs of each version have made it.
-FIRST = """
-CREATE TABLE requests (
-    entry_id VARCHAR(32) NOT NULL, request_id VARCHAR(128) NOT NULL, ended_unix_ms BIGINT NOT NULL,
-    tenant VARCHAR(63) NOT NULL, key_id VARCHAR(128) NOT NULL, tier VARCHAR(63) NOT NULL,
-    model VARCHAR(256) NOT NULL, face VARCHAR(8) NOT NULL, outcome VARCHAR(64) NOT NULL,
-    prompt_tokens INTEGER NOT NULL, cached_prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
-    reasoning_tokens INTEGER NOT NULL, speculative_waste_tokens INTEGER NOT NULL,
-    recomputed_tokens INTEGER NOT NULL, num_choices INTEGER NOT NULL, num_preemptions INTEGER NOT NULL,
-    num_engines_lost INTEGER NOT NULL, grammar_ms FLOAT NOT NULL, queue_ms FLOAT NOT NULL, ttft_ms FLOAT,
-    duration_ms FLOAT NOT NULL, cost_nanos BIGINT NOT NULL, labels TEXT NOT NULL,
-    PRIMARY KEY (entry_id)
-);
-CREATE INDEX ix_requests_ended_unix_ms ON requests (ended_unix_ms);
-CREATE INDEX ix_requests_request_id ON requests (request_id);
-CREATE INDEX ix_requests_tenant ON requests (tenant);
+# A step that a later version could have.
+STEP = """
+from alembic import op
+from sqlalchemy import Column, Integer
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade() -> None:
+    op.add_column("requests", Column("later", Integer, nullable=False, server_default="7"))
 """
-# The next one made it with the column, or asked its operator to add it.
-MADE = FIRST.replace("reasoning_tokens", "candidate_tokens INTEGER NOT NULL, reasoning_tokens")
-ADDED = f"{FIRST}ALTER TABLE requests ADD COLUMN candidate_tokens INTEGER NOT NULL DEFAULT 0;\n"
-# Then steps had numbers.
-NUMBERED = f"""{ADDED}
-CREATE TABLE {VERSION_TABLE} (version_num VARCHAR(32) NOT NULL PRIMARY KEY);
-INSERT INTO {VERSION_TABLE} VALUES ('0001');
-"""
-VERSIONS = {"first": FIRST, "made": MADE, "added": ADDED, "numbered": NUMBERED}
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -69,18 +55,21 @@ def run(url: str, statements: str) -> None:
     engine.dispose()
 
 
-def make(url: str, version: str) -> None:
-    """A ledger as that version left it, with one row."""
-    run(url, VERSIONS[version])
-    request = finished("old")
-    there = shape(url)[1]
-    values = {column.name: getattr(request, column.name, 0) for column in REQUESTS.c if column.name in there}
-    values |= {"labels": "{}", "cost_nanos": 5}
-    columns, places = ", ".join(values), ", ".join(f":{name}" for name in values)
+def further(folder: Path) -> str:
+    """A folder with one step more than the program has."""
+    steps = folder / "steps"
+    steps.mkdir()
+    (steps / "later.py").write_text(STEP)
+    return str(steps)
+
+
+def upgraded(url: str, steps: str) -> None:
+    """Opens the ledger as the later version does."""
     engine = create_engine(url)
-    with engine.begin() as connection:
-        connection.execute(text(f"INSERT INTO requests ({columns}) VALUES ({places})"), values)
-    engine.dispose()
+    try:
+        migrate(engine, REQUESTS.metadata, further_steps=steps)
+    finally:
+        engine.dispose()
 
 
 def shape(url: str) -> tuple[set[str], set[str]]:
@@ -93,27 +82,20 @@ def shape(url: str) -> tuple[set[str], set[str]]:
     return tables, columns
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_an_older_ledger_keeps_what_it_has_and_takes_what_is_new(url: str, version: str) -> None:
-    make(url, version)
-    for request_id in ("new", "newer"):
-        ledger = writer(url)
-        ledger.record(finished(request_id))
-        ledger.close()
-    engine = open_ledger(url)
-    candidates = 0 if version == "first" else 7
-    assert [(row["request_id"], row["candidate_tokens"]) for row in rows(engine)] == [
-        ("new", 7),
-        ("newer", 7),
-        ("old", candidates),
-    ]
+def test_an_older_ledger_keeps_what_it_has_and_takes_what_is_new(url: str, tmp_path: Path) -> None:
+    ledger = writer(url)
+    ledger.record(finished("old"))
+    ledger.close()
+    upgraded(url, further(tmp_path))
+    assert "later" in shape(url)[1]
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT request_id, candidate_tokens, later FROM requests")).all()
     engine.dispose()
+    assert [tuple(row) for row in found] == [("old", 7, 7)]
 
 
-@pytest.mark.parametrize("version", ["", *VERSIONS])
-def test_steps_make_what_the_program_means(url: str, version: str) -> None:
-    if version:
-        make(url, version)
+def test_a_new_ledger_is_what_the_program_means(url: str) -> None:
     engine = open_ledger(url)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
@@ -121,32 +103,41 @@ def test_steps_make_what_the_program_means(url: str, version: str) -> None:
     engine.dispose()
 
 
-def _open(url: str, together: Barrier, told: Queue[str]) -> None:
+def test_a_table_that_is_no_ledger_is_left_alone(url: str) -> None:
+    run(url, "CREATE TABLE requests (anything INTEGER)")
+    before = shape(url)
+    with pytest.raises(ConfigError, match=r"gateway\.ledger\.url: .* no ledger .* name another database"):
+        open_ledger(url)
+    assert shape(url) == before
+
+
+def _open(url: str, steps: str, together: Barrier, told: Queue[str]) -> None:
     together.wait()
     try:
-        open_ledger(url).dispose()
+        upgraded(url, steps)
     except ConfigError as error:
         told.put(str(error))
     else:
         told.put("")
 
 
-@pytest.mark.parametrize("version", ["", "first"])
-def test_gateways_that_start_at_once_make_each_step_once(url: str, version: str) -> None:
-    if version:
-        make(url, version)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_gateways_that_start_at_once_make_each_step_once(url: str, is_there: bool, tmp_path: Path) -> None:
+    if is_there:
+        open_ledger(url).dispose()
     # Not forked: a lock that another thread of this process holds would stay locked there.
     context = multiprocessing.get_context("spawn")
     together, told = context.Barrier(NUM_PROCESSES), context.Queue()
-    processes = [context.Process(target=_open, args=(url, together, told)) for _ in range(NUM_PROCESSES)]
+    steps = further(tmp_path)
+    processes = [
+        context.Process(target=_open, args=(url, steps, together, told)) for _ in range(NUM_PROCESSES)
+    ]
     for process in processes:
         process.start()
     assert [told.get() for _ in processes] == [""] * NUM_PROCESSES
     for process in processes:
         process.join()
-    engine = open_ledger(url)
-    assert len(rows(engine)) == bool(version)
-    engine.dispose()
+    assert ("later" in shape(url)[1]) == is_there
 
 
 def test_a_newer_ledger_is_refused_and_left_alone(url: str) -> None:
@@ -160,9 +151,11 @@ def test_a_newer_ledger_is_refused_and_left_alone(url: str) -> None:
     assert shape(url) == before
 
 
-def test_a_step_that_fails_leaves_the_ledger_as_it_was(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(url, "first")
-    before = shape(url)
+def test_a_step_that_fails_leaves_the_ledger_as_it_was(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    open_ledger(url).dispose()
+    before, steps = shape(url), further(tmp_path)
 
     def add_and_fail(*arguments: Any, **options: Any) -> None:
         add_column(*arguments, **options)
@@ -172,8 +165,7 @@ def test_a_step_that_fails_leaves_the_ledger_as_it_was(url: str, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(op, "add_column", add_and_fail)
         with pytest.raises(ArithmeticError):
-            open_ledger(url)
+            upgraded(url, steps)
     assert shape(url) == before
-    engine = open_ledger(url)
-    assert [row["request_id"] for row in rows(engine)] == ["old"]
-    engine.dispose()
+    upgraded(url, steps)
+    assert "later" in shape(url)[1]

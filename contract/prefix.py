@@ -1,0 +1,72 @@
+"""How blocks of prompts are named: a chain of content hashes, the same in gateways and in all engines.
+
+A hash stands for all tokens up to the end of its block, and the chain's root for model, adapter and cache
+salt, so tenants with different salts never match. Hashes are 128 bits wide inside an engine, because a
+collision would show one tenant the keys and values of another; routers get the first 64 bits, where a
+collision costs a cache miss.
+
+The standard library alone is used here, because vLLM's interpreter, which lacks the suite, imports this file.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+BlockHash = bytes
+
+_DIGEST_BYTES = 16
+
+
+def root_hash(model: str, adapter: str, salt: bytes) -> BlockHash:
+    """The start of a chain."""
+    root = blake2b(digest_size=_DIGEST_BYTES, person=b"millrace-kv")
+    for part in (model.encode(), adapter.encode(), salt):
+        root.update(len(part).to_bytes(4, "little"))
+        root.update(part)
+    return root.digest()
+
+
+def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of a full block behind `parent`."""
+    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
+
+
+def event_hash(block_hash: BlockHash) -> int:
+    """The 64 bits of a hash that KV events carry; never 0, which means the start of a prompt."""
+    return int.from_bytes(block_hash[:8], "little") or 1
+
+
+class PrefixHasher:
+    """Hashes full blocks of one chain, incrementally. `hashes[i]` covers tokens [0, (i + 1) * block_size)."""
+
+    __slots__ = ("_block_size", "_root", "hashes")
+
+    def __init__(self, *, model: str, adapter: str, salt: bytes, block_size: int) -> None:
+        self._block_size = block_size
+        self._root = root_hash(model, adapter, salt)
+        self.hashes: list[BlockHash] = []
+
+    def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Hashes every full block of the first `num_tokens` tokens that has no hash yet."""
+        size, first = self._block_size, len(self.hashes)
+        # At once: a long prompt has hundreds of blocks, and answers wait while it is hashed.
+        tokens = array("I", token_ids[first * size : num_tokens // size * size])
+        packed, num_bytes = tokens.tobytes(), size * tokens.itemsize
+        parent = self.hashes[-1] if self.hashes else self._root
+        for start in range(0, len(packed), num_bytes):
+            content = parent + packed[start : start + num_bytes]
+            parent = blake2b(content, digest_size=_DIGEST_BYTES).digest()
+            self.hashes.append(parent)
+
+    def copy(self) -> PrefixHasher:
+        """The same chain, to go on differently."""
+        copy = PrefixHasher.__new__(PrefixHasher)
+        copy._block_size, copy._root = self._block_size, self._root
+        copy.hashes = list(self.hashes)
+        return copy
+
+    def parent_of(self, index: int) -> BlockHash | None:
+        """Hash of the block before block `index`; None at the start."""
+        return self.hashes[index - 1] if index else None
