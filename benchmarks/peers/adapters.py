@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.engine.adapters import write_adapter
+import numpy as np
+from safetensors.numpy import save_file
+
 from benchmarks.engine.report import Row, publish
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.servers import Server, ServerFailed, serve
+from engine.adapters.peft import Module
 from engine.config import AdaptersConfig, EngineConfig
 from engine.runner.build import build_here
 from services.bench.client import Target
@@ -32,6 +36,22 @@ from services.bench.run import run_workload
 from services.config import ModelConfig
 
 OF_A_STREAM = Load(concurrency=1, num_requests=3)
+
+
+def write_adapter(folder: Path, modules: Mapping[str, Module], *, rank: int, seed: int) -> Path:
+    """A random adapter of all modules, as PEFT writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(seed)
+    tensors = {}
+    for name, module in modules.items():
+        for part, shape in (("A", (rank, module.inputs)), ("B", (module.outputs, rank))):
+            values = 0.01 * draw.standard_normal(shape, np.float32)
+            tensors[f"base_model.model.{name}.lora_{part}.weight"] = values
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.rpartition(".")[2] for name in modules})
+    values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank}
+    (folder / "adapter_config.json").write_text(json.dumps(values | {"target_modules": targets}))
+    return folder
 
 
 def make_adapters(checkpoint: Path, folder: Path, num: int, rank: int) -> dict[str, Path]:
