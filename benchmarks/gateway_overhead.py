@@ -9,13 +9,11 @@ One gateway process; authentication, limits, tracing and ledger are on. Four loa
   stream     64 streams of 128 tokens at full speed: tokens per second
   paced      256 streams at 20 ms a token: share of tokens that come within 50 ms of when they are due
 
-A token is due one engine step after the token before it; tokens that come together with a late one are late
-as well. The share by the schedule that a stream's first token begins stands beside it: there a stall costs
-the tokens that it delays beyond the limit, and time that is lost for good every token after it. Tokens are
-counted, not reads: TCP and proxies join chunks. The same loads run in the same run on a back end that costs
-nothing (`direct`), on an Envoy that only forwards to it, and, with `--litellm`, on one worker of LiteLLM's
-proxy before it; the first also on the hops of our path with no work in them (`chain`), below which no change
-of our own code brings the added latency. To set LiteLLM up:
+A chunk is due one engine step after the one before it; chunks that come together with a late one are late as
+well. The share by the schedule that a stream's first chunk begins stands beside it: there a stall costs the
+chunks that it delays beyond the limit, and time that is lost for good every chunk after it. The same loads
+run in the same run on a back end that costs nothing (`direct`) and, with `--litellm`, on one worker of
+LiteLLM's proxy before it. To set LiteLLM up:
 
   python -m venv ENVIRONMENT && ENVIRONMENT/bin/pip install 'litellm[proxy]==1.106.2'
 """
@@ -23,13 +21,13 @@ of our own code brings the added latency. To set LiteLLM up:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
-import uvloop
 
 from benchmarks.gateways import peers
 from benchmarks.gateways.load import STEP_MS, Figures, Load, Peer, run_loads
@@ -68,22 +66,17 @@ def run_millrace(wanted: dict[str, Load], checkout: Path | None = None) -> dict[
     for step_ms, names in ((0.0, ("alone", "rate", "stream")), (STEP_MS, ("paced",))):
         with peers.millrace(step_ms, checkout) as state:
             peer, processes = peers.own(state)
-            found |= uvloop.run(run_loads(peer, {name: wanted[name] for name in names}, processes))
+            found |= asyncio.run(run_loads(peer, {name: wanted[name] for name in names}, processes))
     return found
 
 
 def run_others(wanted: dict[str, Load], scale: int, environment: Path | None) -> Results:
-    """The back end alone, Envoy, and LiteLLM with a tenth of the requests: it is that much slower."""
+    """The back end alone, and LiteLLM with a tenth of the requests: it is that much slower."""
     results: Results = {}
     with ExitStack() as stack:
         steps = {"instant": 0.0, "paced": STEP_MS}
         ports = {name: stack.enter_context(peers.backend(step_ms)) for name, step_ms in steps.items()}
-        by_name = {_FLOOR: {name: peers.direct(port) for name, port in ports.items()}}
-        by_name["envoy"] = {name: stack.enter_context(peers.envoy(port)) for name, port in ports.items()}
-        for name, found in by_name.items():
-            results[name] = _run(found, wanted)
-        hops = stack.enter_context(peers.chain())
-        results["chain"] = uvloop.run(run_loads(hops, {"alone": wanted["alone"]}))
+        results[_FLOOR] = _run({name: peers.direct(port) for name, port in ports.items()}, wanted)
         if environment is not None:
             few = loads(scale * 10)
             slow = {**few, "paced": wanted["paced"], "rate": Load(32, max(640, few["rate"].num_requests), 1)}
@@ -95,8 +88,8 @@ def run_others(wanted: dict[str, Load], scale: int, environment: Path | None) ->
 def _run(found: dict[str, Peer], wanted: dict[str, Load]) -> dict[str, Figures]:
     instant = {name: load for name, load in wanted.items() if name != "paced"}
     return {
-        **uvloop.run(run_loads(found["instant"], instant)),
-        **uvloop.run(run_loads(found["paced"], {"paced": wanted["paced"]})),
+        **asyncio.run(run_loads(found["instant"], instant)),
+        **asyncio.run(run_loads(found["paced"], {"paced": wanted["paced"]})),
     }
 
 
@@ -157,8 +150,6 @@ def main() -> None:
             f"{name:8} {each.figure:14} {each.millrace:10.4g}   target {each.target:g} "
             f"{'met' if each.met else 'MISSED'}{beside}"
         )
-    floor_ms = results[_FLOOR]["alone"].latency_p50_ms
-    print(f"of alone, hops without work: {results['chain']['alone'].latency_p50_ms - floor_ms:.4g} ms")
     if arguments.output is not None:
         report = {
             "machine": {**machine(), **_versions(arguments.litellm)},

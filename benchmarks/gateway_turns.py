@@ -14,6 +14,7 @@ largest.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import uvloop
 
 from benchmarks.gateway_overhead import TARGETS, loads, run_millrace
 from benchmarks.gateways import peers
@@ -67,7 +67,7 @@ def run_round(checkouts: Mapping[str, Checkout], names: Sequence[str], wanted: d
     """Every checkout once, and what the client and the back end need by themselves."""
     with peers.backend(0.0) as port:
         found: Round = {
-            _FLOOR: uvloop.run(run_loads(peers.direct(port), {"alone": wanted["alone"]})),
+            _FLOOR: asyncio.run(run_loads(peers.direct(port), {"alone": wanted["alone"]})),
         }
     for name in names:
         checkout = checkouts[name]

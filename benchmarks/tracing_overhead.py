@@ -28,17 +28,20 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
-import uvloop
 
-from benchmarks.gateways.load import Counts, Load, Peer, request_of, steady
+from benchmarks.gateways.load import Load, Peer
 from benchmarks.gateways.peers import own
 from benchmarks.stack import running_stack
 from observability.analysis.store import SpanReader
 from observability.emit import names
+from services.bench.client import Client, Target
+from services.bench.records import RequestRecord
 from services.bench.report import machine
+from services.bench.workload import plan
 from services.supervisor.state import RunState
 
 # Longer than the longest request, the exporters' delay and the store's together.
@@ -59,10 +62,10 @@ class Setting(msgspec.Struct, frozen=True):
 
 # The number of requests does not count: time does.
 LOADS: Mapping[str, Setting] = {
-    "instant": Setting(Load(32, 0, 128), 0.0),
-    "fast": Setting(Load(32, 0, 128), 1.0),
-    "paced": Setting(Load(64, 0, 64), 20.0),
-    "model": Setting(Load(16, 0, 64)),
+    "instant": Setting(Load(32, 1, 128), 0.0),
+    "fast": Setting(Load(32, 1, 128), 1.0),
+    "paced": Setting(Load(64, 1, 64), 20.0),
+    "model": Setting(Load(16, 1, 64)),
 }
 
 
@@ -132,55 +135,111 @@ def _cpu_s(pid: int) -> float:
     return times.user + times.system
 
 
-def _traceparent(trace_id: str, *, traced: bool) -> str:
-    return f"traceparent: 00-{trace_id}-{secrets.token_hex(8)}-{'01' if traced else '00'}\r\n"
+class _Traced(Target, frozen=True, kw_only=True):
+    """A target whose requests belong to a trace, sampled or not."""
+
+    trace_id: str
+    sampled: bool
+
+    def head(self, method: str, path: str, length: int) -> bytes:
+        """With the trace's identity."""
+        head = super().head(method, path, length).removesuffix(b"\r\n")
+        flags = "01" if self.sampled else "00"
+        return head + f"traceparent: 00-{self.trace_id}-{secrets.token_hex(8)}-{flags}\r\n\r\n".encode()
 
 
-async def _window(counts: Counts, clock: Clock, load: Load, *, traced: bool) -> Window:
+class _Steady:
+    """The load without an end; from each change of its kind on, requests go by a client of their own."""
+
+    def __init__(self, peer: Peer, load: Load) -> None:
+        workload = load.workload(ignore_eos=True)
+        (self._request,) = plan(msgspec.structs.replace(workload, num_requests=1), peer.model)
+        self._target = Target.parse(peer.url, peer.key)
+        self._ended = False
+        # By trace, in the order of the changes.
+        self.records: dict[str, list[RequestRecord]] = {}
+        self._clients: dict[str, Client] = {}
+
+    def change(self, *, traced: bool) -> str:
+        """What begins from now on is traced, or is not; the trace's id."""
+        trace_id = secrets.token_hex(16)
+        target = _Traced(**msgspec.structs.asdict(self._target), trace_id=trace_id, sampled=traced)
+        self.records[trace_id], self._clients[trace_id] = [], Client(target)
+        return trace_id
+
+    async def ask(self) -> None:
+        """One request after another until the end."""
+        while not self._ended:
+            trace_id, client = next(reversed(self._clients.items()))
+            self.records[trace_id].append(await client.run(self._request))
+
+    async def end(self, asking: asyncio.Future[Any]) -> None:
+        """Lets what is under way end."""
+        self._ended = True
+        await asking
+        for client in self._clients.values():
+            await client.close()
+
+    def all(self) -> list[RequestRecord]:
+        """Every request so far."""
+        return [record for records in self.records.values() for record in records]
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """A window before its tokens are counted. CPU seconds by process."""
+
+    traced: bool
+    start_s: float
+    end_s: float
+    cpu_s: dict[str, float]
+    foreign_s: float
+
+    def counted(self, records: Sequence[RequestRecord], load: Load) -> Window:
+        """The window, given all requests."""
+        elapsed_s = self.end_s - self.start_s
+        times = (at_s for record in records for at_s in record.chunk_times_s)
+        num_tokens = sum(self.start_s <= at_s < self.end_s for at_s in times)
+        # Requests by their tokens: few of the long ones begin and end within the window.
+        num_requests = num_tokens / load.num_tokens
+        return Window(
+            traced=self.traced,
+            tokens_per_s=num_tokens / elapsed_s,
+            cpu_ms={name: seconds / num_requests * 1000 for name, seconds in self.cpu_s.items()},
+            foreign_share=self.foreign_s / elapsed_s / (os.cpu_count() or 1),
+        )
+
+
+async def _look(clock: Clock, *, traced: bool) -> _Seen:
     clock.lap()
-    started_s, tokens = time.perf_counter(), counts.num_tokens
+    start_s = time.perf_counter()
     await asyncio.sleep(_WINDOW_S)
-    spent, foreign_s = clock.lap()
-    elapsed_s, tokens = time.perf_counter() - started_s, counts.num_tokens - tokens
-    # Requests by their tokens: few of the long ones begin and end within the window.
-    num_requests = tokens / load.num_tokens
-    return Window(
-        traced=traced,
-        tokens_per_s=tokens / elapsed_s,
-        cpu_ms={name: seconds / num_requests * 1000 for name, seconds in spent.items()},
-        foreign_share=foreign_s / elapsed_s / (os.cpu_count() or 1),
-    )
+    cpu_s, foreign_s = clock.lap()
+    return _Seen(traced, start_s, time.perf_counter(), cpu_s, foreign_s)
 
 
 async def _pairs(state: RunState, load: Load, num_pairs: int) -> tuple[list[Pair], int]:
     peer, processes = own(state)
-    clock = Clock(processes)
-    windows: list[Window] = []
-    checked, num_requests = "", 0
-    async with steady(peer, load) as counts:
+    clock, steady = Clock(processes), _Steady(peer, load)
+    seen: list[_Seen] = []
+    checked = ""
+    for phase in range(num_pairs + 1):
+        traced = phase % 2 == 0
+        trace_id = steady.change(traced=traced)
+        if not phase:
+            asking = asyncio.gather(*(steady.ask() for _ in range(load.concurrency)))
+        checked = trace_id if traced else checked
         await asyncio.sleep(_SETTLE_S)
-        for phase in range(num_pairs + 1):
-            traced = phase % 2 == 0
-            trace_id = await _switch(counts, peer, load, traced=traced)
-            answered = len(counts.latencies_s)
-            num_windows = 1 if phase in {0, num_pairs} else 2
-            windows += [await _window(counts, clock, load, traced=traced) for _ in range(num_windows)]
-            if traced:
-                checked, num_requests = trace_id, len(counts.latencies_s) - answered
-        num_failed = counts.num_failed
+        num_windows = 1 if phase in {0, num_pairs} else 2
+        seen += [await _look(clock, traced=traced) for _ in range(num_windows)]
+    await steady.end(asking)
     await asyncio.sleep(_SETTLE_S)
-    _check(Path(state.trace_store), checked, num_requests)
+    _check(Path(state.trace_store), checked, len(steady.records[checked]))
+    records = steady.all()
+    windows = [each.counted(records, load) for each in seen]
     pairs = []
     for first, second in zip(windows[::2], windows[1::2], strict=True):
         pairs.append(Pair(first, second) if first.traced else Pair(second, first))
-    return pairs, num_failed
-
-
-async def _switch(counts: Counts, peer: Peer, load: Load, *, traced: bool) -> str:
-    trace_id = secrets.token_hex(16)
-    counts.request = request_of(peer, load, _traceparent(trace_id, traced=traced))
-    await asyncio.sleep(_SETTLE_S)
-    return trace_id
+    return pairs, sum(not record.ok for record in records)
 
 
 def _check(store: Path, trace_id: str, num_requests: int) -> None:
@@ -198,7 +257,7 @@ def measure(setting: Setting, num_pairs: int) -> tuple[list[Pair], int]:
     if setting.step_ms is not None:
         config += f"[engine.simulation]\nstep_ms = {setting.step_ms}\n"
     with running_stack(config, *(() if setting.step_ms is None else ("--simulated",))) as stack:
-        return uvloop.run(_pairs(stack.state, setting.load, num_pairs))
+        return asyncio.run(_pairs(stack.state, setting.load, num_pairs))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:

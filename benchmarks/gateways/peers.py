@@ -1,4 +1,4 @@
-"""Starts what is measured: our whole stack, the back end alone, Envoy before it, LiteLLM before it."""
+"""Starts what is measured: our whole stack, the back end alone, LiteLLM before it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
-import msgspec
 import yaml
 
 from benchmarks.gateways.load import Peer
-from benchmarks.stack import python_of
-from services.supervisor.edge import envoy_binary
-from services.supervisor.state import RunState, read_state
+from benchmarks.stack import running_stack
+from services.supervisor.state import RunState
 
 _START_LIMIT_S = 120.0
 _LITELLM_KEY = "sk-benchmark"
@@ -41,33 +38,15 @@ max_concurrent_streams = 100000
 
 @contextmanager
 def millrace(step_ms: float, checkout: Path | None = None) -> Iterator[RunState]:
-    """The whole stack with a simulated engine, stopped at the end; of another checkout with its `.venv`."""
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        config = Path(folder) / "millrace.toml"
-        config.write_text(_CONFIG.format(step_ms=step_ms, overlap="on" if step_ms else "off"))
-        command = [python_of(checkout), "-m", "services.cli", "up", "--simulated", "--port", "0"]
-        process = subprocess.Popen(
-            [*command, "--config", str(config)],
-            stdout=subprocess.DEVNULL,
-            cwd=checkout,
-            env={**os.environ, "MILLRACE_STATE_DIR": folder},
-        )
-        try:
-            limit_s = time.monotonic() + _START_LIMIT_S
-            while (state := read_state(Path(folder))) is None:
-                if process.poll() is not None or time.monotonic() > limit_s:
-                    raise SystemExit("the stack did not start; run `millrace up --simulated` to see why")
-                time.sleep(0.1)
-            yield state
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
+    """The whole stack with a simulated engine; of another checkout with its `.venv`."""
+    config = _CONFIG.format(step_ms=step_ms, overlap="on" if step_ms else "off")
+    with running_stack(config, "--simulated", checkout=checkout) as stack:
+        yield stack.state
 
 
 def own(state: RunState) -> tuple[Peer, list[tuple[str, int]]]:
     """Our stack as a peer, with its processes."""
-    host, _, port = state.address.rpartition(":")
-    peer = Peer("millrace", host, int(port), state.api_key, state.model)
+    peer = Peer("millrace", f"http://{state.address}", state.api_key, state.model)
     return peer, [(each.name, each.pid) for each in state.processes]
 
 
@@ -82,76 +61,7 @@ def backend(step_ms: float) -> Iterator[int]:
 
 def direct(port: int) -> Peer:
     """The back end itself."""
-    return Peer("direct", "127.0.0.1", port, "none", "echo")
-
-
-@contextmanager
-def envoy(backend_port: int) -> Iterator[Peer]:
-    """An Envoy that does nothing but forward."""
-    port = _free_port()
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        config = Path(folder) / "envoy.yaml"
-        config.write_text(yaml.safe_dump(_forwarding(port, backend_port)))
-        command = [str(envoy_binary()), "-c", str(config), "--use-dynamic-base-id"]
-        with _process([*command, "--concurrency", "2", "--log-level", "error"], port):
-            yield Peer("envoy", "127.0.0.1", port, "none", "echo")
-
-
-@contextmanager
-def chain() -> Iterator[Peer]:
-    """An Envoy before the hops of our path, without the work; see benchmarks.gateways.chain."""
-    command = [sys.executable, "-m", "benchmarks.gateways.chain"]
-    tokenizer, engine, front = _free_port(), _free_port(), _free_port()
-    services = ["--services", str(tokenizer), str(engine)]
-    with (
-        _process([*command, "service", "--port", str(tokenizer)], tokenizer),
-        _process([*command, "service", "--port", str(engine), "--core"], engine),
-        _process([*command, "front", "--port", str(front), *services], front),
-        envoy(front) as peer,
-    ):
-        yield msgspec.structs.replace(peer, name="chain")
-
-
-def _forwarding(port: int, backend_port: int) -> dict[str, Any]:
-    def address(number: int) -> dict[str, Any]:
-        return {"socket_address": {"address": "127.0.0.1", "port_value": number}}
-
-    filters = "type.googleapis.com/envoy.extensions.filters"
-    router = {"name": "router", "typed_config": {"@type": f"{filters}.http.router.v3.Router"}}
-    manager = {
-        "@type": f"{filters}.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "in",
-        "http_filters": [router],
-        "route_config": {
-            "virtual_hosts": [
-                {
-                    "name": "all",
-                    "domains": ["*"],
-                    "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "backend", "timeout": "0s"}}],
-                }
-            ]
-        },
-    }
-    endpoint = {"endpoint": {"address": address(backend_port)}}
-    return {
-        "static_resources": {
-            "listeners": [
-                {
-                    "address": address(port),
-                    "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
-                }
-            ],
-            "clusters": [
-                {
-                    "name": "backend",
-                    "load_assignment": {
-                        "cluster_name": "backend",
-                        "endpoints": [{"lb_endpoints": [endpoint]}],
-                    },
-                }
-            ],
-        }
-    }
+    return Peer("direct", f"http://127.0.0.1:{port}", "none", "echo")
 
 
 @contextmanager
@@ -184,7 +94,7 @@ def litellm(environment: Path, ports: dict[str, int], workers: int) -> Iterator[
         command += ["--port", str(port), "--num_workers", str(workers)]
         stack.enter_context(_process(command, port, {"LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}))
         _wait_alive(f"http://127.0.0.1:{port}/health/liveliness")
-        yield {name: Peer("litellm", "127.0.0.1", port, _LITELLM_KEY, name) for name in ports}
+        yield {name: Peer("litellm", f"http://127.0.0.1:{port}", _LITELLM_KEY, name) for name in ports}
 
 
 @contextmanager
