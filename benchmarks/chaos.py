@@ -25,8 +25,8 @@ import signal
 import time
 from pathlib import Path
 
-from benchmarks.chaos_clients import CONFIG, Clients, Observed
-from benchmarks.chaos_stop import KINDS, served, stop_all_kinds
+from benchmarks.answers import Clients, Observed
+from benchmarks.chaos_stop import CONFIG, KINDS, served, stop_all_kinds
 from benchmarks.stack import RunningStack, running_stack, write_result
 
 NUM_ENGINES = 3

@@ -12,16 +12,18 @@ request.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import msgspec
 
 from benchmarks.neighbour.tenants import CONFIG, KEYS
 from benchmarks.stack import RunningStack, running_stack, write_result
+from services.bench.client import Client, Target
+from services.bench.workload import PlannedRequest
 
 # Enough text that it is encoded turn by turn, and few enough tokens that it could be asked about.
 _TURNS, _WORDS = 12, 300
@@ -62,29 +64,31 @@ def area(hits: list[float], misses: list[float]) -> float:
     return quicker / (len(hits) * len(misses))
 
 
-def probe(stack: RunningStack, ask: Ask, victim: str, attacker: str, num_probes: int) -> dict[str, Any]:
+async def probe(stack: RunningStack, ask: Ask, victim: str, attacker: str, num_probes: int) -> dict[str, Any]:
     """The area, and the median times in milliseconds."""
     times: dict[bool, list[float]] = {True: [], False: []}
     numbers = iter(random.sample(range(10**9), 2 * num_probes))
-    with httpx.Client(base_url=stack.url, timeout=30, trust_env=False) as client:
+    target = Target.parse(stack.url, "")
+    clients = {name: Client(msgspec.structs.replace(target, api_key=key)) for name, key in KEYS.items()}
 
-        def send(tenant: str, number: int) -> float:
-            path, body = ask(stack.state.model, number)
-            content = httpx.Request("POST", stack.url, json=body).content
-            headers = {"authorization": f"Bearer {KEYS[tenant]}", "content-type": "application/json"}
-            start_s = time.perf_counter()
-            answer = client.post(path, content=content, headers=headers)
-            took_ms = (time.perf_counter() - start_s) * 1e3
-            answer.raise_for_status()
-            return took_ms
+    async def send(tenant: str, number: int) -> float:
+        path, body = ask(stack.state.model, number)
+        content = msgspec.json.encode(body)
+        request = PlannedRequest(index=number, start_s=0.0, tier="", path=path, body=content, prompt_tokens=0)
+        record = await clients[tenant].run(request)
+        if record.status != 200:
+            raise SystemExit(f"{record.status}: {record.error}")
+        return (record.end_s - record.start_s) * 1e3
 
-        for at in range(num_probes):
-            probed, other = next(numbers), next(numbers)
-            # As many of both, in an order that nothing else follows.
-            was_sent = random.Random(at // 2).random() < 0.5
-            was_sent = was_sent if at % 2 else not was_sent
-            send(victim, probed if was_sent else other)
-            times[was_sent].append(send(attacker, probed))
+    for at in range(num_probes):
+        probed, other = next(numbers), next(numbers)
+        # As many of both, in an order that nothing else follows.
+        was_sent = random.Random(at // 2).random() < 0.5
+        was_sent = was_sent if at % 2 else not was_sent
+        await send(victim, probed if was_sent else other)
+        times[was_sent].append(await send(attacker, probed))
+    for client in clients.values():
+        await client.close()
     return {
         "probes": num_probes,
         "area": round(area(times[True], times[False]), 3),
@@ -107,7 +111,7 @@ def main() -> None:
     with running_stack(CONFIG) as stack:
         for name, ask in CHANNELS.items():
             for who, tenant in (("another tenant", attacker), ("the same", victim)):
-                found = probe(stack, ask, victim, tenant, options.probes)
+                found = asyncio.run(probe(stack, ask, victim, tenant, options.probes))
                 rows.append({"channel": name, "who": who, **found})
                 print(
                     f"{name:10} {who:16} {found['probes']:7} {found['area']:7.3f} "

@@ -1,1 +1,1 @@
-"""What stands beside our gateway in its benchmark: a back end of known speed, LiteLLM before it."""
+"""What stands beside our gateway in its benchmark: a back end of known speed."""
