@@ -7,11 +7,7 @@ gaps between its tokens, how many requests it lost, what became of the attacker'
 process before, under and after. The aims are 250 ms to the first token and 100 ms between two, both at the
 99th percentile.
 
-    python -m benchmarks.neighbour [--attack NAME ...] [--quick] [--memory-mb N] [--json OUT]
-
-With `--memory-mb` the stack has so many megabytes more than it needs before the first attack, the engine's
-cache (of 128 MiB then) included. What would take more is killed: nothing, is the aim. It needs control groups
-(Linux, as root).
+    python -m benchmarks.neighbour [--attack NAME ...] [--quick] [--json OUT]
 """
 
 from __future__ import annotations
@@ -22,14 +18,12 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.neighbour.attacks import ATTACKS, drive
-from benchmarks.neighbour.memory import MemoryGroup, memory_group
 from benchmarks.neighbour.requests import CHAT, Target
 from benchmarks.neighbour.tenants import CONFIG, KEYS
 from benchmarks.stack import RunningStack, running_stack, write_result
@@ -44,9 +38,6 @@ _TOKENS = 24
 _TIMEOUT_S = 15.0
 # What the attack before has left behind comes to its end.
 _PAUSE_S = 2.0
-# The engine's cache where memory is limited: as shipped it is a gigabyte, touched as requests need it.
-_LIMITED_CACHE_BYTES = 128 << 20
-_LIMITED_CACHE = f"[engine.cache]\nkv_cache_bytes = {_LIMITED_CACHE_BYTES}\n"
 
 
 class Window:
@@ -165,11 +156,8 @@ def _targets(stack: RunningStack) -> tuple[Target, Target]:
     return neighbour, attacker
 
 
-async def _measure(
-    stack: RunningStack, name: str, seconds: float, group: MemoryGroup | None
-) -> dict[str, Any]:
+async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, Any]:
     neighbour, attacker = _targets(stack)
-    num_killed = group.num_killed() if group else 0
     pids, memory = stack.pids(), _memory(stack)
     before = await _window(neighbour, seconds / 2)
     processes = multiprocessing.get_context("spawn")
@@ -203,17 +191,7 @@ async def _measure(
         "outcomes": outcomes,
         "steal_ms": round(stolen_ms, 1),
         "restarted": restarted,
-        **({"killed": group.num_killed() - num_killed} if group else {}),
     }
-
-
-def _limit(stack: RunningStack, group: MemoryGroup, spare_mb: int) -> dict[str, float]:
-    """Gives the stack so much more than it needs to serve the neighbour; both in megabytes."""
-    asyncio.run(_window(_targets(stack)[0], 2 * _PAUSE_S))
-    # The engine has planned its cache, and touches it as requests need it.
-    used_bytes = group.used_bytes() + _LIMITED_CACHE_BYTES
-    group.limit(used_bytes + spare_mb * 1_000_000)
-    return {"stack": round(used_bytes / 1e6, 1), "above": spare_mb}
 
 
 def _grown_most(memory: dict[str, dict[str, float]], but: str) -> tuple[str, float]:
@@ -262,34 +240,26 @@ def main() -> None:
     parser.add_argument("--attack", nargs="*", choices=list(ATTACKS), metavar="NAME", help="one or several")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of an attack")
     parser.add_argument("--quick", action="store_true", help="4 seconds each")
-    parser.add_argument("--memory-mb", type=int, help="limit of memory above what the stack needs")
     parser.add_argument("--json", type=Path, help="write the figures there, beside those of other attacks")
     options = parser.parse_args()
     seconds = 4.0 if options.quick else options.seconds
     found: list[dict[str, Any]] = []
-    limit: dict[str, Any] = {}
-    with ExitStack() as exits:
-        group = exits.enter_context(memory_group()) if options.memory_mb else None
-        config = CONFIG + _LIMITED_CACHE if group else CONFIG
-        stack = exits.enter_context(running_stack(config, prefix=group.prefix if group else ()))
-        if group:
-            limit = {"memory_limit_mb": _limit(stack, group, options.memory_mb)}
-            print(limit)
+    with running_stack(CONFIG) as stack:
         print(TABLE, flush=True)
         for name in options.attack or ATTACKS:
-            found.append(asyncio.run(_measure(stack, name, seconds, group)))
+            found.append(asyncio.run(_measure(stack, name, seconds)))
             print(row(found[-1]), flush=True)
             if found[-1]["restarted"]:
                 print(f"started again: {found[-1]['restarted']}", flush=True)
-            _keep(options, limit, found)
+            _keep(options, found)
 
 
-def _keep(options: argparse.Namespace, limit: dict[str, Any], found: list[dict[str, Any]]) -> None:
+def _keep(options: argparse.Namespace, found: list[dict[str, Any]]) -> None:
     """Writes what there is so far: it takes a quarter of an hour."""
     if options.json is not None and options.json.exists():
         found = _beside(json.loads(options.json.read_text())["attacks"], found)
     aims = {"ttft_p99_ms": TTFT_AIM_MS, "gap_p99_ms": GAP_AIM_MS}
-    write_result(options.json, {"aims": aims, **limit, "attacks": found})
+    write_result(options.json, {"aims": aims, "attacks": found})
 
 
 def _beside(earlier: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
