@@ -10,7 +10,6 @@ answer that a client got has to be in the ledger, once and with its tokens, or b
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -26,6 +25,7 @@ import psutil
 from sqlalchemy import create_engine, select
 
 from benchmarks.answers import Clients
+from benchmarks.engine.report import options
 from benchmarks.stack import RunningStack, running_stack, write_result
 from gateway.ledger.tables import REQUESTS
 
@@ -175,16 +175,13 @@ def run(seconds: float) -> dict[str, object]:
 
 def main() -> None:
     """Prints the figures, and writes them as JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=15.0, help="the disk is full for at least so long")
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args()
-    figures = run(options.seconds)
+    chosen = parser.parse_args()
+    figures = run(chosen.seconds)
     for name, value in figures.items():
         print(f"{name:36} {value}")
-    write_result(options.json, figures)
+    write_result(chosen.json, figures)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ medians over the rounds, and of the ratios to the first within a round, with the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.engine.report import options
 from benchmarks.gateways import peers
 from benchmarks.gateways.load import STEP_MS, Figures, Load, run_loads
 from services.bench.report import machine
@@ -137,13 +137,12 @@ def rows(rounds: Sequence[Round], names: Sequence[str]) -> list[Row]:
 
 def main() -> None:
     """Prints the table after each round, and writes it with every round's figures when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument(
         "checkouts", nargs="*", help="NAME=FOLDER[,VARIABLE=VALUE]; the first is the baseline"
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     pairs = [each.partition("=") for each in arguments.checkouts]
     checkouts = {name: Checkout.parse(text) for name, _, text in pairs} or {"millrace": Checkout()}

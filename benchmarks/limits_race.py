@@ -10,7 +10,6 @@ one round trip of its edges; that is printed as the tolerance of the measurement
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.pool import Pool
 from pathlib import Path
 
+from benchmarks.engine.report import options
 from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory
 from gateway.config import LimitsConfig
@@ -182,18 +182,15 @@ def most_at_once(changes: list[tuple[float, int]]) -> int:
 
 def main() -> None:
     """Prints one line a limit, and JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--clients", type=int, default=16, help="per process")
     parser.add_argument("--seconds", type=float, default=75.0)
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     with redis_server() as url:
-        end_s = time.time() + options.seconds
-        work = [(url, seed, end_s, options.clients) for seed in range(options.processes)]
-        with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        end_s = time.time() + chosen.seconds
+        work = [(url, seed, end_s, chosen.clients) for seed in range(chosen.processes)]
+        with multiprocessing.get_context("spawn").Pool(chosen.processes) as pool:
             seen = _collect(pool, work)
     tolerance_s = max(each.longest_call_s for each in seen)
     lines = [
@@ -212,26 +209,26 @@ def main() -> None:
     ]
     calls = sum(each.num_calls for each in seen)
     print(
-        f"{options.processes} gateway processes x {options.clients} clients, {options.seconds:g} s, "
+        f"{chosen.processes} gateway processes x {chosen.clients} clients, {chosen.seconds:g} s, "
         f"{calls} calls"
     )
     print(f"longest call {tolerance_s * 1000:.0f} ms: intervals are looked at that much shorter than 60 s")
     print(f"{'limit':14} {'allowed':>10} {'admitted':>10} {'over':>8} {'bound':>8}")
     for name, limit, admitted in lines:
         print(f"{name:14} {limit:10,} {admitted:10,} {max(0, admitted - limit):8,} {0:8,}")
-    if options.json:
+    if chosen.json:
         result = {
             "machine": cpu_name(),
             "python": platform.python_version(),
-            "processes": options.processes,
-            "clients": options.clients,
-            "seconds": options.seconds,
+            "processes": chosen.processes,
+            "clients": chosen.clients,
+            "seconds": chosen.seconds,
             "calls": calls,
             "refused": sum(each.num_refused for each in seen),
             "longest_call_s": tolerance_s,
             "limits": [{"name": n, "limit": allowed, "admitted": a, "bound": 0} for n, allowed, a in lines],
         }
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        chosen.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _collect(pool: Pool, work: list[tuple[str, int, float, int]]) -> list[Seen]:

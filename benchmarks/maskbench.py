@@ -9,7 +9,6 @@ plain or gzipped.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
+from benchmarks.engine.report import options
 from contract.chat import JsonSchemaFormat
 from services.bench.report import machine
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
@@ -139,9 +139,8 @@ def summary(side: Side) -> dict[str, Any]:
 
 def main() -> int:
     """Prints the two sides; 1 when an invalid instance was accepted."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument(
         "--tokenizer", type=Path, default=BUNDLED_CHECKPOINT, help="checkpoint with tokenizer.json"
     )

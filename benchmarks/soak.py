@@ -10,14 +10,12 @@ have been gone for some seconds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import random
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,6 +24,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from benchmarks.engine.report import options
 from benchmarks.stack import RunningStack, running_stack, write_result
 
 NUM_CLIENTS = 24
@@ -163,20 +162,17 @@ async def run(stack: RunningStack, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     """Prints one line a process, and JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     with running_stack(CONFIG, "--simulated") as stack:
-        result = asyncio.run(run(stack, options.seconds))
+        result = asyncio.run(run(stack, chosen.seconds))
     print(f"{sum(result['clients'].values())} clients: {result['clients']}; requests held: {result['held']}")
     print(f"{'file descriptors / MiB':24}" + "".join(f"{moment:>16}" for moment in result["seen"]))
     for name in result["seen"]["warm"]:
         cells = (result["seen"][moment][name] for moment in result["seen"])
         print(f"{name:24}" + "".join(f"{fds:>7} /{rss:>7}" for fds, rss in cells))
-    write_result(options.json, result)
+    write_result(chosen.json, result)
 
 
 if __name__ == "__main__":

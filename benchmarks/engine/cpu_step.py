@@ -41,7 +41,7 @@ from unittest.mock import patch
 import msgspec
 import psutil
 
-from benchmarks.engine.report import Row, publish
+from benchmarks.engine.report import Row, options, publish
 from benchmarks.in_process import InProcessEngine, Mailbox
 from benchmarks.peers.checkpoints import (
     SHAPES,
@@ -378,7 +378,7 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def _asked() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--ours", choices=sorted(OURS), default="bf16")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 4, 8, 16, 32, 64])
@@ -388,7 +388,6 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--mixed", nargs="*", type=_pair, default=mixed, help="answers+tokens of a prompt")
     parser.add_argument("--parts", nargs="*", type=int, default=[1, 32], help="rows of the third table")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
-    parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         parser.error("transformers, which makes the checkpoint, is not installed: run `make dev`")

@@ -16,7 +16,7 @@ import random
 
 import msgspec
 
-from benchmarks.engine.report import Row, arguments, publish
+from benchmarks.engine.report import Row, options, publish
 from benchmarks.engine.virtual import Arrival, Device, Outcome, Served, percentile, poisson, simulate
 from engine.config import SchedulerConfig
 from engine.types import FinishReason
@@ -144,7 +144,7 @@ def convoy() -> list[Row]:
 
 def main() -> None:
     """The three tables; with --json the second and third have files of their own beside it."""
-    path = arguments(__doc__ or "").json
+    path = options(__doc__).parse_args().json
     for ending, title, found in (
         ("", "A flooding and a quiet tenant", flood()),
         ("_tiers", "Three tiers at three times the capacity", tiers()),

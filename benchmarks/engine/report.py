@@ -18,11 +18,11 @@ from services.bench.report import cpu_name
 Row = Mapping[str, str | float | int]
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The options that all of these benchmarks share."""
-    parser = argparse.ArgumentParser(description=description)
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the option that all of these programs share; `doc` is the program's docstring."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None, help="write the figures there as well")
-    return parser.parse_args()
+    return parser
 
 
 def publish(title: str, rows: Sequence[Row], path: Path | None, notes: str = "") -> None:

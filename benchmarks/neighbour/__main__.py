@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.engine.report import options
 from benchmarks.neighbour.attacks import ATTACKS, drive
 from benchmarks.neighbour.requests import CHAT, Target
 from benchmarks.neighbour.tenants import CONFIG, KEYS
@@ -234,24 +235,21 @@ TABLE = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
 
 def main() -> None:
     """Prints the table as it grows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--attack", nargs="*", choices=list(ATTACKS), metavar="NAME", help="one or several")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of an attack")
     parser.add_argument("--quick", action="store_true", help="4 seconds each")
-    parser.add_argument("--json", type=Path, help="write the figures there, beside those of other attacks")
-    options = parser.parse_args()
-    seconds = 4.0 if options.quick else options.seconds
+    chosen = parser.parse_args()
+    seconds = 4.0 if chosen.quick else chosen.seconds
     found: list[dict[str, Any]] = []
     with running_stack(CONFIG) as stack:
         print(TABLE, flush=True)
-        for name in options.attack or ATTACKS:
+        for name in chosen.attack or ATTACKS:
             found.append(asyncio.run(_measure(stack, name, seconds)))
             print(row(found[-1]), flush=True)
             if found[-1]["restarted"]:
                 print(f"started again: {found[-1]['restarted']}", flush=True)
-            _keep(options, found)
+            _keep(chosen, found)
 
 
 def _keep(options: argparse.Namespace, found: list[dict[str, Any]]) -> None:

@@ -10,7 +10,6 @@ bfloat16. Prints tokens per second of all streams and their ratio.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -22,7 +21,7 @@ from statistics import median
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.engine.report import Row, publish
+from benchmarks.engine.report import Row, options, publish
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import Load
@@ -118,13 +117,12 @@ def compare(servers: Sequence[Server], kinds: dict[str, list[list[str]]], rounds
 
 def main() -> None:
     """Prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="llama-40m")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
-    parser.add_argument("--json", type=Path, default=None)
     asked = parser.parse_args()
     folder = asked.environments.resolve()
     checkpoint = make_checkpoint(asked.checkpoint, folder)
