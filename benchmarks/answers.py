@@ -71,15 +71,8 @@ class Reading:
 
     def answer(self, error: str = "") -> Answer:
         """What has come."""
-        return Answer(
-            self.text,
-            self.reason,
-            self.completion_tokens,
-            tuple(self.logprobs),
-            error,
-            self.first_s,
-            self.request_id,
-        )
+        said, logprobs = (self.text, self.reason, self.completion_tokens), tuple(self.logprobs)
+        return Answer(*said, logprobs, error, self.first_s, self.request_id)
 
 
 @dataclass

@@ -39,8 +39,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.engine.report import Row, options, publish
-from benchmarks.engine.virtual import Arrival, Device, Served, percentile, poisson, simulate
+from benchmarks.engine.report import Row, options, percentile, publish
+from benchmarks.engine.virtual import Arrival, Device, Served, poisson, simulate
 from benchmarks.stack import RunningStack, running_stack
 from engine.config import SchedulerConfig
 from gateway.auth.directory import hash_key

@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from benchmarks.gateways.load import Load, Peer
+from benchmarks.gateways.load import Load, Peer, cpu_s
 from benchmarks.gateways.peers import own
 from benchmarks.stack import running_stack
 from observability.analysis.store import SpanReader
@@ -110,29 +110,21 @@ class Clock:
 
     def __init__(self, processes: Sequence[tuple[str, int]]) -> None:
         self._processes = processes
-        self._before = self._read()
+        self._before, self._own_s = self._read(), time.process_time()
 
     def lap(self) -> tuple[dict[str, float], float]:
         """By process, and of other programs."""
         now = self._read()
         spent = {name: now[name] - self._before[name] for name in now}
         self._before = now
-        everything, benchmark = spent.pop("machine"), spent.pop("benchmark")
-        return spent, everything - benchmark - sum(spent.values())
+        everything = spent.pop("machine") - (time.process_time() - self._own_s)
+        self._own_s = time.process_time()
+        return spent, everything - sum(spent.values())
 
     def _read(self) -> dict[str, float]:
         machine_times = psutil.cpu_times()
         idle_s = machine_times.idle + getattr(machine_times, "iowait", 0.0)
-        used = {"machine": sum(machine_times[:8]) - idle_s, "benchmark": _cpu_s(os.getpid())}
-        for name, pid in self._processes:
-            family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-            used[name] = sum(map(_cpu_s, family))
-        return used
-
-
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+        return {"machine": sum(machine_times[:8]) - idle_s, **cpu_s(self._processes)}
 
 
 class _Traced(Target, frozen=True, kw_only=True):
@@ -160,12 +152,11 @@ class _Steady:
         self.records: dict[str, list[RequestRecord]] = {}
         self._clients: dict[str, Client] = {}
 
-    def change(self, *, traced: bool) -> str:
-        """What begins from now on is traced, or is not; the trace's id."""
+    def change(self, *, traced: bool) -> None:
+        """What begins from now on is traced, or is not."""
         trace_id = secrets.token_hex(16)
         target = _Traced(**msgspec.structs.asdict(self._target), trace_id=trace_id, sampled=traced)
         self.records[trace_id], self._clients[trace_id] = [], Client(target)
-        return trace_id
 
     async def ask(self) -> None:
         """One request after another until the end."""
@@ -180,62 +171,46 @@ class _Steady:
         for client in self._clients.values():
             await client.close()
 
-    def all(self) -> list[RequestRecord]:
-        """Every request so far."""
-        return [record for records in self.records.values() for record in records]
 
-
-class _Seen(msgspec.Struct, frozen=True):
-    """A window before its tokens are counted. CPU seconds by process."""
-
-    traced: bool
-    start_s: float
-    end_s: float
-    cpu_s: dict[str, float]
-    foreign_s: float
-
-    def counted(self, records: Sequence[RequestRecord], load: Load) -> Window:
-        """The window, given all requests."""
-        elapsed_s = self.end_s - self.start_s
-        times = (at_s for record in records for at_s in record.chunk_times_s)
-        num_tokens = sum(self.start_s <= at_s < self.end_s for at_s in times)
-        # Requests by their tokens: few of the long ones begin and end within the window.
-        num_requests = num_tokens / load.num_tokens
-        return Window(
-            traced=self.traced,
-            tokens_per_s=num_tokens / elapsed_s,
-            cpu_ms={name: seconds / num_requests * 1000 for name, seconds in self.cpu_s.items()},
-            foreign_share=self.foreign_s / elapsed_s / (os.cpu_count() or 1),
-        )
-
-
-async def _look(clock: Clock, *, traced: bool) -> _Seen:
-    clock.lap()
-    start_s = time.perf_counter()
-    await asyncio.sleep(_WINDOW_S)
-    cpu_s, foreign_s = clock.lap()
-    return _Seen(traced, start_s, time.perf_counter(), cpu_s, foreign_s)
+def _window(
+    begun: tuple[bool, float, float, dict[str, float], float], records: Sequence[RequestRecord], load: Load
+) -> Window:
+    """A window, once all requests of the run are known."""
+    traced, start_s, end_s, spent_s, foreign_s = begun
+    times = (at_s for record in records for at_s in record.chunk_times_s)
+    num_tokens = sum(start_s <= at_s < end_s for at_s in times)
+    # Requests by their tokens: few of the long ones begin and end within the window.
+    num_requests = num_tokens / load.num_tokens
+    return Window(
+        traced=traced,
+        tokens_per_s=num_tokens / (end_s - start_s),
+        cpu_ms={name: seconds / num_requests * 1000 for name, seconds in spent_s.items()},
+        foreign_share=foreign_s / (end_s - start_s) / (os.cpu_count() or 1),
+    )
 
 
 async def _pairs(state: RunState, load: Load, num_pairs: int) -> tuple[list[Pair], int]:
     peer, processes = own(state)
     clock, steady = Clock(processes), _Steady(peer, load)
-    seen: list[_Seen] = []
-    checked = ""
+    begun = []
     for phase in range(num_pairs + 1):
         traced = phase % 2 == 0
-        trace_id = steady.change(traced=traced)
+        steady.change(traced=traced)
         if not phase:
             asking = asyncio.gather(*(steady.ask() for _ in range(load.concurrency)))
-        checked = trace_id if traced else checked
         await asyncio.sleep(_SETTLE_S)
-        num_windows = 1 if phase in {0, num_pairs} else 2
-        seen += [await _look(clock, traced=traced) for _ in range(num_windows)]
+        for _ in range(1 if phase in {0, num_pairs} else 2):
+            clock.lap()
+            start_s = time.perf_counter()
+            await asyncio.sleep(_WINDOW_S)
+            spent_s, foreign_s = clock.lap()
+            begun.append((traced, start_s, time.perf_counter(), spent_s, foreign_s))
     await steady.end(asking)
     await asyncio.sleep(_SETTLE_S)
-    _check(Path(state.trace_store), checked, len(steady.records[checked]))
-    records = steady.all()
-    windows = [each.counted(records, load) for each in seen]
+    trace_id, of_it = list(steady.records.items())[num_pairs // 2 * 2]
+    _check(Path(state.trace_store), trace_id, len(of_it))
+    records = [record for of_phase in steady.records.values() for record in of_phase]
+    windows = [_window(each, records, load) for each in begun]
     pairs = []
     for first, second in zip(windows[::2], windows[1::2], strict=True):
         pairs.append(Pair(first, second) if first.traced else Pair(second, first))

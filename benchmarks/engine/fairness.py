@@ -16,8 +16,8 @@ import random
 
 import msgspec
 
-from benchmarks.engine.report import Row, options, publish
-from benchmarks.engine.virtual import Arrival, Device, Outcome, Served, percentile, poisson, simulate
+from benchmarks.engine.report import Row, options, percentile, publish
+from benchmarks.engine.virtual import Arrival, Device, Outcome, Served, poisson, simulate
 from engine.config import SchedulerConfig
 from engine.types import FinishReason
 

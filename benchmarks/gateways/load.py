@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import psutil
 
+from benchmarks.engine.report import percentile
 from services.bench.client import Target
 from services.bench.records import RequestRecord
 from services.bench.run import run_workload
@@ -68,7 +69,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 async def measure(peer: Peer, load: Load, processes: Sequence[tuple[str, int]] = ()) -> Figures:
     """Runs one load."""
-    cpu_before = _cpu_s(processes)
+    cpu_before = cpu_s(processes)
     workload = load.workload(ignore_eos=peer.name == "millrace")
     target = Target.parse(peer.url, peer.key)
     records, elapsed_s = await run_workload(target, workload, peer.model, on_progress=lambda _record: None)
@@ -79,16 +80,16 @@ async def measure(peer: Peer, load: Load, processes: Sequence[tuple[str, int]] =
     return Figures(
         requests_per_s=len(answered) / elapsed_s,
         tokens_per_s=sum(record.completion_tokens for record in answered) / elapsed_s,
-        ttft_p50_ms=_percentile(ttfts_s, 0.5),
-        ttft_p99_ms=_percentile(ttfts_s, 0.99),
-        latency_p50_ms=_percentile(latencies_s, 0.5),
-        latency_p99_ms=_percentile(latencies_s, 0.99),
+        ttft_p50_ms=1000 * percentile(ttfts_s, 0.5),
+        ttft_p99_ms=1000 * percentile(ttfts_s, 0.99),
+        latency_p50_ms=1000 * percentile(latencies_s, 0.5),
+        latency_p99_ms=1000 * percentile(latencies_s, 0.99),
         on_time=1.0 - _num_late(answered) / max(num_gaps, 1),
         on_schedule=1.0 - _num_behind(answered) / max(num_gaps, 1),
         num_failed=len(records) - len(answered),
         cpu_ms={
             name: (used_s - cpu_before[name]) / load.num_requests * 1000
-            for name, used_s in _cpu_s(processes).items()
+            for name, used_s in cpu_s(processes).items()
         },
     )
 
@@ -112,12 +113,8 @@ def _num_behind(records: Iterable[RequestRecord]) -> int:
     )
 
 
-def _percentile(seconds: list[float], share: float) -> float:
-    ordered = sorted(seconds) or [0.0]
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1000
-
-
-def _cpu_s(processes: Sequence[tuple[str, int]]) -> dict[str, float]:
+def cpu_s(processes: Sequence[tuple[str, int]]) -> dict[str, float]:
+    """CPU seconds so far of processes with their children, by name."""
     used = {}
     for name, pid in processes:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

@@ -16,14 +16,12 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.engine.report import options
+from benchmarks.engine.report import options, percentile
 from benchmarks.neighbour.attacks import ATTACKS, drive
 from benchmarks.neighbour.requests import CHAT, Target
 from benchmarks.neighbour.tenants import CONFIG, KEYS
@@ -58,27 +56,17 @@ class Window:
         return {
             "requests": len(self.records),
             "lost": sum(not record.ok for record in self.records),
-            "ttft_p50_ms": _at(ttft_ms, 0.5),
-            "ttft_p99_ms": _at(ttft_ms, 0.99),
-            "gap_p99_ms": _at(gaps_ms, 0.99),
-            "gap_max_ms": _at(gaps_ms, 1.0),
+            "ttft_p50_ms": round(percentile(ttft_ms or [0.0], 0.5), 1),
+            "ttft_p99_ms": round(percentile(ttft_ms or [0.0], 0.99), 1),
+            "gap_p99_ms": round(percentile(gaps_ms or [0.0], 0.99), 1),
+            "gap_max_ms": round(percentile(gaps_ms or [0.0], 1.0), 1),
             "begun_late_ms": round(self.late_ms, 1),
         }
 
 
-def _at(values: list[float], share: float) -> float:
-    """The value below which that share of all lies."""
-    ordered = sorted(values) or [0.0]
-    return round(ordered[min(len(ordered) - 1, int(len(ordered) * share))], 1)
-
-
-def steal_ms() -> float:
+def _steal_ms() -> float:
     """Time that the host of this machine has given to others so far; 0 where that is not known."""
-    try:
-        fields = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=9)
-    except OSError:
-        return 0.0
-    return int(fields[8]) * 1e3 / os.sysconf("SC_CLK_TCK")
+    return 1e3 * float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def _question(model: str, number: int) -> PlannedRequest:
@@ -169,9 +157,9 @@ async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, 
     try:
         await asyncio.to_thread(ours.recv)
         ours.send("go")
-        stolen_ms, worked_s = -steal_ms(), _processor_s(stack)
+        stolen_ms, worked_s = -_steal_ms(), _processor_s(stack)
         under = await _window(neighbour, seconds)
-        stolen_ms += steal_ms()
+        stolen_ms += _steal_ms()
         processor_s = {name: at_s - worked_s.get(name, 0.0) for name, at_s in _processor_s(stack).items()}
         peak = _memory(stack)
         outcomes = await asyncio.to_thread(ours.recv)
