@@ -17,16 +17,15 @@ rest of what they have, as docs/operations.md says.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 
-from benchmarks.chaos_clients import CONFIG, Clients, Observed
-from benchmarks.chaos_stop import KINDS, served, stop_all_kinds
+from benchmarks.answers import Clients, Observed
+from benchmarks.chaos_stop import CONFIG, KINDS, served, stop_all_kinds
+from benchmarks.engine.report import options
 from benchmarks.stack import RunningStack, running_stack, write_result
 
 NUM_ENGINES = 3
@@ -85,9 +84,7 @@ async def run(stack: RunningStack, num_streams: int, num_tokens: int, seconds: f
 
 def main() -> None:
     """Prints the figures, and writes them as JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=120, help="of every answer")
@@ -100,17 +97,16 @@ def main() -> None:
         "--clients-continue", action="store_true", help="with --stop: who was cut asks for the rest"
     )
     parser.add_argument("--kinds", default=",".join(KINDS), help="what is stopped, in this order")
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args()
-    if options.stop:
-        stop_all_kinds(options)
+    chosen = parser.parse_args()
+    if chosen.stop:
+        stop_all_kinds(chosen)
         return
-    with running_stack(CONFIG, "--engines", str(NUM_ENGINES), *served(options)) as stack:
-        figures = asyncio.run(run(stack, options.streams, options.tokens, options.seconds))
-    figures = {"model": "bundled" if options.bundled else "simulated", **figures}
+    with running_stack(CONFIG, "--engines", str(NUM_ENGINES), *served(chosen)) as stack:
+        figures = asyncio.run(run(stack, chosen.streams, chosen.tokens, chosen.seconds))
+    figures = {"model": "bundled" if chosen.bundled else "simulated", **figures}
     for name, value in figures.items():
         print(f"{name:20} {value}")
-    write_result(options.json, figures)
+    write_result(chosen.json, figures)
     if figures["lost"] or figures["different"] or figures["refused"]:
         raise SystemExit("a client noticed more than a pause")
 

@@ -13,11 +13,18 @@ from collections.abc import Callable, Sequence
 import psutil
 from sqlalchemy import create_engine, func, select
 
-from benchmarks.chaos_clients import CONFIG, Clients, Observed
+from benchmarks.answers import Clients, Observed
 from benchmarks.stack import RunningStack, running_stack, write_result
 from gateway.ledger.tables import REQUESTS
 from services.supervisor.config import BUNDLED_MODEL
 
+CONFIG = """
+[supervisor]
+restart_delay_s = 0.2
+max_restart_delay_s = 1.0
+[engine.simulation]
+step_ms = 50.0
+"""
 KINDS = ("front", "core", "tokenizer", "worker", "gateway", "envoy")
 # Places where a control token might be spelled: so many of them are a worker's to look at.
 NUM_SPELLINGS = 8_400

@@ -26,7 +26,6 @@ take four: there a run must be as many times longer to show the same.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import math
@@ -40,8 +39,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.engine.report import Row, publish
-from benchmarks.engine.virtual import Arrival, Device, Served, percentile, poisson, simulate
+from benchmarks.engine.report import Row, options, percentile, publish
+from benchmarks.engine.virtual import Arrival, Device, Served, poisson, simulate
 from benchmarks.stack import RunningStack, running_stack
 from engine.config import SchedulerConfig
 from gateway.auth.directory import hash_key
@@ -405,9 +404,7 @@ def measure(checkpoint: Path | None, loads: Sequence[float], seconds: float) -> 
 
 def main() -> None:
     """Prints the table, and JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument(
         "--checkpoint", type=Path, help="a model in Hugging Face format; else the bundled one"
     )
@@ -416,18 +413,17 @@ def main() -> None:
     parser.add_argument("--virtual", action="store_true", help="the scheduler alone, under a virtual clock")
     parser.add_argument("--device", choices=sorted(DEVICES), default="fast", help="with --virtual")
     parser.add_argument("--seeds", type=int, default=1, help="with --virtual: so many different loads")
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args()
-    loads = [float(text) for text in options.loads.split(",")]
-    if options.virtual:
-        title, rows, device = f"The door ({options.device} simulated device)", [], DEVICES[options.device]
-        for one_queue, load, seed in itertools.product((True, False), loads, range(options.seeds)):
-            asked = virtual(load, options.seconds, device=device, one_queue=one_queue, seed=seed)
-            found = rows_of(ONE_QUEUE if one_queue else OURS, load, asked, options.seconds)
+    chosen = parser.parse_args()
+    loads = [float(text) for text in chosen.loads.split(",")]
+    if chosen.virtual:
+        title, rows, device = f"The door ({chosen.device} simulated device)", [], DEVICES[chosen.device]
+        for one_queue, load, seed in itertools.product((True, False), loads, range(chosen.seeds)):
+            asked = virtual(load, chosen.seconds, device=device, one_queue=one_queue, seed=seed)
+            found = rows_of(ONE_QUEUE if one_queue else OURS, load, asked, chosen.seconds)
             rows += [{"seed": seed, **row} for row in found]
     else:
-        title, rows = "The door", measure(options.checkpoint, loads, options.seconds)
-    publish(title, rows, options.json)
+        title, rows = "The door", measure(chosen.checkpoint, loads, chosen.seconds)
+    publish(title, rows, chosen.json)
 
 
 if __name__ == "__main__":

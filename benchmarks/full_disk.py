@@ -10,7 +10,6 @@ answer that a client got has to be in the ledger, once and with its tokens, or b
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -22,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import httpx
 import psutil
 from sqlalchemy import create_engine, select
 
+from benchmarks.answers import Clients
+from benchmarks.engine.report import options
 from benchmarks.stack import RunningStack, running_stack, write_result
 from gateway.ledger.tables import REQUESTS
 
@@ -83,20 +83,16 @@ async def keep_full(disk: Path) -> None:
             await asyncio.sleep(_PAUSE_S)
 
 
-async def ask_forever(client: httpx.AsyncClient, model: str, answers: Answers) -> None:
+async def ask_forever(clients: Clients, number: int, answers: Answers) -> None:
     """One short answer after another."""
-    body = {"model": model, "prompt": "Once", "max_tokens": NUM_TOKENS, "ignore_eos": True}
     while True:
         sent_s = time.monotonic()
-        try:
-            response = await client.post("/v1/completions", json=body)
-            response.raise_for_status()
-        except httpx.HTTPError:
+        answer = await clients.ask(number, [])
+        if answer.error:
             answers.num_failed += 1
             await asyncio.sleep(_PAUSE_S)
             continue
-        used = response.json()["usage"]["completion_tokens"]
-        answers.tokens[response.headers["x-request-id"]] = used
+        answers.tokens[answer.request_id] = answer.completion_tokens
         answers.last_sent_s = max(answers.last_sent_s, sent_s)
 
 
@@ -122,26 +118,24 @@ async def kill_all(stack: RunningStack, answers: Answers) -> tuple[dict[str, flo
 
 async def fill_and_kill(stack: RunningStack, disk: Path, seconds: float) -> dict[str, object]:
     """The whole of it, on a stack whose state is on `disk`."""
-    answers = Answers()
-    key = {"authorization": f"Bearer {stack.state.api_key}"}
-    async with httpx.AsyncClient(base_url=stack.url, headers=key, timeout=60, trust_env=False) as client:
-        model = stack.state.model
-        asking = [asyncio.create_task(ask_forever(client, model, answers)) for _ in range(NUM_CLIENTS)]
-        try:
-            while len(answers.tokens) < NUM_CLIENTS:
-                await asyncio.sleep(_PAUSE_S)
-            began_s, filling = time.monotonic(), asyncio.create_task(keep_full(disk))
-            await asyncio.sleep(seconds / 10)
-            while_full, missing_before = await kill_all(stack, answers)
-            await asyncio.sleep(max(0.0, began_s + seconds - time.monotonic()))
-            num_answered_full = len(answers.tokens)
-            filling.cancel()
-            (disk / "ballast").unlink()
-            afterwards, missing_while_full = await kill_all(stack, answers)
-        finally:
-            for each in asking:
-                each.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+    answers, clients = Answers(), Clients(stack, NUM_CLIENTS, NUM_TOKENS)
+    asking = [asyncio.create_task(ask_forever(clients, each, answers)) for each in range(NUM_CLIENTS)]
+    try:
+        while len(answers.tokens) < NUM_CLIENTS:
+            await asyncio.sleep(_PAUSE_S)
+        began_s, filling = time.monotonic(), asyncio.create_task(keep_full(disk))
+        await asyncio.sleep(seconds / 10)
+        while_full, missing_before = await kill_all(stack, answers)
+        await asyncio.sleep(max(0.0, began_s + seconds - time.monotonic()))
+        num_answered_full = len(answers.tokens)
+        filling.cancel()
+        (disk / "ballast").unlink()
+        afterwards, missing_while_full = await kill_all(stack, answers)
+    finally:
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await clients.close()
     in_ledger = await wait_for_books(stack, answers)
     return {
         "seconds_full": round(seconds, 1),
@@ -181,16 +175,13 @@ def run(seconds: float) -> dict[str, object]:
 
 def main() -> None:
     """Prints the figures, and writes them as JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=15.0, help="the disk is full for at least so long")
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args()
-    figures = run(options.seconds)
+    chosen = parser.parse_args()
+    figures = run(chosen.seconds)
     for name, value in figures.items():
         print(f"{name:36} {value}")
-    write_result(options.json, figures)
+    write_result(chosen.json, figures)
 
 
 if __name__ == "__main__":

@@ -1,105 +1,47 @@
 """What the whole path costs when the engine answers instantly: Envoy, gateway, tokenizer, engine and back.
 
-`python -m benchmarks.gateway_overhead [--quick] [--litellm ENVIRONMENT] [--output FILE]`
+`python -m benchmarks.gateway_overhead [NAME=CHECKOUT[,VARIABLE=VALUE] ...] [--rounds 1] [--quick]
+    [--json OUT]`
 
-One gateway process; authentication, limits, tracing and ledger are on. Four loads on `/v1/chat/completions`:
+One gateway process; authentication, limits, ledger and the trace of every request are on. Four loads on
+`/v1/chat/completions`, from one client (`services.bench`):
 
   alone      one request at a time, one token: added latency
   rate       32 at a time, one token: requests per second
   stream     64 streams of 128 tokens at full speed: tokens per second
   paced      256 streams at 20 ms a token: share of tokens that come within 50 ms of when they are due
 
-A token is due one engine step after the token before it; tokens that come together with a late one are late
-as well. The share by the schedule that a stream's first token begins stands beside it: there a stall costs
-the tokens that it delays beyond the limit, and time that is lost for good every token after it. Tokens are
-counted, not reads: TCP and proxies join chunks. The same loads run in the same run on a back end that costs
-nothing (`direct`), on an Envoy that only forwards to it, and, with `--litellm`, on one worker of LiteLLM's
-proxy before it; the first also on the hops of our path with no work in them (`chain`), below which no change
-of our own code brings the added latency. To set LiteLLM up:
+A chunk is due one engine step after the one before it; chunks that come together with a late one are late as
+well. The share by the schedule that a stream's first chunk begins stands beside it: there a stall costs the
+chunks that it delays beyond the limit, and time that is lost for good every chunk after it. The baseline of
+each round is a back end that costs nothing (`direct`) under the same loads: what it adds is the client's.
 
-  python -m venv ENVIRONMENT && ENVIRONMENT/bin/pip install 'litellm[proxy]==1.106.2'
+Without a name this tree is measured. Names say what a change costs: each is a working tree with its own
+environment in `.venv` (`git worktree add`, `make install`), and the first is what the others are held
+against. An environment variable for one of them is written behind a comma. A round runs every checkout once,
+and the next one in the opposite order, so that a machine whose speed drifts treats all alike. Printed are the
+medians over the rounds, and of the ratios to the first within a round, with the smallest and the largest.
 """
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-from collections.abc import Callable
-from contextlib import ExitStack
+import asyncio
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import uvloop
 
+from benchmarks.engine.report import options
 from benchmarks.gateways import peers
-from benchmarks.gateways.load import STEP_MS, Figures, Load, Peer, run_loads
+from benchmarks.gateways.load import STEP_MS, Figures, Load, run_loads
 from services.bench.report import machine
 
-Results = dict[str, dict[str, Figures]]
+# Of one round: the back end alone, and each checkout, by load.
+Round = dict[str, dict[str, Figures]]
 _FLOOR = "direct"
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """One load's figure beside its target and beside LiteLLM's. Of latencies, less is better."""
-
-    figure: str
-    millrace: float
-    target: float
-    met: bool
-    litellm: float | None = None
-    # How many times better than LiteLLM. Of the paced load by what reaches the clients, tokens per second: a
-    # gateway that falls behind joins the tokens that wait, and none of their gaps need be long.
-    times_litellm: float | None = None
-
-
-def loads(scale: int) -> dict[str, Load]:
-    """The four loads, with a `scale`-th of the requests."""
-    return {
-        "alone": Load(1, max(100, 1000 // scale), 1),
-        "rate": Load(32, 10_000 // scale, 1),
-        "stream": Load(64, max(64, 1280 // scale), 128),
-        "paced": Load(256, 512 if scale == 1 else 256, 128 if scale < 10 else 32),
-    }
-
-
-def run_millrace(wanted: dict[str, Load], checkout: Path | None = None) -> dict[str, Figures]:
-    """Our stack, this or another checkout's, once with an instant engine and once with a paced one."""
-    found: dict[str, Figures] = {}
-    for step_ms, names in ((0.0, ("alone", "rate", "stream")), (STEP_MS, ("paced",))):
-        with peers.millrace(step_ms, checkout) as state:
-            peer, processes = peers.own(state)
-            found |= uvloop.run(run_loads(peer, {name: wanted[name] for name in names}, processes))
-    return found
-
-
-def run_others(wanted: dict[str, Load], scale: int, environment: Path | None) -> Results:
-    """The back end alone, Envoy, and LiteLLM with a tenth of the requests: it is that much slower."""
-    results: Results = {}
-    with ExitStack() as stack:
-        steps = {"instant": 0.0, "paced": STEP_MS}
-        ports = {name: stack.enter_context(peers.backend(step_ms)) for name, step_ms in steps.items()}
-        by_name = {_FLOOR: {name: peers.direct(port) for name, port in ports.items()}}
-        by_name["envoy"] = {name: stack.enter_context(peers.envoy(port)) for name, port in ports.items()}
-        for name, found in by_name.items():
-            results[name] = _run(found, wanted)
-        hops = stack.enter_context(peers.chain())
-        results["chain"] = uvloop.run(run_loads(hops, {"alone": wanted["alone"]}))
-        if environment is not None:
-            few = loads(scale * 10)
-            slow = {**few, "paced": wanted["paced"], "rate": Load(32, max(640, few["rate"].num_requests), 1)}
-            with peers.litellm(environment, ports, workers=1) as found:
-                results["litellm"] = _run(found, slow)
-    return results
-
-
-def _run(found: dict[str, Peer], wanted: dict[str, Load]) -> dict[str, Figures]:
-    instant = {name: load for name, load in wanted.items() if name != "paced"}
-    return {
-        **uvloop.run(run_loads(found["instant"], instant)),
-        **uvloop.run(run_loads(found["paced"], {"paced": wanted["paced"]})),
-    }
-
-
+# What an engine's step takes, and the loads on it.
+_STEPS = ((0.0, ("alone", "rate", "stream")), (STEP_MS, ("paced",)))
 # What is judged of each load, its target, and its value, given the figures of the back end alone as well.
 TARGETS: dict[str, tuple[str, float, Callable[[Figures, Figures], float]]] = {
     "alone": ("added p50, ms", 4.0, lambda of, floor: of.latency_p50_ms - floor.latency_p50_ms),
@@ -109,65 +51,123 @@ TARGETS: dict[str, tuple[str, float, Callable[[Figures, Figures], float]]] = {
 }
 
 
-def judge(results: Results) -> dict[str, Verdict]:
-    """Each load's figure against its target, and against LiteLLM where it ran."""
-    own, other, floor = results["millrace"], results.get("litellm"), results[_FLOOR]["alone"]
-    verdicts = {}
+class Row(msgspec.Struct, frozen=True):
+    """One load of one checkout over all rounds. Of latencies, less is better."""
+
+    checkout: str
+    load: str
+    figure: str
+    median: float
+    target: float
+    met: bool
+    # To the first checkout, within a round.
+    ratio: float
+    ratios: tuple[float, ...]
+    # CPU milliseconds a request of all processes, median.
+    cpu_ms: float
+    num_failed: int
+
+
+class Checkout(msgspec.Struct, frozen=True):
+    """A working tree, this one where none is named, and the environment variables that its stack gets."""
+
+    folder: Path | None = None
+    environment: dict[str, str] = {}
+
+    @classmethod
+    def parse(cls, text: str) -> Checkout:
+        """Of `FOLDER[,VARIABLE=VALUE]`."""
+        folder, _, variable = text.partition(",")
+        name, _, value = variable.partition("=")
+        return cls(Path(folder).resolve(), {name: value} if name else {})
+
+
+def loads(*, quick: bool) -> dict[str, Load]:
+    """The four loads, or about a tenth of them."""
+    return {
+        "alone": Load(1, 100 if quick else 1000, 1),
+        "rate": Load(32, 1000 if quick else 10_000, 1),
+        "stream": Load(64, 128 if quick else 1280, 128),
+        "paced": Load(256, 256 if quick else 512, 32 if quick else 128),
+    }
+
+
+def run_round(checkouts: Mapping[str, Checkout], names: Sequence[str], wanted: dict[str, Load]) -> Round:
+    """The back end alone, then every checkout once: with an instant engine, and with a paced one."""
+    found: Round = {name: {} for name in (_FLOOR, *names)}
+    for step_ms, kinds in _STEPS:
+        of_step = {kind: wanted[kind] for kind in kinds}
+        with peers.backend(step_ms) as peer:
+            found[_FLOOR] |= asyncio.run(run_loads(peer, of_step))
+        for name in names:
+            each = checkouts[name]
+            with peers.millrace(step_ms, each.folder, each.environment) as state:
+                peer, processes = peers.own(state)
+                found[name] |= asyncio.run(run_loads(peer, of_step, processes))
+    return found
+
+
+def rows(rounds: Sequence[Round], names: Sequence[str]) -> list[Row]:
+    """The table."""
+    made = []
     for load, (figure, target, value) in TARGETS.items():
-        less_is_better = load == "alone"
-        mine = value(own[load], floor)
-        met = mine <= target if less_is_better else mine >= target
-        if other is None:
-            verdicts[load] = Verdict(figure, mine, target, met)
-            continue
-        theirs = value(other[load], floor)
-        if load == "paced":
-            times = own[load].tokens_per_s / other[load].tokens_per_s
-        else:
-            times = theirs / mine if less_is_better else mine / theirs
-        verdicts[load] = Verdict(figure, mine, target, met, theirs, times)
-    return verdicts
-
-
-def _versions(environment: Path | None) -> dict[str, str]:
-    if environment is None:
-        return {}
-    command = [str(environment / "bin" / "pip"), "show", "litellm"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {"litellm": next(line.split()[1] for line in shown.splitlines() if line.startswith("Version"))}
+        by_name = {
+            name: [value(each[name][load], each[_FLOOR]["alone"]) for each in rounds] for name in names
+        }
+        for name in names:
+            median = statistics.median(by_name[name])
+            pairs = zip(by_name[name], by_name[names[0]], strict=True)
+            ratios = tuple(mine / other for mine, other in pairs)
+            made.append(
+                Row(
+                    checkout=name,
+                    load=load,
+                    figure=figure,
+                    median=median,
+                    target=target,
+                    met=median <= target if load == "alone" else median >= target,
+                    ratio=statistics.median(ratios),
+                    ratios=ratios,
+                    cpu_ms=statistics.median(sum(each[name][load].cpu_ms.values()) for each in rounds),
+                    num_failed=sum(each[name][load].num_failed for each in rounds),
+                )
+            )
+    return made
 
 
 def main() -> None:
-    """Prints the figures, and writes them with the machine when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Prints the table after each round, and writes it with every round's figures when asked to."""
+    parser = options(__doc__)
+    parser.add_argument(
+        "checkouts", nargs="*", help="NAME=FOLDER[,VARIABLE=VALUE]; the first is the baseline"
+    )
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
-    parser.add_argument("--litellm", type=Path, help="virtual environment with litellm[proxy]")
-    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     arguments = parser.parse_args()
-    scale = 10 if arguments.quick else 1
-    wanted = loads(scale)
-    results: Results = {"millrace": run_millrace(wanted)}
-    results |= run_others(wanted, scale, arguments.litellm)
-    verdicts = judge(results)
-    for name, each in verdicts.items():
-        beside = (
-            "" if each.litellm is None else f"   LiteLLM {each.litellm:.4g}: {each.times_litellm:.1f} times"
-        )
-        print(
-            f"{name:8} {each.figure:14} {each.millrace:10.4g}   target {each.target:g} "
-            f"{'met' if each.met else 'MISSED'}{beside}"
-        )
-    floor_ms = results[_FLOOR]["alone"].latency_p50_ms
-    print(f"of alone, hops without work: {results['chain']['alone'].latency_p50_ms - floor_ms:.4g} ms")
-    if arguments.output is not None:
-        report = {
-            "machine": {**machine(), **_versions(arguments.litellm)},
-            "loads": wanted,
-            "verdicts": verdicts,
-            "results": results,
-        }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    pairs = [each.partition("=") for each in arguments.checkouts]
+    checkouts = {name: Checkout.parse(text) for name, _, text in pairs} or {"millrace": Checkout()}
+    for name, checkout in checkouts.items():
+        if checkout.folder and not (checkout.folder / ".venv" / "bin" / "python").exists():
+            parser.error(f"{name}: {checkout.folder} has no .venv; run `make install` there")
+    names = list(checkouts)
+    wanted = loads(quick=arguments.quick)
+    rounds: list[Round] = []
+    for number in range(arguments.rounds):
+        order = names if number % 2 == 0 else names[::-1]
+        rounds.append(run_round(checkouts, order, wanted))
+        table = rows(rounds, names)
+        print(f"after {len(rounds)} rounds")
+        for row in table:
+            print(
+                f"  {row.load:7} {row.checkout:12} {row.figure:14} {row.median:10.4g}   "
+                f"x {row.ratio:.3f} ({min(row.ratios):.3f}-{max(row.ratios):.3f})   "
+                f"CPU {row.cpu_ms:6.2f} ms a request   {row.num_failed} failed   "
+                f"target {row.target:g} {'met' if row.met else 'MISSED'}",
+                flush=True,
+            )
+        if arguments.json is not None:
+            report = {"machine": machine(), "loads": wanted, "rows": table, "rounds": rounds}
+            arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
 if __name__ == "__main__":

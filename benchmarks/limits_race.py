@@ -10,11 +10,8 @@ one round trip of its edges; that is printed as the tolerance of the measurement
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
-import platform
 import random
 import shutil
 import subprocess
@@ -23,9 +20,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.pool import Pool
 from pathlib import Path
 
+from benchmarks.engine.report import Row, options, publish
 from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory
 from gateway.config import LimitsConfig
@@ -35,7 +32,6 @@ from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.requests import RequestLimiter
 from gateway.settings import load_settings
 from gateway.types.caller import Identity
-from services.bench.report import cpu_name
 
 REQUESTS_PER_MINUTE = 3000
 TOKENS_PER_MINUTE = 200_000
@@ -182,60 +178,34 @@ def most_at_once(changes: list[tuple[float, int]]) -> int:
 
 def main() -> None:
     """Prints one line a limit, and JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--clients", type=int, default=16, help="per process")
     parser.add_argument("--seconds", type=float, default=75.0)
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     with redis_server() as url:
-        end_s = time.time() + options.seconds
-        work = [(url, seed, end_s, options.clients) for seed in range(options.processes)]
-        with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-            seen = _collect(pool, work)
+        end_s = time.time() + chosen.seconds
+        work = [(url, seed, end_s, chosen.clients) for seed in range(chosen.processes)]
+        with multiprocessing.get_context("spawn").Pool(chosen.processes) as pool:
+            seen = pool.map(_run_process, work, chunksize=1)
     tolerance_s = max(each.longest_call_s for each in seen)
-    lines = [
-        (
-            "requests/min",
-            REQUESTS_PER_MINUTE,
-            busiest([c for s in seen for c in s.requests], WINDOW_S - tolerance_s),
-        ),
-        (
-            "tokens/min",
-            TOKENS_PER_MINUTE,
-            busiest([c for s in seen for c in s.tokens], WINDOW_S - tolerance_s),
-        ),
-        ("streams", STREAMS, most_at_once([c for s in seen for c in s.slots])),
-        ("tokens/month", MONTHLY_TOKENS, sum(each.month_tokens for each in seen)),
+    length_s = WINDOW_S - tolerance_s
+    limits = {
+        "requests/min": (REQUESTS_PER_MINUTE, busiest([c for s in seen for c in s.requests], length_s)),
+        "tokens/min": (TOKENS_PER_MINUTE, busiest([c for s in seen for c in s.tokens], length_s)),
+        "streams": (STREAMS, most_at_once([c for s in seen for c in s.slots])),
+        "tokens/month": (MONTHLY_TOKENS, sum(each.month_tokens for each in seen)),
+    }
+    rows: list[Row] = [
+        {"limit": name, "allowed": limit, "admitted": found, "over": max(0, found - limit), "bound": 0}
+        for name, (limit, found) in limits.items()
     ]
-    calls = sum(each.num_calls for each in seen)
-    print(
-        f"{options.processes} gateway processes x {options.clients} clients, {options.seconds:g} s, "
-        f"{calls} calls"
+    notes = (
+        f"{chosen.processes} gateway processes x {chosen.clients} clients, {chosen.seconds:g} s, "
+        f"{sum(each.num_calls for each in seen)} calls ({sum(each.num_refused for each in seen)} refused); "
+        f"intervals are looked at by the longest call shorter, {tolerance_s * 1000:.0f} ms"
     )
-    print(f"longest call {tolerance_s * 1000:.0f} ms: intervals are looked at that much shorter than 60 s")
-    print(f"{'limit':14} {'allowed':>10} {'admitted':>10} {'over':>8} {'bound':>8}")
-    for name, limit, admitted in lines:
-        print(f"{name:14} {limit:10,} {admitted:10,} {max(0, admitted - limit):8,} {0:8,}")
-    if options.json:
-        result = {
-            "machine": cpu_name(),
-            "python": platform.python_version(),
-            "processes": options.processes,
-            "clients": options.clients,
-            "seconds": options.seconds,
-            "calls": calls,
-            "refused": sum(each.num_refused for each in seen),
-            "longest_call_s": tolerance_s,
-            "limits": [{"name": n, "limit": allowed, "admitted": a, "bound": 0} for n, allowed, a in lines],
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def _collect(pool: Pool, work: list[tuple[str, int, float, int]]) -> list[Seen]:
-    return pool.map(_run_process, work, chunksize=1)
+    publish("Limits shared by gateways over one Redis", rows, chosen.json, notes)
 
 
 if __name__ == "__main__":

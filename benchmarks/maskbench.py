@@ -4,12 +4,11 @@ A schema passes when it compiles and every one of its instances is judged as lab
 masks that an engine would use. Input: one JSON object a line with name, schema and tests[{data, valid}],
 plain or gzipped.
 
-    python benchmarks/maskbench.py FILE [--json OUT] [--tokenizer CHECKPOINT] [--failures]
+    python -m benchmarks.maskbench FILE [--json OUT] [--tokenizer CHECKPOINT] [--failures]
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import sys
@@ -22,8 +21,9 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
+from benchmarks.engine.report import options, percentile
+from benchmarks.stack import write_result
 from contract.chat import JsonSchemaFormat
-from services.bench.report import machine
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
@@ -113,12 +113,6 @@ def run_raw(side: Side, row: dict[str, Any], tokenizer: LLTokenizer) -> None:
     judge(side, row, grammar, tokenizer)
 
 
-def quantile(values: list[float], fraction: float) -> float:
-    """The value below which `fraction` of all lie; 0 for none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))] if ordered else 0.0
-
-
 def summary(side: Side) -> dict[str, Any]:
     """The figures of one side."""
     return {
@@ -129,19 +123,18 @@ def summary(side: Side) -> dict[str, Any]:
         "refused_as_unsatisfiable": side.num_unsatisfiable,
         "invalid_instances_accepted": len(side.invalid_accepted),
         "valid_instances_rejected": len(side.valid_rejected),
-        "compile_ms_p50": round(quantile(side.compile_ms, 0.5), 3),
-        "compile_ms_p99": round(quantile(side.compile_ms, 0.99), 3),
-        "mask_us_p50": round(quantile(side.mask_us, 0.5), 1),
-        "mask_us_p99": round(quantile(side.mask_us, 0.99), 1),
+        "compile_ms_p50": round(percentile(side.compile_ms or [0.0], 0.5), 3),
+        "compile_ms_p99": round(percentile(side.compile_ms or [0.0], 0.99), 3),
+        "mask_us_p50": round(percentile(side.mask_us or [0.0], 0.5), 1),
+        "mask_us_p99": round(percentile(side.mask_us or [0.0], 0.99), 1),
         "masks": len(side.mask_us),
     }
 
 
 def main() -> int:
     """Prints the two sides; 1 when an invalid instance was accepted."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument(
         "--tokenizer", type=Path, default=BUNDLED_CHECKPOINT, help="checkpoint with tokenizer.json"
     )
@@ -169,10 +162,8 @@ def main() -> int:
             print(f"rejected valid  {name}")
     for name in service.invalid_accepted:
         print(f"ACCEPTED INVALID  {name}")
-    if arguments.json:
-        versions = {name: version(name) for name in ("llguidance", "jsonschema_rs", "tokenizers")}
-        report = {"file": arguments.file.name, "sides": sides, "machine": machine(), "versions": versions}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    versions = {name: version(name) for name in ("llguidance", "jsonschema_rs", "tokenizers")}
+    write_result(arguments.json, {"file": arguments.file.name, "sides": sides, "versions": versions})
     return 1 if service.invalid_accepted else 0
 
 

@@ -1,25 +1,17 @@
-"""The README's pictures: `python -m benchmarks.pictures peers`, `… waterfall [--store FILE] [--request ID]`.
+"""Draws what is recorded beside other servers, for the README: `python -m benchmarks.pictures`.
 
-`peers` draws what is recorded in benchmarks/results (it needs matplotlib: `pip install --group pictures`);
-`waterfall` draws one trace of a stack that ran here as `millrace trace` shows it in a terminal.
+It needs matplotlib: `pip install --group pictures`.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.tables import PREFILL, PREFIX, Recorded, read
-from observability.analysis.store import SpanReader
-from observability.analysis.waterfall import render
-from observability.emit.config import ObservabilityConfig
 
 _RESULTS = Path("benchmarks/results")
-_IMAGES = Path("docs/images")
 # Records whose loads have prompts of their own and beside which nothing ran, by checkpoint.
 _RECORDS = {
     "qwen3-0.6b": ("peers_qwen3_0.6b.json", "peers_qwen3_0.6b_prompts.json"),
@@ -32,18 +24,6 @@ _COLOURS = {
     "llama.cpp-q8_0": "#9a9a9a",
     "openvino": "#8d6cab",
 }
-_WATERFALL_COLUMNS = 150
-# Fonts of the reader's own: rich's form fetches one from the network.
-_SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px;
-line-height: {line_height}px; }}
-{styles}</style>
-<defs><clipPath id="{unique_id}-clip-terminal">
-<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/></clipPath>{lines}</defs>
-<rect fill="#1b1d23" width="100%" height="100%" rx="8"/>
-<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
-{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g></svg>
-"""
 
 
 def rates(records: list[Recorded]) -> dict[str, dict[str, float]]:
@@ -90,32 +70,5 @@ def draw_peers(target: Path) -> None:
     figure.savefig(target, metadata={"Date": None})
 
 
-def draw_waterfall(target: Path, store: Path, request: str) -> None:
-    """One trace as the terminal shows it."""
-    reader = SpanReader(store)
-    try:
-        spans = reader.find(request)
-    finally:
-        reader.close()
-    with Path("/dev/null").open("w") as nowhere:
-        console = Console(width=_WATERFALL_COLUMNS, record=True, file=nowhere, highlight=False)
-        console.print(render(spans, _WATERFALL_COLUMNS))
-    target.write_text(console.export_svg(title="", code_format=_SVG, unique_id="trace"), encoding="utf-8")
-
-
-def main() -> None:
-    """Draws one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("picture", choices=["peers", "waterfall"])
-    parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
-    parser.add_argument("--request", default="last")
-    arguments = parser.parse_args()
-    _IMAGES.mkdir(exist_ok=True)
-    if arguments.picture == "peers":
-        draw_peers(_IMAGES / "peers.svg")
-    else:
-        draw_waterfall(_IMAGES / "waterfall.svg", arguments.store, arguments.request)
-
-
 if __name__ == "__main__":
-    main()
+    draw_peers(Path("docs/images/peers.svg"))

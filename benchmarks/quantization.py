@@ -13,7 +13,6 @@ in those formats: they show what the formats and their readers do, not what thos
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from benchmarks.engine.report import publish
+from benchmarks.engine.report import options, publish
 from benchmarks.peers.tables import FORMS
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig
 from engine.runner.build import build_here
@@ -224,10 +223,9 @@ def measure(num_documents: int, only: str) -> tuple[list[dict[str, Any]], int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--only", default="", help="part of the names of the forms to measure")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures there as well")
     arguments = parser.parse_args()
     rows, num_tokens = measure(arguments.documents, arguments.only)
     title = f"Perplexity of {BUNDLED.name} on {num_tokens} held-out tokens of {arguments.documents} documents"

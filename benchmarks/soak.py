@@ -10,14 +10,12 @@ have been gone for some seconds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import random
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,6 +24,8 @@ from millrace.common.v1 import chat_pb2
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from benchmarks.engine.report import options
+from benchmarks.neighbour.requests import Target, chat_body, json_fields, request_head
 from benchmarks.stack import RunningStack, running_stack, write_result
 
 NUM_CLIENTS = 24
@@ -41,16 +41,12 @@ request_headers_timeout_s = 5.0
 
 
 class Rascals:
-    """Clients that do everything wrong that a network allows."""
+    """Clients that do everything wrong that a network allows: attackers on raw sockets, no load."""
 
     def __init__(self, stack: RunningStack, seed: int) -> None:
-        state = stack.state
         self._random = random.Random(seed)
-        self._address = state.address
-        host, _, port = state.address.rpartition(":")
-        self._peer = (host, int(port))
-        self._key = state.api_key
-        self._model = state.model
+        host, _, port = stack.state.address.rpartition(":")
+        self._target = Target(host, int(port), stack.state.api_key, stack.state.model)
         self.done: Counter[str] = Counter()
 
     async def misbehave(self, end_s: float) -> None:
@@ -69,23 +65,13 @@ class Rascals:
                 await trick()
             self.done[trick.__name__.strip("_")] += 1
 
-    def _request(self, key: str) -> bytes:
-        body = json.dumps(
-            {
-                "model": self._model,
-                "messages": [{"role": "user", "content": "x" * self._random.randrange(1, 400)}],
-                "max_tokens": 400,
-                "stream": True,
-            }
-        ).encode()
-        head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body
+    def _request(self, target: Target) -> bytes:
+        messages = json.dumps([{"role": "user", "content": "x" * self._random.randrange(1, 400)}])
+        path, body = chat_body(target, json_fields(max_tokens=400, stream=True), messages.encode())
+        return request_head(target, path, len(body)) + body
 
     async def _send(self, data: bytes, *, wait_s: float) -> None:
-        reader, writer = await asyncio.open_connection(*self._peer)
+        reader, writer = await asyncio.open_connection(self._target.host, self._target.port)
         try:
             writer.write(data)
             await writer.drain()
@@ -99,27 +85,29 @@ class Rascals:
             writer.close()
 
     async def _leave_http(self) -> None:
-        await self._send(self._request(self._key), wait_s=self._random.random())
+        await self._send(self._request(self._target), wait_s=self._random.random())
 
     async def _half(self) -> None:
-        data = self._request(self._key)
+        data = self._request(self._target)
         await self._send(data[: self._random.randrange(len(data))], wait_s=self._random.random() * 0.2)
 
     async def _garbage(self) -> None:
         await self._send(self._random.randbytes(512), wait_s=0.2)
 
     async def _no_key(self) -> None:
-        await self._send(self._request("mr-wrong"), wait_s=0.05)
+        await self._send(self._request(self._target._replace(key="mr-wrong")), wait_s=0.05)
 
     async def _leave_grpc(self) -> None:
         message = chat_pb2.Message(role=chat_pb2.ROLE_USER, content="Go on.")
         request = inference_pb2.ChatRequest(
-            model=self._model, conversation=chat_pb2.Conversation(messages=[message])
+            model=self._target.model, conversation=chat_pb2.Conversation(messages=[message])
         )
-        async with grpc.aio.insecure_channel(self._address) as channel:
+        async with grpc.aio.insecure_channel(self._target.authority()) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             call = stub.Chat(
-                request, metadata=(("authorization", f"Bearer {self._key}"),), timeout=self._random.random()
+                request,
+                metadata=(("authorization", f"Bearer {self._target.key}"),),
+                timeout=self._random.random(),
             )
             for _ in range(self._random.randrange(20)):
                 await call.read()
@@ -163,20 +151,17 @@ async def run(stack: RunningStack, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     """Prints one line a process, and JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     with running_stack(CONFIG, "--simulated") as stack:
-        result = asyncio.run(run(stack, options.seconds))
+        result = asyncio.run(run(stack, chosen.seconds))
     print(f"{sum(result['clients'].values())} clients: {result['clients']}; requests held: {result['held']}")
     print(f"{'file descriptors / MiB':24}" + "".join(f"{moment:>16}" for moment in result["seen"]))
     for name in result["seen"]["warm"]:
         cells = (result["seen"][moment][name] for moment in result["seen"])
         print(f"{name:24}" + "".join(f"{fds:>7} /{rss:>7}" for fds, rss in cells))
-    write_result(options.json, result)
+    write_result(chosen.json, result)
 
 
 if __name__ == "__main__":

@@ -78,18 +78,20 @@ def running_stack(
     environment: Mapping[str, str] | None = None,
     parent: Path | None = None,
     prefix: Sequence[str] = (),
+    checkout: Path | None = None,
 ) -> Iterator[RunningStack]:
     """A healthy stack with this configuration, on free ports; its state is below `parent`, and `prefix`
-    stands before its command.
+    stands before its command. Of another checkout with its `.venv`, where one is given.
     """
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         (folder / "millrace.toml").write_text(config)
-        command = [*prefix, sys.executable, "-m", "services.cli", "up", "--port", "0"]
+        command = [*prefix, python_of(checkout), "-m", "services.cli", "up", "--port", "0"]
         command += ["--config", str(folder / "millrace.toml"), *arguments]
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
                 command,
+                cwd=checkout,
                 env={**os.environ, "MILLRACE_STATE_DIR": name, **(environment or {})},
                 stdout=output,
                 stderr=output,

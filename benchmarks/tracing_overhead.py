@@ -28,17 +28,20 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
-import uvloop
 
-from benchmarks.gateways.load import Counts, Load, Peer, request_of, steady
+from benchmarks.gateways.load import Load, Peer, cpu_s
 from benchmarks.gateways.peers import own
 from benchmarks.stack import running_stack
 from observability.analysis.store import SpanReader
 from observability.emit import names
+from services.bench.client import BenchTarget, Client
+from services.bench.records import RequestRecord
 from services.bench.report import machine
+from services.bench.workload import plan
 from services.supervisor.state import RunState
 
 # Longer than the longest request, the exporters' delay and the store's together.
@@ -59,10 +62,10 @@ class Setting(msgspec.Struct, frozen=True):
 
 # The number of requests does not count: time does.
 LOADS: Mapping[str, Setting] = {
-    "instant": Setting(Load(32, 0, 128), 0.0),
-    "fast": Setting(Load(32, 0, 128), 1.0),
-    "paced": Setting(Load(64, 0, 64), 20.0),
-    "model": Setting(Load(16, 0, 64)),
+    "instant": Setting(Load(32, 1, 128), 0.0),
+    "fast": Setting(Load(32, 1, 128), 1.0),
+    "paced": Setting(Load(64, 1, 64), 20.0),
+    "model": Setting(Load(16, 1, 64)),
 }
 
 
@@ -107,80 +110,111 @@ class Clock:
 
     def __init__(self, processes: Sequence[tuple[str, int]]) -> None:
         self._processes = processes
-        self._before = self._read()
+        self._before, self._own_s = self._read(), time.process_time()
 
     def lap(self) -> tuple[dict[str, float], float]:
         """By process, and of other programs."""
         now = self._read()
         spent = {name: now[name] - self._before[name] for name in now}
         self._before = now
-        everything, benchmark = spent.pop("machine"), spent.pop("benchmark")
-        return spent, everything - benchmark - sum(spent.values())
+        everything = spent.pop("machine") - (time.process_time() - self._own_s)
+        self._own_s = time.process_time()
+        return spent, everything - sum(spent.values())
 
     def _read(self) -> dict[str, float]:
         machine_times = psutil.cpu_times()
         idle_s = machine_times.idle + getattr(machine_times, "iowait", 0.0)
-        used = {"machine": sum(machine_times[:8]) - idle_s, "benchmark": _cpu_s(os.getpid())}
-        for name, pid in self._processes:
-            family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-            used[name] = sum(map(_cpu_s, family))
-        return used
+        return {"machine": sum(machine_times[:8]) - idle_s, **cpu_s(self._processes)}
 
 
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+class _Traced(BenchTarget, frozen=True, kw_only=True):
+    """A target whose requests belong to a trace, sampled or not."""
+
+    trace_id: str
+    sampled: bool
+
+    def head(self, method: str, path: str, length: int) -> bytes:
+        """With the trace's identity."""
+        head = super().head(method, path, length).removesuffix(b"\r\n")
+        flags = "01" if self.sampled else "00"
+        return head + f"traceparent: 00-{self.trace_id}-{secrets.token_hex(8)}-{flags}\r\n\r\n".encode()
 
 
-def _traceparent(trace_id: str, *, traced: bool) -> str:
-    return f"traceparent: 00-{trace_id}-{secrets.token_hex(8)}-{'01' if traced else '00'}\r\n"
+class _Steady:
+    """The load without an end; from each change of its kind on, requests go by a client of their own."""
+
+    def __init__(self, peer: Peer, load: Load) -> None:
+        workload = load.workload(ignore_eos=True)
+        (self._request,) = plan(msgspec.structs.replace(workload, num_requests=1), peer.model)
+        self._target = BenchTarget.parse(peer.url, peer.key)
+        self._ended = False
+        # By trace, in the order of the changes.
+        self.records: dict[str, list[RequestRecord]] = {}
+        self._clients: dict[str, Client] = {}
+
+    def change(self, *, traced: bool) -> None:
+        """What begins from now on is traced, or is not."""
+        trace_id = secrets.token_hex(16)
+        target = _Traced(**msgspec.structs.asdict(self._target), trace_id=trace_id, sampled=traced)
+        self.records[trace_id], self._clients[trace_id] = [], Client(target)
+
+    async def ask(self) -> None:
+        """One request after another until the end."""
+        while not self._ended:
+            trace_id, client = next(reversed(self._clients.items()))
+            self.records[trace_id].append(await client.run(self._request))
+
+    async def end(self, asking: asyncio.Future[Any]) -> None:
+        """Lets what is under way end."""
+        self._ended = True
+        await asking
+        for client in self._clients.values():
+            await client.close()
 
 
-async def _window(counts: Counts, clock: Clock, load: Load, *, traced: bool) -> Window:
-    clock.lap()
-    started_s, tokens = time.perf_counter(), counts.num_tokens
-    await asyncio.sleep(_WINDOW_S)
-    spent, foreign_s = clock.lap()
-    elapsed_s, tokens = time.perf_counter() - started_s, counts.num_tokens - tokens
+def _window(
+    begun: tuple[bool, float, float, dict[str, float], float], records: Sequence[RequestRecord], load: Load
+) -> Window:
+    """A window, once all requests of the run are known."""
+    traced, start_s, end_s, spent_s, foreign_s = begun
+    times = (at_s for record in records for at_s in record.chunk_times_s)
+    num_tokens = sum(start_s <= at_s < end_s for at_s in times)
     # Requests by their tokens: few of the long ones begin and end within the window.
-    num_requests = tokens / load.num_tokens
+    num_requests = num_tokens / load.num_tokens
     return Window(
         traced=traced,
-        tokens_per_s=tokens / elapsed_s,
-        cpu_ms={name: seconds / num_requests * 1000 for name, seconds in spent.items()},
-        foreign_share=foreign_s / elapsed_s / (os.cpu_count() or 1),
+        tokens_per_s=num_tokens / (end_s - start_s),
+        cpu_ms={name: seconds / num_requests * 1000 for name, seconds in spent_s.items()},
+        foreign_share=foreign_s / (end_s - start_s) / (os.cpu_count() or 1),
     )
 
 
 async def _pairs(state: RunState, load: Load, num_pairs: int) -> tuple[list[Pair], int]:
     peer, processes = own(state)
-    clock = Clock(processes)
-    windows: list[Window] = []
-    checked, num_requests = "", 0
-    async with steady(peer, load) as counts:
+    clock, steady = Clock(processes), _Steady(peer, load)
+    begun = []
+    for phase in range(num_pairs + 1):
+        traced = phase % 2 == 0
+        steady.change(traced=traced)
+        if not phase:
+            asking = asyncio.gather(*(steady.ask() for _ in range(load.concurrency)))
         await asyncio.sleep(_SETTLE_S)
-        for phase in range(num_pairs + 1):
-            traced = phase % 2 == 0
-            trace_id = await _switch(counts, peer, load, traced=traced)
-            answered = len(counts.latencies_s)
-            num_windows = 1 if phase in {0, num_pairs} else 2
-            windows += [await _window(counts, clock, load, traced=traced) for _ in range(num_windows)]
-            if traced:
-                checked, num_requests = trace_id, len(counts.latencies_s) - answered
-        num_failed = counts.num_failed
+        for _ in range(1 if phase in {0, num_pairs} else 2):
+            clock.lap()
+            start_s = time.perf_counter()
+            await asyncio.sleep(_WINDOW_S)
+            spent_s, foreign_s = clock.lap()
+            begun.append((traced, start_s, time.perf_counter(), spent_s, foreign_s))
+    await steady.end(asking)
     await asyncio.sleep(_SETTLE_S)
-    _check(Path(state.trace_store), checked, num_requests)
+    trace_id, of_it = list(steady.records.items())[num_pairs // 2 * 2]
+    _check(Path(state.trace_store), trace_id, len(of_it))
+    records = [record for of_phase in steady.records.values() for record in of_phase]
+    windows = [_window(each, records, load) for each in begun]
     pairs = []
     for first, second in zip(windows[::2], windows[1::2], strict=True):
         pairs.append(Pair(first, second) if first.traced else Pair(second, first))
-    return pairs, num_failed
-
-
-async def _switch(counts: Counts, peer: Peer, load: Load, *, traced: bool) -> str:
-    trace_id = secrets.token_hex(16)
-    counts.request = request_of(peer, load, _traceparent(trace_id, traced=traced))
-    await asyncio.sleep(_SETTLE_S)
-    return trace_id
+    return pairs, sum(not record.ok for record in records)
 
 
 def _check(store: Path, trace_id: str, num_requests: int) -> None:
@@ -198,7 +232,7 @@ def measure(setting: Setting, num_pairs: int) -> tuple[list[Pair], int]:
     if setting.step_ms is not None:
         config += f"[engine.simulation]\nstep_ms = {setting.step_ms}\n"
     with running_stack(config, *(() if setting.step_ms is None else ("--simulated",))) as stack:
-        return uvloop.run(_pairs(stack.state, setting.load, num_pairs))
+        return asyncio.run(_pairs(stack.state, setting.load, num_pairs))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,16 +12,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from services.bench.report import cpu_name
+from services.bench.report import machine
 
 Row = Mapping[str, str | float | int]
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The options that all of these benchmarks share."""
-    parser = argparse.ArgumentParser(description=description)
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the option that all of these programs share; `doc` is the program's docstring."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None, help="write the figures there as well")
-    return parser.parse_args()
+    return parser
 
 
 def publish(title: str, rows: Sequence[Row], path: Path | None, notes: str = "") -> None:
@@ -37,13 +36,13 @@ def publish(title: str, rows: Sequence[Row], path: Path | None, notes: str = "")
     if notes:
         console.print(notes)
     if path is not None:
-        machine = {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cpu": cpu_name(),
-            "num_cpus": os.cpu_count(),
-            "load_average": os.getloadavg()[0],
-        }
+        about = machine() | {"load_average": os.getloadavg()[0]}
         versions = {name: version(name) for name in ("grpcio", "msgspec")}
-        report = {"title": title, "rows": rows, "notes": notes, "machine": machine, "versions": versions}
+        report = {"title": title, "rows": rows, "notes": notes, "machine": about, "versions": versions}
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie; nan when there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

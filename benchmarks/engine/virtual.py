@@ -212,9 +212,3 @@ def plan_result(plan: SchedulerOutput) -> StepResult:
         SequenceResult(row.sequence_id, (_TOKEN,) if row.samples else ()) for row in plan.scheduled
     )
     return StepResult(plan.step_id, results)
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of the values lie; nan when there are none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

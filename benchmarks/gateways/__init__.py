@@ -1,1 +1,1 @@
-"""What stands beside our gateway in its benchmark: a back end of known speed, other gateways before it."""
+"""What stands beside our gateway in its benchmark: a back end of known speed."""

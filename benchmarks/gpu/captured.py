@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.in_process import InProcessEngine, opened
+from benchmarks.gpu.in_process import opened
 from benchmarks.gpu.report import Report
+from benchmarks.in_process import InProcessEngine
 from engine.config import GraphsConfig
 from kernels.config import KernelsConfig
 

@@ -1,15 +1,12 @@
-"""The engine's core in this process: loop, scheduler and runner as they serve, without sockets."""
+"""Engines with drawn weights in this process, as the lease drives them."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,98 +14,16 @@ import torch
 
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu
 from benchmarks.gpu.random_model import drawn_weights, shape_of, write_checkpoint
+from benchmarks.in_process import InProcessEngine, Mailbox
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.core import messages
 from engine.core.loop import EngineLoop
 from engine.runner.build import build_here
 from engine.scheduler import Scheduler
-from engine.types import MemoryPlan, ModelFacts, Request, SamplingParams, TokenEvent
 from runtime.config import ModelConfig
 
 # Several engines fit beside one another with caches of this size; those that compile are up to seven.
 SMALL_CACHE_BYTES = 4 << 30
 COMPILING_CACHE_BYTES = 2 << 30
-Listener = Callable[[TokenEvent], None]
-# What a request asks for, by name.
-DRAWS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
-}
-
-
-@dataclass
-class Mailbox:
-    """Commands that wait, and what came of them."""
-
-    commands: deque[messages.Command] = field(default_factory=deque)
-    listener: Listener = lambda event: None
-    totals: list[messages.StepTotals] = field(default_factory=list)
-    broken: str = ""
-
-    def receive(self, timeout_s: float) -> list[messages.Command]:
-        found = list(self.commands)
-        self.commands.clear()
-        return found
-
-    def send(self, message: messages.Report) -> None:
-        if isinstance(message, messages.StepDone):
-            self.totals.extend(message.totals)
-            for event in message.events:
-                if event.failure is not None:
-                    raise RuntimeError(f"a request failed: {event.failure}")
-                self.listener(event)
-        elif isinstance(message, messages.Broken):
-            raise RuntimeError(f"the runner broke: {message.cause}")
-
-
-class InProcessEngine:
-    """One engine with drawn weights. Prompts are random, so nothing of them is cached."""
-
-    def __init__(self, loop: EngineLoop, mailbox: Mailbox, memory: MemoryPlan, facts: ModelFacts) -> None:
-        self.loop, self.mailbox, self.memory, self.facts = loop, mailbox, memory, facts
-        self.captures = False
-        self._next_id = 1
-        self._random = random.Random(0)
-
-    def submit(
-        self,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        sampling: str = "greedy",
-        prompt: tuple[int, ...] | None = None,
-    ) -> int:
-        """A request of so many random tokens, or of `prompt`; returns its id, which is also its seed."""
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        vocabulary = self.facts.vocab_size
-        prompt = prompt or tuple(self._random.randrange(vocabulary) for _ in range(num_prompt_tokens))
-        self.mailbox.commands.append(
-            messages.Submit(
-                Request(
-                    request_id=request_id,
-                    external_id=str(request_id),
-                    prompt_token_ids=prompt,
-                    sampling=SamplingParams(
-                        max_tokens=max_tokens, ignore_eos=True, seed=request_id, **DRAWS[sampling]
-                    ),
-                    arrival_s=time.monotonic(),
-                )
-            )
-        )
-        return request_id
-
-    def cancel_all(self, request_ids: list[int]) -> None:
-        """Ends requests, and steps until the engine is empty."""
-        self.mailbox.commands.extend(messages.Cancel(request_id) for request_id in request_ids)
-        for _ in range(4):
-            self.loop.step()
-
-    def run_until(self, done: Callable[[], bool], limit_s: float = 120.0) -> None:
-        """Steps until `done`; raises RuntimeError when that takes longer than `limit_s`."""
-        deadline = time.monotonic() + limit_s
-        while not done():
-            self.loop.step()
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no progress in {limit_s:.0f} s")
 
 
 def engine_config(

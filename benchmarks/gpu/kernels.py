@@ -14,8 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.gpu import flashinfer_peer
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu, Roofs, Work
-from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.report import Report
+from benchmarks.in_process import DRAWS
 from kernels.attention import AttentionOptions, RaggedBatch
 from kernels.attention.triton_attention import TritonAttention
 from kernels.paged_cache import LayerCache, allocate_layer

@@ -10,9 +10,10 @@ import time
 from typing import Any
 
 from benchmarks.gpu.device import Gpu, Roofs
-from benchmarks.gpu.in_process import DRAWS, InProcessEngine, opened
+from benchmarks.gpu.in_process import opened
 from benchmarks.gpu.random_model import shape_of, weight_elements
 from benchmarks.gpu.report import Report
+from benchmarks.in_process import DRAWS, InProcessEngine
 
 BYTES = {"fp8": 1.0, "int4": 0.625}
 """Of a layer's weight by kind, with its scale and minimum (four bytes each for 64 inputs); two in others."""

@@ -12,9 +12,10 @@ import subprocess
 import sys
 
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu
-from benchmarks.gpu.in_process import DRAWS, opened
+from benchmarks.gpu.in_process import opened
 from benchmarks.gpu.random_model import TINY
 from benchmarks.gpu.report import Report
+from benchmarks.in_process import DRAWS
 from engine.config import CacheConfig, GraphsConfig, SchedulerConfig
 
 TOOL = "compute-sanitizer"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu
 from benchmarks.gpu.environment import is_there
-from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.random_model import shape_of, write_checkpoint
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.serving import PUBLISHED_TOKENS_PER_S
+from benchmarks.in_process import DRAWS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Needed by the stack beside the engine's core; where one is missing, nothing is served through sockets.

@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.in_process import DRAWS, InProcessEngine, opened
+from benchmarks.gpu.in_process import opened
 from benchmarks.gpu.report import Report
+from benchmarks.in_process import DRAWS, InProcessEngine
 
 TITLE = "Serving 1,000 in / 1,000 out, closed loop of 256"
 PUBLISHED_TOKENS_PER_S = 17_744.0

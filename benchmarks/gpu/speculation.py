@@ -9,8 +9,9 @@ from typing import Any
 
 from benchmarks.gpu.captured import first_difference
 from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.in_process import InProcessEngine, opened
+from benchmarks.gpu.in_process import opened
 from benchmarks.gpu.report import Report
+from benchmarks.in_process import InProcessEngine
 from engine.config import SpeculationConfig
 from kernels.config import KernelsConfig
 

@@ -7,15 +7,7 @@ gaps between its tokens, how many requests it lost, what became of the attacker'
 process before, under and after. The aims are 250 ms to the first token and 100 ms between two, both at the
 99th percentile.
 
-    python -m benchmarks.neighbour [--attack NAME ...] [--quick] [--memory-mb N] [--json OUT] [--markdown OUT]
-
-    python -m benchmarks.neighbour --alone [NAME ...] [--json OUT] [--markdown OUT]
-
-sends single large requests instead, and tells how long each stops the gateway's loop (see alone.py).
-
-With `--memory-mb` the stack has so many megabytes more than it needs before the first attack, the engine's
-cache (of 128 MiB then) included. What would take more is killed: nothing, is the aim. It needs control groups
-(Linux, as root).
+    python -m benchmarks.neighbour [--attack NAME ...] [--quick] [--json OUT]
 """
 
 from __future__ import annotations
@@ -24,21 +16,19 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.neighbour import alone
+from benchmarks.engine.report import options, percentile
 from benchmarks.neighbour.attacks import ATTACKS, drive
-from benchmarks.neighbour.memory import MemoryGroup, memory_group
-from benchmarks.neighbour.requests import Target, request_head
+from benchmarks.neighbour.requests import CHAT, Target
 from benchmarks.neighbour.tenants import CONFIG, KEYS
 from benchmarks.stack import RunningStack, running_stack, write_result
-from benchmarks.tokenizer_isolation import quantile, steal_ms
+from services.bench.client import BenchTarget, Client
+from services.bench.records import RequestRecord
+from services.bench.workload import PlannedRequest
 
 TTFT_AIM_MS, GAP_AIM_MS = 250.0, 100.0
 _EVERY_S = 0.125
@@ -46,82 +36,58 @@ _TOKENS = 24
 _TIMEOUT_S = 15.0
 # What the attack before has left behind comes to its end.
 _PAUSE_S = 2.0
-# The engine's cache where memory is limited: as shipped it is a gigabyte, touched as requests need it.
-_LIMITED_CACHE_BYTES = 128 << 20
-_LIMITED_CACHE = f"[engine.cache]\nkv_cache_bytes = {_LIMITED_CACHE_BYTES}\n"
 
 
 class Window:
     """What the neighbour saw over some seconds, in milliseconds."""
 
     def __init__(self) -> None:
-        self.ttft_ms: list[float] = []
-        self.gaps_ms: list[float] = []
-        self.num_lost = 0
+        self.records: list[RequestRecord] = []
         # How late a request was begun at most: what the machine did to the neighbour itself.
         self.late_ms = 0.0
 
     def summary(self) -> dict[str, float]:
         """The figures of the table."""
+        # A stream that was cut has shown its times up to then.
+        begun = [record for record in self.records if record.chunk_times_s]
+        ttft_ms = [record.ttft_s * 1e3 for record in begun]
+        gaps_ms = [gap_s * 1e3 for record in begun for gap_s in record.itls_s]
         return {
-            "requests": len(self.ttft_ms) + self.num_lost,
-            "lost": self.num_lost,
-            "ttft_p50_ms": _at(self.ttft_ms, 0.5),
-            "ttft_p99_ms": _at(self.ttft_ms, 0.99),
-            "gap_p99_ms": _at(self.gaps_ms, 0.99),
-            "gap_max_ms": _at(self.gaps_ms, 1.0),
+            "requests": len(self.records),
+            "lost": sum(not record.ok for record in self.records),
+            "ttft_p50_ms": round(percentile(ttft_ms or [0.0], 0.5), 1),
+            "ttft_p99_ms": round(percentile(ttft_ms or [0.0], 0.99), 1),
+            "gap_p99_ms": round(percentile(gaps_ms or [0.0], 0.99), 1),
+            "gap_max_ms": round(percentile(gaps_ms or [0.0], 1.0), 1),
             "begun_late_ms": round(self.late_ms, 1),
         }
 
 
-def _at(values: list[float], share: float) -> float:
-    return round(quantile(values, share), 1) if values else 0.0
+def _steal_ms() -> float:
+    """Time that the host of this machine has given to others so far; 0 where that is not known."""
+    return 1e3 * float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
-async def _ask(target: Target, window: Window, number: int) -> None:
-    body = json.dumps(
-        {
-            "model": target.model,
-            "messages": [{"role": "user", "content": f"What is {number} plus {number}?"}],
-            "max_tokens": _TOKENS,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    ).encode()
-    start_s = time.perf_counter()
-    writer = None
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(target.host, target.port)
-            writer.write(
-                request_head(target, "/v1/chat/completions", len(body), more="connection: close\r\n") + body
-            )
-            await _follow(reader, window, start_s)
-    except (OSError, TimeoutError, EOFError):
-        window.num_lost += 1
-    finally:
-        if writer is not None:
-            writer.close()
-
-
-async def _follow(reader: asyncio.StreamReader, window: Window, start_s: float) -> None:
-    last_s = 0.0
-    while not (line := await reader.readline()).startswith(b"data: [DONE]"):
-        if not line:
-            raise EOFError
-        if not line.startswith(b"data: ") or b'"content":' not in line:
-            continue
-        now_s = time.perf_counter()
-        if last_s:
-            window.gaps_ms.append((now_s - last_s) * 1e3)
-        else:
-            window.ttft_ms.append((now_s - start_s) * 1e3)
-        last_s = now_s
+def _question(model: str, number: int) -> PlannedRequest:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": f"What is {number} plus {number}?"}],
+        "max_tokens": _TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    content = json.dumps(body).encode()
+    return PlannedRequest(index=number, start_s=0.0, tier="", path=CHAT, body=content, prompt_tokens=0)
 
 
 async def _window(target: Target, seconds: float) -> Window:
     """The neighbour's requests at fixed moments, whatever is still under way."""
     window, loop = Window(), asyncio.get_running_loop()
+    client = Client(BenchTarget.parse(f"http://{target.authority()}", target.key), limit_s=_TIMEOUT_S)
+
+    async def ask(number: int) -> None:
+        window.records.append(await client.run(_question(target.model, number)))
+
     due_s = loop.time()
     until_s = due_s + seconds
     number = 0
@@ -130,8 +96,9 @@ async def _window(target: Target, seconds: float) -> Window:
             await asyncio.sleep(due_s - loop.time())
             window.late_ms = max(window.late_ms, (loop.time() - due_s) * 1e3)
             number += 1
-            group.create_task(_ask(target, window, number))
+            group.create_task(ask(number))
             due_s += _EVERY_S
+    await client.close()
     return window
 
 
@@ -177,11 +144,8 @@ def _targets(stack: RunningStack) -> tuple[Target, Target]:
     return neighbour, attacker
 
 
-async def _measure(
-    stack: RunningStack, name: str, seconds: float, group: MemoryGroup | None
-) -> dict[str, Any]:
+async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, Any]:
     neighbour, attacker = _targets(stack)
-    num_killed = group.num_killed() if group else 0
     pids, memory = stack.pids(), _memory(stack)
     before = await _window(neighbour, seconds / 2)
     processes = multiprocessing.get_context("spawn")
@@ -192,9 +156,9 @@ async def _measure(
     try:
         await asyncio.to_thread(ours.recv)
         ours.send("go")
-        stolen_ms, worked_s = -steal_ms(), _processor_s(stack)
+        stolen_ms, worked_s = -_steal_ms(), _processor_s(stack)
         under = await _window(neighbour, seconds)
-        stolen_ms += steal_ms()
+        stolen_ms += _steal_ms()
         processor_s = {name: at_s - worked_s.get(name, 0.0) for name, at_s in _processor_s(stack).items()}
         peak = _memory(stack)
         outcomes = await asyncio.to_thread(ours.recv)
@@ -215,17 +179,7 @@ async def _measure(
         "outcomes": outcomes,
         "steal_ms": round(stolen_ms, 1),
         "restarted": restarted,
-        **({"killed": group.num_killed() - num_killed} if group else {}),
     }
-
-
-def _limit(stack: RunningStack, group: MemoryGroup, spare_mb: int) -> dict[str, float]:
-    """Gives the stack so much more than it needs to serve the neighbour; both in megabytes."""
-    asyncio.run(_window(_targets(stack)[0], 2 * _PAUSE_S))
-    # The engine has planned its cache, and touches it as requests need it.
-    used_bytes = group.used_bytes() + _LIMITED_CACHE_BYTES
-    group.limit(used_bytes + spare_mb * 1_000_000)
-    return {"stack": round(used_bytes / 1e6, 1), "above": spare_mb}
 
 
 def _grown_most(memory: dict[str, dict[str, float]], but: str) -> tuple[str, float]:
@@ -238,7 +192,7 @@ def _grown_most(memory: dict[str, dict[str, float]], but: str) -> tuple[str, flo
     return max(grown_mb.items(), key=lambda each: each[1])
 
 
-def _row(found: dict[str, Any]) -> str:
+def row(found: dict[str, Any]) -> str:
     before, under, after = found["before"], found["under"], found["after"]
     memory = found["memory_mb"]
     answers = [f"{name} x {count}" for name, count in sorted(found["outcomes"].items())]
@@ -263,67 +217,34 @@ _COLUMNS = (
     *("attack", "TTFT p99, ms", "gaps p99, ms", "worst gap", "lost"),
     *("gateway, MB", "grew most beside it, MB", "the attacker's answers"),
 )
-_TABLE = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
+TABLE = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
 
 
 def main() -> None:
     """Prints the table as it grows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--attack", nargs="*", choices=list(ATTACKS), metavar="NAME", help="one or several")
-    parser.add_argument("--alone", nargs="*", choices=alone.NAMES, metavar="NAME", help="one request each")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of an attack")
     parser.add_argument("--quick", action="store_true", help="4 seconds each")
-    parser.add_argument("--memory-mb", type=int, help="limit of memory above what the stack needs")
-    parser.add_argument("--json", type=Path, help="write the figures there, beside those of other attacks")
-    parser.add_argument("--markdown", type=Path, help="write the table there")
-    options = parser.parse_args()
-    if options.alone is not None:
-        _alone(options)
-        return
-    seconds = 4.0 if options.quick else options.seconds
-    found: list[dict[str, Any]] = []
-    limit: dict[str, Any] = {}
-    with ExitStack() as exits:
-        group = exits.enter_context(memory_group()) if options.memory_mb else None
-        config = CONFIG + _LIMITED_CACHE if group else CONFIG
-        stack = exits.enter_context(running_stack(config, prefix=group.prefix if group else ()))
-        if group:
-            limit = {"memory_limit_mb": _limit(stack, group, options.memory_mb)}
-            print(limit)
-        print(_TABLE, flush=True)
-        for name in options.attack or ATTACKS:
-            found.append(asyncio.run(_measure(stack, name, seconds, group)))
-            print(_row(found[-1]), flush=True)
-            if found[-1]["restarted"]:
-                print(f"started again: {found[-1]['restarted']}", flush=True)
-            _keep(options, limit, found)
-
-
-def _alone(options: argparse.Namespace) -> None:
-    """Single large requests, one after the other."""
+    chosen = parser.parse_args()
+    seconds = 4.0 if chosen.quick else chosen.seconds
     found: list[dict[str, Any]] = []
     with running_stack(CONFIG) as stack:
-        # The bundled model's first answer takes what later ones do not.
-        asyncio.run(_window(_targets(stack)[0], _PAUSE_S))
-        print(alone.TABLE, flush=True)
-        for name in options.alone or alone.NAMES:
-            found.append(alone.measure(stack.addresses("gateway", "http")[0], _targets(stack)[1], name))
-            print(alone.row(found[-1]), flush=True)
-            write_result(options.json, {"aim_ms": alone.AIM_MS, "requests": found})
-    if options.markdown is not None:
-        options.markdown.write_text("\n".join([alone.TABLE, *map(alone.row, found)]) + "\n", encoding="utf-8")
+        print(TABLE, flush=True)
+        for name in chosen.attack or ATTACKS:
+            found.append(asyncio.run(_measure(stack, name, seconds)))
+            print(row(found[-1]), flush=True)
+            if found[-1]["restarted"]:
+                print(f"started again: {found[-1]['restarted']}", flush=True)
+            _keep(chosen, found)
 
 
-def _keep(options: argparse.Namespace, limit: dict[str, Any], found: list[dict[str, Any]]) -> None:
+def _keep(options: argparse.Namespace, found: list[dict[str, Any]]) -> None:
     """Writes what there is so far: it takes a quarter of an hour."""
     if options.json is not None and options.json.exists():
         found = _beside(json.loads(options.json.read_text())["attacks"], found)
     aims = {"ttft_p99_ms": TTFT_AIM_MS, "gap_p99_ms": GAP_AIM_MS}
-    write_result(options.json, {"aims": aims, **limit, "attacks": found})
-    if options.markdown is not None:
-        options.markdown.write_text("\n".join([_TABLE, *map(_row, found)]) + "\n", encoding="utf-8")
+    write_result(options.json, {"aims": aims, "attacks": found})
 
 
 def _beside(earlier: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The attacks, each of which one tenant drives with all that its key, or no key at all, lets it do.
 
-An attack is a coroutine that goes on until it is cancelled and counts what became of its requests. What it
+They are no load clients: they write on sockets what no well-behaved client writes, and measure nothing. An
+attack is a coroutine that goes on until it is cancelled and counts what became of its requests. What it
 sends is made before it begins.
 """
 
@@ -36,7 +37,6 @@ from benchmarks.neighbour.requests import (
     http2_fields,
     json_fields,
     posted,
-    posted_once,
     repeatedly,
     request_head,
     sent,
@@ -317,15 +317,6 @@ def _stand_back() -> None:
 
 def drive(name: str, target: Target, seconds: float, pipe: Connection) -> None:
     """In a process of its own: attacks for so many seconds once it is told to; sends what became of it."""
-    _drive(ATTACKS[name], target, seconds, pipe)
-
-
-def drive_once(name: str, target: Target, seconds: float, pipe: Connection) -> None:
-    """The same with one large request, which has so many seconds."""
-    _drive(posted_once(*BODIES[name](target)), target, seconds, pipe)
-
-
-def _drive(attack: Attack, target: Target, seconds: float, pipe: Connection) -> None:
     _stand_back()
     outcomes: Counter[str] = Counter()
     pipe.send("ready")
@@ -334,7 +325,7 @@ def _drive(attack: Attack, target: Target, seconds: float, pipe: Connection) -> 
     async def attacking() -> None:
         try:
             async with asyncio.timeout(seconds):
-                await attack(target, outcomes)
+                await ATTACKS[name](target, outcomes)
         except TimeoutError:
             pass
 

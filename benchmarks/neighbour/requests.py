@@ -83,16 +83,6 @@ async def repeatedly(width: int, once: Callable[[], Awaitable[None]]) -> None:
     await asyncio.gather(*(one_after_the_other() for _ in range(width)))
 
 
-def posted_once(path: str, body: bytes) -> Attack:
-    """Sends one body, and reads the answer to its end."""
-
-    async def attack(target: Target, outcomes: Counter[str]) -> None:
-        head = request_head(target, path, len(body), more="connection: close\r\n")
-        await sent(target, head + body, outcomes)
-
-    return attack
-
-
 def posted(make: Body, *, width: int = 4, more: str = "") -> Attack:
     """Sends one body again and again, so many at a time."""
 

@@ -10,21 +10,24 @@ bfloat16. Prints tokens per second of all streams and their ratio.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.engine.adapters import write_adapter
-from benchmarks.engine.report import Row, publish
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.engine.report import Row, options, publish
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.servers import Server, ServerFailed, serve
+from engine.adapters.peft import Module
 from engine.config import AdaptersConfig, EngineConfig
 from engine.runner.build import build_here
 from runtime.config import ModelConfig
@@ -32,6 +35,22 @@ from services.bench.client import BenchTarget
 from services.bench.run import run_workload
 
 OF_A_STREAM = Load(concurrency=1, num_requests=3)
+
+
+def write_adapter(folder: Path, modules: Mapping[str, Module], *, rank: int, seed: int) -> Path:
+    """A random adapter of all modules, as PEFT writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(seed)
+    tensors = {}
+    for name, module in modules.items():
+        for part, shape in (("A", (rank, module.inputs)), ("B", (module.outputs, rank))):
+            values = 0.01 * draw.standard_normal(shape, np.float32)
+            tensors[f"base_model.model.{name}.lora_{part}.weight"] = values
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.rpartition(".")[2] for name in modules})
+    values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank}
+    (folder / "adapter_config.json").write_text(json.dumps(values | {"target_modules": targets}))
+    return folder
 
 
 def make_adapters(checkpoint: Path, folder: Path, num: int, rank: int) -> dict[str, Path]:
@@ -98,13 +117,12 @@ def compare(servers: Sequence[Server], kinds: dict[str, list[list[str]]], rounds
 
 def main() -> None:
     """Prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="llama-40m")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
-    parser.add_argument("--json", type=Path, default=None)
     asked = parser.parse_args()
     folder = asked.environments.resolve()
     checkpoint = make_checkpoint(asked.checkpoint, folder)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.engine.report import publish
+from benchmarks.engine.report import options, publish
 from benchmarks.peers.__main__ import PEERS, run_load
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import Load
@@ -147,13 +147,12 @@ def _servers(
 
 def main() -> None:
     """Starts one server after the other; prints a row for each, and our processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--ours", nargs="*", choices=sorted(OURS), default=["bf16", "w8a8"])
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=["openvino"])
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
-    parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)

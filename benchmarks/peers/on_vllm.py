@@ -13,7 +13,6 @@ tier's limit and which ended.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import zlib
@@ -24,7 +23,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.engine.report import Row, publish
+from benchmarks.engine.report import Row, options, publish
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import LOADS, Load
@@ -155,7 +154,7 @@ def overload(servers: list[Server], seconds: float) -> list[Row]:
 
 def main() -> None:
     """Prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="llama-40m")
     parser.add_argument("--loads", nargs="*", choices=sorted(LOADS), default=["1", "8", "32", "prefix"])
     parser.add_argument("--rounds", type=int, default=2)
@@ -169,7 +168,6 @@ def main() -> None:
     )
     parser.add_argument("--overload", type=float, default=0.0, help="seconds of it; 0 is none")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
-    parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--overload-json", type=Path, default=None)
     arguments = parser.parse_args()
     loads = {name: LOADS[name] for name in arguments.loads}
@@ -182,8 +180,8 @@ def main() -> None:
     chosen = settings(folder, size, kv_gib, arguments.dtype)
     stack = partial(millrace, "millrace on vllm", checkpoint, folder / "on-vllm.log", chosen)
     # With the cache and the steps of this comparison.
-    options = ("--max-num-batched-tokens", str(size))
-    bare = vllm_cpu.prepare(folder, checkpoint, options, kv_gib=kv_gib, dtype=arguments.dtype)
+    of_both = ("--max-num-batched-tokens", str(size))
+    bare = vllm_cpu.prepare(folder, checkpoint, of_both, kv_gib=kv_gib, dtype=arguments.dtype)
     with serve("vllm", bare, folder / "bare-vllm.log") as vllm:
         if loads:
             with stack() as on_top:

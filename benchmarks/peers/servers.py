@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from services.supervisor.ports import free_ports
 
 START_LIMIT_S = 600.0
 HTTP_OK = 200
@@ -58,17 +59,10 @@ class Server:
         return sum(_proportional_bytes(process) for process in family)
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def serve(name: str, launch: Callable[[int], Launch], log: Path) -> Iterator[Server]:
     """A server without API keys, from start to end; its output goes to `log`."""
-    port = free_port()
+    (port,) = free_ports(1, "127.0.0.1")
     how = launch(port)
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()

@@ -1,16 +1,13 @@
 """What runs beside peers say, in Markdown: medians, the best peer of each load, the machine's roofline.
 
-`python -m benchmarks.peers.tables RESULT.json … [--write docs/benchmarks.md]` prints the tables of recorded
-results, or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page. The roofline is that
-of the best rates known (roofline.py), and beside it, where recorded, that of the bytes which are read where
-weights lie in fewer bits than the checkpoint has, and that of torch's bfloat16 product. What each form of
-weights costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the forms that
-ran.
+The roofline is that of the best rates known (roofline.py), and beside it, where recorded, that of the bytes
+which are read where weights lie in fewer bits than the checkpoint has, and that of torch's bfloat16 product.
+What each form of weights costs in quality (benchmarks/quantization.py) stands below them, beside the speeds
+of the forms that ran. `python -m benchmarks.tables` puts them on a page.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -20,7 +17,6 @@ import msgspec
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.roofline import Machine, Precision, bound_tokens_per_s, prefill_bound_tokens_per_s
 
-BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 PREFILL = "prefill"
 PREFIX = "millrace-"
 # Precision of ours: engine settings, and what the roofline must know of them.
@@ -264,24 +260,3 @@ def _numbered(measured: Measured) -> list[str]:
 def _rates(measured: Measured, server: str) -> list[str]:
     runs = [measured.of(server, load) for load in _numbered(measured)]
     return [f"{_median(each, 'output_tokens_per_s'):.0f}" for each in runs if each]
-
-
-def main() -> None:
-    """Prints or writes the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--write", type=Path, default=None)
-    arguments = parser.parse_args()
-    recorded = [read(path) for path in arguments.results]
-    text = "\n".join([line for each in recorded for line in each.table()] + quality_table(QUALITY, recorded))
-    if arguments.write is None:
-        print(text)
-        return
-    page = arguments.write.read_text()
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    arguments.write.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,16 +16,11 @@ DTYPES = ("bfloat16", "float32")
 
 
 def install(folder: Path) -> Path:
-    """The environment that holds it, and what its client reads prompts from files with.
-
-    The folder's own, else what `millrace engine install vllm` made, else it is made in the folder.
+    """The environment that holds it: the folder's own, else what `millrace engine install vllm` made, else it
+    is made in the folder.
     """
     own, users = folder / "vllm", ours.home()
-    python = ours.install(users if users.exists() and not own.exists() else own, cpu=True)
-    home = python.parent.parent
-    if not any((home / "lib").glob("python3*/site-packages/pandas")):
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "pandas"], check=True)
-    return home
+    return ours.install(users if users.exists() and not own.exists() else own, cpu=True).parent.parent
 
 
 def prepare(

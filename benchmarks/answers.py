@@ -1,4 +1,8 @@
-"""Clients that ask the same greedy questions again and again, and what they saw while processes died."""
+"""Clients that ask the same greedy questions again and again, and keep what they read while processes died.
+
+`services.bench` measures how fast answers come and throws them away; here they are compared: with those of an
+undisturbed run, and with the ledger. So all gates that kill or stop processes ask by these clients.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,6 @@ import msgspec
 
 from benchmarks.stack import RunningStack
 
-CONFIG = """
-[supervisor]
-restart_delay_s = 0.2
-max_restart_delay_s = 1.0
-[engine.simulation]
-step_ms = 50.0
-"""
 # A client asks for the rest of its answer so often, and no longer after the last of it that came.
 RETRY_S = 0.1
 PATIENCE_S = 20.0
@@ -38,6 +35,8 @@ class Answer:
     # How the stream failed; "" for a whole one.
     error: str = ""
     first_s: float = field(default=0.0, compare=False)
+    # By which the ledger has it; the last one's, where several streams were needed.
+    request_id: str = field(default="", compare=False)
 
 
 @dataclass
@@ -54,6 +53,7 @@ class Reading:
     logprobs: list[float] = field(default_factory=list)
     first_s: float = 0.0
     last_s: float = 0.0
+    request_id: str = ""
 
     def chunk(self, event: dict[str, Any]) -> None:
         """One more event of a stream."""
@@ -71,9 +71,8 @@ class Reading:
 
     def answer(self, error: str = "") -> Answer:
         """What has come."""
-        return Answer(
-            self.text, self.reason, self.completion_tokens, tuple(self.logprobs), error, self.first_s
-        )
+        said, logprobs = (self.text, self.reason, self.completion_tokens), tuple(self.logprobs)
+        return Answer(*said, logprobs, error, self.first_s, self.request_id)
 
 
 @dataclass
@@ -165,6 +164,7 @@ class Clients:
         body = self._body(number, reading)
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                reading.request_id = response.headers.get("x-request-id", "")
                 async for line in response.aiter_lines():
                     if response.status_code != 200:
                         return line

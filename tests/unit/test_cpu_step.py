@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.engine.cpu_roofline import _beside
+from benchmarks.engine.cpu_step import beside
 from benchmarks.peers.checkpoints import matrix_parameters
 from benchmarks.peers.roofline import Machine, Precision
 
@@ -17,7 +17,7 @@ HEAD = 32_000 * 512
 def shown(rows: int, context: int, *, read: float = 1e9, multiply: float = 1e12) -> dict[str, float]:
     machine = Machine(read_bytes_per_s=read, bfloat16_flops_per_s=multiply, int8_ops_per_s=multiply)
     row = {"work": "", "rows": rows, "context": context, "ms": 1000.0, "native %": 100.0, "others": 0.0}
-    found = _beside(row, machine, CHECKPOINT, Precision())
+    found = beside(row, machine, CHECKPOINT, Precision())
     return {name: float(value) for name, value in found.items() if name != "work"}
 
 

@@ -1,1 +1,0 @@
-"""Kernels one by one, beside the peers and the machine's limits."""
