@@ -254,7 +254,7 @@ class Telemetry:
         attributes: Attributes | None = None,
     ) -> None:
         """The same, and never a span. All steps of a span are one attribute: events cost several times as
-        much to make, to keep and to encode (benchmarks.span_cost).
+        much to make, to keep and to encode.
         """
         if of.is_recording():
             duration_ms = round(max(0.0, end_s - start_s) * 1000, 6)
