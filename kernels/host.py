@@ -102,7 +102,6 @@ def on_host(values: Values) -> NDArray[Any] | None:
     return values.numpy() if values.device.type == "cpu" else None
 
 
-# ---
 # Numbers on their way to the device.
 
 if TYPE_CHECKING:

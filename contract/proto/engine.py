@@ -53,8 +53,6 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return found
 
 
-# ---
-
 _INFO = EngineInfo.__struct_fields__
 _LOAD = EngineLoad.__struct_fields__
 _FIRST_TOKEN = FirstToken.__struct_fields__

@@ -60,8 +60,6 @@ class AdapterDesk:
             self._send(messages.AdaptersLoaded(loaded))
 
 
-# ---
-
 _log = logging.getLogger(__name__)
 
 # Load is reported at least this often, in seconds.

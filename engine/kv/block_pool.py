@@ -61,8 +61,6 @@ class BlockTable:
         return unsent
 
 
-# ---
-
 # Host memory behind the device's prefix cache: evicted blocks are copied out and brought back on a hit.
 # A preempted sequence needs no path of its own: its full blocks stay in the prefix cache, move to the host
 # when they are evicted, and are restored when the sequence (or anyone with the same prefix) comes back.
@@ -122,8 +120,6 @@ class HostTier:
         places = [*self._free, *self._cached.values(), *self._reading]
         assert sorted(places) == list(range(self.num_blocks)), "a host block is lost or in two places"
 
-
-# ---
 
 # Told (block id, hash) just before a cached block loses its content.
 OnEvict = Callable[[int, BlockHash], None]

@@ -210,7 +210,6 @@ class Traffic:
         return [rate for each, rate in self._asked.items() if each > priority]
 
 
-# ---
 # What prompts may add to a step beside answers: as much work as its time allows, shared among tenants.
 # Tokens do not say how long a step takes: one at the end of a long context is several times the work of one
 # at the beginning (see `StepPace`). And a prompt that has started goes on before others, so a tenant's

@@ -101,8 +101,6 @@ def _populate_write(address: int, num_bytes: int) -> bool:
     return advise(address, num_bytes, _MADV_POPULATE_WRITE)
 
 
-# ---
-
 if TYPE_CHECKING:
     import torch
 

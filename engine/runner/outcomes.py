@@ -125,8 +125,6 @@ def confirmed(drafts: tuple[int, ...], drawn: list[int]) -> tuple[int, ...]:
     return tuple(drawn[: accepted + 1])
 
 
-# ---
-
 # Log-probabilities of prompt tokens, chunk by chunk as the prompt is computed.
 
 # Rows of logits that are alive at once.
@@ -157,9 +155,6 @@ def prompt_logprobs(
             parts.extend(token_logprobs(logits, piece, [wanted] * len(piece), native=table.sampling.native))
         found[index] = tuple(parts)
     return found
-
-
-# ---
 
 
 class StepArrival(Protocol):

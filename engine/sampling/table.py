@@ -234,7 +234,6 @@ def problem_with(params: SamplingParams, vocab_size: int) -> str:
     return ""
 
 
-# ---
 # One draw per row, over all rows of a step at once.
 # Order: penalties, biases and allowed tokens, stop tokens before min_tokens, grammar; then temperature,
 # min-p, top-k, top-p; then Gumbel-max with counter-based noise, or the most likely token where the

@@ -86,8 +86,6 @@ def _is_worth_waiting(num_tokens: int, sequence: Sequence, start: int) -> bool:
     return num_tokens > 0 and num_tokens >= _WORTH_WAITING * (sequence.num_known - start)
 
 
-# ---
-
 # Tokens of a sequence that are compared with what others compute, while it waits.
 _LOOKED_AT_TOKENS = 8192
 

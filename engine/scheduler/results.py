@@ -60,8 +60,6 @@ class StepCosts:
         return [(row, per_work_s * work / row.num_tokens) for row, work in zip(rows, works, strict=True)]
 
 
-# ---
-
 # Part of the token budget from which on a step shows how fast prompts can be computed.
 _FULL_SHARE = 0.9
 _NOTHING = SequenceResult(sequence_id=-1, token_ids=())

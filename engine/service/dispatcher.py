@@ -136,8 +136,6 @@ def _joined(steps: list[engine_pb2.AttachResponse]) -> engine_pb2.AttachResponse
     return first
 
 
-# ---
-
 # A gateway without news hears of load and cache changes this often, in seconds.
 _QUIET_REPORT_S = 0.5
 # Block hashes in one message of a snapshot, 8 bytes each.

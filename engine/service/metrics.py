@@ -169,8 +169,6 @@ class RequestTrace:
         )
 
 
-# ---
-
 # Reasons for which a client, and not the model, ended a request.
 _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline"}
 

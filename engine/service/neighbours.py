@@ -65,8 +65,6 @@ class HeldBlocks:
             yield BlocksStored(tuple(run), run_parent)
 
 
-# ---
-
 # Less is not worth a link, in seconds.
 _MIN_DELAY_S = 0.005
 _MAX_LINKS = 3

@@ -37,9 +37,6 @@ class SchedulerLoad(EngineLoad, frozen=True, kw_only=True):
     counters: SchedulerCounters
 
 
-# ---
-
-
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Where the memory goes, in bytes, and what fits into it."""
 

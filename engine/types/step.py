@@ -83,9 +83,6 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-# ---
-
-
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """Everything the runner must know of a sequence that it has not seen, or sees again after preemption."""
 
@@ -189,7 +186,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     num_halvings: int = 0
 
 
-# ---
 # What computing a step takes by the shapes of the model: operations, and bytes that must be read.
 
 

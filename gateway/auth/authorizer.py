@@ -237,7 +237,6 @@ def _claims(text: bytes) -> dict[str, Any]:
         ) from error
 
 
-# ---
 # Who sends an HTTP request: the context that somebody in front has signed, or the credentials themselves.
 # Envoy asks about gRPC calls before it sends them on (`authorizer`). An HTTP request it sends at once, with
 # its credentials: the question would cost the gateway and Envoy more than most of what follows.

@@ -69,8 +69,6 @@ def context_of(identity: Identity, tier: Tier, *, tenant_weight: float) -> conte
     return context
 
 
-# ---
-
 # What is longer is no count of retries.
 _IS_COUNT = re.compile(r"[0-9]{1,4}").fullmatch
 

@@ -117,9 +117,6 @@ async def follow(
         await asyncio.sleep(interval_s)
 
 
-# ---
-
-
 class Route(msgspec.Struct, frozen=True):
     """The engine for a submission, why, and how much of its prompt is expected in the prefix cache."""
 

@@ -79,8 +79,6 @@ def output(message: engine_pb2.RequestOutput) -> EngineOutput:
     return result
 
 
-# ---
-
 Item = TypeVar("Item")
 
 # As many items wait now and then for a reader who takes them as they come; they are not counted.

@@ -106,9 +106,6 @@ class AsgiApplication:
         await exchange.respond_error(told)
 
 
-# ---
-
-
 @dataclass(frozen=True, kw_only=True)
 class Routes:
     """What a face serves. All of it asks who calls, save for what is `public`."""

@@ -90,8 +90,6 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{text}" if minutes else text
 
 
-# ---
-
 _log = logging.getLogger(__name__)
 
 

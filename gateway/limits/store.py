@@ -73,8 +73,6 @@ def scopes_of(directory: LimitDirectory, tenant: str, key_id: str) -> Iterator[S
         yield Scope("key", key_id, f"key:{key_id}", limits)
 
 
-# ---
-
 WINDOW_MS = 60_000
 # Charges of the same half second leave the window together, up to half a second late, never early: no
 # interval of 60 s, wherever it begins, holds more than the limit.

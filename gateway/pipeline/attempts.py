@@ -63,9 +63,6 @@ def expected_wait_s(fleet: Fleet, model: str, pool: str) -> float:
     )
 
 
-# ---
-
-
 class Attempts:
     """Makes attempts of calls: of one call as many as are wanted, each to a model of its own."""
 

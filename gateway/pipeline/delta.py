@@ -96,7 +96,6 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     enforcement: EnforcementReport | None = None
 
 
-# ---
 # What one request took: tokens, time, and what its engines reported.
 
 

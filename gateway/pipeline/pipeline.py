@@ -122,8 +122,6 @@ def _has_ids(request: GenerationRequest) -> bool:
     return isinstance(request.prompt, TokenPrompt) or any(given)
 
 
-# ---
-
 # What a face writes: one or several attempts that are begun together or not at all, and end together.
 
 
@@ -179,8 +177,6 @@ class Answer:
             for task in running:
                 task.cancel()
 
-
-# ---
 
 # Token ids that become text at once, in less than a millisecond.
 _DECODED_AT_ONCE = 4096

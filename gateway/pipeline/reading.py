@@ -102,9 +102,6 @@ class ChoiceStream:
         delta.finish_reason = reason
 
 
-# ---
-
-
 class AnswerReader:
     """Makes the choices of a model's requests."""
 

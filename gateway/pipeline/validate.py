@@ -128,8 +128,6 @@ def shortened(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
     return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
-# ---
-
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512

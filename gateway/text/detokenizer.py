@@ -49,8 +49,6 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens[token_id] if 0 <= token_id < len(self.tokens) else b""
 
 
-# ---
-
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 

@@ -64,8 +64,6 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
     )
 
 
-# ---
-
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2

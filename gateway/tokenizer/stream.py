@@ -118,8 +118,6 @@ class Room:
             self._turns[tenant] = turns
 
 
-# ---
-
 _log = logging.getLogger(__name__)
 
 _METHOD = "/millrace.tokenizer.v1.TokenizerService/PrepareStream"

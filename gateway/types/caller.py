@@ -35,9 +35,6 @@ class Identity(msgspec.Struct, frozen=True):
     deadline_unix_ms: int | None = None
 
 
-# ---
-
-
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """A verified caller and its call. Moments are monotonic seconds."""
 

@@ -27,9 +27,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     assistant_prefix: str = ""
 
 
-# ---
-
-
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of either face."""
 

@@ -30,9 +30,6 @@ def unix_ns(monotonic_s: float) -> int:
     return time.time_ns() - time.monotonic_ns() + round(monotonic_s * 1e9)
 
 
-# ---
-
-
 class OwnRandomIds(IdGenerator):
     """Ids from a generator of the provider's own, which begins with the system's randomness. The SDK's come
     from Python's global one: an engine that seeds it would repeat them.

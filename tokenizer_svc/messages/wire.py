@@ -195,7 +195,6 @@ def _written(answer: Message | LargeAnswer | bytes) -> bytes:
     return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
 
-# ---
 # Wire messages to domain types and back. Nothing else in this package but the servicer sees protos.
 
 _DECODERS = {kind: tokenizer_pb2.DecoderKind.Value(f"DECODER_KIND_{kind.name}") for kind in DecoderKind}

@@ -70,8 +70,6 @@ def _is_large_conversation(conversation: chat_pb2.Conversation) -> bool:
     return size + beside + _SPELLING_BYTES * spelled > MAX_PARSED_BYTES
 
 
-# ---
-
 # Unicode composition (NFC) makes UTF-8 at most this much shorter (UAX 15).
 _COMPOSITION = 3
 # Of UTF-8, and of what stands around an option on the wire.

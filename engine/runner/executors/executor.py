@@ -108,8 +108,6 @@ def _is_plain(scheduled: Sequence[ScheduledSequence]) -> bool:
     return all(each.num_tokens == 1 and each.samples and not each.draft_token_ids for each in scheduled)
 
 
-# ---
-
 # A step as a whole, op by op: forward, scores of prompts, logits of the rows that sample, draw.
 
 
@@ -127,9 +125,6 @@ def compute_step(
         step.logits = model.logits_of(hidden, step.rows.tokens)
         step.drawn = sample(step.logits, table.sampling, sampling_rows(inputs, step.rows, step.masks))
     return step
-
-
-# ---
 
 
 class StepTooLargeError(Exception):

@@ -124,8 +124,6 @@ def _address(array: NDArray[np.int64]) -> int:
     return int(array.ctypes.data)
 
 
-# ---
-
 _MODE = nullcontext()
 
 

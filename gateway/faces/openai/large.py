@@ -88,8 +88,6 @@ def _drop(value: Any, kind: type[msgspec.Struct], path: str, names: list[str]) -
             _drop(value.get(name), inside, f"{path}.{name}", names)
 
 
-# ---
-
 Body = TypeVar("Body")
 Request = TypeVar("Request")
 
