@@ -64,7 +64,10 @@ async def in_a_row(open_first: Open, open_other: Open) -> tuple[Attempt, Millrac
     try:
         other, again = await _tried(open_other, waits=first is not None)
     except BaseException as error:
-        if first is not None:
+        if first is not None and first.call.is_closed:
+            # The other one was open, and is in the books.
+            first.supersede()
+        elif first is not None:
             await first.close(error)
         raise
     if other is None or again is not None:
