@@ -76,7 +76,9 @@ def test_prompts_on_hopper_take_its_own_instructions() -> None:
 
 def launched_kernels() -> set[str]:
     """Names of the kernels that the engine's code launches, as it is written: name[grid](...)."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "engine").rglob("*.py")]
+    trees = [
+        ast.parse(path.read_text()) for room in ("engine", "kernels") for path in (ROOT / room).rglob("*.py")
+    ]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     defined = {
         node.name

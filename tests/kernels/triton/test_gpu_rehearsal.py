@@ -51,7 +51,7 @@ def run_without_them(
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (str(site), os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "services" / "stubs"))
+    paths = (str(site), os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "contract" / "stubs"))
     # Plugins that are installed here need packages that are absent there.
     environment |= {
         "PYTHONPATH": os.pathsep.join(paths),
