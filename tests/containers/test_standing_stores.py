@@ -136,8 +136,8 @@ def test_diagnose_names_the_planted_slice_and_its_cause(plain: Compose, cause: C
     def is_told() -> bool:
         nonlocal told
         told = _diagnose(*asked)
-        # Where the processors are busy, not all of a tier's requests are displaced: then the cause tells the slow
-        # ones apart better than the tier does.
+        # Where the processors are busy, not all of a tier's requests are displaced: then the cause tells the
+        # slow ones apart better than the tier does.
         is_named = any(f"\n{slice_}" in told for slice_ in (verdict, f"delayed by {cause}: "))
         return is_named and f"slowest were held back by {cause}: {cause.meaning}" in told
 
