@@ -31,8 +31,7 @@ from gateway.pipeline.books import COMPLETE, Ended
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import Usage
 from gateway.pipeline.ports import OpenEntry, Unkept
-from gateway.pipeline.reading import AnswerReader
-from gateway.text.detokenizer import decode
+from gateway.text.detokenizer import TokenTexts, decode
 from gateway.tiers import Tier
 from observability.emit import names
 from observability.emit.metrics import Metrics
@@ -50,6 +49,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two answers."""
 
     served: ServedModel
+    texts: TokenTexts
     token_ids: Sequence[int]
     # Whether it ended by itself.
     is_complete: bool
@@ -216,6 +216,7 @@ class Shadows:
 def _answered(attempt: Attempt, is_complete: bool) -> Answered:
     return Answered(
         served=attempt.target.served,
+        texts=attempt.reader.texts,
         token_ids=attempt.kept_ids or [],
         is_complete=is_complete,
         ttft_s=attempt.meter.engine_ttft_s,
@@ -242,4 +243,4 @@ def _common(one: Sequence[object], other: Sequence[object]) -> float:
 
 
 def _text(answer: Answered) -> str:
-    return decode(AnswerReader(answer.served).texts, answer.token_ids)
+    return decode(answer.texts, answer.token_ids)
