@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.text.control import ControlTokens
 from tokenizer_svc.text.formats import THINK_CLOSE
+from tokenizer_svc.text.tool_values import call_arguments, completed, resolved, tool_value
+from tokenizer_svc.text.turns import Turns, all_written, missing, other_ways
 
 # Names under which templates look for an assistant turn's reasoning.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -122,10 +125,16 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class _Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """How a template wants the arguments and the missing content of turns with tool calls."""
+class TemplateRefusal(MillraceError):
+    """A template does not take a conversation, or leaves a part of it out: another form of it may do."""
 
+
+class _Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """How a template wants calls, their arguments, and the missing content of turns with them."""
+
+    writes_calls: bool = True
     arguments_as_text: bool = False
+    objects_only: bool = False
     empty_content: str = "empty"
 
     def apply_empty_content(self, message: dict[str, Any]) -> None:
@@ -165,10 +174,15 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
         self._control = control
         self._limits = limits
-        source = "\n".join(templates.values())
-        self._knows_developer = "developer" in source
-        self._reasons = THINK_CLOSE in source
+        self._developers = frozenset(
+            name
+            for name, source in templates.items()
+            if _compares_with(environment.parse(source), "developer")
+        )
+        self._reasons = THINK_CLOSE in "\n".join(templates.values())
         self._shape = self._find_shape()
+        # Templates that write tools field by field and not as JSON.
+        self._reading_fields = frozenset(name for name in templates if not self._dumps_tools(name))
         # Roles of messages whose name each template does not write, as far as a trial shows.
         self._nameless = {name: self._find_nameless(name) for name in self._templates}
         # Whether the default template writes what users say as it is, as far as a trial shows.
@@ -182,12 +196,16 @@ class ChatTemplates:
         name = self._choose(conversation)
         self._refuse_unread(conversation, self._read[name])
         self._refuse_names(conversation, self._nameless[name])
-        template = self._templates[name]
-        messages = [self._message(message, self._shape) for message in conversation.messages]
-        variables = self._variables(conversation)
-        if not conversation.continue_final_message:
-            return self._run(template, messages, variables)
-        return self._run_continuing(template, messages, variables)
+        rendering = _Rendering(
+            self._templates[name],
+            [self._message(each, self._shape, name) for each in conversation.messages],
+            self._variables(conversation, reading_fields=name in self._reading_fields),
+            self._run,
+            time.monotonic() + self._limits.max_render_s,
+        )
+        if conversation.continue_final_message:
+            rendering.tag = self._control.mark * 2 + " "
+        return rendering.prompt()
 
     def _find_shape(self) -> _Shape:
         """Tries the ways on a small conversation; the first under which the call appears whole is taken."""
@@ -205,13 +223,49 @@ class ChatTemplates:
         for empty_content in ("empty", "absent", "null"):
             for arguments_as_text in (False, True):
                 shape = _Shape(arguments_as_text=arguments_as_text, empty_content=empty_content)
-                try:
-                    text = self._run(template, [self._message(each, shape) for each in messages], variables)
-                except MillraceError:
-                    continue
-                if '"probe_key": "probe_value"' in text and "None" not in text:
-                    return shape
-        return _Shape()
+                text = self._tried(template, messages, shape, variables)
+                if text and '"probe_key": "probe_value"' in text and "None" not in text:
+                    return self._with_odd_arguments(template, messages, shape, variables)
+        shape = _Shape()
+        text = self._tried(template, messages, shape, variables)
+        if text is None or "probe_name" in text:
+            return self._with_odd_arguments(template, messages, shape, variables)
+        return _Shape(writes_calls=False)
+
+    def _with_odd_arguments(
+        self, template: jinja2.Template, messages: Sequence[Message], shape: _Shape, variables: dict[str, Any]
+    ) -> _Shape:
+        """The shape, with objects only where the template refuses a call whose arguments are none."""
+        question, calling, *rest = messages
+        odd = msgspec.structs.replace(calling.tool_calls[0], arguments_json='"text"')
+        tried = (question, msgspec.structs.replace(calling, tool_calls=(odd,)), *rest)
+        refused = self._tried(template, tried, shape, variables) is None
+        return msgspec.structs.replace(shape, objects_only=refused and not shape.arguments_as_text)
+
+    def _tried(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Message],
+        shape: _Shape,
+        variables: dict[str, Any],
+    ) -> str | None:
+        """What the template makes of a trial; None when it refuses it."""
+        try:
+            return self._run(template, [self._message(each, shape) for each in messages], variables)
+        except MillraceError:
+            return None
+
+    def _dumps_tools(self, name: str) -> bool:
+        """Whether the template writes a tool's schema whole, so that the model reads what is referred to."""
+        schema = (
+            '{"type": "object", "properties": {"probe": {"$ref": "#/$defs/probe_type"}}, '
+            '"$defs": {"probe_type": {"type": "integer", "description": "probe_text"}}}'
+        )
+        question = (Message(role=Role.USER, content="q"),)
+        tool = Tool(name="probe_name", description="d", parameters_json=schema)
+        variables = self._variables(Conversation(messages=question, tools=(tool,)))
+        written = self._tried(self._templates[name], question, self._shape, variables)
+        return written is not None and "probe_text" in written
 
     def _find_user_turns(self) -> bool:
         if set(self._templates) != {DEFAULT_TEMPLATE}:
@@ -236,13 +290,9 @@ class ChatTemplates:
                 Role.ASSISTANT: (question, named, question),
             }.get(role, (named, question))
             variables = self._variables(Conversation(messages=messages))
-            turns = [self._message(each, self._shape) for each in messages]
-            try:
-                rendered = self._run(self._templates[template], turns, variables)
-            except MillraceError:
-                # Not a conversation for this template: nothing is known.
-                continue
-            if "probe" in rendered and "probe_name" not in rendered:
+            rendered = self._tried(self._templates[template], messages, self._shape, variables)
+            # None: not a conversation for this template, so nothing is known.
+            if rendered and "probe" in rendered and "probe_name" not in rendered:
                 nameless.add(role)
         return frozenset(nameless)
 
@@ -287,7 +337,7 @@ class ChatTemplates:
                     f"has no switch for reasoning, and the model {always}; leave {', '.join(_THINKING)} out",
                 )
 
-    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+    def _variables(self, conversation: Conversation, *, reading_fields: bool = False) -> dict[str, Any]:
         for key in conversation.template_options:
             if key in _RESERVED_OPTIONS:
                 raise invalid(
@@ -296,10 +346,10 @@ class ChatTemplates:
                 )
         protect = self._control.protect_value
         options = protect(conversation.template_options, allow_markup=False)
-        tools = [
-            protect(_tool_value(tool, index), allow_markup=False)
-            for index, tool in enumerate(conversation.tools)
-        ]
+        tools = [tool_value(tool, index) for index, tool in enumerate(conversation.tools)]
+        if reading_fields:
+            tools = [resolved(tool) for tool in tools]
+        tools = [protect(tool, allow_markup=False) for tool in tools]
         documents = [protect(document, allow_markup=False) for document in conversation.documents]
         return {
             **self._special_tokens,
@@ -309,12 +359,12 @@ class ChatTemplates:
             "add_generation_prompt": not conversation.continue_final_message,
         }
 
-    def _message(self, message: Message, shape: _Shape) -> dict[str, Any]:
+    def _message(self, message: Message, shape: _Shape, template: str = DEFAULT_TEMPLATE) -> dict[str, Any]:
         # Past output legitimately carries markup such as <think>; what users and tools say does not.
         allow_markup = message.role in (Role.ASSISTANT, Role.SYSTEM, Role.DEVELOPER)
         protect = self._control.protect
         role = message.role
-        if role is Role.DEVELOPER and not self._knows_developer:
+        if role is Role.DEVELOPER and template not in self._developers:
             role = Role.SYSTEM
         value: dict[str, Any] = {
             "role": role.value,
@@ -327,7 +377,10 @@ class ChatTemplates:
         if message.reasoning:
             reasoning = protect(message.reasoning, allow_markup=True)
             value.update(dict.fromkeys(_REASONING_NAMES, reasoning))
-        if message.tool_calls:
+        if message.tool_calls and not shape.writes_calls:
+            calls = [self._call_as_text(call) for call in message.tool_calls]
+            value["content"] = "\n".join([value["content"], *calls]).lstrip("\n")
+        elif message.tool_calls:
             value["tool_calls"] = [
                 {
                     "id": protect(call.id, allow_markup=False),
@@ -343,49 +396,117 @@ class ChatTemplates:
                 shape.apply_empty_content(value)
         return value
 
+    def _call_as_text(self, call: ToolCall) -> str:
+        """A call for templates that write none: the form that most models know."""
+        arguments = call_arguments(call.arguments_json, objects_only=False)
+        value = self._control.protect_value({"name": call.name, "arguments": arguments}, allow_markup=False)
+        return f"<tool_call>\n{_to_json(value)}\n</tool_call>"
+
     def _arguments(self, arguments_json: str, shape: _Shape) -> Any:
-        if not shape.arguments_as_text:
-            try:
-                return self._control.protect_value(json.loads(arguments_json or "{}"), allow_markup=False)
-            except ValueError:
-                pass
-        return self._control.protect(arguments_json, allow_markup=False)
+        if shape.arguments_as_text:
+            return self._control.protect(arguments_json, allow_markup=False)
+        arguments = call_arguments(arguments_json, objects_only=shape.objects_only)
+        return self._control.protect_value(arguments, allow_markup=False)
 
     def _run(
-        self, template: jinja2.Template, messages: list[dict[str, Any]], variables: dict[str, Any]
+        self,
+        template: jinja2.Template,
+        turns: Turns,
+        variables: dict[str, Any],
+        deadline_s: float | None = None,
     ) -> str:
         limits = self._limits
-        deadline = time.monotonic() + limits.max_render_s
+        deadline_s = deadline_s or time.monotonic() + limits.max_render_s
         pieces: list[str] = []
         size = 0
         try:
-            for piece in template.generate(messages=messages, **variables):
+            for piece in template.generate(messages=turns, **variables):
                 pieces.append(piece)
                 size += len(piece)
                 if size > limits.max_rendered_bytes:
                     most = f"writes more than {limits.max_rendered_bytes} bytes"
                     raise _failed(f"the chat template {most}; shorten the conversation")
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline_s:
                     most = f"takes longer than {limits.max_render_s:g} s"
                     raise _failed(f"the chat template {most}; shorten the conversation")
         except MillraceError:
             raise
         except Exception as error:
             text = str(error).replace(self._control.mark, "") or type(error).__name__
-            raise _failed(f"the model's chat template refuses this conversation: {text}") from error
+            message = f"the model's chat template refuses this conversation: {text}"
+            raise TemplateRefusal(Reason.TEMPLATE_FAILED, message, field="messages") from error
         return "".join(pieces)
 
-    def _run_continuing(
-        self, template: jinja2.Template, messages: list[dict[str, Any]], variables: dict[str, Any]
-    ) -> str:
-        # A tag after the last message shows where it ends in the output; white space after the tag shows
-        # whether the template trims messages.
-        tag = self._control.mark * 2 + " "
-        if not messages:
+
+class _Rendering:
+    """One conversation on its way through one template."""
+
+    # Follows the final message's text where that is to be continued.
+    tag = ""
+
+    def __init__(
+        self,
+        template: jinja2.Template,
+        turns: Turns,
+        variables: dict[str, Any],
+        run: Callable[[jinja2.Template, Turns, dict[str, Any], float], str],
+        deadline_s: float,
+    ) -> None:
+        self._template = template
+        self._turns = turns
+        self._variables = variables
+        self._run = run
+        self._deadline_s = deadline_s
+
+    def prompt(self) -> str:
+        """The first form of the conversation that the template writes with all that is said in it. Raises why
+        it does not write the conversation as it is, when there is none.
+        """
+        try:
+            return self._written(self._turns)
+        except TemplateRefusal as error:
+            refusal = error
+        for turns in self._other_ways():
+            with contextlib.suppress(TemplateRefusal):
+                return self._written(turns)
+        raise refusal
+
+    def _other_ways(self) -> Iterator[Turns]:
+        tools = self._variables["tools"]
+        if tools:
+            self._variables["tools"] = [completed(tool) for tool in tools]
+            yield self._turns
+        yield from other_ways(self._turns)
+
+    def _written(self, turns: Turns) -> str:
+        text = self._text(turns)
+        if all_written(turns, text):
+            return text
+        try:
+            unwritten = missing(turns, self._text)
+        except TemplateRefusal:
+            # It reads what texts say: nothing is known.
+            return text
+        if unwritten:
+            index, role = unwritten[0], turns[unwritten[0]]["role"]
+            raise TemplateRefusal(
+                Reason.TEMPLATE_FAILED,
+                f"messages[{index}]: the model's chat template leaves out what this {role} message says; "
+                "remove the message, or put its text into a user message",
+                field=f"messages[{index}]",
+            )
+        return text
+
+    def _text(self, turns: Turns) -> str:
+        if not self.tag:
+            return self._run(self._template, turns, self._variables, self._deadline_s)
+        # The tag shows where the last message ends in the output; white space after the tag shows whether the
+        # template trims messages.
+        if not turns:
             raise invalid("there is no final message to continue", "messages")
-        messages[-1]["content"] = (messages[-1]["content"] or "") + tag
-        rendered = self._run(template, messages, variables)
-        found = rendered.rfind(tag.strip())
+        final = turns[-1] | {"content": (turns[-1]["content"] or "") + self.tag}
+        rendered = self._run(self._template, [*turns[:-1], final], self._variables, self._deadline_s)
+        found = rendered.rfind(self.tag.strip())
         if found < 0:
             raise _failed(
                 "the model's chat template does not write the final message as it is, so it cannot be "
@@ -393,7 +514,12 @@ class ChatTemplates:
                 "conversation.continue_final_message",
             )
         kept = rendered[:found]
-        return kept if rendered[found:].startswith(tag) else kept.rstrip()
+        return kept if rendered[found:].startswith(self.tag) else kept.rstrip()
+
+
+def _compares_with(source: nodes.Template, text: str) -> bool:
+    """Whether a template has the text outside of what it writes and of its comments."""
+    return any(text == each.value for each in source.find_all(nodes.Const))
 
 
 def _failed(message: str, field: str = "messages") -> MillraceError:
@@ -403,27 +529,3 @@ def _failed(message: str, field: str = "messages") -> MillraceError:
 def _unread(field: str, problem: str) -> MillraceError:
     name = f"conversation.{field}"
     return MillraceError(Reason.UNSUPPORTED_FIELD, f"{name}: the model's chat template {problem}", field=name)
-
-
-def _tool_value(tool: Tool, index: int) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description:
-        function["description"] = tool.description
-    parameters = _tool_parameters(tool, index)
-    if parameters is not None:
-        function["parameters"] = parameters
-    return {"type": "function", "function": function}
-
-
-def _tool_parameters(tool: Tool, index: int) -> dict[str, Any] | None:
-    """The JSON Schema of a tool's arguments; raises INVALID_ARGUMENT for what is no JSON object."""
-    if not tool.parameters_json:
-        return None
-    field, what = f"tools[{index}].function.parameters", f"the schema of tool {index}'s arguments"
-    try:
-        parameters = json.loads(tool.parameters_json)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"{what} is not JSON: {error}", field) from error
-    if not isinstance(parameters, dict):
-        raise invalid(f"{what} must be a JSON object", field)
-    return parameters

@@ -86,17 +86,16 @@ def test_continuing_the_final_message(family: tuple[str, Text, Any]) -> None:
 def test_named_templates(tmp_path: Path) -> None:
     templates = {
         "default": "D{{ messages[0].content }}",
-        "tool_use": "T{{ tools[0].type }}",
-        "rag": "R{{ documents[0].title }}",
+        "tool_use": "T{{ tools[0].type }} {{ messages[0].content }}",
+        "rag": "R{{ documents[0].title }} {{ messages[0].content }}",
     }
     text = Text(write(tmp_path, byte_level(CHATML), templates))
     messages = [{"role": "user", "content": "q"}]
     assert text.templates.render(conversation(messages)) == "Dq"
-    assert text.templates.render(conversation(messages, TOOLS)) == "Tfunction"
+    assert text.templates.render(conversation(messages, TOOLS)) == "Tfunction q"
     documents = ({"title": "a paper", "text": "..."},)
-    assert (
-        text.templates.render(conversation(messages, template_name="rag", documents=documents)) == "Ra paper"
-    )
+    rag = conversation(messages, template_name="rag", documents=documents)
+    assert text.templates.render(rag) == "Ra paper q"
     with pytest.raises(MillraceError) as caught:
         text.templates.render(conversation(messages, template_name="nope"))
     assert caught.value.reason is Reason.TEMPLATE_FAILED
@@ -230,16 +229,21 @@ def test_each_role_has_its_own_place_for_a_name(tmp_path: Path) -> None:
 
 
 def test_a_tools_name_is_taken_by_every_template(tmp_path: Path) -> None:
-    text = Text(write(tmp_path, byte_level(CHATML), "{{ messages[-1].content }}"))
+    text = Text(
+        write(tmp_path, byte_level(CHATML), "{% for each in messages %}{{ each.content }}{% endfor %}")
+    )
     tool = {"role": "tool", "content": "r", "tool_call_id": "c", "name": "add"}
-    assert text.templates.render(conversation([*QUESTION, tool])) == "r"
+    assert text.templates.render(conversation([*QUESTION, tool])) == "qr"
 
 
 def test_nothing_is_refused_where_the_template_takes_no_such_trial(tmp_path: Path) -> None:
-    two = "{% if messages|length != 4 %}{{ raise_exception('four') }}{% endif %}{{ messages[0].name }}"
+    two = (
+        "{% if messages|length != 4 %}{{ raise_exception('four') }}{% endif %}"
+        "{{ messages | map(attribute='content') | join }}"
+    )
     text = Text(write(tmp_path, byte_level(CHATML), two))
     named = {"role": "user", "content": "q", "name": "ann"}
-    assert text.templates.render(conversation([named] * 4)) == "ann"
+    assert text.templates.render(conversation([named] * 4)) == "qqqq"
 
 
 def test_options_cannot_replace_what_the_service_sets(tmp_path: Path) -> None:
