@@ -16,7 +16,7 @@ from rich.table import Table
 
 from contract.errors import MillraceError
 from contract.formats import ReasoningFormat, ToolCallFormat
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, described
 from services.bench.command import app as bench_app
 from services.cli import owners
 from services.cli.options import flattened
@@ -80,6 +80,9 @@ def _errors_told() -> Iterator[None]:
     except (ConfigError, MillraceError) as error:
         _notes.print(f"millrace: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+    except OSError as error:
+        _notes.print(f"millrace: {described(error)}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
 
 
 # --- running ----------------------------------------------------------------------------------------------

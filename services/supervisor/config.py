@@ -24,6 +24,8 @@ DEVELOPMENT_KEY = "mr-dev-local"
 
 _DEVELOPMENT_KEY_VARIABLE = "MILLRACE_DEV_KEY"
 _STATE_VARIABLE = "MILLRACE_STATE_DIR"
+# The files of a start: configuration, state, and the first lines of every log.
+_NEEDED_BYTES = 256 * 1024
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,12 +91,15 @@ def make_private(directory: Path) -> None:
         directory.chmod(0o700)
         for each in (*directory.glob("*.sqlite*"), *directory.glob("logs/*")):
             each.chmod(0o600)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        with tempfile.TemporaryFile(dir=directory) as file:
+            # A full disk takes files, and nothing that is in them.
+            file.write(bytes(_NEEDED_BYTES))
+            file.flush()
     except OSError as error:
         raise ConfigError(
             f"the state directory {directory} cannot be written: {error.strerror or error}; run in a "
-            f"directory of your own, or name another place with {_STATE_VARIABLE}"
+            f"directory of your own with {_NEEDED_BYTES // 1024} KiB free, or name another place with "
+            f"{_STATE_VARIABLE}"
         ) from error
 
 

@@ -7,15 +7,16 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from rich.console import Console
 
 from runtime import memory
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, described
 from services.supervisor import speeds
 from services.supervisor.checks import check_tables
 from services.supervisor.config import Options, make_private, state_directory
-from services.supervisor.layout import Layout, plan_layout
+from services.supervisor.layout import plan_layout
 from services.supervisor.report import StartReport, summary
 from services.supervisor.rollout import Rollout
 from services.supervisor.stack import Stack, StartFailed
@@ -36,17 +37,18 @@ def supervise(options: Options, console: Console, environ: Mapping[str, str] = o
         make_private(state)
         layout = plan_layout(options, state, environ)
         check_tables(layout, environ)
+        stack = Stack(layout, partial(_announce, console))
     except ConfigError as error:
-        console.print(f"millrace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _complain(console, str(error))
         return _EXIT_CONFIG
-    return asyncio.run(_run(layout, options, console))
+    except OSError as error:
+        _complain(console, described(error))
+        return _EXIT_CONFIG
+    return asyncio.run(_run(stack, options, console))
 
 
-async def _run(layout: Layout, options: Options, console: Console) -> int:
-    def announce(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    stack = Stack(layout, announce)
+async def _run(stack: Stack, options: Options, console: Console) -> int:
+    announce, layout = partial(_announce, console), stack.layout
     signals = _Signals()
     for warning in layout.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -62,8 +64,11 @@ async def _run(layout: Layout, options: Options, console: Console) -> int:
             starting.result()
             elapsed_s = report.elapsed_s
     except (ConfigError, StartFailed) as error:
-        console.print(f"millrace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _complain(console, str(error))
         return error.code if isinstance(error, StartFailed) else _EXIT_CONFIG
+    except OSError as error:
+        _complain(console, described(error))
+        return _EXIT_CONFIG
     finally:
         if not stack.healthy:
             await stack.kill()
@@ -79,6 +84,14 @@ async def _run(layout: Layout, options: Options, console: Console) -> int:
     await asyncio.gather(rollout, return_exceptions=True)
     await _stop(stack, signals, announce)
     return 0
+
+
+def _announce(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _complain(console: Console, text: str) -> None:
+    console.print(f"millrace: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 async def _stop(stack: Stack, signals: _Signals, announce: Callable[[str], None]) -> None:

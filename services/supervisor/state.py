@@ -72,7 +72,9 @@ def remove_state(directory: Path) -> None:
 
 
 def require_none_running(directory: Path) -> None:
-    """Raises ConfigError when a stack already runs with this state directory."""
+    """Raises ConfigError when a stack already runs with this state directory, or none can."""
+    if (directory / FILE_NAME).is_dir():
+        raise ConfigError(f"{directory / FILE_NAME} is a directory, where a file belongs; move it away")
     state = read_state(directory)
     if state is not None:
         raise ConfigError(
