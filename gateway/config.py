@@ -327,3 +327,6 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trusted_hops: Annotated[int, msgspec.Meta(ge=0)] = 0
     # Share of requests that are traced, in per cent.
     trace_sampling_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 100.0
+    # Whether a client's traceparent says if its request is traced. Off: any client could hide its requests
+    # from who looks for a fault, or have all of them kept.
+    clients_decide_traces: bool = False

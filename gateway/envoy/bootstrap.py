@@ -44,6 +44,8 @@ _CONTEXT_HEADERS = (
     authorizer.KEY_HEADER,
     authorizer.COUNTED_HEADER,
 )
+# Inside Envoy alone: protocol and transfer coding of a request.
+_FRAMING_HEADER = "x-millrace-framing"
 # Headers that only the edge may set; the last one is Envoy's own.
 IDENTITY_HEADERS = (*_CONTEXT_HEADERS, authorizer.CLAIMS_HEADER)
 
@@ -78,10 +80,21 @@ def build(settings: Settings, observability: ObservabilityConfig) -> dict[str, A
         export_headers=[{"key": key, "value": value} for key, value in export.headers.items()]
         if export is not None
         else [],
-        sampled_per_million=round(share * 1_000_000),
+        share_sampler=_share_sampler(share),
     )
     built: dict[str, Any] = yaml.safe_load(text)
     return built
+
+
+def _share_sampler(share: float) -> dict[str, Any]:
+    return {
+        "name": "envoy.tracers.opentelemetry.samplers.trace_id_ratio_based",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.tracers.opentelemetry.samplers.v3"
+            ".TraceIdRatioBasedSamplerConfig",
+            "sampling_percentage": {"numerator": round(share * 1_000_000), "denominator": "MILLION"},
+        },
+    }
 
 
 def _check_tls(config: EnvoyConfig) -> None:
@@ -133,8 +146,10 @@ _TEMPLATES.globals.update(
         *IDENTITY_HEADERS,
         authorizer.QUESTION_HEADER,
         authorizer.CONTENT_TYPE_HEADER,
+        _FRAMING_HEADER,
         "x-request-id",
     ),
+    framing_header=_FRAMING_HEADER,
     tenant_header=authorizer.TENANT_HEADER,
     key_header=authorizer.KEY_HEADER,
     counted_header=authorizer.COUNTED_HEADER,

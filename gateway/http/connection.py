@@ -51,6 +51,10 @@ async def _unframed(cycle: RequestResponseCycle, app: Any, scope: Scope, receive
     await app(scope, receive, send_unframed)
 
 
+class _FaultyFraming(Exception):
+    """Where a request ends is uncertain."""
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's connection with bounded heads and rows of requests, and refusals in OpenAI's form."""
 
@@ -87,9 +91,10 @@ class Connection(HttpToolsProtocol):
         self._num_pending_bytes += len(data)
         try:
             self._parse(data)
-        except httptools.HttpParserCallbackError:
-            # The one callback that fails by what a client sends splits the target.
-            self._refuse(_no_http("its target is no path"))
+        except httptools.HttpParserCallbackError as error:
+            # The callbacks that fail by what a client sends: one checks the framing, one splits the target.
+            framing = isinstance(error.__context__, _FaultyFraming)
+            self._refuse(_no_http(str(error.__context__) if framing else "its target is no path"))
         except httptools.HttpParserError as error:
             self._refuse(_no_http(str(error)))
         if self._num_pending_bytes > _HEAD_LIMIT_BYTES:
@@ -140,6 +145,11 @@ class Connection(HttpToolsProtocol):
         """The head is over."""
         if self.parser.should_upgrade():
             return
+        if self.parser.get_http_version() == "1.0" and any(
+            name == b"transfer-encoding" for name, _ in self.headers
+        ):
+            # RFC 9112, 6.1: another server on the way may have seen another end of it.
+            raise _FaultyFraming("HTTP/1.0 has no transfer-encoding; send a content-length")
         self._in_head = False
         self._num_pending_bytes = 0
         super().on_headers_complete()

@@ -52,14 +52,16 @@ def test_spans_go_where_the_standards_variables_say(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=secret")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
-    text = render({"envoy": {"trace_sampling_percent": 50.0}})
+    decide = endpoint.startswith("https")
+    text = render({"envoy": {"trace_sampling_percent": 50.0, "clients_decide_traces": decide}})
     validate(text, tmp_path)
     manager = yaml.safe_load(text)["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
     tracing = manager["typed_config"]["tracing"]
     assert tracing["random_sampling"]["value"] == 100.0
     sampler = tracing["provider"]["typed_config"]["sampler"]
-    assert sampler["name"].endswith("parent_based")
-    assert sampler["typed_config"]["wrapped_sampler"]["typed_config"]["sampling_percentage"] == {
+    assert sampler["name"].endswith("parent_based") is decide
+    by_share = sampler["typed_config"]["wrapped_sampler"] if decide else sampler
+    assert by_share["typed_config"]["sampling_percentage"] == {
         "numerator": 125_000,
         "denominator": "MILLION",
     }

@@ -374,3 +374,15 @@ def test_an_answer_is_sent_before_anything_else_is_done() -> None:
     uvloop.run(ask())
     assert seen[0].startswith(b"HTTP/1.1 200 ")
     assert seen[0].endswith(b"answer")
+
+
+@pytest.mark.parametrize("method", [b"POST", b"GET"])
+@pytest.mark.parametrize("length", [b"", b"content-length: 5\r\n"])
+async def test_a_transfer_coding_in_http_1_0_is_faulty_framing(method: bytes, length: bytes) -> None:
+    async with served() as (_, server):
+        reader, writer = await connect(server)
+        head = method + b" /a HTTP/1.0\r\nconnection: keep-alive\r\n" + length
+        writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+        said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 400 ")
+        writer.close()
