@@ -249,7 +249,9 @@ class Asking:
     """Options of the commands that have the model write something."""
 
     model: ModelOption = ""
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to generate.")] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens to generate; chat: 1,024 unless set.")
+    ] = None
     temperature: Annotated[float | None, typer.Option(min=0, help="0 always takes the likeliest token.")] = (
         None
     )

@@ -16,6 +16,9 @@ from services.cli.owners import remember_request
 # Before each attempt to go on with an answer that was cut; an edge is back within seconds.
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 
+# Longest answer unless --max-tokens says another: a model that babbles would go on to its context's end.
+MAX_TOKENS = 1024
+
 _COMMANDS = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer"
 
 
@@ -27,7 +30,11 @@ class ChatSession:
     ) -> None:
         """Answers are written to `out`; counts and times to `notes`. Every request has `fields`."""
         self._client = client
-        self._fields = fields
+        sampling = fields.get("sampling", {})
+        self._is_bounded = sampling.get("max_tokens") is None
+        self._fields = (
+            {**fields, "sampling": {**sampling, "max_tokens": MAX_TOKENS}} if self._is_bounded else fields
+        )
         self._form = fields.get("response_format", chat_pb2.ResponseFormat())
         self._system = system
         self._out = out
@@ -65,6 +72,10 @@ class ChatSession:
             try:
                 self._stream(pieces)
             except MillraceError as error:
+                if self._is_bounded and error.reason is Reason.CONTEXT_LENGTH_EXCEEDED and not pieces:
+                    # Fewer tokens than the bound are left of the context, which then is the bound.
+                    self._unbound()
+                    continue
                 pause_s = next(pauses_s, None)
                 is_lost = error.reason is Reason.ENGINE_UNAVAILABLE and pieces
                 # A grammar would begin again in the middle.
@@ -74,6 +85,10 @@ class ChatSession:
             else:
                 return
 
+    def _unbound(self) -> None:
+        self._is_bounded = False
+        self._fields = {**self._fields, "sampling": {**self._fields["sampling"], "max_tokens": None}}
+
     def _stream(self, pieces: list[str]) -> None:
         begun = chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, content="".join(pieces))
         messages = [*self._messages, begun] if pieces else self._messages
@@ -82,6 +97,7 @@ class ChatSession:
         first_s = 0.0
         usage: output_pb2.Usage | None = None
         request_id = ""
+        finish_reason = output_pb2.FINISH_REASON_UNSPECIFIED
         for response in self._client.chat(conversation=conversation, **self._fields):
             request_id = response.request_id
             for choice in response.choices:
@@ -91,10 +107,13 @@ class ChatSession:
                     first_s = first_s or time.monotonic()
                     pieces.append(choice.content)
                     _write(self._out, choice.content)
+                finish_reason = choice.finish_reason or finish_reason
             if response.HasField("usage"):
                 usage = response.usage
         remember_request(request_id)
         _write(self._out, "\n")
+        if self._is_bounded and finish_reason == output_pb2.FINISH_REASON_LENGTH:
+            self._notes.print(f"(ended after {MAX_TOKENS:,} tokens; --max-tokens allows more)", style="dim")
         if usage is not None and self._notes.is_terminal:
             self._notes.print(_statistics(usage, started_s, first_s), style="dim", highlight=False)
 

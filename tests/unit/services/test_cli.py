@@ -50,7 +50,7 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
     def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> Iterator[inference_pb2.ChatResponse]:
         self.requests.append(request)
         text = request.conversation.messages[-1].content
-        if text == "refuse":
+        if text == "refuse" or (text == "near the end" and request.sampling.HasField("max_tokens")):
             error = MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, "too long; the limit is 4096")
             context.abort_with_status(rpc_status.to_status(to_status(error)))
         if request.conversation.continue_final_message:
@@ -60,6 +60,9 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
             yield inference_pb2.ChatResponse(choices=[inference_pb2.ChatChoice(content=piece)])
             if text == "cut":
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the connection ended")
+        if text == "long":
+            ended = inference_pb2.ChatChoice(finish_reason=output_pb2.FINISH_REASON_LENGTH)
+            yield inference_pb2.ChatResponse(choices=[ended])
         yield inference_pb2.ChatResponse(usage=output_pb2.Usage(prompt_tokens=3, completion_tokens=2))
 
     def Generate(
@@ -129,6 +132,22 @@ def test_an_answer_that_was_cut_is_continued(
     refused = run("chat", "cut", "--regex", "You said: .*")
     assert refused.exit_code == 1, "a grammar would begin again in the middle"
     assert len(server[1].requests) == 3
+
+
+def test_an_answer_is_bounded_unless_the_user_says_how_long(run: Any, server: tuple[str, Inference]) -> None:
+    assert "ended after 1,024 tokens; --max-tokens allows more" in run("chat", "long").stderr
+    assert server[1].requests[-1].sampling.max_tokens == 1024
+    assert "ended after" not in run("chat", "long", "--max-tokens", "7").stderr
+    assert server[1].requests[-1].sampling.max_tokens == 7
+
+
+def test_a_context_with_less_left_than_the_bound_is_the_bound(
+    run: Any, server: tuple[str, Inference]
+) -> None:
+    result = run("chat", "near the end")
+    assert (result.exit_code, result.stdout) == (0, "You said: near the end\n")
+    assert not server[1].requests[-1].sampling.HasField("max_tokens")
+    assert run("chat", "near the end", "--max-tokens", "7").exit_code == 1
 
 
 def test_chat_from_standard_input(run: Any) -> None:
@@ -236,7 +255,7 @@ def test_conversation_keeps_its_history(
     assert texts[0] == ["Be brief.", "one"]
     assert texts[1] == ["Be brief.", "one", "You said: one", "two"]
     # A refused question is forgotten, and so is everything after /reset but the system message.
-    assert texts[3] == ["Be brief.", "three"]
+    assert texts[4] == ["Be brief.", "three"]
     assert isinstance(notes.file, io.StringIO)
     assert "unknown command /nonsense" in notes.file.getvalue()
     assert "too long" in notes.file.getvalue()
