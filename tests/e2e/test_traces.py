@@ -61,6 +61,20 @@ def test_every_span_says_which_request(stack: Stack, request_id: str) -> None:
     assert not [span.name for span in ours if span.request_id != request_id]
 
 
+def test_a_client_does_not_decide_whether_its_request_is_traced(client: openai.OpenAI, stack: Stack) -> None:
+    for index, flags in enumerate(("00", "01")):
+        trace_id = f"{index + 1:032x}"
+        response = client.chat.completions.with_raw_response.create(
+            model=stack.model,
+            messages=[{"role": "user", "content": "Hello!"}],
+            max_tokens=2,
+            extra_headers={"traceparent": f"00-{trace_id}-00f067aa0ba902b7-{flags}"},
+        )
+        spans = stack.trace(str(response.headers["x-request-id"]), list(EDGES))
+        # Its own trace goes on all the same.
+        assert {span.trace_id for span in spans} == {trace_id}
+
+
 def test_waterfall_in_the_terminal(stack: Stack, request_id: str) -> None:
     stack.trace(request_id, list(EDGES))
     shown = subprocess.run(
