@@ -5,13 +5,15 @@ The judgement is that of the compiled rules, so it holds for each keyword and fr
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from tokenizer_svc.grammar.backend import Backend, Grammar
+from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.schema.finished import with_change
 from tokenizer_svc.grammar.schema.repair import MAX_REPAIRS, repair, without_definition
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of
 
+_REFERENCE = re.compile(r'"#/\$defs/(\w+)"')
 _DEFINITION = "json-schema:///#/$defs/"
 
 
@@ -61,7 +63,7 @@ def needing_first_items(grammars: list[Grammar], backend: Backend) -> bool:
 
 def _without_endless_definitions(grammar: Grammar, backend: Backend) -> bool:
     schema: Schema = grammar["json_schema"]
-    if "$defs" not in schema:
+    if not _leads_back(schema.get("$defs", {})):
         return False
     rules, error = backend.endless_rules(grammar)
     better = repair(schema, error) if error and not rules else None
@@ -75,6 +77,15 @@ def _without_endless_definitions(grammar: Grammar, backend: Backend) -> bool:
         schema = without_definition(schema, name)
     grammar["json_schema"] = schema
     return bool(names)
+
+
+def _leads_back(definitions: dict[str, Schema]) -> bool:
+    """Whether a definition may refer to itself, by others or not; only there is something without end."""
+    references = {name: set(_REFERENCE.findall(serialize([each]))) for name, each in definitions.items()}
+    while leaves := {name for name, needed in references.items() if needed.isdisjoint(references)}:
+        for name in leaves:
+            del references[name]
+    return bool(references)
 
 
 def _as_written(rules: list[str]) -> list[str]:
