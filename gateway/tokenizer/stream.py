@@ -6,6 +6,7 @@ A call of its own would cost a request more than what the tokenizer service does
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -237,9 +238,10 @@ class PrepareStream:
         try:
             return await answer
         finally:
-            self._open.pop(number, None)
-            # What nobody waits for any more is not sent.
-            self._outbox.discard(ticket)
+            is_open = self._open.pop(number, None) is not None
+            # What nobody waits for any more is not sent, or taken back.
+            if not self._outbox.discard(ticket) and is_open and answer.cancelled():
+                self._take_back(number)
             # A refusal knows where it was raised, which is here: it must not be known here as well, or the
             # request would stay until the collector comes by.
             del answer
@@ -260,6 +262,12 @@ class PrepareStream:
             raise MillraceError(
                 Reason.TOKENIZER_UNAVAILABLE, "it does not take what is sent to it", retry_after_s=1.0
             ) from error
+
+    def _take_back(self, number: int) -> None:
+        """Tells the service that nobody waits for the call any more."""
+        call = tokenizer_pb2.PrepareCall(id=number).SerializeToString()
+        with contextlib.suppress(OutboxFull):
+            self._outbox.put((_head(_CALLS, len(call)), call))
 
     async def _run(self) -> None:
         failure = MillraceError(Reason.TOKENIZER_UNAVAILABLE, "it ended the stream", retry_after_s=1.0)

@@ -11,6 +11,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
 from contract.grammar_cost import PARSER_LIMITS
+from tokenizer_svc.grammar.rules import LOG_LEVEL, endless_rules, logged
 from tokenizer_svc.grammar.schema.back_end_patterns import back_end_pattern, with_patterns
 
 # One named grammar: {"name", "lark_grammar"} or {"name", "json_schema"}.
@@ -67,6 +68,15 @@ class Backend:
                 "other answers would wait for it; repeat and list less in it"
             )
         return ""
+
+    def endless_rules(self, grammar: Grammar) -> tuple[list[str], str]:
+        """The rules of a grammar that derive no finite text ("start" is among them where nothing does), and
+        why it cannot be compiled, or "". It must not refer to other grammars.
+        """
+        limits = LLParserLimits(**PARSER_LIMITS)
+        with logged() as log:
+            matcher = LLMatcher(self._tokenizer, serialize([grammar]), log_level=LOG_LEVEL, limits=limits)
+        return endless_rules(log[0]), str(matcher.get_error())
 
     def _begin(self, matcher: LLMatcher) -> None:
         """Takes the first token. Rules that only refer to each other are well-formed and still have no way to

@@ -27,11 +27,12 @@ from contract.chat import (
 from contract.grammar import EnforcementReport
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
+from tokenizer_svc.grammar.endless import Endless, needing_first_items, without_endless
 from tokenizer_svc.grammar.gbnf import gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRefused, GrammarRequest, WorkerReply
 from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile_schema
 from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
-from tokenizer_svc.grammar.schema.repair import repair
+from tokenizer_svc.grammar.schema.repair import MAX_REPAIRS, repair
 from tokenizer_svc.grammar.schema.unwritable import culprits, places
 from tokenizer_svc.grammar.tools import parameters_field, parameters_path, tool_grammars
 from tokenizer_svc.text.formats import THINK_CLOSE
@@ -48,8 +49,6 @@ _OUT_OF_BOUNDS = (
 )
 # Makes the library not tokenize what has to come next.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
-# Definitions that are repaired one after the other.
-_MAX_REPAIRS = 12
 
 
 def build(request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig) -> WorkerReply:
@@ -60,6 +59,8 @@ def build(request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig)
         payload, error = _written(grammars, backend, limits)
         if error:
             payload, enforcement = _without_culprits(request, error, enforcement, backend, limits)
+    except Endless as endless:
+        return WorkerReply(refused=_never_ends(request, endless, limits).refused)
     except GrammarRefused as refusal:
         return WorkerReply(refused=refusal.refused)
     elapsed = time.perf_counter() - start
@@ -67,9 +68,9 @@ def build(request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig)
 
 
 def _written(grammars: list[Grammar], backend: Backend, limits: PromptLimitsConfig) -> tuple[str, str]:
-    """The payload, and why it cannot be used or ""; repairs what can be repaired."""
+    """The payload, and why it cannot be used or ""; repairs what can be repaired. Raises Endless."""
     error = ""
-    for _ in range(_MAX_REPAIRS):
+    for _ in range(MAX_REPAIRS):
         try:
             payload = serialize(grammars)
             if backend.spells_control_token(payload):
@@ -81,12 +82,17 @@ def _written(grammars: list[Grammar], backend: Backend, limits: PromptLimitsConf
         if len(payload) > limits.max_artifact_bytes:
             limit = limits.max_artifact_bytes
             return "", f"the grammar grows to {len(payload)} bytes; the limit is {limit}"
-        error = _foreseen(grammars, payload) or backend.error(payload)
+        if '"contains"' in payload and needing_first_items(grammars, backend):
+            continue
+        error = _foreseen(grammars, payload)
+        if not error and without_endless(grammars, backend):
+            continue
+        error = error or backend.error(payload)
         if not error:
             return payload, ""
         if not _repaired(grammars, error):
             break
-    return "", error
+    return "", error or f"more than {MAX_REPAIRS} of its definitions have to be rewritten one after the other"
 
 
 def _foreseen(grammars: list[Grammar], payload: str) -> str:
@@ -134,12 +140,38 @@ def _without_culprits(
     return payload, report
 
 
+def _never_ends(request: GrammarRequest, endless: Endless, limits: PromptLimitsConfig) -> GrammarRefused:
+    """The refusal of what has no finite value, with the place in its schema or the rule of its grammar."""
+    source = next((each for each in _sources(request) if each.grammar == endless.grammar), None)
+    if source is None:
+        return GrammarRefused(_never_ends_as_text(request.response_format, endless.rules), request.field)
+    compiled = compile_schema(source.schema, strict=False, max_depth=limits.max_schema_depth)
+    places = [path for name, path in compiled.locations.items() if name in endless.rules]
+    place = "#" + next(iter(places), "")
+    return GrammarRefused(
+        f"{source.title}no finite value matches the schema at {place}: each needs another one inside, "
+        "without end; do not require what leads back there, or add an alternative that ends",
+        source.field,
+        compiled.enforcement,
+    )
+
+
+def _never_ends_as_text(form: ResponseFormat | None, rules: list[str]) -> str:
+    """The same for a grammar that was sent as text."""
+    if isinstance(form, RegexFormat):
+        return "no text matches the pattern; a class of it may be empty"
+    name = "root" if isinstance(form, EbnfFormat) and rules[0] == "start" else rules[0]
+    return f"no finite text matches rule {name!r} of the grammar; add an alternative that ends"
+
+
 class _Source(msgspec.Struct, frozen=True, kw_only=True):
     """A schema of a request."""
 
     schema: Any
     is_strict: bool
     field: str
+    # Name of the grammar that is made of it.
+    grammar: str
     # Before its paths, where the request has several.
     prefix: str = ""
     # Begins a message about it.
@@ -153,6 +185,7 @@ def _sources(request: GrammarRequest) -> list[_Source]:
             schema=tool.parameters,
             is_strict=tool.strict,
             field=parameters_field(index),
+            grammar=f"arguments_{index}",
             prefix=parameters_path(index),
             title=f"tool {tool.name!r}: ",
         )
@@ -162,7 +195,10 @@ def _sources(request: GrammarRequest) -> list[_Source]:
     if isinstance(form, JsonSchemaFormat):
         sources.append(
             _Source(
-                schema=_read(form.schema_json), is_strict=form.strict, field="response_format.json_schema"
+                schema=_read(form.schema_json),
+                is_strict=form.strict,
+                field="response_format.json_schema",
+                grammar="answer",
             )
         )
     return sources
@@ -215,8 +251,6 @@ def _told(error: str, form: ResponseFormat | None) -> str:
         return f"{line}; patterns are those of Rust's regex: no look-around, back-references or \\b"
     if line.startswith(_OUT_OF_BOUNDS):
         return f"{line}: it needs more work than one token may cost; repeat and list less in it"
-    if line == "NoExtensionBias":
-        return "its rules only refer to each other, so that no answer can begin; add an alternative that ends"
     if _is_unsatisfiable(line):
         return f"no value matches the schema ({line.removeprefix('Unsatisfiable schema: ')})"
     return line

@@ -80,6 +80,16 @@ class UnreadableCall(msgspec.Struct, frozen=True):
     id: int
 
 
+class TakenBack(msgspec.Struct, frozen=True):
+    """A call without a request: whoever sent the one of the same id waits for it no longer."""
+
+    id: int
+
+
+# What one of the calls in a message is.
+StreamCall = WireCall | UnreadableCall | TakenBack
+
+
 class LargeAnswer(msgspec.Struct, frozen=True):
     """A PrepareResponse that is serialized already: its parts in their order."""
 
@@ -101,7 +111,7 @@ def parse_request(wire: memoryview) -> tokenizer_pb2.PrepareRequest:
     return request
 
 
-def read_calls(wire: bytes) -> list[WireCall | UnreadableCall]:
+def read_calls(wire: bytes) -> list[StreamCall]:
     """The calls of a PrepareStreamRequest, requests parsed unless they are large. Raises DecodeError."""
     if len(wire) <= MAX_PARSED_BYTES:
         try:
@@ -111,7 +121,10 @@ def read_calls(wire: bytes) -> list[WireCall | UnreadableCall]:
             pass
         else:
             _check_num_calls(len(calls))
-            return [WireCall(call, call.request) for call in calls]
+            return [
+                WireCall(call, call.request) if call.HasField("request") else TakenBack(call.id)
+                for call in calls
+            ]
     twins = unparsed_pb2.UnparsedCalls.FromString(wire).calls
     _check_num_calls(len(twins))
     return [_call(twin) for twin in twins]
@@ -122,8 +135,10 @@ def _check_num_calls(num_calls: int) -> None:
         raise DecodeError(f"there are more than {MAX_CALLS} calls")
 
 
-def _call(twin: unparsed_pb2.UnparsedCall) -> WireCall | UnreadableCall:
+def _call(twin: unparsed_pb2.UnparsedCall) -> StreamCall:
     wire = twin.request
+    if not wire:
+        return TakenBack(twin.id)
     twin.ClearField("request")
     try:
         return WireCall(twin, read_prepare(wire))

@@ -12,6 +12,8 @@ import time
 from collections import OrderedDict
 from typing import TypeAlias
 
+import msgspec
+
 from contract.errors import MillraceError
 from contract.grammar import GrammarSpec, Verdict
 from tokenizer_svc.grammar.request import (
@@ -37,6 +39,15 @@ _ENTRY_BYTES = 512
 _Asked: TypeAlias = tuple[bytes, str]
 
 
+class _UnderWay(msgspec.Struct, eq=False):
+    """A compilation that is asked for: in whose turn it is, and how many wait for it."""
+
+    request: EncodedGrammar
+    tenant: str
+    task: asyncio.Task[WorkerReply]
+    num_callers: int = 0
+
+
 class GrammarCompiler:
     """Compiles through the pool, once per content. Use from one event loop."""
 
@@ -52,8 +63,7 @@ class GrammarCompiler:
         # Where they are shared also by tenant, if one in debt asked: its workers may be late for want of a
         # processor, which is nobody else's matter.
         self._refused: OrderedDict[_Asked, tuple[float, WorkRefusal]] = OrderedDict()
-        # With the tenant in whose turn it is.
-        self._in_flight: dict[_Asked, tuple[asyncio.Task[WorkerReply], str]] = {}
+        self._in_flight: dict[_Asked, _UnderWay] = {}
 
     async def compile(self, request: EncodedGrammar, *, tenant: str) -> tuple[Compiled, bool]:
         """The grammar, and whether it was there already. Raises GRAMMAR_REFUSED with the reason."""
@@ -65,25 +75,48 @@ class GrammarCompiler:
         asked = (request.key, tenant) if self.pool.in_debt(tenant) else key
         for each in dict.fromkeys((asked, key)):
             self._raise_if_refused(each)
-        task = self._joined(key, asked, tenant)
-        if task is None:
-            task = asyncio.ensure_future(self.pool.run(request, tenant=tenant))
-            self._in_flight[asked] = (task, tenant)
-            task.add_done_callback(lambda done: self._finish(key, asked, done))
-        # A caller that goes away does not stop the work: others may wait for it, and the result is kept.
-        reply = await asyncio.shield(task)
+        work = self._joined(key, asked, tenant) or self._begun(request, key, asked, tenant)
+        work.num_callers += 1
+        try:
+            reply = await asyncio.shield(work.task)
+        finally:
+            work.num_callers -= 1
+            self._give_up(work.tenant)
         if reply.built is None:
             assert reply.refused is not None
             raise refusal(reply.refused)
         return self._built.get(key) or self._compiled(reply.built, key[1]), False
 
-    def _joined(self, key: _Asked, asked: _Asked, tenant: str) -> asyncio.Task[WorkerReply] | None:
+    def _joined(self, key: _Asked, asked: _Asked, tenant: str) -> _UnderWay | None:
         """The same work, under way: not behind what another tenant has queued before it."""
         for each in dict.fromkeys((key, asked)):
-            task, whose = self._in_flight.get(each, (None, ""))
-            if task is not None and (whose == tenant or not self.pool.num_queued(whose)):
-                return task
+            work = self._in_flight.get(each)
+            if work is not None and (work.tenant == tenant or not self.pool.num_queued(work.tenant)):
+                return work
         return None
+
+    def _begun(self, request: EncodedGrammar, key: _Asked, asked: _Asked, tenant: str) -> _UnderWay:
+        task = asyncio.ensure_future(self.pool.run(request, tenant=tenant))
+        work = self._in_flight[asked] = _UnderWay(request, tenant, task)
+        task.add_done_callback(lambda done: self._finish(key, asked, done))
+        # Once it has been queued: it may have to wait for what nobody else waits for.
+        asyncio.get_running_loop().call_soon(self._give_up, tenant)
+        return work
+
+    def _give_up(self, tenant: str) -> None:
+        """Ends the tenant's work that nobody waits for. What a worker has begun goes on, since its result is
+        kept, unless other work of the tenant waits for a worker.
+        """
+        left = [
+            (asked, work)
+            for asked, work in self._in_flight.items()
+            if work.tenant == tenant and not work.num_callers and not work.task.done()
+        ]
+        queued = [each for each in left if self.pool.is_waiting(each[1].request, tenant=tenant)]
+        for asked, work in left if self.pool.num_queued(tenant) > len(queued) else queued:
+            # A caller that comes now must not join what ends.
+            del self._in_flight[asked]
+            work.task.cancel()
 
     async def validate(self, schema_json: str, texts: tuple[str, ...], *, tenant: str) -> tuple[Verdict, ...]:
         """One verdict per text. Raises GRAMMAR_REFUSED when the schema cannot judge, or takes too long."""
@@ -95,7 +128,8 @@ class GrammarCompiler:
         return reply.verdicts
 
     def _finish(self, key: _Asked, asked: _Asked, task: asyncio.Task[WorkerReply]) -> None:
-        if self._in_flight.get(asked, (None, ""))[0] is task:
+        work = self._in_flight.get(asked)
+        if work is not None and work.task is task:
             del self._in_flight[asked]
         if task.cancelled() or task.exception() is not None:
             return

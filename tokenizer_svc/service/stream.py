@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
@@ -23,6 +24,8 @@ from tokenizer_svc.messages.wire import (
     MAX_PARSED_BYTES,
     NO_REQUEST,
     LargeAnswer,
+    StreamCall,
+    TakenBack,
     UnreadableCall,
     WireCall,
     large_answer,
@@ -43,7 +46,7 @@ Answer = Callable[[WireCall], Awaitable[tokenizer_pb2.PrepareResponse | LargeAns
 # The fields of a response, or None where it takes longer than a task for it would.
 AnswerAtOnce = Callable[[WireCall], "dict[str, Any] | None"]
 # What comes, by messages.
-Calls = AsyncIterator[list[WireCall | UnreadableCall]]
+Calls = AsyncIterator[list[StreamCall]]
 _UNREADABLE = MillraceError(Reason.MALFORMED_BODY, NO_REQUEST)
 
 
@@ -68,7 +71,8 @@ class CallStream:
         # Bytes of the calls that have no answer yet.
         self._num_bytes = 0
         self._give_back = GiveBack()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # By the calls' ids.
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
 
@@ -91,7 +95,7 @@ class CallStream:
         finally:
             beating.cancel()
             self._reader.cancel()
-            for task in self._tasks:
+            for task in self._tasks.values():
                 task.cancel()
 
     async def _read(self, requests: Calls) -> None:
@@ -109,14 +113,18 @@ class CallStream:
                 self._room.clear()
                 await self._room.wait()
 
-    def _take(self, calls: list[WireCall | UnreadableCall]) -> None:
+    def _take(self, calls: list[StreamCall]) -> None:
         # A loop in `_read` would keep the last call until the next ones come.
         for call in calls:
             self._begin(call)
 
-    def _begin(self, call: WireCall | UnreadableCall) -> None:
+    def _begin(self, call: StreamCall) -> None:
         if isinstance(call, UnreadableCall):
             self._outbox.put(small_answer(call.id, error=to_detail(_UNREADABLE)))
+            return
+        if isinstance(call, TakenBack):
+            if call.id in self._tasks:
+                self._tasks[call.id].cancel()
             return
         fields = self._at_once(call)
         if fields is not None:
@@ -124,8 +132,8 @@ class CallStream:
             return
         self._num_bytes += call.num_bytes
         task = asyncio.ensure_future(self._one(call))
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._tasks[call.id] = task
+        task.add_done_callback(partial(self._ended, call.id))
 
     async def _beat(self) -> None:
         while self._beat_s < math.inf:
@@ -162,8 +170,9 @@ class CallStream:
             )
             return small_answer(call.id, error=to_detail(failure))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(number) is task:
+            del self._tasks[number]
         self._room.set()
         self._close_if_done()
 

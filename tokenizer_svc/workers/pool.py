@@ -68,6 +68,8 @@ class _Job(msgspec.Struct, eq=False):
     # it was before.
     held_at_s: float | None = None
     held_s: float = 0.0
+    # Processor time that it has used once it is over.
+    used_s: float = 0.0
 
     def total_held_s(self) -> float:
         now_s = time.monotonic()
@@ -168,7 +170,25 @@ class WorkerPool:
         self._waiting.setdefault(tenant, deque()).append(job)
         self._num_waiting += 1
         self._dispatch()
-        return await job.done
+        try:
+            return await job.done
+        except asyncio.CancelledError:
+            self._withdraw(job)
+            raise
+
+    def is_waiting(self, request: EncodedGrammar, *, tenant: str) -> bool:
+        """Whether no worker has begun the tenant's request."""
+        return any(job.payload[0] is request.payload for job in self._waiting.get(tenant, ()))
+
+    def _withdraw(self, job: _Job) -> None:
+        """What nobody waits for makes room in the queue at once."""
+        queue = self._waiting.get(job.tenant, ())
+        if job in queue:
+            queue.remove(job)
+            self._num_waiting -= 1
+            if not queue:
+                del self._waiting[job.tenant]
+            self._dispatch()
 
     def _job(self, request: EncodedGrammar | ValidationRequest | EncodedPrompt, tenant: str) -> _Job:
         done: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
@@ -216,12 +236,6 @@ class WorkerPool:
     def _next_job(self) -> _Job | None:
         max_slow = max(1, self._config.workers - 1)
         for tenant, queue in list(self._waiting.items()):
-            while queue and queue[0].done.done():
-                queue.popleft()
-                self._num_waiting -= 1
-            if not queue:
-                del self._waiting[tenant]
-                continue
             busy = self._running.get(tenant, 0)
             if self._accounts.in_debt(tenant):
                 fits = not busy and (self._idle_slow or self._num_slow < max_slow)
@@ -370,6 +384,7 @@ class WorkerPool:
                     break
             raise TimeoutError
         finally:
+            job.used_s = worker.processor_s() - used_before_s
             hang.cancel()
             work.cancel()
             await asyncio.wait({work})
@@ -385,6 +400,8 @@ class WorkerPool:
     def _charge(self, job: _Job, reply: WorkerReply, alive: bool) -> None:
         if alive:
             self._accounts.charge(job.tenant, reply.processor_s - _PATIENCE_S)
+        elif job.done.cancelled():
+            self._accounts.charge(job.tenant, job.used_s)
         else:
             self._accounts.charge(job.tenant, _OVERRUN_CHARGE_S)
         self._num_charges += 1

@@ -12,7 +12,15 @@ from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
 from runtime import memory
 from tests.unit.large_pieces import nothing_large_is_kept
-from tokenizer_svc.messages.wire import LargeAnswer, UnreadableCall, WireCall, large
+from tokenizer_svc.messages.wire import (
+    LargeAnswer,
+    StreamCall,
+    TakenBack,
+    UnreadableCall,
+    WireCall,
+    large,
+    read_calls,
+)
 from tokenizer_svc.service import stream
 from tokenizer_svc.service.stream import CallStream
 
@@ -24,7 +32,7 @@ def call_of(number: int, text: str | None = None) -> WireCall:
     return WireCall(tokenizer_pb2.PrepareCall(id=number), request)
 
 
-async def numbered() -> AsyncIterator[list[WireCall | UnreadableCall]]:
+async def numbered() -> AsyncIterator[list[StreamCall]]:
     """One call a message."""
     for number in range(_NUM_CALLS):
         yield [call_of(number)]
@@ -78,7 +86,7 @@ async def test_bytes_that_wait_for_answers_end_the_reading(monkeypatch: pytest.M
         await release.wait()
         return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
 
-    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[StreamCall]]:
         nonlocal num_read
         for number in range(_NUM_CALLS):
             num_read += 1
@@ -104,7 +112,7 @@ async def test_answers_of_any_size_are_those_of_their_calls() -> None:
         response = tokenizer_pb2.PrepareResponse(token_ids=[call.id] * size)
         return LargeAnswer((response.SerializeToString(),)) if call.id % 2 else response
 
-    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[StreamCall]]:
         yield [call_of(number) for number in range(5)]
 
     found: dict[int, list[int]] = {}
@@ -130,7 +138,7 @@ async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_
     def at_once(call: WireCall) -> dict[str, list[int]] | None:
         return None if call.id == 0 else {"token_ids": [call.id]}
 
-    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[StreamCall]]:
         nonlocal read
         for number in range(_NUM_CALLS):
             read += 1
@@ -175,7 +183,7 @@ async def test_a_stream_that_has_much_leaves_turns_to_others(monkeypatch: pytest
 
 
 async def test_a_call_that_cannot_be_read_is_refused_and_the_others_are_answered() -> None:
-    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[StreamCall]]:
         yield [call_of(1), UnreadableCall(2)]
         yield [call_of(3)]
 
@@ -189,7 +197,7 @@ async def test_a_call_that_cannot_be_read_is_refused_and_the_others_are_answered
 
 
 async def test_what_ends_the_reading_ends_the_stream_when_calls_are_answered() -> None:
-    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[StreamCall]]:
         yield [call_of(1)]
         raise MillraceError(Reason.MALFORMED_BODY, "no message")
 
@@ -206,7 +214,7 @@ async def test_memory_is_given_back_after_large_calls(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
 
     async def answered(num_bytes: int) -> None:
-        async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
+        async def calls() -> AsyncIterator[list[StreamCall]]:
             call = call_of(1, "x" * num_bytes)
             wire = call.request.SerializeToString()  # type: ignore[union-attr]
             yield [WireCall(call.head, large(wire)) if num_bytes > 1000 else call]
@@ -226,7 +234,7 @@ async def test_a_large_call_and_its_answer_are_not_kept_until_the_next_ones() ->
     async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse:
         return tokenizer_pb2.PrepareResponse(token_ids=[300] * 1_000_000)
 
-    async def calls() -> AsyncIterator[list[WireCall | UnreadableCall]]:
+    async def calls() -> AsyncIterator[list[StreamCall]]:
         yield [call_of(1, "x" * 8_000_000)]
         await ends.wait()
 
@@ -236,3 +244,37 @@ async def test_a_large_call_and_its_answer_are_not_kept_until_the_next_ones() ->
         following = asyncio.ensure_future(anext(answers, None))
     ends.set()
     assert await following is None
+
+
+async def test_a_call_that_is_taken_back_is_given_up_and_the_others_go_on() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def answer(call: WireCall) -> tokenizer_pb2.PrepareResponse:
+        begun.append(call.id)
+        try:
+            if call.id == 1:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append(call.id)
+            raise
+        return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
+
+    async def calls() -> AsyncIterator[list[StreamCall]]:
+        yield [call_of(1), call_of(2)]
+        while 1 not in begun:
+            await asyncio.sleep(0)
+        # One that is answered, and one that never was: both say nothing.
+        yield [TakenBack(2), TakenBack(9)]
+        yield [TakenBack(1), call_of(3)]
+
+    assert await the_rest(CallStream(answer).serve(calls())) == {2: [2], 3: [3]}
+    assert ended == [1]
+
+
+@pytest.mark.parametrize("text", ["x", "x" * 300_000])
+def test_a_call_without_a_request_takes_another_back(text: str) -> None:
+    call = tokenizer_pb2.PrepareCall
+    request = tokenizer_pb2.PrepareRequest(text=text)
+    message = tokenizer_pb2.PrepareStreamRequest(calls=[call(id=1, request=request), call(id=1)])
+    assert [type(each) for each in read_calls(message.SerializeToString())] == [WireCall, TakenBack]

@@ -164,7 +164,7 @@ def test_an_object_may_have_hundreds_of_optional_properties(qwen: Family) -> Non
         ),
         (RegexFormat("(?=a)b"), "response_format.regex", "look"),
         (LarkFormat("start: nothing"), "response_format.lark", "nothing"),
-        (LarkFormat("start: start"), "response_format.lark", "only refer to each other"),
+        (LarkFormat("start: start"), "response_format.lark", "'start'"),
         (EbnfFormat("root ::= ["), "response_format.ebnf", "EBNF"),
         (JsonSchemaFormat("{"), "response_format.json_schema", "not valid JSON"),
         (JsonSchemaFormat("[]"), "response_format.json_schema", "object or a boolean"),

@@ -505,3 +505,70 @@ async def test_work_that_every_worker_hangs_on_is_given_up() -> None:
             await asyncio.wait_for(asking, LIMIT_S)
         assert given_up.value.reason is Reason.TOKENIZER_UNAVAILABLE
         assert stopped
+
+
+async def test_what_nobody_waits_for_and_has_not_begun_is_not_begun(patient: WorkerPool) -> None:
+    compiler = GrammarCompiler(patient, fingerprint="f", cache_bytes=1 << 20)
+    begun = asyncio.ensure_future(compiler.compile(slow(40), tenant="a"))
+    await asked(patient, "a")
+    left = [asyncio.ensure_future(compiler.compile(slow(41 + each), tenant="a")) for each in range(3)]
+    await until(lambda: patient.num_queued("a") == 3)
+    for each in left:
+        each.cancel()
+    # Their room in the queue is free at once, and the first goes on alone.
+    await until(lambda: not patient.num_queued("a"))
+    assert patient.num_waiting == 0
+    assert not begun.done()
+    await asked(patient, "a")
+    begun.cancel()
+
+
+async def test_work_that_was_left_makes_way_for_what_its_tenant_asks_for_next(patient: WorkerPool) -> None:
+    compiler = GrammarCompiler(patient, fingerprint="f", cache_bytes=1 << 20)
+    left = [asyncio.ensure_future(compiler.compile(slow(50 + each), tenant="a")) for each in range(4)]
+    await until(lambda: patient.num_queued("a") == 3)
+    for each in left:
+        each.cancel()
+    # Nothing but the next request ends what has begun: its time limit is an hour.
+    assert (await asyncio.wait_for(compiler.compile(QUICK, tenant="a"), LIMIT_S))[0].artifact.payload
+    await asked(patient)
+    assert patient.num_overruns == {"time": 0, "memory": 0}
+    assert (await compiler.compile(QUICK, tenant="b"))[0].artifact.payload
+
+
+async def test_what_has_begun_and_was_left_is_kept_and_counts_for_its_tenant() -> None:
+    async with started(workers=2, time_limit_s=60.0) as pool:
+        compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 24)
+        inner = {"type": "object", "properties": {f"b{each}": {"type": "integer"} for each in range(20)}}
+        long = request({"type": "object", "properties": {f"a{each}": inner for each in range(60)}})
+        leaving = asyncio.ensure_future(compiler.compile(long, tenant="a"))
+        await asked(pool, "a")
+        leaving.cancel()
+        await asked(pool)
+        assert pool._accounts.left_s("a") < pool._accounts.left_s("b")
+        _, was_there = await compiler.compile(long, tenant="a")
+        assert was_there
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+async def test_a_caller_that_leaves_takes_nothing_from_one_that_waits_for_the_same(
+    patient: WorkerPool, leaves: int
+) -> None:
+    compiler = GrammarCompiler(patient, fingerprint="f", cache_bytes=1 << 20)
+    before = asyncio.ensure_future(compiler.compile(slow(60), tenant="a"))
+    await asked(patient, "a")
+    both = [asyncio.ensure_future(compiler.compile(QUICK, tenant="a")) for _ in range(2)]
+    await until(lambda: patient.num_queued("a") == 1)
+    both[leaves].cancel()
+    before.cancel()
+    assert (await asyncio.wait_for(both[1 - leaves], LIMIT_S))[0].artifact.payload
+    # Nor from one that comes right after the last has left.
+    first = asyncio.ensure_future(compiler.compile(slow(61), tenant="a"))
+    await asked(patient, "a")
+    waiting = asyncio.ensure_future(compiler.compile(request({"const": 1}), tenant="a"))
+    await until(lambda: patient.num_queued("a") == 1)
+    waiting.cancel()
+    next_one = asyncio.ensure_future(compiler.compile(request({"const": 1}), tenant="a"))
+    await until(waiting.done)
+    first.cancel()
+    assert (await asyncio.wait_for(next_one, LIMIT_S))[0].artifact.payload

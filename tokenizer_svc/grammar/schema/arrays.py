@@ -7,13 +7,17 @@ from math import perm
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
-from tokenizer_svc.grammar.schema.shapes import Schema, any_of, for_type, key_of, type_of_value
+from tokenizer_svc.grammar.schema.shapes import Schema, any_of, for_type, key_of, list_of, type_of_value
 from tokenizer_svc.grammar.schema.strings import listed
 
 # Arrangements written out for uniqueItems, and positions tried for contains.
 _MAX_ARRANGEMENTS = 400
 _MAX_POSITIONS = 8
 _MAX_DEPTH = 8
+# What evaluates items beside the keywords of arrays, or only some of them.
+_EVALUATING = frozenset(
+    {"allOf", "anyOf", "oneOf", "not", "if", "contains", "$ref", "$dynamicRef", "$recursiveRef"}
+)
 
 
 def unique_items(part: SchemaPart) -> Schema:
@@ -68,12 +72,21 @@ def _listed_here(context: Context, node: dict[str, Any], place: Place) -> list[A
 
 
 def contains(part: SchemaPart) -> Schema:
-    """At least one matching item: by position where few items are possible."""
-    node = part.node
+    """At least one matching item: by position where few items are possible. Elsewhere the keyword stays, for
+    whoever asks whether there is a finite array; the back end does not know it.
+    """
+    node, least = part.node, part.node.get("minContains", 1)
+    if least == 0 and "maxContains" not in node:
+        return True
+    wanted = part.inside(node["contains"], "contains")
+    first = _first_items(node)
+    rest: dict[str, Schema] = {"minItems": least} if isinstance(least, int) and least > 0 else {}
+    if rest and wanted is not True:
+        rest["contains"] = _at_one_of(wanted, len(first) + 1)
     if "minContains" in node or "maxContains" in node:
         keyword = "minContains" if "minContains" in node else "maxContains"
-        return part.give_up(keyword, "counting matches has no exact equivalent")
-    wanted = part.inside(node["contains"], "contains")
+        part.give_up(keyword, "counting matches has no exact equivalent")
+        return rest or True
     if wanted is False:
         return for_type("array", part.types, False)
     items = node.get("items", True)
@@ -81,8 +94,31 @@ def contains(part: SchemaPart) -> Schema:
         return {"minItems": 1}
     longest = node.get("maxItems")
     if isinstance(longest, int) and longest <= _MAX_POSITIONS:
-        positions = [
-            {"minItems": index + 1, "prefixItems": [*[True] * index, wanted]} for index in range(longest)
-        ]
-        return for_type("array", part.types, any_of(positions))
-    return part.give_up("contains", "has no exact equivalent without a small maxItems")
+        return for_type("array", part.types, _at_one_of(wanted, longest))
+    part.give_up("contains", "has no exact equivalent without a small maxItems")
+    return rest
+
+
+def _first_items(node: dict[str, Any]) -> list[Any]:
+    """The schemas of the first items, in the words of any draft."""
+    return list_of(node.get("prefixItems")) or list_of(node.get("items"))
+
+
+def _at_one_of(wanted: Schema, num_positions: int) -> Schema:
+    """Arrays with such an item at one of the first positions."""
+    return any_of(
+        {"minItems": index + 1, "prefixItems": [*[True] * index, wanted]} for index in range(num_positions)
+    )
+
+
+def unevaluated_items(part: SchemaPart) -> Schema:
+    """Where nothing else evaluates items, they are what follows prefixItems."""
+    node = part.node
+    if not _EVALUATING.isdisjoint(node):
+        return part.give_up("unevaluatedItems", "which items are evaluated depends on the value")
+    rest_is_known = "additionalItems" in node if isinstance(node.get("items"), list) else "items" in node
+    if rest_is_known:
+        return True
+    first = _first_items(node)
+    rest = part.inside(node["unevaluatedItems"], "unevaluatedItems")
+    return {"prefixItems": [True] * len(first), "items": rest} if first else {"items": rest}

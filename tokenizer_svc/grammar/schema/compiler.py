@@ -47,6 +47,8 @@ class CompiledSchema(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: Schema
     enforcement: EnforcementReport
+    # JSON pointers of what its definitions were made from, by their names.
+    locations: Mapping[str, str]
 
 
 def compile_schema(
@@ -78,7 +80,11 @@ def compile_schema(
             + "; change the schema, or set strict to false and check the answer",
             report,
         )
-    return CompiledSchema(schema=_assembled(rewritten, context.definitions, contents), enforcement=report)
+    return CompiledSchema(
+        schema=_assembled(rewritten, context.definitions, contents),
+        enforcement=report,
+        locations=context.locations(),
+    )
 
 
 @contextlib.contextmanager

@@ -194,6 +194,10 @@ class Context:
             self._open.discard(name)
         return name
 
+    def locations(self) -> dict[str, str]:
+        """JSON pointers of what the definitions were made from, by their names."""
+        return {name: path for (_, path, _), name in self._names.items()}
+
     def finished(self) -> dict[str, Schema]:
         """The definitions that are rewritten already."""
         return {name: each for name, each in self.definitions.items() if name not in self._open}

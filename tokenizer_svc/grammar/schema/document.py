@@ -106,6 +106,13 @@ class SchemaDocument:
             self._found[key] = self._resolve(reference, base)
         return self._found[key]
 
+    def is_one_resource(self) -> bool:
+        """Whether no part has an identifier of its own, so that a dynamic reference has one target."""
+        if not self._is_indexed:
+            self._is_indexed = True
+            self._index(self.root, "", _BASE)
+        return self._resources.keys() <= {_BASE, self.base}
+
     def endless_reference(self) -> str:
         """A resolved reference that leads back to itself without going into a property or item; else "".
 

@@ -42,6 +42,8 @@ def count_properties(part: SchemaPart) -> None:
     if sum(comb(len(optional), size) for size in sizes) > _MAX_CASES:
         keyword = "minProperties" if least else "maxProperties"
         part.give_up(keyword, f"more than {_MAX_CASES} cases of which properties are there")
+        if closed and least and not required:
+            part.out["minProperties"] = 1
         return
     cases: list[Schema] = []
     for size in sizes:

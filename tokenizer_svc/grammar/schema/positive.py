@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenizer_svc.grammar.backend import pattern_is_readable
-from tokenizer_svc.grammar.schema.arrays import contains, finite_values, unique_items
+from tokenizer_svc.grammar.schema.arrays import contains, finite_values, unevaluated_items, unique_items
 from tokenizer_svc.grammar.schema.automata import plain
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
 from tokenizer_svc.grammar.schema.cases import gather
@@ -278,14 +278,14 @@ def _items(part: SchemaPart, keyword: str, value: Any) -> None:
 def _reference(part: SchemaPart, keyword: str, value: Any) -> None:
     part.met(keyword)
     if not isinstance(value, str):
-        part.give_up("$ref", "a reference must be a text")
+        part.give_up(keyword, "a reference must be a text")
         return
     target = part.context.resolve(value, part.place)
     if target is None:
         if value.rstrip("#") in DRAFTS:
             part.out["$ref"] = value
         else:
-            part.give_up("$ref", f"{value!r} points outside the schema, or to nothing")
+            part.give_up(keyword, f"{value!r} points outside the schema, or to nothing")
         return
     name = part.context.define(target, "p", ALL_TYPES, part.context.positive)
     definition = part.context.definitions[name]
@@ -369,7 +369,11 @@ def _rewritten(part: SchemaPart, keyword: str, value: Any) -> None:
         case "contains" if "array" in part.types:
             part.extra.append(contains(part))
         case "unevaluatedItems" if "array" in part.types and value is not True:
-            part.give_up(keyword, "has no exact equivalent")
+            part.extra.append(unevaluated_items(part))
+        case "$dynamicRef" | "$recursiveRef" if (
+            "$ref" not in part.node and part.context.document.is_one_resource()
+        ):
+            _reference(part, keyword, value)
         case "$dynamicRef" | "$recursiveRef":
             part.give_up(keyword, "dynamic references are not resolved")
         case _:

@@ -17,6 +17,8 @@ _UNSATISFIABLE = re.compile(r"^Unsatisfiable schema.*while processing \S*#/\$def
 _CIRCULAR = "circular references with sibling keys"
 # Conjunctions written out before giving up.
 _MAX_WRITTEN_OUT = 2_000
+# Definitions that are repaired one after the other.
+MAX_REPAIRS = 12
 _SAME_LEVEL = ("allOf", "anyOf")
 _ASIDE = frozenset({"$defs", "x-guidance"})
 
@@ -27,7 +29,7 @@ def repair(schema: Schema, error: str) -> Schema | None:
         return None
     found = _UNSATISFIABLE.match(error)
     if found is not None and found.group(1) in schema["$defs"]:
-        return _without(schema, found.group(1))
+        return without_definition(schema, found.group(1))
     if _CIRCULAR in error:
         try:
             return _Unroller(schema["$defs"]).run(schema)
@@ -36,7 +38,8 @@ def repair(schema: Schema, error: str) -> Schema | None:
     return None
 
 
-def _without(schema: dict[str, Any], name: str) -> Schema:
+def without_definition(schema: dict[str, Any], name: str) -> Schema:
+    """The schema with `false` wherever it refers to the definition of this name."""
     aside, body = _parted(schema)
     definitions = {key: value for key, value in aside["$defs"].items() if key != name}
     target = _PREFIX + name

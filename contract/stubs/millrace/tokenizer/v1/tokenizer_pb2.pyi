@@ -163,7 +163,9 @@ class PrepareCall(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """Chosen by the caller, unique among its calls without an answer on this stream."""
+    """Chosen by the caller, unique among its calls without an answer on this stream. A call without a request
+    takes back the one of the same id that has no answer yet, which then gets none.
+    """
     traceparent: _builtins.str
     """W3C trace context of the caller's span."""
     tracestate: _builtins.str
