@@ -51,8 +51,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: Annotated[dict[int, float], Limits("token", -100, 100)] = {}
     # Empty allows every token.
     allowed_token_ids: Annotated[tuple[int, ...], Limits("choice")] = ()
-    # The random stream of output position i is a pure function of (seed, choice index, i).
-    seed: Annotated[int, Limits("request", 0, 2**64 - 1)] = 0
+    # The random stream of output position i is a pure function of (seed, choice index, i). OpenAI's seeds are
+    # of 64 bits with a sign: engines get a negative one as the number of 64 bits without sign that has the
+    # same bits, which is 2**64 more.
+    seed: Annotated[int, Limits("request", -(2**63), 2**64 - 1)] = 0
     max_tokens: Annotated[int, Limits("choice", 1, _INT32)] = 16
     # Stop tokens are masked before this many output tokens.
     min_tokens: Annotated[int, Limits("choice", 0, _INT32)] = 0

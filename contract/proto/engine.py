@@ -18,6 +18,8 @@ from contract.sampling import OPTIONS, SCALARS, SamplingOptions, SamplingParams,
 
 # Sampling options: from a message, and as the fields of one.
 
+# Normal number of 32 bits.
+_SMALLEST_FLOAT = 2.0**-126
 _FLOATS = tuple(name for name in SCALARS if OPTIONS[name].kind is float)
 
 
@@ -47,6 +49,8 @@ def _exact(value: float) -> float:
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """Every option set, so that no default of the receiver's matters."""
     found: dict[str, Any] = dict(zip(SCALARS, scalars_of(params), strict=True))
+    # What 32 bits would round to 0, which no engine accepts, keeps the likeliest token just the same.
+    found["top_p"] = max(params.top_p, _SMALLEST_FLOAT)
     found["logit_bias"] = params.logit_bias
     found["allowed_token_ids"] = params.allowed_token_ids
     found["stop_token_ids"] = params.stop_token_ids

@@ -15,7 +15,7 @@ _decode, _encode = msgspec.json.Decoder().decode, msgspec.json.Encoder().encode
 
 # msgspec says where: "Expected `int`, got `str` - at `$.max_tokens`".
 _AT = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
-# A number such as 1.0 is an integer for JSON Schema, and for languages that have one kind of number.
+# A field's number such as 1.0 is an integer for JSON Schema, and for languages that have one kind of number.
 _IS_FLOAT = re.compile(r"^Expected `int[^`]*`, got `float`")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _ROLE = re.compile(r"^Invalid enum value (?P<value>'.*')$", re.DOTALL)
@@ -48,14 +48,17 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
 
 
 def _whole(value: Any) -> Any:
-    """The same with integers for floats that are whole."""
+    """The same with integers for floats of fields that are whole. Those in lists stay: the lists of numbers
+    that a body has are token ids, and whoever sends a float there has computed something else.
+    """
     match value:
-        case float() if value.is_integer():
-            return int(value)
         case list():
             return [_whole(each) for each in value]
         case dict():
-            return {name: _whole(each) for name, each in value.items()}
+            return {
+                name: int(each) if isinstance(each, float) and each.is_integer() else _whole(each)
+                for name, each in value.items()
+            }
         case _:
             return value
 

@@ -44,6 +44,7 @@ from gateway.limits.store import (
     WindowDemand,
     meter_key,
     month_of,
+    requests_key,
     scopes_of,
 )
 from gateway.tiers import Tier
@@ -138,13 +139,15 @@ class TokenLimiter:
         num_streams: int = 1,
         tier: Tier | None = None,
         model: str = "",
+        age_s: float | None = None,
     ) -> Reservation:
         """Reserves the prompt, the answer and the slots of `num_streams` streams, or nothing.
 
         `max_completion_tokens` None means that the request does not bound its answer. Of `num_sequences`
-        that are computed together each may have so many, and each is granted as many as the others. Raises
-        TOKEN_RATE_EXCEEDED, CONCURRENCY_EXCEEDED or BUDGET_EXHAUSTED naming whose limit it is, and
-        LIMITS_UNAVAILABLE when the store is lost and the policy is to refuse.
+        that are computed together each may have so many, and each is granted as many as the others. With
+        `age_s`, the seconds since it came, the request was counted among those of a minute, which a refusal
+        for its streams gives back. Raises TOKEN_RATE_EXCEEDED, CONCURRENCY_EXCEEDED or BUDGET_EXHAUSTED
+        naming whose limit it is, and LIMITS_UNAVAILABLE when the store is lost and the policy is to refuse.
         """
         completion = max_completion_tokens
         if completion is None:
@@ -159,6 +162,9 @@ class TokenLimiter:
         )
         if not demand:
             return Reservation(self, holds, prompt_tokens)
+        if age_s is not None and leases:
+            counted = [scope for scope in scopes if scope.limits.requests_per_minute is not None]
+            demand = replace(demand, counted=tuple(map(requests_key, counted)), age_ms=round(age_s * 1000))
         try:
             outcome = await self._store.acquire(demand)
         except StoreLostError as error:

@@ -59,6 +59,16 @@ class _Window:
                 self.total -= returned
                 return
 
+    def uncount(self, since_bucket: int) -> None:
+        """Gives back one that was charged since then. It is never taken out of a bucket behind its own, so no
+        60 s hold too many.
+        """
+        for charge in self.charges:
+            if charge[0] >= since_bucket and charge[1]:
+                charge[1] -= 1
+                self.total -= 1
+                return
+
     def wait_ms(self, limit: int, amount: int, now_ms: int) -> int | None:
         """Time until `amount` fits."""
         if amount > limit:
@@ -99,6 +109,9 @@ class MemoryLimitStore:
             or self._refuse_meters(demand.meters)
         )
         if refused is not None:
+            if refused.kind is Kind.LEASE:
+                for key in demand.counted:
+                    self._window(key, bucket).uncount((now_ms - demand.age_ms) // BUCKET_MS)
             return refused
         for window in demand.windows:
             self._window(window.key, bucket).add(bucket, window.amount)

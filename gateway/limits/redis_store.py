@@ -84,10 +84,11 @@ class RedisLimitStore:
             await self.settle(reversal(demand, outcome))
 
     async def _charge(self, demand: Demand, *, is_taken_back: bool) -> Granted | LimitRefused:
-        keys: list[str] = []
+        keys = [_PREFIX + window for window in demand.counted]
         arguments: list[Any] = [
             *(BUCKET_MS, NUM_BUCKETS, self._lease_ttl_ms, _METER_TTL_S),
             *(len(demand.windows), len(demand.leases), len(demand.meters), int(is_taken_back)),
+            *(len(demand.counted), demand.age_ms),
         ]
         for window in demand.windows:
             keys.append(_PREFIX + window.key)

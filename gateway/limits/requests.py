@@ -16,6 +16,7 @@ from gateway.limits.store import (
     Scope,
     StoreLostError,
     WindowDemand,
+    requests_key,
     scopes_of,
 )
 
@@ -43,7 +44,7 @@ class RequestLimiter:
         ]
         if not scopes:
             return {}
-        windows = tuple(WindowDemand(f"{scope.key}:rpm", limit, 1) for scope, limit in scopes)
+        windows = tuple(WindowDemand(requests_key(scope), limit, 1) for scope, limit in scopes)
         try:
             outcome = await self._store.acquire(Demand(windows=windows))
         except StoreLostError as error:

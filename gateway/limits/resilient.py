@@ -166,6 +166,8 @@ class ResilientLimitStore:
             windows=tuple(replace(window, limit=self._share(window.limit)) for window in demand.windows),
             leases=tuple(replace(lease, limit=self._share(lease.limit)) for lease in demand.leases),
             meters=tuple(replace(meter, limit=self._share(meter.limit)) for meter in demand.meters),
+            counted=demand.counted,
+            age_ms=demand.age_ms,
         )
         outcome = await self._local.acquire(shared_out)
         if isinstance(outcome, Granted):

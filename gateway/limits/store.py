@@ -73,6 +73,11 @@ def scopes_of(directory: LimitDirectory, tenant: str, key_id: str) -> Iterator[S
         yield Scope("key", key_id, f"key:{key_id}", limits)
 
 
+def requests_key(scope: Scope) -> str:
+    """Key of the window of a scope's requests per minute."""
+    return f"{scope.key}:rpm"
+
+
 WINDOW_MS = 60_000
 # Charges of the same half second leave the window together, up to half a second late, never early: no
 # interval of 60 s, wherever it begins, holds more than the limit.
@@ -143,6 +148,10 @@ class Demand(msgspec.Struct, frozen=True):
     windows: tuple[WindowDemand, ...] = ()
     leases: tuple[LeaseDemand, ...] = ()
     meters: tuple[MeterDemand, ...] = ()
+    # Keys of windows that have counted the request as one, within the milliseconds since it came: each gives
+    # it back where a lease refuses, so that waiting for a slot uses up no requests per minute.
+    counted: tuple[str, ...] = ()
+    age_ms: int = 0
     operation: str = msgspec.field(default_factory=new_operation)
 
     def __bool__(self) -> bool:

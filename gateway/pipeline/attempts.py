@@ -25,7 +25,7 @@ from gateway.limits.reservation import Reservation
 from gateway.models.catalog import ServedModel, Target
 from gateway.pipeline.attempt import Attempt, AttemptBooks
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import AnswerInfo, Meter
+from gateway.pipeline.delta import AnswerInfo, Echo, Meter
 from gateway.pipeline.intake import Intake
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.reading import AnswerReader
@@ -134,15 +134,16 @@ class Attempts:
                 submitted_s = time.monotonic()
                 await _let_go(stream)
                 call.later(self._note_route, routing.attributes, stream.engine, stream.route)
+            echo = reader.echo(request, prepared)
             meter = Meter(call.caller.received_s, books.gap_observer(call, target), submitted_s)
             attempt = Attempt(
                 call=call,
                 target=target,
                 fallback_from=fallback_from,
-                info=_info(call, target, prepared, sampling),
+                info=_info(call, target, prepared, sampling, echo),
                 reader=reader,
                 stream=stream,
-                choices=reader.choices(request, prepared, call.caller.identity.request_id, sampling.n),
+                choices=reader.choices(request, prepared, call.caller.identity.request_id, sampling.n, echo),
                 reservation=reservation,
                 meter=meter,
                 books=books,
@@ -214,6 +215,7 @@ class Attempts:
                 num_streams=call.request.num_streams,
                 model=target.told,
                 tier=call.tier,
+                age_s=time.monotonic() - call.caller.received_s,
             )
 
     def _route(
@@ -264,7 +266,9 @@ class Attempts:
         self._metrics.add(names.ROUTED, engine=engine, reason=route.reason.value)
 
 
-def _info(call: Call, target: Target, prepared: Prepared, sampling: SamplingParams) -> AnswerInfo:
+def _info(
+    call: Call, target: Target, prepared: Prepared, sampling: SamplingParams, echo: Echo | None
+) -> AnswerInfo:
     return AnswerInfo(
         request_id=call.caller.identity.request_id,
         model=target.told,
@@ -275,6 +279,7 @@ def _info(call: Call, target: Target, prepared: Prepared, sampling: SamplingPara
         prompt_token_ids=prepared.token_ids,
         num_choices=sampling.n,
         enforcement=prepared.enforcement,
+        echo=echo,
     )
 
 

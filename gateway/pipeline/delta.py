@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,6 +12,7 @@ from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from gateway.engines.types import EngineOutput
 from gateway.text.delta import TextDelta
+from gateway.text.detokenizer import Detokenizer
 
 
 class ChoiceDelta(TextDelta, kw_only=True):
@@ -79,6 +81,15 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         return self.completion_tokens + self.candidate_tokens
 
 
+class Echo(NamedTuple):
+    """The prompt as every choice begins with it."""
+
+    # What of it is certain: the beginning of a character that its last tokens have is not.
+    text: str
+    # What has read the prompt's tokens; copies of it read the answer's, which may complete that character.
+    reader: Detokenizer
+
+
 class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an answer before its first token."""
 
@@ -94,6 +105,8 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     num_choices: int
     enforcement: EnforcementReport | None = None
+    # Where it was asked for.
+    echo: Echo | None = None
 
 
 # What one request took: tokens, time, and what its engines reported.

@@ -6,14 +6,14 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from contract.chat import Conversation
+from contract.chat import Conversation, TextPrompt
 from contract.outputs import FinishReason, TokenLogprobs
 from gateway.engines.types import EngineOutput
 from gateway.models.catalog import ServedModel
-from gateway.pipeline.delta import ChoiceDelta
+from gateway.pipeline.delta import ChoiceDelta, Echo
 from gateway.pipeline.validate import checkpoint_defaults, refuse
 from gateway.text.choice import ChoiceText, TextOptions, shown_ids
-from gateway.text.detokenizer import TokenTexts
+from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
 from gateway.text.tool_calls import PARSERS
 from gateway.text.tool_calls.parser import CallIds
 from gateway.types.request import GenerationRequest, Prepared
@@ -27,10 +27,17 @@ class ChoiceStream:
     __slots__ = ("_held_ids", "_logprobs", "_with_logprobs", "index", "text")
 
     def __init__(
-        self, index: int, texts: TokenTexts, options: TextOptions, call_id: CallIds, *, with_logprobs: bool
+        self,
+        index: int,
+        texts: TokenTexts,
+        options: TextOptions,
+        call_id: CallIds,
+        *,
+        with_logprobs: bool,
+        after: Detokenizer | None = None,
     ) -> None:
         self.index = index
-        self.text = ChoiceText(texts, options, call_id)
+        self.text = ChoiceText(texts, options, call_id, after)
         self._with_logprobs = with_logprobs
         # (characters decoded before the token, its log-probability), held back as long as the text is.
         self._logprobs: deque[tuple[int, TokenLogprobs]] = deque()
@@ -126,16 +133,34 @@ class AnswerReader:
                 f"model {request.model!r} has no tool-call format that can be read; leave them out",
             )
 
+    def echo(self, request: GenerationRequest, prepared: Prepared) -> Echo | None:
+        """The prompt, where answers begin with it."""
+        if not request.echo:
+            return None
+        reader = detokenizer(self.texts)
+        text = reader.feed(prepared.token_ids)
+        return Echo(request.prompt.text if isinstance(request.prompt, TextPrompt) else text, reader)
+
     def choices(
-        self, request: GenerationRequest, prepared: Prepared, request_id: str, num_choices: int
+        self,
+        request: GenerationRequest,
+        prepared: Prepared,
+        request_id: str,
+        num_choices: int,
+        echo: Echo | None = None,
     ) -> dict[int, ChoiceStream]:
-        """One reader per choice, by its index."""
+        """One reader per choice, by its index; with an echo the text goes on from the prompt's."""
         options = self._options(request, prepared)
         texts = self._texts(options)
         with_logprobs = request.sampling.logprobs is not None
         return {
             index: ChoiceStream(
-                index, texts, options, self._call_ids(request_id, index), with_logprobs=with_logprobs
+                index,
+                texts,
+                options,
+                self._call_ids(request_id, index),
+                with_logprobs=with_logprobs,
+                after=None if echo is None else echo.reader.copy(),
             )
             for index in range(num_choices)
         }

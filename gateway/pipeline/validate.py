@@ -104,14 +104,14 @@ def complete(
     max_tokens: int,
     eos_token_ids: tuple[int, ...],
 ) -> SamplingParams:
-    """Every option set. Without a seed a random one is taken, so that an interrupted request can continue."""
+    """Every option set. Without a seed one is drawn, so that an interrupted request can continue."""
     n = sampling.n or 1
     ends = () if sampling.ignore_eos else eos_token_ids
     options: dict[str, Any] = {
-        "seed": secrets.randbits(63) if sampling.seed is None else sampling.seed,
         "best_of": n,
         **checkpoint,
         **sampling.given(),
+        "seed": secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64,
         # The step that computes the prompt always samples; the token is dropped when none was asked for.
         "max_tokens": max(max_tokens, 1),
     }

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.text.delta import TextDelta
-from gateway.text.detokenizer import TokenTexts, detokenizer
-from gateway.text.reasoning import ContentParser, TextParser, ThinkParser
-from gateway.text.stop_strings import StopStrings
+from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
+from gateway.text.markers import longest_partial_suffix
+from gateway.text.reasoning import CLOSE, OPEN, ContentParser, TextParser, ThinkParser
 from gateway.text.tool_calls import PARSERS
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
-REASONING_MARKERS: tuple[str, ...] = ("<think>", "</think>")
 REASONING_FORMATS = frozenset({"think", "deepseek_r1", "qwen3"})
 
 
@@ -36,7 +35,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def shown_ids(texts: TokenTexts, options: TextOptions) -> frozenset[int]:
     """Ids of special tokens that the parsers of `options` must see."""
-    markers = REASONING_MARKERS if options.reasoning_format else ()
+    markers: tuple[str, ...] = (OPEN, CLOSE) if options.reasoning_format else ()
     if options.tool_call_format:
         markers += PARSERS[options.tool_call_format].MARKERS
     wanted = {marker.encode() for marker in markers}
@@ -44,22 +43,78 @@ def shown_ids(texts: TokenTexts, options: TextOptions) -> frozenset[int]:
     return frozenset(id_ for id_ in vocabulary.special_ids if vocabulary.token_bytes(id_) in wanted)
 
 
-class ChoiceText:
-    """The state of one choice. `feed` until `ended`, then `finish` once."""
+class StopStrings:
+    """A TextParser that passes text on until a stop string is complete; that and what follows is dropped.
 
-    def __init__(self, texts: TokenTexts, options: TextOptions, call_id: CallIds) -> None:
-        self._detokenizer = detokenizer(texts)
-        self._stop = StopStrings(options.stop)
+    When several match, the one that is complete first wins, and of those the longest: the outcome does not
+    depend on how the text was cut. What might become a stop string is held back, and nothing more.
+    """
+
+    __slots__ = ("_answer", "_held", "_patterns", "is_armed", "matched", "num_withheld")
+
+    def __init__(self, patterns: Sequence[str], answer: TextParser) -> None:
+        self._patterns = tuple(patterns)
+        self._answer = answer
+        self._held = ""
+        # False: text is passed on whatever is in it.
+        self.is_armed = True
+        # The stop string that ended the text.
+        self.matched: str | None = None
+        # Characters at the end of what came that were not passed on.
+        self.num_withheld = 0
+
+    def feed(self, text: str, delta: TextDelta) -> None:
+        """See TextParser; sets `matched` when a stop string is complete."""
+        if self.matched is not None:
+            self.num_withheld += len(text)
+            return
+        if self.is_armed:
+            text = self._held + text
+            match = self._first_match(text)
+            if match is None:
+                num_passed = len(text) - longest_partial_suffix(text, self._patterns)
+                self._held = text[num_passed:]
+            else:
+                num_passed, self.matched = match
+                self._held = ""
+            self.num_withheld = len(text) - num_passed
+            text = text[:num_passed]
+        if text:
+            self._answer.feed(text, delta)
+
+    def finish(self, delta: TextDelta) -> None:
+        """See TextParser."""
+        if self._held:
+            self._answer.feed(self._held, delta)
+            self._held, self.num_withheld = "", 0
+        self._answer.finish(delta)
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        found = ((start, each) for each in self._patterns if (start := text.find(each)) >= 0)
+        return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
+
+
+class ChoiceText:
+    """The state of one choice. `feed` until `ended`, then `finish` once.
+
+    Stop strings are looked for in the answer, not in the reasoning before it.
+    """
+
+    def __init__(
+        self, texts: TokenTexts, options: TextOptions, call_id: CallIds, after: Detokenizer | None = None
+    ) -> None:
+        """`after` has read the prompt, where the text goes on from it."""
+        self._detokenizer = after or detokenizer(texts)
         self._min_tokens = options.min_tokens
         self._single_call = options.single_tool_call
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        # Characters decoded so far, and those of them that cannot belong to a stop string any more.
+        # Characters decoded so far.
         self.num_decoded = 0
-        self.num_passed = 0
         # None: the text is content as it is.
         self._parser: TextParser | None = None
         self._calls: ToolCallParser | None = None
+        self._stop: StopStrings | None = None
         self._reasoning: ThinkParser | None = None
         self._build_parsers(options, call_id)
 
@@ -68,6 +123,10 @@ class ChoiceText:
         if options.tool_call_format:
             self._calls = PARSERS[options.tool_call_format](call_id)
             parser = self._parser = self._calls
+        if options.stop:
+            self._stop = StopStrings(options.stop, parser)
+            self._stop.is_armed = not self._min_tokens
+            parser = self._parser = self._stop
         if options.reasoning_format in REASONING_FORMATS:
             self._reasoning = ThinkParser(parser, opened=options.reasoning_opened)
             self._parser = self._reasoning
@@ -75,7 +134,12 @@ class ChoiceText:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text."""
-        return self._stop.matched
+        return None if self._stop is None else self._stop.matched
+
+    @property
+    def num_passed(self) -> int:
+        """Characters decoded so far that cannot belong to a stop string any more."""
+        return self.num_decoded - (0 if self._stop is None else self._stop.num_withheld)
 
     @property
     def called_tools(self) -> bool:
@@ -89,7 +153,7 @@ class ChoiceText:
     @property
     def may_end(self) -> bool:
         """Whether the text can be over before the engine says so."""
-        return self._single_call or self._stop.is_armed
+        return self._single_call or self._stop is not None
 
     @property
     def in_call(self) -> bool:
@@ -99,7 +163,7 @@ class ChoiceText:
     @property
     def ended(self) -> bool:
         """Whether the text is over before the engine says so: a stop string, or the one allowed tool call."""
-        if self._stop.matched is not None:
+        if self._stop is not None and self._stop.matched is not None:
             return True
         return self._single_call and self._calls is not None and self._calls.num_complete > 0
 
@@ -109,32 +173,27 @@ class ChoiceText:
             self.num_reasoning_tokens += len(token_ids)
         if self._min_tokens > self.num_tokens:
             early = token_ids[: self._min_tokens - self.num_tokens]
-            self.num_tokens += len(early)
-            text = self._detokenizer.feed(early)
-            self.num_decoded += len(text)
-            self._deliver(text, delta)
+            self._decode(early, delta)
             token_ids = token_ids[len(early) :]
-        self.num_tokens += len(token_ids)
-        text = self._detokenizer.feed(token_ids)
-        self.num_decoded += len(text)
-        self._deliver(self._stop.feed(text), delta)
+            if self._stop is not None:
+                self._stop.is_armed = self.num_tokens >= self._min_tokens
+        self._decode(token_ids, delta)
 
     def finish(self, delta: TextDelta) -> None:
         """Adds what was held back. After a stop string nothing of it is."""
-        if self._stop.matched is None:
-            text = self._detokenizer.finish()
-            self.num_decoded += len(text)
-            text = self._stop.feed(text)
-            if self._stop.matched is None:
-                text += self._stop.finish()
-            self._deliver(text, delta)
+        if self.stop_string is None:
+            self._deliver(self._detokenizer.finish(), delta)
         if self._parser is not None:
             self._parser.finish(delta)
+
+    def _decode(self, token_ids: Sequence[int], delta: TextDelta) -> None:
+        self.num_tokens += len(token_ids)
+        self._deliver(self._detokenizer.feed(token_ids), delta)
 
     def _deliver(self, text: str, delta: TextDelta) -> None:
         if not text:
             return
-        self.num_passed += len(text)
+        self.num_decoded += len(text)
         if self._parser is None:
             delta.content += text
         else:

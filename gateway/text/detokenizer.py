@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import msgspec
 
@@ -108,6 +109,13 @@ class ByteLevelDetokenizer:
             self._pending = bool(self._decoder.getstate()[0])
         return pieces[0] if len(pieces) == 1 else "".join(pieces)
 
+    def copy(self) -> ByteLevelDetokenizer:
+        """One that goes on from here."""
+        other = ByteLevelDetokenizer(self._texts)
+        other._decoder.setstate(self._decoder.getstate())
+        other._pending = self._pending
+        return other
+
     def finish(self) -> str:
         """What was held back; an incomplete character becomes U+FFFD."""
         self._pending = False
@@ -147,6 +155,12 @@ class PieceDetokenizer:
                 pieces.append(text)
         return self._without_leading_space("".join(pieces))
 
+    def copy(self) -> PieceDetokenizer:
+        """See ByteLevelDetokenizer."""
+        other = PieceDetokenizer(self._texts)
+        other._run[:], other._is_invalid, other._front = self._run, self._is_invalid, self._front
+        return other
+
     def finish(self) -> str:
         """See ByteLevelDetokenizer."""
         return self._without_leading_space(self._end_run())
@@ -181,7 +195,10 @@ class PieceDetokenizer:
         return text.removeprefix(" ")
 
 
-def detokenizer(texts: TokenTexts) -> ByteLevelDetokenizer | PieceDetokenizer:
+Detokenizer: TypeAlias = ByteLevelDetokenizer | PieceDetokenizer
+
+
+def detokenizer(texts: TokenTexts) -> Detokenizer:
     """A fresh detokenizer of the kind that the vocabulary asks for."""
     vocabulary = texts.vocabulary
     if vocabulary.decoder is DecoderKind.BYTE_LEVEL and not vocabulary.byte_ids:

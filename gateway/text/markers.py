@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.text.stop_strings import longest_partial_suffix
-
 
 def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str | None, str]:
     """Splits `text` at the earliest of `markers`.
@@ -19,3 +17,14 @@ def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str | None,
         return text[:start], marker, text[start + len(marker) :]
     keep = longest_partial_suffix(text, markers)
     return text[: len(text) - keep], None, text[len(text) - keep :]
+
+
+def longest_partial_suffix(text: str, patterns: Sequence[str]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of one of the patterns."""
+    longest = 0
+    for pattern in patterns:
+        for length in range(min(len(pattern) - 1, len(text)), longest, -1):
+            if text.endswith(pattern[:length]):
+                longest = length
+                break
+    return longest

@@ -42,10 +42,12 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ({"max_tokens": 1, "max_completion_tokens": 2}, Reason.INVALID_ARGUMENT, "max_tokens"),
     ({"stop": [""]}, Reason.INVALID_ARGUMENT, "stop"),
     ({"stop": ["a"] * 17}, Reason.INVALID_ARGUMENT, "stop"),
-    ({"seed": -1}, Reason.INVALID_ARGUMENT, "seed"),
+    ({"seed": -(2**63) - 1}, Reason.INVALID_ARGUMENT, "seed"),
     ({"logit_bias": {"7": 101}}, Reason.INVALID_ARGUMENT, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, Reason.INVALID_ARGUMENT, "logit_bias"),
     ({"logit_bias": {"x": 1}}, Reason.INVALID_ARGUMENT, "logit_bias"),
+    ({"stop_token_ids": [1, 2.0]}, Reason.INVALID_ARGUMENT, "stop_token_ids[1]"),
+    ({"allowed_token_ids": [1.0]}, Reason.INVALID_ARGUMENT, "allowed_token_ids[0]"),
     ({"top_logprobs": 2}, Reason.INVALID_ARGUMENT, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, Reason.INVALID_ARGUMENT, "top_logprobs"),
     ({"messages": []}, Reason.INVALID_ARGUMENT, "messages"),
@@ -237,6 +239,8 @@ async def test_what_is_not_a_request_is_refused(stack: Deployment, path: str, bo
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [1, 2.0]}, "prompt[1]"),
+        ({"prompt": [[1], [2, 3.0]]}, "prompt[1][1]"),
         ({"prompt": ["a", 1]}, "prompt[1]"),
         ({"prompt": [100_000]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
@@ -249,6 +253,20 @@ async def test_completions_name_the_field(stack: Deployment, extra: dict[str, An
     response = await stack.http.post("/v1/completions", json={"model": "tiny", **extra})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
+
+
+async def test_ids_to_decode_are_integers_and_a_fields_own_number_may_be_whole(stack: Deployment) -> None:
+    response = await stack.http.post("/detokenize", json={"tokens": [1, 2.0]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens[1]"
+    assert (await stack.chat(max_tokens=1.0, seed=7.0, logit_bias={"7": 1.0})).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["007", "x", "1.0", "", " 7", "9" * 5000])
+async def test_a_bias_for_no_token_is_refused_by_its_key(stack: Deployment, key: str) -> None:
+    error = (await stack.chat(logit_bias={"7": 1, key: 1})).json()["error"]
+    assert (error["reason"], error["param"]) == ("INVALID_ARGUMENT", "logit_bias")
+    assert repr(key[:80]) in error["message"]
 
 
 async def test_fields_without_effect_are_named_in_a_header(stack: Deployment) -> None:

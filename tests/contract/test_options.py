@@ -11,6 +11,7 @@ from millrace.common.v1 import sampling_pb2
 from millrace.inference.v1 import inference_pb2
 
 from contract.errors import MillraceError, Reason
+from contract.proto.engine import sampling_fields
 from contract.sampling import OPTIONS, RANGES
 from engine.config import AdaptersConfig
 from engine.service.adapters import ServedAdapters
@@ -19,7 +20,7 @@ from engine.types import ModelFacts
 from gateway.faces.grpc import convert as grpc_face
 from gateway.faces.openai import chat, completions
 from gateway.http.body import decode
-from gateway.pipeline.validate import validate
+from gateway.pipeline.validate import complete, validate
 from gateway.types.request import GenerationRequest
 
 # What else must be said for a value to be allowed.
@@ -106,6 +107,9 @@ def test_a_value_at_its_limit_is_taken_by_both_faces_and_the_engine(
         # It would keep no token.
         value = 0.01
     validate(by_http(name, value, beside)[0])
+    if not fits(name, value):
+        # A seed with a sign: see below.
+        return
     validate(by_grpc(name, value, beside))
     options = sampling_pb2.SamplingOptions(**{"seed": 1, **beside, name: value})
     assert getattr(to_sampling(options, LIMITS, num_prompt_tokens=1), name) == value
@@ -130,6 +134,25 @@ def test_one_beyond_is_refused_by_name_before_a_prompt_is_looked_at(
     with pytest.raises(MillraceError) as refused:
         to_sampling(options, LIMITS, num_prompt_tokens=1)
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, f"sampling.{name}")
+
+
+@pytest.mark.parametrize("name", [name for name, each in OPTIONS.items() if each.kind is float])
+def test_the_smallest_number_that_the_gateway_takes_the_engine_takes_too(name: str) -> None:
+    tiny = max(5e-324, OPTIONS[name].limits.minimum)
+    request, _ = by_http(name, tiny, {})
+    validate(request)
+    params = complete(request.sampling, checkpoint={}, max_tokens=1, eos_token_ids=())
+    wire = sampling_pb2.SamplingOptions(**sampling_fields(params))
+    assert getattr(to_sampling(wire, LIMITS, num_prompt_tokens=1), name) == pytest.approx(tiny)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1, 2**64 - 1])
+def test_every_seed_of_64_bits_reaches_the_engine_as_one_without_a_sign(seed: int) -> None:
+    request, _ = by_http("seed", seed, {})
+    validate(request)
+    params = complete(request.sampling, checkpoint={}, max_tokens=1, eos_token_ids=())
+    wire = sampling_pb2.SamplingOptions(**sampling_fields(params))
+    assert to_sampling(wire, LIMITS, num_prompt_tokens=1).seed == seed % 2**64
 
 
 @pytest.mark.parametrize("name", OPTIONS)

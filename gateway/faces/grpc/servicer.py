@@ -15,7 +15,6 @@ from gateway.auth.verifier import Arrival
 from gateway.faces.grpc import convert
 from gateway.pipeline.delta import AnswerInfo, by_choice
 from gateway.pipeline.pipeline import Pipeline
-from gateway.text.detokenizer import decode
 from gateway.types.caller import Caller
 from gateway.types.slices import Slices
 from runtime.context import CONTEXT_HEADER
@@ -58,9 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         caller = self.caller(context)
         async with await self._pipeline().begin(caller, convert.generate_request(request)) as attempt:
             info, vocabulary = attempt.info, attempt.reader.vocabulary
-            echo = decode(attempt.reader.texts, info.prompt_token_ids) if request.echo else ""
-            if request.echo and request.WhichOneof("prompt") == "text":
-                echo = request.text
+            echo = "" if info.echo is None else info.echo.text
             to_echo = dict.fromkeys(range(info.num_choices), echo)
             response = _response(inference_pb2.GenerateResponse, info, info.enforcement)
             while deltas := await attempt.take():

@@ -15,7 +15,7 @@ from contract.outputs import FinishReason, TokenLogprobs
 from gateway.faces.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
-from gateway.text.detokenizer import Vocabulary
+from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -47,23 +47,19 @@ class AnswerWriter:
     def __init__(
         self,
         info: AnswerInfo,
-        vocabulary: Vocabulary,
+        texts: TokenTexts,
         *,
         tier: str,
         include_usage: bool,
         logprobs: bool,
         first_index: int = 0,
-        echo: str | None = None,
     ) -> None:
-        """`tier` is what the API calls the tier that serves; `echo` is the prompt's text where every choice
-        begins with it.
-        """
+        """`texts` are those of the answer's tokens; `tier` is what the API calls the tier that serves."""
         self._info = info
         self._tier = tier
-        self._vocabulary = vocabulary
+        self._texts = texts
         self._with_logprobs = logprobs
         self._first_index = first_index
-        self._echo = echo
         self._head = b"data: " + _encode(self._identity(self.CHUNK_OBJECT))[:-1] + b',"choices":['
         # OpenAI: with include_usage every chunk but the last has a null.
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
@@ -164,9 +160,9 @@ class ChatWriter(AnswerWriter):
     CHUNK_OBJECT = "chat.completion.chunk"
     PLAIN = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, info: AnswerInfo, vocabulary: Vocabulary, **options: Any) -> None:
+    def __init__(self, info: AnswerInfo, texts: TokenTexts, **options: Any) -> None:
         """See AnswerWriter."""
-        super().__init__(info, vocabulary, **options)
+        super().__init__(info, texts, **options)
         self._kept: dict[int, ChatLogprobs] = {}
 
     def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], msgspec.Raw | None]:
@@ -190,7 +186,7 @@ class ChatWriter(AnswerWriter):
         return {"message" if whole else "delta": said}, logprobs
 
     def _logprobs(self) -> ChatLogprobs:
-        return ChatLogprobs(self._vocabulary, self._pieces)
+        return ChatLogprobs(self._texts.vocabulary, self._pieces)
 
     def _keep(self, index: int, logprobs: Sequence[TokenLogprobs]) -> int:
         return self._kept.setdefault(index, self._logprobs()).add(logprobs)
@@ -203,18 +199,24 @@ class CompletionWriter(AnswerWriter):
     OBJECT = CHUNK_OBJECT = "text_completion"
     PLAIN = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, info: AnswerInfo, vocabulary: Vocabulary, **options: Any) -> None:
+    def __init__(self, info: AnswerInfo, texts: TokenTexts, **options: Any) -> None:
         """See AnswerWriter."""
-        super().__init__(info, vocabulary, **options)
+        super().__init__(info, texts, **options)
         # Length of the text so far, which offsets go on from chunk to chunk.
         self._offsets = dict.fromkeys(range(info.num_choices), 0)
         # They come with one of the choices. Where the prompt is cached, others can be there before it: their
         # text begins with the prompt's tokens too, so it waits for these.
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self._waits = self._echo is not None and self._with_logprobs and len(info.prompt_token_ids) > 1
+        self._waits = info.echo is not None and self._with_logprobs and len(info.prompt_token_ids) > 1
         self._waiting: list[ChoiceDelta] = []
-        self._kept = {index: self._no_logprobs() for index in self._offsets}
-        if self._echo is None:
+        # What reads each choice's tokens again, for where their texts begin: a token alone may be a part of a
+        # character.
+        self._readers = {
+            index: detokenizer(texts) if info.echo is None else info.echo.reader.copy()
+            for index in self._offsets
+        }
+        self._kept = {index: self._no_logprobs(reader) for index, reader in self._readers.items()}
+        if info.echo is None:
             self._begun.update(self._offsets)
 
     def event(self, delta: ChoiceDelta) -> bytes:
@@ -239,21 +241,22 @@ class CompletionWriter(AnswerWriter):
         return super().choices(gathered)
 
     def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], msgspec.Raw | None]:
-        echo, earlier = "", None
-        if self._echo is not None and delta.index not in self._begun:
-            echo, earlier = self._echo, self._no_logprobs()
+        text, earlier, echo = delta.content, None, self._info.echo
+        if echo is not None and delta.index not in self._begun:
+            text, earlier = echo.text + text, self._no_logprobs(detokenizer(self._texts))
             earlier.lead(self._info.prompt_token_ids[0])
             earlier.add(self._prompt_logprobs)
         logprobs = None
         if self._with_logprobs:
-            kept, self._kept[delta.index] = self._kept[delta.index], self._no_logprobs()
+            fresh = self._no_logprobs(self._readers[delta.index])
+            kept, self._kept[delta.index] = self._kept[delta.index], fresh
             kept.add(delta.logprobs)
             written, self._offsets[delta.index] = kept.written(self._offsets[delta.index], earlier)
             logprobs = msgspec.Raw(written)
-        return {"text": echo + delta.content}, logprobs
+        return {"text": text}, logprobs
 
-    def _no_logprobs(self) -> CompletionLogprobs:
-        return CompletionLogprobs(self._vocabulary.token_text)
+    def _no_logprobs(self, reader: Detokenizer) -> CompletionLogprobs:
+        return CompletionLogprobs(self._texts.vocabulary.token_text, reader)
 
     def _keep(self, index: int, logprobs: Sequence[TokenLogprobs]) -> int:
         return self._kept[index].add(logprobs)

@@ -8,7 +8,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from contract.chat import TextPrompt
 from contract.errors import MillraceError
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answers import DONE, AnswerWriter, ChatWriter, CompletionWriter, usage_body
@@ -17,11 +16,9 @@ from gateway.faces.openai.large import read
 from gateway.faces.openai.requests import CommonBody, yielding
 from gateway.http.errors import error_event, unexpected
 from gateway.http.exchange import Exchange
-from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.intake import Hold
 from gateway.pipeline.pipeline import Answer, Pipeline
-from gateway.text.detokenizer import decode as decode_ids
 from gateway.types.request import GenerationRequest
 from gateway.types.slices import Slices
 
@@ -67,12 +64,11 @@ class GenerateEndpoints:
             writers = [
                 kind(
                     attempt.info,
-                    attempt.reader.vocabulary,
+                    attempt.reader.texts,
                     tier=attempt.call.tier.openai_name,
                     include_usage=body.include_usage,
                     logprobs=attempt.call.request.sampling.logprobs is not None,
                     first_index=index * attempt.info.num_choices,
-                    echo=_echo(attempt),
                 )
                 for index, attempt in enumerate(answer.attempts)
             ]
@@ -87,15 +83,6 @@ class GenerateEndpoints:
                         choices.append(choice)
                         await slices.breathe()
                 await exchange.respond(200, writers[0].body(choices, _usage(answer, body)))
-
-
-def _echo(attempt: Attempt) -> str | None:
-    request = attempt.call.request
-    if not request.echo:
-        return None
-    if isinstance(request.prompt, TextPrompt):
-        return request.prompt.text
-    return decode_ids(attempt.reader.texts, attempt.info.prompt_token_ids)
 
 
 def _warn(exchange: Exchange, body: CommonBody) -> None:

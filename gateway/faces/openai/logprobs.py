@@ -11,7 +11,7 @@ from itertools import accumulate, islice
 import msgspec
 
 from contract.outputs import TokenLogprobs
-from gateway.text.detokenizer import Vocabulary
+from gateway.text.detokenizer import Detokenizer, Vocabulary
 
 _encode = msgspec.json.Encoder().encode
 
@@ -59,8 +59,12 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """`logprobs` of one choice of a completion, or of a part of one."""
 
-    def __init__(self, text_of: Callable[[int], str]) -> None:
+    def __init__(self, text_of: Callable[[int], str], reader: Detokenizer) -> None:
+        """`text_of` is a token's text alone; `reader` has read the tokens before, and says how much text each
+        adds to theirs.
+        """
         self._text_of = text_of
+        self._reader = reader
         self._parts: list[tuple[bytes, bytes, bytes]] = []
         self._lengths = array("I")
 
@@ -75,7 +79,7 @@ class CompletionLogprobs:
             {text_of(id_): finite(top) for id_, top in each.top} or {text: value}
             for each, text, value in zip(logprobs, texts, values, strict=True)
         ]
-        self._lengths.extend(map(len, texts))
+        self._lengths.extend([len(self._reader.feed((each.token_id,))) for each in logprobs])
         part = (_inner(texts), _inner(values), _inner(tops))
         self._parts.append(part)
         return sum(map(len, part))
@@ -83,7 +87,7 @@ class CompletionLogprobs:
     def lead(self, token_id: int) -> None:
         """A first token, which has no log-probability."""
         text = self._text_of(token_id)
-        self._lengths.append(len(text))
+        self._lengths.append(len(self._reader.feed((token_id,))))
         self._parts.append((_encode(text), b"null", b"null"))
 
     def written(self, offset: int = 0, earlier: CompletionLogprobs | None = None) -> tuple[bytes, int]:

@@ -4,6 +4,7 @@ requests.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,9 @@ from contract.errors import invalid, unsupported
 from contract.sampling import CommonOptions, SamplingOptions
 from gateway.pipeline.validate import MAX_METADATA_VALUE, check_metadata
 from gateway.types.request import GenerationRequest
+
+# As the keys of a JSON object have it.
+_TOKEN_ID = re.compile(r"-?0|[1-9][0-9]{0,18}")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +75,7 @@ class CommonBody(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, float] | None = None
     user: str | None = None
     service_tier: str | None = None
     metadata: dict[str, str] | None = None
@@ -181,7 +185,7 @@ def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) 
         # vLLM's way to keep all tokens.
         common["top_k"] = 0
     return SamplingOptions(
-        logit_bias=body.logit_bias or {},
+        logit_bias=_biases(body.logit_bias or {}),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         max_tokens=max_tokens,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
@@ -189,6 +193,14 @@ def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) 
         logprobs=logprobs,
         **common,
     )
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    for key in given:
+        if not _TOKEN_ID.fullmatch(key):
+            problem = f"key {key[:80]!r} is not a token id; write it in digits, without leading zeros"
+            raise invalid("logit_bias", problem)
+    return {int(key): bias for key, bias in given.items()}
 
 
 def response_format(body: CommonBody) -> tuple[ResponseFormat | None, str]:

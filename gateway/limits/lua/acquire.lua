@@ -1,13 +1,15 @@
 -- Charges windows, leases and meters together, or nothing. Time is the server's: gateways need no common clock.
 --
--- KEYS (after those of once.lua): one per window, then per lease, then per meter.
+-- KEYS (after those of once.lua): windows that counted the request before, then one per window, per lease, per meter.
 -- ARGV: bucket length in ms, number of buckets, lease lifetime in ms, meter lifetime in s,
---       number of windows, of leases, of meters, 1 if nothing is to be charged that was not charged before;
+--       number of windows, of leases, of meters, 1 if nothing is to be charged that was not charged before,
+--       number of windows that counted the request, and the ms since it came: a lease that refuses gives 1 back to each;
 --       per window: limit, amount; per lease: limit, id, slots; per meter: limit, base, unit cost, units.
 -- Returns {1, bucket, window sums..., granted units..., meter sums...}
 --      or {0, kind (1 window, 2 lease, 3 meter), index from 0, used, ms to wait or -1}.
 local bucket_ms, num_buckets, lease_ttl_ms, meter_ttl_s = number(), number(), number(), number()
 local num_windows, num_leases, num_meters, is_taken_back = number(), number(), number(), number() == 1
+local num_counted, age_ms = number(), number()
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local bucket = math.floor(now_ms / bucket_ms)
@@ -34,7 +36,21 @@ local function wait_ms(window, used, limit, amount)
   return -1
 end
 
-local windows, leases, meters = {}, {}, {}
+-- It was counted since it came: never in a bucket before the one that is found, so no 60 s hold too many.
+local function uncount(window)
+  for charged = math.max(bucket - num_buckets + 1, math.floor((now_ms - age_ms) / bucket_ms)), bucket do
+    if tonumber(redis.call('HGET', window, charged) or 0) > 0 then
+      redis.call('HINCRBY', window, charged, -1)
+      redis.call('HINCRBY', window, 't', -1)
+      return
+    end
+  end
+end
+
+local counted, windows, leases, meters = {}, {}, {}, {}
+for index = 1, num_counted do
+  counted[index] = key()
+end
 for index = 1, num_windows do
   local window = { key = key(), limit = number(), amount = number() }
   window.used = prune(window.key, bucket, num_buckets)
@@ -48,7 +64,10 @@ for index = 1, num_leases do
   redis.call('ZREMRANGEBYSCORE', lease.key, '-inf', now_ms)
   local held = redis.call('ZCARD', lease.key)
   if held + lease.slots > lease.limit then
-    return { 0, 2, index - 1, held, -1 }
+    for _, window in ipairs(counted) do
+      uncount(window)
+    end
+    return remember({ 0, 2, index - 1, held, -1 })
   end
   leases[index] = lease
 end

@@ -6,7 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from millrace.inference.v1 import inference_pb2
 
+from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode
@@ -98,6 +100,32 @@ async def test_echoed_prompt_has_its_logprobs_in_every_choice(order: tuple[int, 
             assert "".join(choice["text"] for choice in mine) == "abchel"
             assert [token for each in logprobs for token in each["tokens"]] == list("abchel")
             assert [offset for each in logprobs for offset in each["text_offset"]] == list(range(6))
+
+
+# A character of two bytes, one of three and one of four, cut where the prompt ends.
+@pytest.mark.parametrize("cut", range(1, 11))
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_and_its_answer_are_one_text_wherever_the_prompt_ends(cut: int, stream: bool) -> None:
+    text = "a\u00e9\u20ac\U0001f642b"
+    ids = encode(text)
+    engine = ScriptedEngine(reply=lambda _submit, _choice: [*ids[cut:], END_ID])
+    body = {"model": "tiny", "prompt": ids[:cut], "max_tokens": 20, "echo": True, "logprobs": 0}
+    async with deployed(engine) as stack:
+        if stream:
+            choices = [
+                choice for each in await stack.events("/v1/completions", **body) for choice in each["choices"]
+            ]
+        else:
+            choices = (await stack.http.post("/v1/completions", json=body)).json()["choices"]
+        request = inference_pb2.GenerateRequest(
+            model="tiny", token_ids=inference_pb2.TokenIds(ids=ids[:cut]), echo=True
+        )
+        metadata = ((CONTEXT_HEADER, signed_context()),)
+        answers = [each async for each in stack.inference.Generate(request, metadata=metadata)]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert "".join(choice.text for each in answers for choice in each.choices) == text
+    offsets = [at for each in choices if each["logprobs"] for at in each["logprobs"]["text_offset"]]
+    assert offsets[: len(ids)] == [len(bytes(ids[:at]).decode(errors="ignore")) for at in range(len(ids))]
 
 
 async def test_body_that_is_compressed_is_refused_by_the_header_that_says_so() -> None:
@@ -363,8 +391,6 @@ async def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
         answer = await stack.http.post("/v1/chat/completions", content=body % b"1e0")
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 3
-        ids = await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": [97.0, 98]})
-        assert ids.json()["usage"]["prompt_tokens"] == 2
         refused = await stack.http.post("/v1/chat/completions", content=body % b"1.5")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 

@@ -106,6 +106,28 @@ async def test_cancelling_gives_everything_back() -> None:
         await reservation.cancel()
 
 
+async def test_waiting_for_a_slot_uses_up_no_requests_per_minute() -> None:
+    rig = Rig({"requests_per_minute": 5, "max_concurrent_streams": 1}, {"requests_per_minute": 4})
+
+    async def ask() -> Any:
+        await rig.requests.admit("acme", "k")
+        rig.now_s += 0.7
+        return await rig.limiter.reserve(rig.identity, 1, 1, tier=rig.tier, model="m", age_s=0.7)
+
+    running = await ask()
+    for _ in range(20):
+        with pytest.raises(MillraceError) as refused:
+            await ask()
+        assert refused.value.reason is Reason.CONCURRENCY_EXCEEDED
+    await running.settle(1, 1)
+    for _ in range(3):
+        await (await ask()).settle(1, 1)
+    with pytest.raises(MillraceError) as refused:
+        await ask()
+    assert refused.value.reason is Reason.REQUEST_RATE_EXCEEDED
+    assert refused.value.metadata["scope"] == "key k"
+
+
 async def test_refusal_says_whose_limit_and_when_to_come_back() -> None:
     rig = Rig({"tokens_per_minute": 1000}, {"tokens_per_minute": 100})
     await rig.reserve(60, 20)

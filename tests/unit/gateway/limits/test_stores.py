@@ -83,6 +83,25 @@ async def refused(store: LimitStore, demand: Demand) -> LimitRefused:
     return outcome
 
 
+async def test_a_refused_lease_gives_back_that_the_request_was_counted(store: LimitStore) -> None:
+    await granted(store, lease("a", limit=1))
+    await granted(store, window(1))
+    for _ in range(20):
+        await granted(store, window(1, limit=2))
+        waiting = Demand(leases=(LeaseDemand("l", 1, "b"),), counted=("w",), age_ms=60_000)
+        outcome = await refused(store, waiting)
+        assert (outcome.kind, outcome.used) == (Kind.LEASE, 1)
+    assert (await granted(store, window(0))).window_sums == (1,)
+
+
+async def test_what_was_counted_before_the_request_came_is_not_given_back(store: LimitStore) -> None:
+    await granted(store, lease("a", limit=1))
+    await granted(store, window(1))
+    await asyncio.sleep(0.6)
+    await refused(store, Demand(leases=(LeaseDemand("l", 1, "b"),), counted=("w",), age_ms=0))
+    assert (await granted(store, window(0))).window_sums == (1,)
+
+
 async def test_window_is_filled_and_then_refuses(store: LimitStore) -> None:
     assert (await granted(store, window(7))).window_sums == (7,)
     assert (await granted(store, window(3))).window_sums == (10,)

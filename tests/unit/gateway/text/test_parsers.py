@@ -73,6 +73,16 @@ def test_every_cut_gives_the_same_answer(text: str, at: list[int], opened: bool)
     assert read(text, list(range(length)), options) == read(text, [], options)
 
 
+@pytest.mark.parametrize("stop", ["\n\n", "think", "STOP", ">"])
+@given(cuts, st.booleans())
+def test_a_stop_string_is_looked_for_in_the_answer_alone(stop: str, at: list[int], opened: bool) -> None:
+    thoughts = f"I think {stop} of\n\nit"
+    text = f"{'' if opened else '<think>'}\n{thoughts}\n</think>\n\nthe answer{stop} and more"
+    options = TextOptions(reasoning_format="think", reasoning_opened=opened, stop=(stop,))
+    content, reasoning, _ = read(text, [min(cut, len(text)) for cut in at], options)
+    assert (content, reasoning) == ("the answer", thoughts)
+
+
 @given(st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=8)), max_size=3))
 def test_arguments_arrive_as_the_model_wrote_them(arguments: dict[str, object]) -> None:
     written = json.dumps(arguments)

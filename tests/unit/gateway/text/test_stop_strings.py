@@ -7,20 +7,24 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.stop_strings import StopStrings, longest_partial_suffix
+from gateway.text.choice import StopStrings
+from gateway.text.delta import TextDelta
+from gateway.text.markers import longest_partial_suffix
+from gateway.text.reasoning import ContentParser
 
 texts = st.text(alphabet="abc", max_size=30)
 patterns = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3)
 
 
 def run(stop: list[str], pieces: list[str]) -> tuple[str, str | None]:
-    matcher = StopStrings(stop)
-    shown = ""
+    matcher, shown = StopStrings(stop, ContentParser()), TextDelta()
+    num_fed = 0
     for piece in pieces:
-        shown += matcher.feed(piece)
-        if matcher.matched is not None:
-            return shown, matcher.matched
-    return shown + matcher.finish(), None
+        matcher.feed(piece, shown)
+        num_fed += len(piece)
+        assert len(shown.content) == num_fed - matcher.num_withheld
+    matcher.finish(shown)
+    return shown.content, matcher.matched
 
 
 def reference(stop: list[str], text: str) -> tuple[str, str | None]:
@@ -42,9 +46,9 @@ def test_every_cut_gives_the_reference(stop: list[str], text: str, at: list[int]
 
 @given(patterns, texts)
 def test_only_a_possible_beginning_is_held_back(stop: list[str], text: str) -> None:
-    matcher = StopStrings(stop)
-    shown = matcher.feed(text)
+    matcher, shown = StopStrings(stop, ContentParser()), TextDelta()
+    matcher.feed(text, shown)
     if matcher.matched is None:
-        held = text[len(shown) :]
+        held = text[len(shown.content) :]
         assert held == "" or any(pattern.startswith(held) for pattern in stop)
         assert len(held) == longest_partial_suffix(text, stop)
