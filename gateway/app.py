@@ -15,6 +15,7 @@ from gateway.auth.authorizer import HttpCallers
 from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
 from gateway.engines.fleet import Fleet, follow, lookup_of
+from gateway.faces.error_forms import ERROR_FORMS
 from gateway.faces.grpc.large import add_to_server
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
 from gateway.faces.grpc.unread import grpc_server
@@ -30,6 +31,7 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.shadow import Shadows
 from gateway.settings import Settings
 from gateway.tokenizer.client import TokenizerClient
+from gateway.types.error_form import ErrorForms
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -48,8 +50,15 @@ _FAREWELL_S = 2.0
 class Gateway:
     """One process. `start`, `wait_ready`, serve until told otherwise, `drain`, `stop`."""
 
-    def __init__(self, settings: Settings, telemetry: Telemetry, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        telemetry: Telemetry,
+        metrics: Metrics,
+        error_forms: ErrorForms = ERROR_FORMS,
+    ) -> None:
         self._settings = settings
+        self._error_forms = error_forms
         self._config = settings.gateway
         self._telemetry = telemetry
         self._metrics = metrics
@@ -61,7 +70,7 @@ class Gateway:
             silence_limit_s=settings.health.silence_limit_s,
             pace=self._intake.pace,
         )
-        self._edge = Edge(settings, telemetry, metrics, self._intake.refusals)
+        self._edge = Edge(settings, telemetry, metrics, self._intake.refusals, error_forms)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
         self._catalog = Catalog(settings.models, self._edge.tiers)
         self._fleet = self._catalog.fleet = Fleet(
@@ -120,6 +129,7 @@ class Gateway:
             ),
             self._config.http_listen,
             max_body_bytes=self._config.max_body_bytes,
+            error_forms=self._error_forms,
             callers=callers,
             intake=self._intake,
         )

@@ -31,6 +31,7 @@ from gateway.pipeline.ports import FinishedRequest, Ledger, OpenEntry, Unkept
 from gateway.pipeline.refusals import Refusals
 from gateway.settings import Settings, priced
 from gateway.tiers import Tiers
+from gateway.types.error_form import ErrorForms
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -46,7 +47,12 @@ class Edge:
     """Everything about who may ask for how much. Started before the faces, closed after them."""
 
     def __init__(
-        self, settings: Settings, telemetry: Telemetry, metrics: Metrics, refusals: Refusals
+        self,
+        settings: Settings,
+        telemetry: Telemetry,
+        metrics: Metrics,
+        refusals: Refusals,
+        error_forms: ErrorForms,
     ) -> None:
         self.tiers = Tiers(settings)
         self.directory = KeyDirectory(settings)
@@ -59,10 +65,16 @@ class Edge:
         self.limiter = TokenLimiter(self._store, self.directory, self.prices, settings.gateway.limits)
         # Asked by the HTTP face, for itself and for Envoy.
         self.authorizer = Authorizer(
-            self.directory, self.tiers, settings.security.secret(), telemetry, metrics, self.deferred
+            self.directory,
+            self.tiers,
+            settings.security.secret(),
+            telemetry,
+            metrics,
+            self.deferred,
+            error_forms,
         )
         self.counter = RequestCounter(RequestLimiter(self._store, self.directory), telemetry, metrics)
-        self._ratelimit = RateLimitServicer(self.counter, refusals.turn)
+        self._ratelimit = RateLimitServicer(self.counter, refusals.turn, error_forms)
         self._recovery: asyncio.Task[None] | None = None
 
     def register(self, server: GrpcServer) -> None:

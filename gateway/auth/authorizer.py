@@ -17,12 +17,11 @@ import msgspec
 from opentelemetry.util.types import AttributeValue
 
 from contract.errors import MillraceError, Reason
-from contract.proto.status import to_status
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.auth.verifier import Arrival, CallerVerifier, context_of
-from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
 from gateway.types.caller import MAX_CLIENT_REQUEST_ID, Caller, Identity
+from gateway.types.error_form import ErrorForms
 from observability.emit import names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.tracing import RemoteSpan, Telemetry
@@ -68,10 +67,9 @@ class EdgeAnswer(msgspec.Struct, frozen=True):
 
 
 class Authorizer:
-    """Answers each question with a signed context or with a refusal.
-
-    HTTP clients get OpenAI's error body. gRPC clients get the status that Envoy derives from the HTTP one
-    (401 UNAUTHENTICATED, 403 PERMISSION_DENIED) with the message, and the rich status in its trailer.
+    """Answers each question with a signed context, or with a refusal in the form of the path that was asked
+    for. gRPC clients get the status that Envoy derives from the HTTP one (401 UNAUTHENTICATED,
+    403 PERMISSION_DENIED) with the message, and the rich status in its trailer.
     """
 
     def __init__(
@@ -82,20 +80,24 @@ class Authorizer:
         telemetry: Telemetry,
         metrics: Metrics,
         deferred: Deferred,
+        error_forms: ErrorForms,
     ) -> None:
         self._directory = directory
+        self._error_forms = error_forms
         self._deferred = deferred
         self._tiers = tiers
         self._secret = secret
         self._telemetry = telemetry
         self._metrics = metrics
 
-    def check(self, headers: Mapping[bytes, bytes]) -> EdgeAnswer:
-        """Answers a question of Envoy's by a request's headers (names in lower case)."""
+    def check(self, path: str, headers: Mapping[bytes, bytes]) -> EdgeAnswer:
+        """Answers a question of Envoy's by a request's path and headers (names in lower case)."""
         try:
             identity = self.authenticate(headers)
         except MillraceError as error:
-            return refused(error, is_grpc=is_grpc(_text(headers, CONTENT_TYPE_HEADER.encode())))
+            form = self._error_forms.of(path, _text(headers, CONTENT_TYPE_HEADER.encode()))
+            told = [(name.encode(), value.encode()) for name, value in form.headers(error).items()]
+            return EdgeAnswer(error.mapping.http_status, told, form.body(error))
         return self._allowed(identity)
 
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Identity:
@@ -195,33 +197,6 @@ def _told(
 def header_value(text: str) -> bytes:
     """A text that somebody else chose, as the value of a header: control characters would end it."""
     return text.encode("utf-8", "replace").translate(None, _CONTROL_CHARACTERS)
-
-
-def is_grpc(content_type: str) -> bool:
-    """Whether a request with this content type is answered in gRPC's form."""
-    return content_type.startswith("application/grpc")
-
-
-def refused(error: MillraceError, *, is_grpc: bool) -> EdgeAnswer:
-    """The refusal as Envoy passes it to the client."""
-    return EdgeAnswer(
-        error.mapping.http_status,
-        [(name.encode(), value.encode()) for name, value in refusal_headers(error, is_grpc=is_grpc).items()],
-        error.message.encode() if is_grpc else error_body(error),
-    )
-
-
-def refusal_headers(error: MillraceError, *, is_grpc: bool) -> dict[str, str]:
-    """Headers of a refusal that Envoy sends on behalf of the gateway."""
-    headers = error_headers(error)
-    if is_grpc:
-        rich = base64.b64encode(to_status(error).SerializeToString()).decode()
-        headers["grpc-status-details-bin"] = rich.rstrip("=")
-    else:
-        headers["content-type"] = "application/json"
-        if error.mapping.http_status == 401:
-            headers["www-authenticate"] = "Bearer"
-    return headers
 
 
 def _text(headers: Mapping[bytes, bytes], name: bytes) -> str:

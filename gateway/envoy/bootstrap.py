@@ -14,9 +14,11 @@ from gateway.auth import authorizer
 from gateway.config import EnvoyConfig
 from gateway.envoy.clusters import clusters
 from gateway.envoy.replies import local_reply_config
+from gateway.faces.error_forms import ERROR_FORMS
 from gateway.limits import servicer
 from gateway.pipeline.refusals import LIMIT_S
 from gateway.settings import Settings, load_settings, split_address
+from gateway.types.error_form import ErrorForms
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.provider import edge_resource
@@ -58,7 +60,9 @@ def render(tables: Mapping[str, Any], profile: Profile = "local") -> str:
     return yaml.safe_dump(build(settings, observability), sort_keys=False, width=120)
 
 
-def build(settings: Settings, observability: ObservabilityConfig) -> dict[str, Any]:
+def build(
+    settings: Settings, observability: ObservabilityConfig, error_forms: ErrorForms = ERROR_FORMS
+) -> dict[str, Any]:
     """Envoy's bootstrap. Its spans go where the services' go first; if that is nowhere, it makes none."""
     config, gateway = settings.envoy, settings.gateway
     _check_tls(config)
@@ -75,7 +79,7 @@ def build(settings: Settings, observability: ObservabilityConfig) -> dict[str, A
         edge_timeout=f"{config.authorization_timeout_ms / 1000:g}s",
         # A refusal may wait for its tenant's turn.
         count_timeout=f"{config.authorization_timeout_ms / 1000 + LIMIT_S:g}s",
-        local_reply_config=local_reply_config(gateway.max_body_bytes),
+        local_reply_config=local_reply_config(gateway.max_body_bytes, error_forms),
         export=export,
         export_headers=[{"key": key, "value": value} for key, value in export.headers.items()]
         if export is not None
@@ -161,6 +165,7 @@ _TEMPLATES.globals.update(
     rate_limit_domain=servicer.DOMAIN,
     tenant_entry=servicer.TENANT_ENTRY,
     key_entry=servicer.KEY_ENTRY,
+    path_entry=servicer.PATH_ENTRY,
     content_type_entry=servicer.CONTENT_TYPE_ENTRY,
     service_name=names.ENVOY,
     ingress_span=str(names.ENVOY_INGRESS),

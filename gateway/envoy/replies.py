@@ -1,15 +1,15 @@
-"""Envoy's own answers in OpenAI's error form, with reasons of the suite's error table."""
+"""Envoy's own answers in the form of the face that owns the path, with reasons of the suite's error table."""
 
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from typing import Any
 
+import msgspec
+
 from contract.errors import MillraceError, Reason
-from contract.proto.status import to_status
 from gateway.auth.authorizer import NO_CREDENTIALS
-from gateway.openai_error import error_detail
+from gateway.types.error_form import ErrorForm, ErrorForms
 
 # What needs no key: Envoy itself says who asks too often.
 PUBLIC_PATHS = ("/health", "/openapi.json", "/grpc.health.v1.Health/Check")
@@ -55,8 +55,11 @@ _BY_STATUS: tuple[tuple[int, Reason, str], ...] = (
 )
 
 
-def local_reply_config(max_body_bytes: int) -> dict[str, Any]:
-    """Mappers for the HTTP connection manager. gRPC clients get the text as their status message."""
+def local_reply_config(max_body_bytes: int, error_forms: ErrorForms) -> dict[str, Any]:
+    """Mappers for the HTTP connection manager, of which the first one that fits writes the reply: each case
+    has one for gRPC, whose text becomes the status message, one for each prefix with a form of its own, and
+    one for all other paths.
+    """
     too_large = f"the request body is larger than {max_body_bytes} bytes (gateway.max_body_bytes); send less"
     flag, status = _UNAUTHORIZED_BY_FAILURE
     cases: list[tuple[dict[str, Any], Reason, str]] = [
@@ -71,23 +74,28 @@ def local_reply_config(max_body_bytes: int) -> dict[str, Any]:
     mappers: list[dict[str, Any]] = [{"filter": _all_of(_has_flag(flag), _has_status(401))}]
     for when, reason, message in cases:
         error = MillraceError(reason, message)
-        mappers.append(_grpc_mapper(when, error))
-        mappers.append(_http_mapper(when, error))
+        mappers.append(_grpc_mapper(when, error, error_forms.grpc))
+        mappers += [
+            _http_mapper(_all_of(when, _is_below(prefix)), error, form)
+            for prefix, form in error_forms.by_prefix.items()
+        ]
+        mappers.append(_http_mapper(when, error, error_forms.default))
     return {"mappers": mappers}
 
 
-def _grpc_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
-    details = b64encode(to_status(error).SerializeToString()).decode().rstrip("=")
-    # Of other statuses Envoy makes other codes, which clients do not take together with ours.
+def _grpc_mapper(when: dict[str, Any], error: MillraceError, form: ErrorForm) -> dict[str, Any]:
+    # From other HTTP statuses Envoy derives other codes than the rich status has, and clients refuse the two
+    # together.
     is_rich = error.reason is Reason.MISSING_CREDENTIALS
+    headers = [_header(*header) for header in form.headers(error).items()]
     return {
         "filter": _all_of(when, _IS_GRPC),
-        **({"headers_to_add": [_header("grpc-status-details-bin", details)]} if is_rich else {}),
-        "body_format_override": {"text_format_source": {"inline_string": error.message}},
+        **({"headers_to_add": headers} if is_rich else {}),
+        "body_format_override": {"text_format_source": {"inline_string": form.body(error).decode()}},
     }
 
 
-def _http_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
+def _http_mapper(when: dict[str, Any], error: MillraceError, form: ErrorForm) -> dict[str, Any]:
     # What passes by itself is worth another try.
     more = {429: [_header("retry-after", "1")], 503: [_header("retry-after", "1")]}
     more[401] = [_header("www-authenticate", "Bearer")]
@@ -97,8 +105,8 @@ def _http_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
         "status_code": error.mapping.http_status,
         **({"headers_to_add": more[status]} if status in more else {}),
         "body_format_override": {
-            "json_format": {"error": error_detail(error)},
-            "content_type": "application/json",
+            "json_format": msgspec.json.decode(form.body(error)),
+            "content_type": form.headers(error)["content-type"],
         },
     }
 
@@ -109,8 +117,15 @@ def _header(key: str, value: str) -> dict[str, Any]:
 
 def _is_public() -> dict[str, Any]:
     paths = "|".join(map(re.escape, PUBLIC_PATHS))
-    regex = {"safe_regex": {"regex": f"(?:{paths})(?:\\?.*)?"}}
-    return {"header_filter": {"header": {"name": ":path", "string_match": regex}}}
+    return _has_path({"safe_regex": {"regex": f"(?:{paths})(?:\\?.*)?"}})
+
+
+def _is_below(prefix: str) -> dict[str, Any]:
+    return _has_path({"prefix": prefix})
+
+
+def _has_path(match: dict[str, Any]) -> dict[str, Any]:
+    return {"header_filter": {"header": {"name": ":path", "string_match": match}}}
 
 
 def _all_of(*filters: dict[str, Any]) -> dict[str, Any]:

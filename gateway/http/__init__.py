@@ -1,1 +1,1 @@
-"""The OpenAI face: JSON over HTTP, server-sent events for streams."""
+"""The wire of the HTTP faces: JSON over HTTP, server-sent events for streams."""

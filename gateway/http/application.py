@@ -18,6 +18,7 @@ from gateway.http.exchange import Exchange, Handler, Receive, Send
 from gateway.limits.counter import RequestCounter, exceeded_headers
 from gateway.pipeline.intake import LARGE_BYTES, Hold, Intake
 from gateway.pipeline.refusals import is_the_callers
+from gateway.types.error_form import ErrorForms
 from observability.emit.metrics import Metrics
 from runtime.deferred import Deferred
 from runtime.interceptors import forget_places
@@ -32,17 +33,24 @@ class AsgiApplication:
     """Calls the handler when a request's body is there, or once it is clear that it will not be taken."""
 
     def __init__(
-        self, handler: Handler, body_limit: int, callers: HttpCallers | None, intake: Intake
+        self,
+        handler: Handler,
+        body_limit: int,
+        callers: HttpCallers | None,
+        intake: Intake,
+        error_forms: ErrorForms,
     ) -> None:
         """With `callers`, nobody without credentials may send a large body."""
         self._handler = handler
         self._body_limit = body_limit
         self._callers = callers
         self._intake = intake
+        self._error_forms = error_forms
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """See ASGI 3."""
-        exchange = Exchange(scope, receive, send, self._body_limit)
+        form = self._error_forms.of(scope["path"])
+        exchange = Exchange(scope, receive, send, self._body_limit, form)
         try:
             await self._answer(exchange)
         except asyncio.CancelledError as error:
@@ -142,7 +150,8 @@ async def authorize(authorizer: Authorizer, exchange: Exchange) -> None:
     if QUESTION_HEADER.encode() not in exchange.headers:
         await exchange.respond_error(not_found(exchange.path, {}))
         return
-    answer = authorizer.check(exchange.headers)
+    path = exchange.path.removeprefix(AUTHORIZE_PREFIX.rstrip("/"))
+    answer = authorizer.check(path, exchange.headers)
     await exchange.respond(answer.status, answer.body, answer.headers)
 
 

@@ -18,7 +18,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from contract.errors import MillraceError, Reason
-from gateway.openai_error import error_body
+from gateway.http.exchange import encoded
+from gateway.types.error_form import ErrorForms
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, Scope
@@ -56,7 +57,7 @@ class _FaultyFraming(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection with bounded heads and rows of requests, and refusals in OpenAI's form."""
+    """uvicorn's connection with bounded heads and rows of requests, and refusals in the form of the path."""
 
     _in_head = False
     # Since a head, a piece of a body or a request was complete.
@@ -65,6 +66,13 @@ class Connection(HttpToolsProtocol):
     _refused = False
     # The request that is being answered; those behind it wait in the pipeline.
     _active: RequestResponseCycle | None = None
+    # The target of the newest request, as far as it came.
+    url = b""
+
+    def __init__(self, *args: Any, error_forms: ErrorForms, **options: Any) -> None:
+        """See HttpToolsProtocol."""
+        super().__init__(*args, **options)
+        self._error_forms = error_forms
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -183,11 +191,12 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = False
             return
         if not self.pipeline and (cycle is None or whole or not cycle.response_started):
-            body = error_body(error)
-            status = error.mapping.http_status
+            form = self._error_forms.of(self.url.decode("latin-1"))
+            body, status = form.body(error), error.mapping.http_status
+            headers = b"".join([b"%b: %b\r\n" % header for header in encoded(form.headers(error))])
             self.transport.write(
-                b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-                b"connection: close\r\n\r\n%b" % (status, len(body), body)
+                b"HTTP/1.1 %d \r\n%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
+                % (status, headers, len(body), body)
             )
         # Whoever reads the body that broke off learns that the client is gone.
         self.transport.close()

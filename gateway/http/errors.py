@@ -1,16 +1,10 @@
-"""Errors in OpenAI's body, from the one table."""
+"""Errors of the wire itself: what no face has foreseen, and paths that no face has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from contract.errors import MillraceError, Reason
-from gateway.openai_error import error_body
-
-
-def error_event(error: MillraceError) -> bytes:
-    """An error inside a stream that has begun."""
-    return b"data: " + error_body(error) + b"\n\n"
 
 
 def unexpected() -> MillraceError:
@@ -21,6 +15,6 @@ def unexpected() -> MillraceError:
 
 
 def not_found(path: str, remedies: Mapping[str, str]) -> MillraceError:
-    """ROUTE_NOT_FOUND, with a remedy for paths of OpenAI's API that are not served."""
+    """ROUTE_NOT_FOUND, with a remedy for paths that clients of some face may expect."""
     remedy = remedies.get(path, "see /openapi.json for what is served")
     return MillraceError(Reason.ROUTE_NOT_FOUND, f"there is nothing at {path}: {remedy}")

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from contract.errors import MillraceError, Reason, unsupported
 from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, HttpCallers, header_value
-from gateway.openai_error import error_body, error_headers
 from gateway.pipeline.intake import Hold
 from gateway.types.caller import Caller
+from gateway.types.error_form import ErrorForm
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 Headers: TypeAlias = list[tuple[bytes, bytes]]
@@ -36,7 +36,14 @@ _LINGER_S = 5.0
 class Exchange:
     """A request as ASGI gives it, and its response, which is begun at most once."""
 
-    def __init__(self, scope: dict[str, Any], receive: Receive, send: Send, body_limit: int) -> None:
+    def __init__(
+        self,
+        scope: dict[str, Any],
+        receive: Receive,
+        send: Send,
+        body_limit: int,
+        error_form: ErrorForm,
+    ) -> None:
         self.received_s = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -52,6 +59,7 @@ class Exchange:
         self.ended = False
         # The client has closed the connection.
         self.client_gone = False
+        self._error_form = error_form
         self._receive = receive
         self._send = send
         self._pieces: list[bytes] = []
@@ -195,11 +203,8 @@ class Exchange:
 
     async def respond_error(self, error: MillraceError) -> None:
         """The error's response; the client may be gone already."""
-        status = error.mapping.http_status
-        headers = [_JSON, *encoded(error_headers(error))]
-        if status == HTTPStatus.UNAUTHORIZED:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await self.respond(status, error_body(error), headers)
+        form = self._error_form
+        await self.respond(error.mapping.http_status, form.body(error), encoded(form.headers(error)))
 
     async def begin_events(self) -> None:
         """Head of an event stream."""
@@ -224,12 +229,11 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     def _common_headers(self) -> Headers:
-        elapsed_ms = round((time.monotonic() - self.received_s) * 1000)
-        headers = [
-            (b"x-request-id", self.request_id.encode("latin-1")),
-            (b"openai-processing-ms", b"%d" % elapsed_ms),
-            *self.extra_headers,
-        ]
+        headers = [(b"x-request-id", self.request_id.encode("latin-1"))]
+        if self._error_form.elapsed_header:
+            elapsed_ms = round((time.monotonic() - self.received_s) * 1000)
+            headers.append((self._error_form.elapsed_header.encode(), b"%d" % elapsed_ms))
+        headers += self.extra_headers
         if self.caller is not None:
             # For the edge's log and traces; it drops them.
             identity = self.caller.identity

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import suppress
+from functools import partial
 
 import uvicorn
 
@@ -13,6 +14,7 @@ from gateway.http.application import AsgiApplication
 from gateway.http.connection import Connection
 from gateway.http.exchange import Handler
 from gateway.pipeline.intake import Intake
+from gateway.types.error_form import ErrorForms
 from runtime import tls
 from runtime.errors import ConfigError
 
@@ -34,11 +36,13 @@ class HttpServer:
         listen: str,
         *,
         max_body_bytes: int,
+        error_forms: ErrorForms,
         callers: HttpCallers | None = None,
         intake: Intake | None = None,
     ) -> None:
         """With `callers`, nobody without credentials may send a large body."""
-        self._application = AsgiApplication(handler, max_body_bytes, callers, intake or Intake())
+        self._application = AsgiApplication(handler, max_body_bytes, callers, intake or Intake(), error_forms)
+        self._connection = partial(Connection, error_forms=error_forms)
         self._listen = listen
         self._server: uvicorn.Server | None = None
         self._socket: socket.socket | None = None
@@ -51,7 +55,7 @@ class HttpServer:
         secure = tls.current()
         config = uvicorn.Config(
             self._application,
-            http=Connection,
+            http=self._connection,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",

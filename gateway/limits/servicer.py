@@ -10,13 +10,13 @@ from envoy_api.config.core.v3 import base_pb2
 from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
 
 from contract.errors import MillraceError, Reason
-from gateway.auth.authorizer import is_grpc, refusal_headers
 from gateway.limits.counter import RequestCounter, exceeded_headers
-from gateway.openai_error import error_body
+from gateway.types.error_form import ErrorForm, ErrorForms
 
 # Keys of the descriptor that Envoy is configured to send.
 TENANT_ENTRY = "tenant"
 KEY_ENTRY = "key"
+PATH_ENTRY = "path"
 CONTENT_TYPE_ENTRY = "content_type"
 DOMAIN = "millrace"
 
@@ -31,10 +31,13 @@ class RateLimitServicer(rls_pb2_grpc.RateLimitServiceServicer):
     When requests cannot be counted and the policy is to refuse, the call fails and Envoy answers 503.
     """
 
-    def __init__(self, counter: RequestCounter, turn: Callable[[str], Awaitable[None]]) -> None:
-        """`turn` is waited for, with the tenant, before a refusal is told."""
+    def __init__(
+        self, counter: RequestCounter, turn: Callable[[str], Awaitable[None]], error_forms: ErrorForms
+    ) -> None:
+        """`turn` is waited for, with the tenant, before a refusal is sent."""
         self._counter = counter
         self._turn = turn
+        self._error_forms = error_forms
 
     async def ShouldRateLimit(
         self, request: rls_pb2.RateLimitRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -48,20 +51,20 @@ class RateLimitServicer(rls_pb2_grpc.RateLimitServiceServicer):
             if error.reason is not Reason.REQUEST_RATE_EXCEEDED:
                 raise
             await self._turn(tenant)
-            return _over(error, is_grpc=is_grpc(entries.get(CONTENT_TYPE_ENTRY, "")))
+            path, content_type = entries.get(PATH_ENTRY, ""), entries.get(CONTENT_TYPE_ENTRY, "")
+            return _over(error, self._error_forms.of(path, content_type))
         return rls_pb2.RateLimitResponse(overall_code=_OK, response_headers_to_add=_headers(headers))
 
 
-def _over(error: MillraceError, *, is_grpc: bool) -> rls_pb2.RateLimitResponse:
+def _over(error: MillraceError, form: ErrorForm) -> rls_pb2.RateLimitResponse:
     limit = rls_pb2.RateLimitResponse.RateLimit(
         requests_per_unit=int(error.metadata["limit"]), unit=_MINUTE, name=error.metadata["scope"]
     )
-    headers = {**refusal_headers(error, is_grpc=is_grpc), **exceeded_headers(error)}
     return rls_pb2.RateLimitResponse(
         overall_code=_OVER,
         statuses=[rls_pb2.RateLimitResponse.DescriptorStatus(code=_OVER, current_limit=limit)],
-        response_headers_to_add=_headers(headers),
-        raw_body=error.message.encode() if is_grpc else error_body(error),
+        response_headers_to_add=_headers({**form.headers(error), **exceeded_headers(error)}),
+        raw_body=form.body(error),
     )
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from contract.errors import MillraceError
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answers import DONE, AnswerWriter, ChatWriter, CompletionWriter, usage_body
+from gateway.faces.openai.errors import error_event
 from gateway.faces.openai.fields import WARNING_HEADER, check_unserved
 from gateway.faces.openai.large import read
 from gateway.faces.openai.requests import CommonBody, yielding
-from gateway.http.errors import error_event, unexpected
+from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.intake import Hold

@@ -10,11 +10,11 @@ import msgspec
 
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import API_KEY_HEADERS
+from gateway.faces.openai.errors import ERRORS
 from gateway.faces.openai.fields import WARNING_HEADER
 from gateway.faces.openai.large import IGNORED_HEADER
 from gateway.faces.openai.openapi_answers import ANSWERS, INTEGER, STRING, events
 from gateway.faces.openai.openapi_bodies import BEYOND, BEYOND_REASONS, REF, body_schemas
-from gateway.openai_error import error_detail
 
 # Reasons by which a request may be refused, per endpoint. The edge has its own for every path: what is no
 # valid HTTP, headers beyond its limit, too many connections, too slow a client, no gateway.
@@ -46,7 +46,7 @@ _GENERATES = (*_WITH_BODY, Reason.ENGINE_LOST, Reason.CANCELLED)
 _COUNTED = ("200", "400", "403", "404", "413", "429", "499", "500", "503", "504")
 _HEADERS: Mapping[str, tuple[tuple[str, ...], str, Mapping[str, Any]]] = {
     "x-request-id": ((), "Id of the request in logs, traces and the ledger.", STRING),
-    "openai-processing-ms": ((), "Milliseconds from the request's head to the response's.", INTEGER),
+    ERRORS.elapsed_header: ((), "Milliseconds from the request's head to the response's.", INTEGER),
     "retry-after": (("429", "503"), "Seconds after which another try may help.", INTEGER),
     "retry-after-ms": (("429", "503"), "The same in milliseconds.", INTEGER),
     "www-authenticate": (("401",), "The scheme that is asked for.", STRING),
@@ -228,7 +228,9 @@ def _refusal(status: str, reasons: Iterable[Reason]) -> dict[str, Any]:
 
 
 def _example(reason: Reason) -> dict[str, Any]:
-    return {"error": error_detail(MillraceError(reason, "What happened, the limit, and the remedy."))}
+    error = MillraceError(reason, "What happened, the limit, and the remedy.")
+    example: dict[str, Any] = msgspec.json.decode(ERRORS.body(error))
+    return example
 
 
 def _response(status: str, description: str, content: dict[str, Any]) -> dict[str, Any]:

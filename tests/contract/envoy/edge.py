@@ -21,6 +21,7 @@ from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer, HttpCallers
 from gateway.auth.directory import KeyDirectory, hash_key
 from gateway.auth.verifier import CallerVerifier, identity_from_context
 from gateway.envoy.bootstrap import build
+from gateway.faces.error_forms import ERROR_FORMS
 from gateway.http.application import authorize, known
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.server import HttpServer
@@ -32,6 +33,7 @@ from gateway.pipeline.refusals import Refusals
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from gateway.types.caller import Caller
+from gateway.types.error_form import ErrorForms
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -109,8 +111,9 @@ class Faces(inference_pb2_grpc.InferenceServiceServicer):
 class Edge:
     """Envoy and the gateway behind it, both on free ports."""
 
-    def __init__(self, folder: Path, **tables: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, error_forms: ErrorForms = ERROR_FORMS, **tables: dict[str, Any]) -> None:
         """`tables` are merged over TABLES."""
+        self._error_forms = error_forms
         self.faces = Faces()
         self.spans = InMemorySpanExporter()
         self._tables = {name: {**TABLES.get(name, {}), **tables.get(name, {})} for name in {*TABLES, *tables}}
@@ -121,9 +124,11 @@ class Edge:
         self._authorizer: Authorizer | None = None
         self._face: Handler | None = None
         # Nothing here may refuse a large body before Envoy does.
-        self.http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30)
+        self.http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30, error_forms=ERROR_FORMS)
         # A second gateway's, where a test asks for one.
-        self.other_http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30)
+        self.other_http = HttpServer(
+            self._answer, "127.0.0.1:0", max_body_bytes=1 << 30, error_forms=ERROR_FORMS
+        )
 
     async def _answer(self, exchange: Exchange) -> None:
         assert self._authorizer is not None
@@ -146,7 +151,7 @@ class Edge:
         store = MemoryLimitStore(lease_ttl_s=30, clock=unix_ms)
         tiers = Tiers(settings)
         self._authorizer = Authorizer(
-            directory, tiers, settings.security.secret(), telemetry, metrics, Deferred()
+            directory, tiers, settings.security.secret(), telemetry, metrics, Deferred(), self._error_forms
         )
         counter = RequestCounter(RequestLimiter(store, directory), telemetry, metrics)
         verifier = CallerVerifier(settings.security, tiers)
@@ -157,7 +162,7 @@ class Edge:
         )
         callers = HttpCallers(self._authorizer, verifier)
         self._face = known(callers, counter, self.faces.http)
-        ratelimit = RateLimitServicer(counter, Refusals(100).turn)
+        ratelimit = RateLimitServicer(counter, Refusals(100).turn, self._error_forms)
         self.grpc.add(
             rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
             ratelimit,
@@ -178,7 +183,7 @@ class Edge:
             await self.other_http.start()
             tables["envoy"]["gateway_http"].append(f"127.0.0.1:{self.other_http.port}")
         await self._start_envoy(
-            build(load_settings(tables), ObservabilityConfig(otlp_endpoint=otlp_endpoint))
+            build(load_settings(tables), ObservabilityConfig(otlp_endpoint=otlp_endpoint), self._error_forms)
         )
 
     async def _start_envoy(self, bootstrap: dict[str, Any]) -> None:

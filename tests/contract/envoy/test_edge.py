@@ -19,6 +19,7 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from contract.errors import Reason
 from contract.proto.status import from_status
 from runtime.context import CONTEXT_HEADER
+from tests.unit.gateway.rig.error_form import FORMS, PREFIX, reason_in_other_form
 
 from .edge import GOOD_KEY, MAX_BODY_BYTES, REQUESTS_PER_MINUTE, REVOKED_KEY, SLOW_KEY, Edge, verified
 
@@ -353,6 +354,29 @@ async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> Non
                 await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert caught.value.details() == "no gateway process authorized the request in time; retry shortly"
+    finally:
+        await edge.stop()
+
+
+async def test_a_reply_of_envoys_own_has_the_form_of_its_path(tmp_path: Path) -> None:
+    edge = Edge(tmp_path, FORMS)
+    await edge.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{edge.address}") as client:
+            too_large = bytes(MAX_BODY_BYTES + 1)
+            for content, headers, status, reason in (
+                (b"{}", {}, 401, "MISSING_CREDENTIALS"),
+                (too_large, BEARER, 413, "REQUEST_TOO_LARGE"),
+                (b"{}", BEARER, 503, "ENGINE_UNAVAILABLE"),
+            ):
+                if status == 503:
+                    await edge.http.stop()
+                response = await client.post(f"{PREFIX}/messages?x=1", headers=headers, content=content)
+                assert (response.status_code, reason_in_other_form(response.content)) == (status, reason)
+                assert response.headers["content-type"] == "application/other+json"
+                response = await client.post("/v1/completions", headers=headers, content=content)
+                assert (response.status_code, response.json()["error"]["reason"]) == (status, reason)
+                assert response.headers["content-type"] == "application/json"
     finally:
         await edge.stop()
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from contract.errors import MillraceError
+from gateway.faces.error_forms import ERROR_FORMS
 from gateway.http.connection import Connection
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.server import HttpServer
@@ -66,7 +67,7 @@ class Echo:
 
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[HttpServer]:
-    server = HttpServer(handler, "127.0.0.1:0", max_body_bytes=LIMIT)
+    server = HttpServer(handler, "127.0.0.1:0", max_body_bytes=LIMIT, error_forms=ERROR_FORMS)
     await server.start()
     try:
         yield server

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.errors import MillraceError, Reason
+from gateway.faces.error_forms import ERROR_FORMS
 from gateway.http import server as server_module
 from gateway.http.connection import Connection
 from gateway.http.exchange import Exchange
@@ -135,7 +136,8 @@ async def test_every_reason_of_the_error_table_can_be_answered() -> None:
 
     scope = {"method": "GET", "path": "/", "headers": []}
     for reason in Reason:
-        await Exchange(scope, receive, send, LIMIT).respond_error(MillraceError(reason, "why"))
+        exchange = Exchange(scope, receive, send, LIMIT, ERROR_FORMS.default)
+        await exchange.respond_error(MillraceError(reason, "why"))
     assert sum(b'"code":' in message.get("body", b"") for message in sent) == len(Reason)
 
 
@@ -284,7 +286,7 @@ async def test_client_that_leaves_is_told_of_in_the_next_turn(monkeypatch: pytes
 
 async def test_stop_closes_what_is_idle_and_lets_the_rest_end() -> None:
     echo = Echo()
-    server = HttpServer(echo, "127.0.0.1:0", max_body_bytes=LIMIT)
+    server = HttpServer(echo, "127.0.0.1:0", max_body_bytes=LIMIT, error_forms=ERROR_FORMS)
     await server.start()
     idle_reader, idle_writer = await connect(server)
     idle_writer.write(request("/a"))

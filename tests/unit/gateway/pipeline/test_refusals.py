@@ -14,6 +14,7 @@ from millrace.inference.v1 import inference_pb2
 
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import TENANT_HEADER
+from gateway.faces.error_forms import ERROR_FORMS
 from gateway.limits.servicer import TENANT_ENTRY, RateLimitServicer
 from gateway.pipeline import refusals as refusals_module
 from gateway.pipeline.refusals import Refusals
@@ -188,5 +189,5 @@ async def test_envoy_hears_of_a_call_over_the_limit_in_its_tenants_turn() -> Non
     counter: Any = Counter()
     request = rls_pb2.RateLimitRequest()
     request.descriptors.add().entries.add(key=TENANT_ENTRY, value="acme")
-    answer = await RateLimitServicer(counter, turn).ShouldRateLimit(request, None)  # type: ignore[arg-type]
+    answer = await RateLimitServicer(counter, turn, ERROR_FORMS).ShouldRateLimit(request, None)  # type: ignore[arg-type]
     assert (answer.overall_code, told) == (rls_pb2.RateLimitResponse.OVER_LIMIT, ["acme"])

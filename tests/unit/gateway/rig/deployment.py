@@ -18,7 +18,9 @@ from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 
 from gateway.app import Gateway
 from gateway.engines.types import EngineState
+from gateway.faces.error_forms import ERROR_FORMS
 from gateway.settings import load_settings
+from gateway.types.error_form import ErrorForms
 from observability.emit import tracing
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
@@ -99,6 +101,7 @@ async def deployed(
     tokenizer: ByteTokenizer | None = None,
     tables: dict[str, Any] | None = None,
     telemetry: tracing.Telemetry | None = None,
+    error_forms: ErrorForms = ERROR_FORMS,
 ) -> AsyncIterator[Deployment]:
     """A gateway that is ready, with these engines (one by default)."""
     served = list(engines) or [ScriptedEngine()]
@@ -116,7 +119,7 @@ async def deployed(
         metrics = Metrics()
         settings = load_settings(_tables(tokenizer_server, servers, tables or {}))
         telemetry = telemetry or tracing.Telemetry("gateway", ObservabilityConfig(), None)
-        gateway = Gateway(settings, telemetry, metrics)
+        gateway = Gateway(settings, telemetry, metrics, error_forms)
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         await gateway.wait_ready()

@@ -1,0 +1,56 @@
+"""How errors are written to clients: each face has a form, and a path has the form of the face that owns it.
+
+The application hands the table to whoever may refuse a request before its face sees it: the HTTP wire, the
+authorizer, the rate limit service, and Envoy's own replies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from contract.errors import MillraceError
+
+
+class ErrorForm(Protocol):
+    """An error as one face writes it."""
+
+    # Header in which every response of the face says how many milliseconds it took; "" for none.
+    elapsed_header: str
+
+    def body(self, error: MillraceError) -> bytes:
+        """The body of the response."""
+
+    def headers(self, error: MillraceError) -> dict[str, str]:
+        """The headers that say something of the error or of its body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorForms:
+    """The form of every path."""
+
+    # Of gRPC calls, whatever their path.
+    grpc: ErrorForm
+    # Of paths that begin so; the first one that fits.
+    by_prefix: Mapping[str, ErrorForm] = field(default_factory=dict)
+    # Of all other paths, and of what has none.
+    default: ErrorForm
+
+    def of(self, path: str, content_type: str = "") -> ErrorForm:
+        """The form for a request to `path` with this content type."""
+        if content_type.startswith("application/grpc"):
+            return self.grpc
+        found = (form for prefix, form in self.by_prefix.items() if path.startswith(prefix))
+        return next(found, self.default)
+
+
+def retry_headers(error: MillraceError) -> dict[str, str]:
+    """When to come back, in whole seconds and in milliseconds; {} where a retry does not help."""
+    if error.retry_after_s is None:
+        return {}
+    return {
+        "retry-after": str(max(1, math.ceil(error.retry_after_s))),
+        "retry-after-ms": str(max(1, math.ceil(error.retry_after_s * 1000))),
+    }
