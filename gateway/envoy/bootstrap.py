@@ -19,7 +19,7 @@ from gateway.pipeline.refusals import LIMIT_S
 from gateway.settings import Settings, load_settings, split_address
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
-from observability.emit.provider import edge_resource
+from observability.emit.tracing import edge_resource
 from runtime.config import load_section
 from runtime.context import CONTEXT_HEADER
 from runtime.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -21,8 +21,8 @@ from runtime.errors import ConfigError
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
-from tokenizer_svc.text.control import ControlTokens
-from tokenizer_svc.text.formats import THINK_CLOSE
+from tokenizer_svc.text.encoding import ControlTokens
+from tokenizer_svc.text.formats import THINK_CLOSE, THINK_OPEN
 
 # Names under which templates look for an assistant turn's reasoning.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -31,6 +31,8 @@ _TOOL_TEMPLATE = "tool_use"
 # Names under which templates look for whether, and how much, the model thinks. Gateways set all of them.
 _THINKING = ("enable_thinking", "thinking", "reasoning_effort")
 _WITHOUT_THINKING = (False, "none", "minimal")
+# Templates write far less than this after the last control token.
+_TAIL_CHARACTERS = 4096
 
 
 class _GenerationBlock(Extension):
@@ -427,3 +429,19 @@ def _tool_parameters(tool: Tool, index: int) -> dict[str, Any] | None:
     if not isinstance(parameters, dict):
         raise invalid(f"{what} must be a JSON object", field)
     return parameters
+
+
+def assistant_prefix(rendered: str, control_tokens: Collection[str]) -> str:
+    """What the template wrote of the assistant's turn from the reasoning tag on, for output parsers.
+
+    Only the text after the last control token counts, which is the template's own. Where a template has no
+    control tokens, the tag must be the very end.
+    """
+    tail = rendered[-_TAIL_CHARACTERS:]
+    if THINK_OPEN not in tail:
+        return ""
+    start = max((tail.rfind(token) + len(token) for token in control_tokens if token in tail), default=-1)
+    if start < 0:
+        start = len(tail) - len(THINK_OPEN) - 1 if tail.rstrip().endswith(THINK_OPEN) else len(tail)
+    found = tail.find(THINK_OPEN, start)
+    return tail[found:] if found >= 0 else ""
