@@ -28,7 +28,7 @@ _COMMON = (
     # Where this is longer, as it is by default, the core waits so long for the answer to a keep-alive's ping.
     ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_LIMIT_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Of a peer that only listens the core would otherwise ask once a minute.
+    # No limit on pings without data: gRPC's core would otherwise ask a peer that only listens once a minute.
     ("grpc.http2.max_pings_without_data", 0),
 )
 

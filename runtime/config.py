@@ -27,7 +27,7 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 ENV_PREFIX = "MILLRACE_"
-# Of this process, as it is when it is looked at.
+# The environment of this process; a reference, so later changes are seen.
 ENVIRONMENT: Mapping[str, str] = os.environ
 
 # Every table that some service owns. A table outside this set is a typing mistake.
@@ -73,7 +73,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     # Directory in PEFT's form.
     path: str
-    # Who may ask for it; empty: whoever may ask for the model.
+    # Tenants that may ask for the adapter; empty: all that may ask for the model.
     tenants: tuple[str, ...] = ()
 
 
@@ -88,7 +88,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str = ""
     # Other names that clients may ask for.
     aliases: tuple[str, ...] = ()
-    # File with a Jinja template that takes the place of the checkpoint's own.
+    # File with a Jinja template that replaces the checkpoint's own.
     chat_template: str = ""
     # How the model writes calls of tools, and reasoning; empty: found by its chat template.
     tool_call_parser: Literal["", ToolCallFormat] = ""
@@ -104,7 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     # Sampling options instead of those that the checkpoint recommends, such as {temperature = 0.7}.
     defaults: dict[str, Any] = {}
-    # As in [gateway.prices.<model>], which this goes before.
+    # Prices of the model's tokens, with the keys of [gateway.prices.<model>], which they override.
     prices: dict[str, Any] = {}
     # Tenants and tiers that may use it; empty: all.
     tenants: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def served_revision(self) -> str:
-        """Version that engines announce; "" where none is told apart."""
+        """Version that engines announce; "" where versions are not distinguished."""
         return self.revision or self.served_name.partition("@")[2]
 
     @property
@@ -168,7 +168,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`[health]`: when a process that does not end counts as dead. Shared by all services."""
 
     # Services say something to one another several times in this many seconds, in the middle of long work
-    # too. One that does not is taken for dead: its streams go on elsewhere, and its parent replaces it.
+    # too. One that does not counts as dead: its streams go on elsewhere, and its parent replaces it.
     silence_limit_s: Annotated[float, msgspec.Meta(ge=0.5)] = 4.0
     # Longest step of an engine: a core that computes may be silent for so long.
     step_limit_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0

@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 # How long work may wait for more of its kind, in seconds.
 DELAY_S = 0.05
-# So much is done in one turn of the event loop, or half of what waits where that is more: what comes in
-# meanwhile need not wait for all of it, and what waits stays bounded.
-_IN_ONE_TURN = 16
+# Calls in one iteration of the event loop; half of the queue where that is more. What comes in meanwhile need
+# not wait for the whole queue, and the queue stays bounded.
+_PER_ITERATION = 16
 
 Work: TypeAlias = Callable[..., object]
 
@@ -44,7 +44,7 @@ class Deferred:
         self._run(len(self._waiting))
 
     def _begin(self) -> None:
-        self._run(max(_IN_ONE_TURN, len(self._waiting) // 2))
+        self._run(max(_PER_ITERATION, len(self._waiting) // 2))
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._begin)
         else:

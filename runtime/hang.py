@@ -1,4 +1,4 @@
-"""Tells a process of this machine that hangs from one that is busy."""
+"""Distinguishes a process of this machine that hangs from one that is busy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from runtime.silence import TURNS, Silence
+from runtime.streams import NUM_CHECKS, Silence
 
 # A process that wants less than this share of one processor does not compute.
 _BUSY_SHARE = 0.05
@@ -26,19 +26,19 @@ class ProcessSilence(Silence):
         self._pid = pid
         self._busy_limit_s = busy_limit_s
         self._waits_for_children = waits_for_children
-        # Of each process, by its id.
+        # Processor seconds that each process had wanted half-way through the limit, by process id.
         self._wanted_before_s: dict[int, float] = {}
 
     def is_dead(self) -> bool:
         """Judges by the second half of every `limit_s` of silence."""
-        place = self.num_turns % TURNS
-        if place == TURNS // 2:
+        check = self.num_silent % NUM_CHECKS
+        if check == NUM_CHECKS // 2:
             self._wanted_before_s = self._wanted_s()
-        if place:
+        if check:
             return False
-        if self.num_turns * self.turn_s >= self._busy_limit_s:
+        if self.num_silent * self.interval_s >= self._busy_limit_s:
             return True
-        # Who waits for a processor is told to have waited only when it gets one.
+        # The kernel counts a wait for a processor only when it has ended, so one that waits now is sought.
         return not self._was_busy(self._wanted_s()) and not any(map(_is_at_work, self._processes()))
 
     def _was_busy(self, wanted_s: dict[int, float]) -> bool:
@@ -47,7 +47,10 @@ class ProcessSilence(Silence):
         """
         before_s = self._wanted_before_s
         since_s = sum(abs(value - before_s.get(pid, 0.0)) for pid, value in wanted_s.items())
-        return bool(before_s.keys() - wanted_s.keys()) or since_s >= _BUSY_SHARE * self.turn_s * TURNS / 2
+        return (
+            bool(before_s.keys() - wanted_s.keys())
+            or since_s >= _BUSY_SHARE * self.interval_s * NUM_CHECKS / 2
+        )
 
     def _wanted_s(self) -> dict[int, float]:
         """Seconds of processor time that each process has used or waited for so far, of those there are."""

@@ -40,7 +40,7 @@ class CallInterceptor(ServerInterceptor):
     """
 
     def __init__(self, before_refusal: BeforeRefusal | None = None) -> None:
-        """`before_refusal` is waited for before a caller is told a MillraceError."""
+        """`before_refusal` is awaited before a MillraceError is sent to the caller."""
         self._before_refusal = before_refusal
 
     async def intercept_service(
@@ -59,8 +59,8 @@ class CallInterceptor(ServerInterceptor):
         if isinstance(error, grpc.aio.AbortError):
             raise error
         if isinstance(error, MillraceError):
-            # Where it was raised, and what led to it, hold what stood there, too.
-            forget_places(error)
+            # The frames of its traceback, and of its causes', keep the request alive.
+            drop_traceback(error)
             if self._before_refusal is not None:
                 await self._before_refusal(context, error)
             await abort(context, error)
@@ -74,7 +74,7 @@ class CallInterceptor(ServerInterceptor):
 
 
 def _wrapped(handler: Any, method: str, fail: _Fail) -> Any:
-    asks, deserialize = ("stream", _told) if handler.request_streaming else ("unary", _tolerant)
+    asks, deserialize = ("stream", _strict) if handler.request_streaming else ("unary", _tolerant)
     answers, wrap = ("stream", _wrap_stream) if handler.response_streaming else ("unary", _wrap_unary)
     kind = f"{asks}_{answers}"
     make = getattr(grpc, f"{kind}_rpc_method_handler")
@@ -94,7 +94,7 @@ def _tolerant(deserialize: Callable[[bytes], Any], method: str) -> Callable[[byt
     return call
 
 
-def _told(deserialize: Callable[[bytes], Any] | None, method: str) -> Callable[[bytes], Any] | None:
+def _strict(deserialize: Callable[[bytes], Any] | None, method: str) -> Callable[[bytes], Any] | None:
     """Raises where the handler reads the stream, which ends with it unless the handler goes on."""
     if deserialize is None:
         return None
@@ -128,7 +128,8 @@ def _wrap_unary(behavior: Callable[..., Any], fail: _Fail) -> Callable[..., Any]
             result = behavior(request, context)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            # An aborted call holds its own end, and all that stands here, until the collector comes by.
+            # gRPC's aborted call is part of a reference cycle that keeps this frame, and so the request,
+            # until the garbage collector runs.
             request = None
             return await fail(context, error)
         finally:
@@ -158,7 +159,7 @@ def _wrap_stream(behavior: Callable[..., Any], fail: _Fail) -> Callable[..., Any
             # task, whose context it was, is over.
             raise
         except Exception as error:
-            # An aborted call holds what stands here, as in the other wrapper.
+            # This frame is kept until the garbage collector runs, as in the other wrapper.
             request = None
             otel_context.detach(token)
             await fail(context, error)
@@ -168,9 +169,9 @@ def _wrap_stream(behavior: Callable[..., Any], fail: _Fail) -> Callable[..., Any
     return call
 
 
-def forget_places(error: BaseException | None) -> None:
-    """Drops where an error was raised, and what led to it: the calls on the way hold it themselves, with all
-    of the request, which would stay until the garbage collector comes by.
+def drop_traceback(error: BaseException | None) -> None:
+    """Drops an error's traceback and causes: their frames refer to the error and to the request, a cycle that
+    would keep the request until the garbage collector runs.
     """
     while error is not None:
         # One that was raised from itself, in other words, is its own cause.

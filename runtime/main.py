@@ -42,5 +42,5 @@ def run(module: str, service: str, about: str | None, serve: Serve) -> int:
 
 def say_ready(service: str, **facts: str) -> None:
     """The line that the supervisor waits for: addresses and what else it shows, empty ones left out."""
-    told = " ".join(f"{name}={fact}" for name, fact in facts.items() if fact)
-    print(f"ready {service} {told}", flush=True)
+    shown = " ".join(f"{name}={fact}" for name, fact in facts.items() if fact)
+    print(f"ready {service} {shown}", flush=True)

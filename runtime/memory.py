@@ -13,16 +13,16 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
-# So many objects more than at the last look, which takes a millisecond then, and every stream waits for it.
-# 256 requests that begin have 30,000.
+# New objects after which the young generation is collected. That takes a millisecond, for which every stream
+# waits. 256 requests that begin have 30,000 objects.
 _YOUNG = 2_000
-# Looks at the young until those that survived one are looked at, all at once: that takes as long as there are
-# requests, and requests leave nothing behind that could be found.
+# Collections of the young generation before the middle one is collected as a whole, which takes longer the
+# more requests there are, and finds nothing, because requests leave no cycles behind.
 _OLDER = 1_000
-# Such looks until everything is looked at.
+# Collections of the middle generation before everything is collected.
 _OLDEST = 20
 
-# Of `GiveBack`, in seconds.
+# Delay of `GiveBack`, in seconds.
 GIVE_BACK_AFTER_S = 1.0
 
 _HUGE = 2 * 1024 * 1024
@@ -32,7 +32,7 @@ _MADV_COLLAPSE = 25
 _MAX_AREA = 64 * 1024 * 1024
 _MAX_BYTES = 128 * 1024 * 1024
 _MAPS = Path("/proc/self/maps")
-# Of glibc's malloc.
+# Options of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 # Requests that are no attack have fewer bytes, and their pieces come and go without a call of the kernel.
 _LARGE_PIECE = 1 << 20

@@ -29,7 +29,7 @@ from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-# What stands between the name of a model and that of an adapter.
+# Between a model's name and an adapter's, as clients ask for both.
 ADAPTER_SEPARATOR = ":"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
 # How often the file is looked at, and for how long it must not change before it is believed, in seconds.
@@ -43,7 +43,7 @@ class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`[shadows.<name>]`: copies of what is asked under a name (a model's or an alias's) go to `model`."""
 
     model: str
-    # Of the requests.
+    # Share of the requests that are copied.
     share: Share = 1.0
     # Copies at a time in each gateway; what would be more is dropped.
     max_concurrent: Annotated[int, msgspec.Meta(ge=1)] = 4
@@ -94,9 +94,9 @@ def own_model(tables: Mapping[str, Any]) -> ModelConfig:
 
 
 def replaced(old: Models, new: Models) -> str:
-    """What keeps `new` from taking the place of `old` while services run; "" for nothing.
+    """What keeps `new` from replacing `old` while services run; "" for nothing.
 
-    Engines of two checkpoints under one name and revision could not be told apart.
+    Engines of two checkpoints under one name and revision could not be distinguished.
     """
     for name, model in new.models.items():
         before = old.models.get(name)
@@ -162,13 +162,13 @@ class _Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _check_names(found: Models) -> None:
-    taken: dict[str, str] = {}
+    owners: dict[str, str] = {}
     claims = [(each, f"models.{name}") for name, model in found.models.items() for each in model.names]
     claims += [(alias, f"routes.{alias}") for alias in found.routes]
     for name, owner in claims:
-        if taken.setdefault(name, owner) != owner:
+        if owners.setdefault(name, owner) != owner:
             raise ConfigError(
-                f"{owner}: {taken[name]} is called {name!r}, too; every name stands for one thing"
+                f"{owner}: {owners[name]} is called {name!r}, too; every name stands for one thing"
             )
 
 
@@ -184,7 +184,7 @@ class Source:
         self._environ = environ
         written = environ.get(MODELS_FILE_VARIABLE)
         self._path = Path(written) if written else config
-        # Of the file as it was read first, in hexadecimal; "" where there is none.
+        # Hash of the file as it was read first, in hexadecimal; "" where there is no file.
         self.sha256 = ""
 
     def read(self) -> dict[str, Any]:
@@ -227,11 +227,11 @@ class Source:
 
 
 def sha256_of(config: Path) -> str:
-    """By which a configuration file is told from another, in hexadecimal."""
+    """The hash that identifies a configuration file, in hexadecimal."""
     return hashlib.sha256(config.read_bytes()).hexdigest()
 
 
-# Of this process.
+# The source of this process's tables; a list, so that `use` can replace it.
 _current = [Source(None, {})]
 
 

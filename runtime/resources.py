@@ -31,7 +31,7 @@ def available_bytes(cgroups: Path = _CGROUPS) -> int:
     """Memory that the process may still take: what the machine has free, within the container's limit.
 
     Pages of files that nobody uses at present count as free, as they are given up on demand: else a container
-    that has just read a checkpoint would have no room for it.
+    that has just read a checkpoint would have no memory for it.
     """
     free = psutil.virtual_memory().available
     v1 = cgroups / "memory"

@@ -65,11 +65,11 @@ def bill(
         version=metadata.version("millrace"),
         bom_ref=f"millrace/{deployable}",
     )
-    held = "\n".join(sorted(str(component.purl) for component in components))
+    contents = "\n".join(sorted(str(component.purl) for component in components))
     bom = Bom(
         components=components,
         metadata=BomMetaData(component=image, timestamp=datetime.fromtimestamp(made_unix_s, UTC)),
-        serial_number=uuid.uuid5(uuid.NAMESPACE_URL, f"{image.name}@{image.version}\n{held}"),
+        serial_number=uuid.uuid5(uuid.NAMESPACE_URL, f"{image.name}@{image.version}\n{contents}"),
     )
     bom.register_dependency(image, components)
     return JsonV1Dot6(bom).output_as_string(indent=1)
@@ -95,7 +95,7 @@ def _python_packages(deployable: str) -> Iterator[Component]:
 def _debian_packages(dpkg_status: Path, distribution: str | None) -> Iterator[Component]:
     with dpkg_status.open("rb") as status:
         for package in Deb822.iter_paragraphs(status):
-            # Of packages that were removed, settings may be left.
+            # Removed packages whose settings are left are listed as well.
             if not package["Status"].endswith(" installed"):
                 continue
             qualifiers = {"arch": package["Architecture"]}

@@ -6,7 +6,7 @@ set -eu
 chmod -R a+rX /app /etc/millrace
 # The root file system is read-only at run time, so byte code is made here.
 python -m compileall -q /app
-# So that the services can tell their version, the project counts as installed.
+# The services read their version from the metadata of an installed project.
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
 metadata=$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/millrace-$version.dist-info
 mkdir "$metadata"

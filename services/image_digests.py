@@ -1,7 +1,7 @@
-"""`python -m services.image_digests`: pins the images of others by the digests that their registries tell.
+"""`python -m services.image_digests`: pins the images of others by the digests that their registries have.
 
 Every file that names such an image gets its digest behind the tag, and so does the list. Nothing is written
-unless all of them were told. Docker asks, with the mirrors and passwords that it knows.
+unless all of them were found. Docker asks, with the mirrors and passwords that it knows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from services.third_party_images import LIST, read_list
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-# Where images are named. A test holds the names there to the list.
-_PLACES = ("*.yml", "k8s/**/*.yaml", "services/*/Dockerfile*")
+# Files that name images. A test compares their names with the list.
+_FILES = ("*.yml", "k8s/**/*.yaml", "services/*/Dockerfile*")
 _DIGEST = r"sha256:[0-9a-f]{64}"
 
 
@@ -27,14 +27,14 @@ class DigestError(Exception):
 def digest_of(image: str) -> str:
     """Of an image by its tag, as its registry has it now. Raises DigestError."""
     _docker("pull", "--quiet", image)
-    told = _docker("image", "inspect", "--format", "{{range .RepoDigests}}{{println .}}{{end}}", image)
+    digests = _docker("image", "inspect", "--format", "{{range .RepoDigests}}{{println .}}{{end}}", image)
     # One that has several names has a digest by each of them.
     repository = image.rpartition(":")[0]
-    for line in told.split():
+    for line in digests.split():
         if match := re.fullmatch(rf"{re.escape(repository)}@({_DIGEST})", line):
             return match[1]
     raise DigestError(
-        f"{image}: it was made here and no registry has told its digest: docker image rm {image}, and repeat"
+        f"{image}: it was made here and no registry knows its digest: docker image rm {image}, and repeat"
     )
 
 
@@ -78,12 +78,12 @@ def listed(text: str, digests: Mapping[str, str]) -> str:
 
 
 def _places(folder: Path) -> Iterator[Path]:
-    for pattern in _PLACES:
+    for pattern in _FILES:
         yield from sorted(folder.glob(pattern))
 
 
 def main(folder: Path = _REPOSITORY) -> int:
-    """Prints what was told and which files changed; 1 with one clear line when a digest cannot be had."""
+    """Prints the digests and which files changed; 1 with one clear line when a digest cannot be had."""
     digests: dict[str, str] = {}
     try:
         for each in read_list().images:

@@ -10,7 +10,7 @@ for container in "${old[@]}"; do
     docker compose up --detach --wait --no-deps --no-recreate --scale "$service=$((${#old[@]} + 1))" "$service"
     # Gateways look engines up every 5 s, Envoy gateways every 2.
     sleep "${NOTICE_S:-7}"
-    # As long as its own grace period.
+    # Docker waits for the container's own grace period.
     docker stop "$container" >/dev/null
     docker rm "$container" >/dev/null
 done

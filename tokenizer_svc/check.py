@@ -19,7 +19,7 @@ from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
 from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import load_checkpoint, locate
 
-# Of UTF-8.
+# The longest character of UTF-8 in bytes.
 _MAX_CHARACTER_BYTES = 4
 
 

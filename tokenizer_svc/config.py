@@ -25,7 +25,7 @@ class PromptLimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     # Texts of one EncodeBatch or ValidateOutput.
     max_batch_texts: int = 8192
     max_tools: int = 256
-    # What the chat template writes.
+    # Bytes of the text that the chat template writes.
     max_rendered_bytes: int = 32 * 1024 * 1024
     # Time that the chat template may take.
     max_render_s: float = 5.0

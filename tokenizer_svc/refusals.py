@@ -1,4 +1,4 @@
-"""What requests are refused with in several rooms."""
+"""What requests are refused with in several packages."""
 
 from __future__ import annotations
 

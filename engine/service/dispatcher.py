@@ -21,7 +21,7 @@ from engine.service.neighbours import HeldBlocks, RecentWork
 from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
 from observability.emit.tracing import Telemetry
 from runtime.deferred import Deferred
-from runtime.outbox import MAX_WAITING_BYTES, Outbox, OutboxFull
+from runtime.streams import MAX_WAITING_BYTES, Outbox, OutboxFull
 
 # Attached gateways: what is on its way to each, and which requests are whose.
 
@@ -113,7 +113,7 @@ class GatewayStream:
 
     async def messages(self) -> AsyncIterator[engine_pb2.AttachResponse]:
         """What to send, until the end; raises the error that the stream ends with."""
-        while messages := await self._outbox.take():
+        while messages := await self._outbox.drain():
             if messages[0].HasField("welcome"):
                 yield messages.pop(0)
             if messages:

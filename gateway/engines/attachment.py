@@ -22,8 +22,7 @@ from gateway.engines import mailbox
 from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import EngineOutput, EngineState, Submission
 from runtime.channels import trace_metadata
-from runtime.outbox import Outbox, OutboxFull
-from runtime.stream_client import run_stream
+from runtime.streams import Outbox, OutboxFull, run_stream
 
 _log = logging.getLogger(__name__)
 

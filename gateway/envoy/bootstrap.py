@@ -21,7 +21,7 @@ from gateway.settings import Settings, load_settings, split_address
 from gateway.types.error_form import ErrorForms
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
-from observability.emit.provider import edge_resource
+from observability.emit.tracing import edge_resource
 from runtime.config import load_section
 from runtime.context import CONTEXT_HEADER
 from runtime.errors import ConfigError

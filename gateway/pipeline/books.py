@@ -191,7 +191,7 @@ class Books:
     def _write(self, end: Ended) -> None:
         first_s = end.attempt.meter.first_output_s
         if first_s is not None:
-            self._telemetry.tell_step(
+            self._telemetry.record_step(
                 names.GATEWAY_STREAM, of=end.call.span, start_s=first_s, end_s=end.monotonic_s
             )
         info = end.attempt.info

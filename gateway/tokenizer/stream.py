@@ -18,8 +18,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
 from runtime.channels import MAX_MESSAGE_BYTES
-from runtime.outbox import Outbox, OutboxFull
-from runtime.stream_client import run_stream
+from runtime.streams import Outbox, OutboxFull, run_stream
 
 # Room for calls that are under way to the tokenizer service, in bytes, shared among tenants.
 # What does not fit waits behind its own tenant's calls alone. A tenant may have as much as is left free

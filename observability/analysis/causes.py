@@ -154,7 +154,7 @@ def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
 
 
 def _charge_preemption(found: dict[Cause, float], spans: Sequence[StoredSpan]) -> None:
-    """Waits for a place after the first token happened because the place was taken away before."""
+    """Waits for a batch slot after the first token are preemptions."""
     if not any(span.attributes.get(names.NUM_PREEMPTIONS) for span in spans):
         return
     ttft = ttft_of(spans)

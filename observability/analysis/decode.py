@@ -1,4 +1,4 @@
-"""OTLP bytes as spans: steps that services tell in one attribute are spans again, and details attributes.
+"""OTLP bytes as spans: steps that services record in one attribute are spans again, and details attributes.
 
 Only whoever reads traces pays for this, not the services that make them.
 """
@@ -138,9 +138,9 @@ def _stored(service: str, span: trace_pb2.Span) -> StoredSpan:
 
 def _with_details(attributes: dict[str, Any]) -> dict[str, Any]:
     attributes.pop(names.STEPS, None)
-    told = attributes.pop(names.DETAILS, "")
+    details = attributes.pop(names.DETAILS, "")
     try:
-        return msgspec.json.decode(told, type=dict[str, Any]) | attributes if told else attributes
+        return msgspec.json.decode(details, type=dict[str, Any]) | attributes if details else attributes
     except (msgspec.MsgspecError, TypeError):
         # Not of our services.
         return attributes

@@ -42,7 +42,7 @@ _SHORT_BOUNDS = (8, 32)
 _MAX_EXPLAINED = 10
 # Tenants and reasons that are named with their refusals.
 _MAX_REFUSALS = 3
-# What tells that limits refused a request: the edge does before the gateway's request begins.
+# Spans in which a refusal by limits may be: the edge refuses before the gateway's request begins.
 _MAY_REFUSE = (names.GATEWAY_REQUEST, names.GATEWAY_RATE_LIMIT)
 
 Value = Callable[[StoredSpan], str]
@@ -98,7 +98,7 @@ class Slice:
     share_of_all: float
     share_of_tail: float
     p95_ms: float
-    # Of the requests outside the slice.
+    # The same of the requests outside the slice.
     p95_elsewhere_ms: float
 
     @property
@@ -171,10 +171,10 @@ def what_held_back(reader: SpanSource, diagnosis: Diagnosis) -> str:
     if not causes:
         return ""
     cause, count = causes.most_common(1)[0]
-    told = (
+    verdict = (
         f"held back by {cause}: {cause.meaning}" if cause else "held back by nothing: it was their own work"
     )
-    return f"{count} of the {causes.total()} slowest were {told}"
+    return f"{count} of the {causes.total()} slowest were {verdict}"
 
 
 def refusals(spans: Iterable[StoredSpan]) -> str:
@@ -187,8 +187,8 @@ def refusals(spans: Iterable[StoredSpan]) -> str:
     if not refused:
         return ""
     most = refused.most_common(_MAX_REFUSALS)
-    told = ", ".join(f"{count} of tenant {tenant} ({reason})" for (tenant, reason), count in most)
-    return f"{Cause.RATE_LIMIT}: {refused.total()} requests were refused by their tenants' limits: {told}"
+    listed = ", ".join(f"{count} of tenant {tenant} ({reason})" for (tenant, reason), count in most)
+    return f"{Cause.RATE_LIMIT}: {refused.total()} requests were refused by their tenants' limits: {listed}"
 
 
 def _slices(

@@ -1,6 +1,6 @@
 """The store of a deployment: what Jaeger keeps, read by its query service's API (`/api/v3`, OTLP as JSON).
 
-Jaeger finds spans by service, operation and attribute; steps that services tell in one attribute are found
+Jaeger finds spans by service, operation and attribute; steps that services record in one attribute are found
 in what it answers. It answers whole traces, a page at a time, and as they came: without `raw_traces` it would
 move spans by the skew of clocks that it believes in.
 """
@@ -60,7 +60,7 @@ class JaegerReader(SpanSource):
         now_ns = time.time_ns()
         newest: dict[str, tuple[bool, int]] = {}
         for key in (names.REQUEST_ID, names.CLIENT_REQUEST_ID):
-            # What the edge refused has no span of the gateway's.
+            # Requests that the edge refused have no span of the gateway's.
             for service in (names.GATEWAY, names.ENVOY):
                 query = {"attributes": json.dumps({key: request_id})}
                 for span in self._search(service, now_ns - _DAYS_NS, now_ns, query):
@@ -128,7 +128,7 @@ class JaegerReader(SpanSource):
             "service_name": service,
             "start_time_min": _rfc3339(start_ns),
             "start_time_max": _rfc3339(end_ns),
-            # Of releases before and after it got another name.
+            # Releases before and after the attribute got another name.
             "num_traces": str(_PAGE),
             "search_depth": str(_PAGE),
             "raw_traces": "true",

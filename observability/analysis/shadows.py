@@ -20,7 +20,7 @@ from observability.emit.names import Metric
 
 _OUTCOMES = ("same", "different", "failed", "late", "dropped")
 _SIDES = ("live", "shadow")
-# Of a metric, with a suffix and labels.
+# The total of a metric's samples, by suffix and labels.
 _Total: TypeAlias = Callable[..., float]
 
 

@@ -19,7 +19,7 @@ class StoreError(Exception):
 class SpanSource(ABC):
     """What every store of spans answers. All of it raises StoreError when the store does not."""
 
-    # As it is called in messages.
+    # Its name in messages.
     name = "the span store"
 
     @abstractmethod

@@ -141,7 +141,7 @@ class SpanReader(SpanSource):
         if len(wanted) != _TRACE_ID_BYTES:
             return []
         found: dict[str, StoredSpan] = {}
-        for data in self._holding(wanted):
+        for data in self._containing(wanted):
             found |= {span.span_id: span for span in decode(data, trace_id=wanted)}
         return sorted(found.values(), key=lambda span: span.start_ns)
 
@@ -150,7 +150,7 @@ class SpanReader(SpanSource):
         if not request_id:
             return []
         newest: dict[str, tuple[bool, int]] = {}
-        for data in self._holding(request_id.encode()):
+        for data in self._containing(request_id.encode()):
             for span in decode(data):
                 is_ours = span.request_id == request_id
                 if is_ours or span.attributes.get(names.CLIENT_REQUEST_ID) == request_id:
@@ -163,7 +163,7 @@ class SpanReader(SpanSource):
         for name in (names.GATEWAY_REQUEST, names.ENVOY_INGRESS):
             found = [
                 span
-                for data in self._holding(name.encode(), limit=_NEWEST_MESSAGES)
+                for data in self._containing(name.encode(), limit=_NEWEST_MESSAGES)
                 for span in decode(data, wanted=(name,))
             ]
             if found:
@@ -177,7 +177,7 @@ class SpanReader(SpanSource):
     ) -> list[StoredSpan]:
         """See SpanSource."""
         last_ns = _NO_END_NS if until_ns is None else until_ns
-        messages = self._holding(
+        messages = self._containing(
             name.encode(), received_from_ns=since_ns, received_to_ns=min(_NO_END_NS, last_ns + LATE_NS)
         )
         found = [
@@ -192,7 +192,7 @@ class SpanReader(SpanSource):
         """See SpanSource."""
         found: dict[str, StoredSpan] = {}
         for name in wanted:
-            messages = self._holding(
+            messages = self._containing(
                 name.encode(), received_from_ns=start_ns, received_to_ns=end_ns + LATE_NS
             )
             for data in messages:
@@ -201,7 +201,7 @@ class SpanReader(SpanSource):
                         found[span.span_id] = span
         return sorted(found.values(), key=lambda span: span.start_ns)
 
-    def _holding(
+    def _containing(
         self, text: bytes, *, limit: int = -1, received_from_ns: int = 0, received_to_ns: int = _NO_END_NS
     ) -> Iterator[bytes]:
         """Messages that have these bytes somewhere, the newest first."""

@@ -39,7 +39,7 @@ def table(*titles: str, num_left: int = 1) -> Table:
     """With columns of texts, and then of numbers."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
-        # Where there is little room, titles take two lines, and names stay whole.
+        # Where there is little space, titles have two lines, and names stay whole.
         is_left = index < num_left
         made.add_column(title, justify="left" if is_left else "right", no_wrap=is_left)
     return made
@@ -72,7 +72,7 @@ def _wait_last(reader: SpanSource) -> str:
 
 
 def _is_whole(spans: Sequence[StoredSpan]) -> bool:
-    """Whether every service has told its part of a request: each sends its spans by itself."""
+    """Whether every service has recorded its part of a request: each sends its spans by itself."""
     asked = next((span for span in spans if span.name == names.GATEWAY_REQUEST), None)
     if asked is None or all(span.name != names.ENVOY_INGRESS for span in spans):
         return False
@@ -81,7 +81,7 @@ def _is_whole(spans: Sequence[StoredSpan]) -> bool:
 
 
 def takes_a_request(parser: argparse.ArgumentParser) -> None:
-    """Of commands that tell of one request."""
+    """Options of commands that show one request."""
     parser.add_argument(
         "what", nargs="?", default="last", help="request id, ours or the client's; trace id; 'last'"
     )
@@ -101,7 +101,7 @@ def run(parser: argparse.ArgumentParser, answer: Answer, arguments: Sequence[str
             if getattr(parsed, "what", "") == "last":
                 if parsed.after:
                     _wait_whole(reader, parsed.after)
-                # Others, who told nobody here, may have asked since.
+                # Other clients may have sent requests since.
                 parsed.what = _wait_last(reader) or parsed.what
             found = answer(reader, parsed)
         finally:

@@ -22,7 +22,7 @@ from observability.analysis.terminal import console_width, table
 from observability.emit import names
 
 Intervals = Mapping[str, Interval]
-# Of what a Prometheus is asked for, in seconds: rates over several of its readings.
+# Window of the rates that a Prometheus is asked for, in seconds: several of its readings.
 _LEAST_WINDOW_S = 60.0
 
 
@@ -145,7 +145,7 @@ async def watch(views: AsyncIterator[Intervals], *, once: bool) -> None:
             if once:
                 break
     if not console.is_terminal:
-        # What is drawn live has no end of its last line in a pipe.
+        # The live view writes no newline after its last line into a pipe.
         console.print()
 
 

@@ -45,7 +45,7 @@ _SHOWN: Mapping[str, str] = {
 # Attributes that say the same on every span are shown on this one only.
 _ONCE: Mapping[str, str] = {names.TENANT: names.GATEWAY_REQUEST, names.TIER: names.GATEWAY_REQUEST}
 
-# Below this width there is no room for a bar that says anything.
+# Below this width there is no space for a bar that says anything.
 _MIN_BAR = 8
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 

@@ -32,7 +32,7 @@ _DEFAULT_ENDPOINTS: Mapping[Protocol, str] = {
     "grpc": "http://localhost:4317",
     "http/protobuf": "http://localhost:4318",
 }
-# Where OTLP over HTTP takes spans, below an address that names no path.
+# The path of spans in OTLP over HTTP, below an address that names no path.
 _HTTP_PATH = "/v1/traces"
 _BATCH = 2048
 _HOST = re.compile(r"[\w.:%-]+")
@@ -48,7 +48,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     protocol: Protocol = "grpc"
     # Whether OTEL_* variables name it: then the exporter of the SDK reads them itself.
     is_standard: bool = False
-    # What Envoy has to be told of those variables.
+    # Values of those variables that Envoy's configuration needs.
     headers: Mapping[str, str] = {}
     certificate: str = ""
 
@@ -193,7 +193,7 @@ def _standard_export(environ: Mapping[str, str], default: str = "") -> Export | 
         return None
     protocol = _protocol(environ)
     if "://" not in endpoint:
-        # As the exporter has it.
+        # The exporter adds the scheme by the same rule.
         is_insecure = _variable(environ, "INSECURE")[1].lower() == "true"
         endpoint = f"http{'' if is_insecure else 's'}://{endpoint}"
     _check_url(variable, endpoint)

@@ -16,7 +16,7 @@ from typing import Literal, NewType, Self, TypeAlias
 # Plain strings at run time: encoders are fast for those.
 SpanName = NewType("SpanName", str)
 Attribute = NewType("Attribute", str)
-# What was declared, with its meaning.
+# Meanings of all declared spans and attributes, by name.
 SPANS: dict[str, str] = {}
 ATTRIBUTES: dict[str, str] = {}
 
@@ -58,8 +58,8 @@ def _metric(kind: Kind, series: str, unit: str, meaning: str, buckets: tuple[flo
     """Declares a metric; `series` is its name and its labels as Prometheus writes them, name{label,label}, a
     label with all its values where they are known: name{label=one|other}.
     """
-    name, _, told = series.rstrip("}").partition("{")
-    pairs = [each.partition("=")[::2] for each in told.split(",")] if told else []
+    name, _, listed = series.rstrip("}").partition("{")
+    pairs = [each.partition("=")[::2] for each in listed.split(",")] if listed else []
     values = {label: tuple(known.split("|")) for label, known in pairs if known}
     if name in METRICS:
         raise ValueError(f"{name} is declared twice")
@@ -82,8 +82,8 @@ ENGINE = "engine"
 SERVICES = (ENVOY, GATEWAY, TOKENIZER, ENGINE)
 
 # --- Spans -------------------------------------------------------------------------------------------------
-# A step of a request that took less is told in an attribute of its span: a span costs many times as much, and
-# under load, when there is least time for that, every step takes tens of milliseconds.
+# A step of a request that took less is recorded in an attribute of its span: a span costs many times as much,
+# and under load, when there is least time for that, every step takes tens of milliseconds.
 LONG_MS = 100.0
 # No delay is blamed that was shorter.
 DELAY_MS = 5.0
@@ -136,9 +136,9 @@ STREAMING = attribute("millrace.streaming", "", "Whether the answer is streamed.
 OUTCOME = attribute("millrace.outcome", "", "Finish reason, or the reason of the error table.")
 ENGINE_ID = attribute("millrace.engine_id", "", "Engine process that served the request.")
 POOL = attribute("millrace.pool", "", "Pool of the engine that served; absent where engines name none.")
-REVISION = attribute("millrace.revision", "", "Version of the model; absent where none is told apart.")
+REVISION = attribute("millrace.revision", "", "Version of the model; absent where it has none.")
 FALLBACK_FROM = attribute(
-    "millrace.fallback_from", "", "Model that was asked for and had no room; absent where it answered."
+    "millrace.fallback_from", "", "Model that was asked for and had no capacity; absent where it answered."
 )
 ADAPTER = attribute("millrace.adapter", "", "LoRA adapter; absent for the base model.")
 GUIDED = attribute("millrace.guided", "", "Kind of output constraint; absent without one.")
@@ -152,7 +152,7 @@ CHOICE_INDEX = attribute("millrace.choice_index", "", "Which choice the span is 
 CHUNK_TOKENS = attribute("millrace.chunk_tokens", "{token}", "Prompt tokens computed in this chunk.")
 NUM_CHUNKS = attribute("millrace.num_prefill_chunks", "{chunk}", "Chunks the prompt was computed in.")
 NUM_STEPS = attribute("millrace.num_steps", "{step}", "Engine steps the choice took part in.")
-NUM_PREEMPTIONS = attribute("millrace.num_preemptions", "{preemption}", "Times the request lost its place.")
+NUM_PREEMPTIONS = attribute("millrace.num_preemptions", "{preemption}", "Times the request was preempted.")
 RECOMPUTED_TOKENS = attribute("millrace.recomputed_tokens", "{token}", "Tokens computed a second time.")
 RESTORED_TOKENS = attribute("millrace.restored_tokens", "{token}", "Tokens brought back from host memory.")
 LINK_CAUSE = attribute("millrace.link.cause", "", "On links: the delay that the linked request had part in.")
@@ -218,7 +218,7 @@ class Cause(_Meant):
 
     LONG_PREFILL = "long_prefill", "the long prompt of another request filled the steps"
     KV_PRESSURE = "kv_pressure", "no free blocks in the KV cache"
-    PREEMPTION = "preemption", "it lost its place to another request and had to be computed again"
+    PREEMPTION = "preemption", "it lost its batch slot to another request and had to be computed again"
     BATCH_FULL = "batch_full", "the batch was full of other requests"
     HIGHER_TIER = "higher_tier", "requests of a higher tier went first"
     GRAMMAR_COMPILE = "grammar_compile", "its grammar had to be compiled and made ready"
@@ -475,7 +475,7 @@ STEP_SECONDS = histogram(
 ENGINE_SECONDS = counter(
     "millrace_engine_request_seconds_total{use,tier}",
     "s",
-    "Seconds of steps, told with requests' ends; use is prefill, decode, speculative_waste or recompute.",
+    "Seconds of steps, reported with requests' ends; use is prefill, decode, speculative_waste or recompute.",
 )
 STEP_TOKENS = histogram("millrace_engine_step_tokens", "{token}", "Tokens computed in one step.", _COUNT)
 STEP_SEQUENCES = histogram(
@@ -508,7 +508,7 @@ GENERATED_TOKENS = counter("millrace_engine_generated_tokens_total{tier}", "{tok
 KV_BLOCKS = gauge("millrace_engine_kv_blocks{state}", "{block}", "Blocks by state: free, cached or used.")
 PREFIX_QUERIES = counter("millrace_engine_prefix_cache_queries_total", "{token}", "Prompt tokens looked up.")
 PREFIX_HITS = counter("millrace_engine_prefix_cache_hits_total", "{token}", "Prompt tokens found.")
-PREEMPTIONS = counter("millrace_engine_preemptions_total", "{sequence}", "Sequences that lost their place.")
+PREEMPTIONS = counter("millrace_engine_preemptions_total", "{sequence}", "Sequences that were preempted.")
 RECOMPUTED = counter(
     "millrace_engine_recomputed_tokens_total", "{token}", "Tokens computed again after preemption."
 )
@@ -574,7 +574,7 @@ SPANS_DROPPED = counter(
     "millrace_spans_dropped_total", "{span}", "Spans lost because the local store was behind."
 )
 
-# What the Kubernetes Gateway API Inference Extension's endpoint picker reads (model server protocol).
+# Metrics that the Kubernetes Gateway API Inference Extension's endpoint picker reads (model server protocol).
 INFERENCE_EXTENSION: Mapping[str, Metric] = {
     "TotalQueuedRequests": REQUESTS_WAITING,
     "TotalRunningRequests": REQUESTS_RUNNING,

@@ -1,27 +1,37 @@
-"""Spans: who their parents are, and that each one carries its request's identity.
+"""Spans: their parents, the identity of the request that each one carries, and who makes and sends them.
 
 `setup` is called once a process, in its main. Without a receiver no span is recorded, but the trace context
-still passes through, so that services behind this one may record.
+still passes through, so that services behind this one may record. The environment and `[observability]` say
+how OpenTelemetry's SDK makes and sends them (`make_provider`).
 
-A span costs many times what a step of one does. So what a request goes through in a service is told by one
-span: its steps are one attribute of it, and spans of their own only where somebody will look
+A span costs many times what a step of one does. So one span records what a request goes through in a
+service: its steps are one attribute of it, and spans of their own only where somebody will look
 for them (`Telemetry.step`). Readers of the local store get both back as spans (`decode.py`), and the details
 of a span, which are one attribute as well, as attributes of it.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from typing import TypeAlias
 
 import msgspec
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import (
     INVALID_SPAN_CONTEXT,
     Link,
@@ -36,9 +46,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from observability.emit import names
-from observability.emit.config import ObservabilityConfig
+from observability.emit.config import Export, ObservabilityConfig
 from observability.emit.names import SpanName
-from observability.emit.provider import make_provider, unix_ns
+from runtime.errors import ConfigError
 
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
@@ -126,7 +136,7 @@ class Telemetry:
         # Generation of the GenAI attribute names.
         self.semconv = config.semconv_generation()
         self._provider = provider
-        # Of spans that are open.
+        # Steps of the spans that are open.
         self._steps: weakref.WeakKeyDictionary[Span, list[tuple[str, int, float, Attributes]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -176,7 +186,7 @@ class Telemetry:
         """Ends a span at `end_s` monotonic seconds (default now); `error` marks it as failed.
 
         `attributes` are what traces are searched and compared by, `details` what is read of one that was
-        found: they are told in one attribute, DETAILS.
+        found: they are recorded in one attribute, DETAILS.
         """
         if not span.is_recording():
             return
@@ -222,12 +232,12 @@ class Telemetry:
         error: str = "",
         is_notable: bool = False,
     ) -> None:
-        """Something that `of` went through, in monotonic seconds: told in its attribute STEPS.
+        """Something that `of` went through, in monotonic seconds: recorded in its attribute STEPS.
 
         It is a span below `of` where it is notable, failed, has links, or took LONG_MS: samplers and
         searches look at spans alone, and what is shorter explains little.
 
-        The caller's span (`RemoteSpan`) takes nothing: below it steps leave spans from DELAY_MS on, and
+        The caller's span (`RemoteSpan`) cannot record steps: below it they leave spans from DELAY_MS on, and
         nothing where they were shorter.
         """
         long_ms = names.LONG_MS if of.is_recording() else names.DELAY_MS
@@ -242,9 +252,9 @@ class Telemetry:
                 error=error,
             )
         else:
-            self.tell_step(name, of=of, start_s=start_s, end_s=end_s, attributes=attributes)
+            self.record_step(name, of=of, start_s=start_s, end_s=end_s, attributes=attributes)
 
-    def tell_step(
+    def record_step(
         self,
         name: SpanName,
         *,
@@ -314,6 +324,98 @@ def _identity_of(span: Span) -> Attributes:
         above = span.attributes
         return {str(key): above[key] for key in names.IDENTITY if key in above}
     return {}
+
+
+def unix_ns(monotonic_s: float) -> int:
+    """The moment `monotonic_s` of CLOCK_MONOTONIC (time.monotonic()) in nanoseconds since the Unix epoch.
+
+    CLOCK_MONOTONIC is the same in every process of a machine, so moments may come from another process. The
+    clocks' distance is asked each time: it changes when the wall clock is corrected.
+    """
+    return time.time_ns() - time.monotonic_ns() + round(monotonic_s * 1e9)
+
+
+class OwnRandomIds(IdGenerator):
+    """Ids from a generator of the provider's own, which begins with the system's randomness. The SDK's come
+    from Python's global one: an engine that seeds it would repeat them.
+    """
+
+    def __init__(self) -> None:
+        self._bits = random.Random(os.urandom(32)).getrandbits
+
+    def generate_span_id(self) -> int:
+        """64 bits, not all 0."""
+        return self._bits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        """128 bits, not all 0."""
+        return self._bits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        """All bits are."""
+        return True
+
+
+def make_provider(service: str, config: ObservabilityConfig) -> TracerProvider | None:
+    """A provider that sends to everyone who gets the spans; None where nobody does.
+
+    Raises ConfigError for variables and settings that contradict each other.
+    """
+    config.check()
+    exports = config.exports()
+    if not exports:
+        return None
+    share = config.sampled_share()
+    provider = TracerProvider(
+        resource=_resource(service),
+        # None: the SDK reads OTEL_TRACES_SAMPLER.
+        sampler=ParentBasedTraceIdRatio(share) if config.has_own_sampler() else None,
+        id_generator=OwnRandomIds(),
+        # Whoever made it ends it, within a limit of time.
+        shutdown_on_exit=False,
+    )
+    for export in exports:
+        try:
+            processor = BatchSpanProcessor(_exporter(export), **config.batching())
+        except ValueError as error:
+            raise ConfigError(f"export of spans to {export.url}: {error}") from error
+        provider.add_span_processor(processor)
+    return provider
+
+
+def edge_resource() -> dict[str, str]:
+    """What Envoy's spans say of their maker; the process is the one that writes its configuration."""
+    return {
+        key: str(value)
+        for key, value in _resource(names.ENVOY).attributes.items()
+        # Envoy has settings of its own for these.
+        if key != "service.name" and not key.startswith("telemetry.")
+    }
+
+
+def _resource(service: str) -> Resource:
+    """Who makes the spans, over which go OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
+    own = {
+        "service.name": service,
+        "service.namespace": "millrace",
+        "service.version": metadata.version("millrace"),
+        # The same name by which engines and gateways know each other.
+        "service.instance.id": f"{socket.gethostname()}-{os.getpid()}",
+    }
+    return Resource.create(own).merge(OTELResourceDetector().detect())
+
+
+def _exporter(export: Export) -> SpanExporter:
+    # Each protocol's exporter brings libraries that the other does without.
+    if export.protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+        return http.OTLPSpanExporter(endpoint=None if export.is_standard else export.url)
+    from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+    if export.is_standard:
+        return grpc.OTLPSpanExporter()
+    return grpc.OTLPSpanExporter(endpoint=export.url, insecure=not export.is_secure)
 
 
 def setup(service: str, config: ObservabilityConfig) -> Telemetry:

@@ -26,7 +26,7 @@ class EventStream:
         self._lines: list[bytes] = []
         # The last payloads, one of which has the usage.
         self.last: list[bytes] = []
-        # What the server said went wrong; empty when it said nothing.
+        # The server's message about a failure; empty when there was none.
         self.error = ""
         # Whether the closing event has come.
         self.is_done = False

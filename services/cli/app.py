@@ -73,7 +73,7 @@ Quantize = Annotated[
 
 
 @contextmanager
-def _errors_told() -> Iterator[None]:
+def _errors_in_one_line() -> Iterator[None]:
     """One clear line instead of a traceback for what the user can change."""
     try:
         yield
@@ -166,7 +166,7 @@ class Serving:
         if self.detach:
             from services.cli.background import detach
 
-            with _errors_told():
+            with _errors_in_one_line():
                 raise typer.Exit(detach([each for each in sys.argv[1:] if each != "--detach"], _out))
         from services.supervisor.run import supervise
 
@@ -218,7 +218,7 @@ def status() -> None:
     """Show the stack that runs with this state directory: its processes and addresses."""
     from services.cli.background import status
 
-    with _errors_told():
+    with _errors_in_one_line():
         status(_out)
 
 
@@ -227,7 +227,7 @@ def stop() -> None:
     """Stop the stack that runs with this state directory; streams in flight may finish."""
     from services.cli.background import stop
 
-    with _errors_told():
+    with _errors_in_one_line():
         stop(_out)
 
 
@@ -274,7 +274,7 @@ class Asking:
 
         return {
             "model": self.model or client.default_model(),
-            # What is None keeps the model's default.
+            # None leaves the option at the model's default.
             "sampling": {
                 "max_tokens": self.max_tokens,
                 "temperature": self.temperature,
@@ -299,7 +299,7 @@ def chat(
     from services.cli.chat import ChatSession, talk
     from services.cli.inference import InferenceClient
 
-    with _errors_told(), InferenceClient(find_target(asking.url)) as client:
+    with _errors_in_one_line(), InferenceClient(find_target(asking.url)) as client:
         conversation = ChatSession(client, asking.fields(client), system, _out, _notes)
         if text:
             conversation.ask(text)
@@ -318,7 +318,7 @@ def generate(
     """Continue a text."""
     from services.cli.inference import InferenceClient
 
-    with _errors_told(), InferenceClient(find_target(asking.url)) as client:
+    with _errors_in_one_line(), InferenceClient(find_target(asking.url)) as client:
         fields = asking.fields(client)
         request_id = ""
         for response in client.generate(text=prompt or sys.stdin.read(), **fields):
@@ -335,7 +335,7 @@ def models(url: UrlOption = "") -> None:
     """List the models that the key may use."""
     from services.cli.inference import InferenceClient
 
-    with _errors_told(), InferenceClient(find_target(url)) as client:
+    with _errors_in_one_line(), InferenceClient(find_target(url)) as client:
         for model in client.models():
             _out.print(f"{model.id}  {model.max_model_len} tokens", markup=False)
 
@@ -373,7 +373,7 @@ def plan(
     output: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
 ) -> None:
     """Print the memory plan of a model: what fits, before anything is loaded."""
-    with _errors_told():
+    with _errors_in_one_line():
         settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize)
     arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
     load = {"--streams": streams, "--prompt": prompt, "--output": output}
@@ -403,7 +403,7 @@ def _pass_on(group: typer.Typer, name: str, run: Callable[[str, list[str]], int]
     """Adds a command of another package, which takes its own options. Its help is in `_OWNED`."""
 
     def command(context: typer.Context) -> None:
-        with _errors_told():
+        with _errors_in_one_line():
             status = run(module, context.args)
         raise typer.Exit(status)
 

@@ -46,7 +46,7 @@ def detach(arguments: Sequence[str], console: Console) -> int:
                 sys.stderr.flush()
                 stack = running_stack()
                 if stack is not None and stack.pid == process.pid:
-                    return _told(stack, console)
+                    return _show(stack, console)
                 time.sleep(_PAUSE_S)
         except KeyboardInterrupt:
             # It has a session of its own, which Ctrl-C does not reach.
@@ -57,7 +57,7 @@ def detach(arguments: Sequence[str], console: Console) -> int:
     return process.returncode or 1
 
 
-def _told(stack: RunState, console: Console) -> int:
+def _show(stack: RunState, console: Console) -> int:
     console.print(
         f"{stack.model} is served on {stack.scheme}://{stack.address} (process {stack.pid}); "
         "`millrace status` shows it, `millrace stop` ends it",
@@ -70,7 +70,7 @@ def _told(stack: RunState, console: Console) -> int:
 def status(console: Console) -> None:
     """Prints what runs; raises ConfigError when nothing does."""
     stack = _required()
-    _told(stack, console)
+    _show(stack, console)
     table = Table.grid(padding=(0, 2))
     for process in stack.processes:
         state = "runs" if psutil.pid_exists(process.pid) else "is being started again"

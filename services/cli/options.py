@@ -42,7 +42,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(**given, **grouped)
 
-    # What typer looks at: the signature, and the annotations besides.
+    # Typer reads both the signature and the annotations.
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     return call

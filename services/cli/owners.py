@@ -77,7 +77,7 @@ def _is_file(path: Path, other: str) -> bool:
 
 
 def _local_settings(tables: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Where a local stack keeps what `tables` give no place to."""
+    """Where a local stack keeps what `tables` name no file for."""
     directory = state_directory(environ)
     found: dict[str, str] = {}
     for (*parents, key), value in (
@@ -136,7 +136,7 @@ def trace_store(environ: Mapping[str, str] = os.environ) -> str:
 
 def remember_request(request_id: str, environ: Mapping[str, str] = os.environ) -> None:
     """Notes the request that was sent last from here: `trace last` waits for its trace."""
-    # Of a server elsewhere, there may be no state directory; then there are no traces here either.
+    # Where only a server elsewhere is used, there is no state directory, and there are no traces here either.
     if running_stack(environ) is not None:
         note = state_directory(environ) / _LAST_REQUEST
         note.touch(0o600)

@@ -48,7 +48,7 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Serve
                 f"url {url!r}: {error}; expected http://host:port or https://host:port"
             ) from error
         host = parts.hostname or ""
-        # What this machine's stacks know is no business of another's.
+        # The development key of this machine's stacks is not sent to other machines.
         own_key = development_key(environ) if is_this_machine(host) else ""
         address = join(host, port)
         url = url if "//" in url else f"http://{address}"

@@ -15,7 +15,7 @@ from runtime.errors import ConfigError
 
 # Beginning of the names of the clusters that gateways are in.
 _GATEWAYS = "gateway_"
-# What Envoy says of an endpoint that it sends nothing; one that has not been asked yet is pending.
+# Envoy's flags of an endpoint that gets no requests; one that has not been checked yet is pending.
 _FAILING = ("failed_active_health_check", "pending_active_hc")
 # Statistic that counts requests in flight from clients.
 _ACTIVE_REQUESTS = "downstream_rq_active"

@@ -66,7 +66,7 @@ class Layout:
     engines: tuple[ProcessSpec, ...]
     gateways: tuple[ProcessSpec, ...]
     envoy: ProcessSpec
-    # What works and is probably not meant.
+    # Settings that work and are probably a mistake.
     warnings: tuple[str, ...] = ()
     # Addresses by process name and purpose, for the state file.
     addresses: dict[str, dict[str, str]] = field(default_factory=dict)

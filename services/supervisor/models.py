@@ -37,7 +37,7 @@ def resolve_models(options: Options, tables: Mapping[str, Any], environ: Mapping
         found = load_models({**tables, "models": _several(asked)})
     else:
         one = _one(options, load_section(tables, "model", ModelConfig), environ)
-        # What it is made of is checked with every other table.
+        # Its template, parsers and adapters are checked with every other table.
         plain = {"model": {"path": one.path, "name": one.name, "aliases": list(one.aliases)}}
         rest = {name: tables.get(name, {}) for name in ("routes", "shadows")}
         return msgspec.structs.replace(load_models({**plain, **rest}), models={one.name: one})
@@ -110,7 +110,7 @@ def environment_of(model: ModelConfig) -> dict[str, object]:
     return {f"model.{key}": value for key, value in {"name": "", **_written(model)}.items()}
 
 
-def told(models: Models, tables: Mapping[str, Any]) -> dict[str, Any]:
+def served_tables(models: Models, tables: Mapping[str, Any]) -> dict[str, Any]:
     """The tables that the stack's processes read of what is served."""
     plain = {name: _written(model) for name, model in models.models.items()}
     found: dict[str, Any] = {name: tables.get(name, {}) for name in LIVE_SECTIONS if name != "models"}
@@ -123,7 +123,7 @@ def told(models: Models, tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_models(state: Path, models: Models, tables: Mapping[str, Any]) -> Path:
     """Writes what is served for the stack's processes; readers see the old file or the new one."""
-    return _replace(state / MODELS_FILE, json.dumps(told(models, tables)))
+    return _replace(state / MODELS_FILE, json.dumps(served_tables(models, tables)))
 
 
 def write_engines(state: Path, addresses: Sequence[str]) -> Path:

@@ -172,7 +172,7 @@ class ChildProcess:
         assert self._process is not None
         code = await self._process.wait()
         if self._reader is not None:
-            # What it wrote last is on its way; a grandchild may hold the pipe open for longer.
+            # The last output is still to be read; not for long, as a grandchild may keep the pipe open.
             await asyncio.wait({self._reader}, timeout=_LAST_OUTPUT_S)
         return code
 

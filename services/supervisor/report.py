@@ -26,7 +26,7 @@ class StartReport:
         self._console = console
         self._started_s = time.monotonic()
         self._ready_s: dict[str, float | None] = dict.fromkeys(names)
-        # What each process is loading, and how much of it is done.
+        # By process: the name of what it loads, and the share that is loaded.
         self._loading: dict[str, tuple[str, float]] = {}
         self._live = Live(get_renderable=self._table, console=console, refresh_per_second=8, transient=True)
 

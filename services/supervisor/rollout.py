@@ -1,5 +1,5 @@
 """Changes what a running stack serves, as its configuration file changes: engines of new models start before
-gateways are told of them, and those of models that went end when no gateway sends them anything more.
+gateways learn of them, and those of models that went end when no gateway sends them anything more.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from services.supervisor.checks import check_checkpoint, check_live
 from services.supervisor.config import Options
 from services.supervisor.health import wait_model
 from services.supervisor.layout import Layout
-from services.supervisor.models import resolve_models, told, write_engines, write_models
+from services.supervisor.models import resolve_models, served_tables, write_engines, write_models
 from services.supervisor.process import ProcessSpec
 from services.supervisor.stack import Stack, StartFailed
 
 # How long gateways may take to see a change, and the tokenizer service to load a vocabulary, in seconds.
-_TAKEN_LIMIT_S = 60.0
+_FOLLOW_LIMIT_S = 60.0
 # Requests that were on their way to an engine have reached it after so long.
 _NOTICE_S = 2.0
 
@@ -44,7 +44,7 @@ class Rollout:
         self._next = len(self._serves)
 
     async def run(self) -> None:
-        """Until it is cancelled. What cannot be followed is told, and changes nothing."""
+        """Until it is cancelled. A change that cannot be followed is announced, and changes nothing."""
         await self._source.follow(self._apply)
 
     async def _apply(self, tables: dict[str, Any]) -> None:
@@ -65,13 +65,13 @@ class Rollout:
         write_engines(self._layout.state_directory, self._addresses())
         write_models(self._layout.state_directory, models, tables)
         self._models = models
-        await self._taken(wanted.keys() - served, served - wanted.keys())
+        await self._followed(wanted.keys() - served, served - wanted.keys())
         await self._remove(wanted)
         self._stack.announce(f"serving {', '.join(models.models)}")
 
     def _check(self, models: Models, tables: Mapping[str, Any]) -> None:
         environ = {**self._environ, **self._layout.environment, MODELS_FILE_VARIABLE: ""}
-        check_live(self._layout, environ, told(models, tables))
+        check_live(self._layout, environ, served_tables(models, tables))
         if not self._options.simulated:
             for model in models.models.values():
                 check_checkpoint(model.path)
@@ -92,13 +92,13 @@ class Rollout:
                 self._layout.addresses.pop(name, None)
             raise
 
-    async def _taken(self, came: Set[str], went: Set[str]) -> None:
+    async def _followed(self, came: Set[str], went: Set[str]) -> None:
         """Until every gateway sends requests to what came, and none to what went."""
         for gateway in self._layout.gateways:
             for key in came:
-                await wait_model(gateway, key, served=True, limit_s=_TAKEN_LIMIT_S)
+                await wait_model(gateway, key, served=True, limit_s=_FOLLOW_LIMIT_S)
             for key in went:
-                await wait_model(gateway, key, served=False, limit_s=_TAKEN_LIMIT_S)
+                await wait_model(gateway, key, served=False, limit_s=_FOLLOW_LIMIT_S)
 
     async def _remove(self, wanted: Mapping[str, ModelConfig]) -> None:
         have, surplus = Counter(self._serves.values()), list[str]()

@@ -15,7 +15,8 @@ import msgspec
 from runtime.resources import cpuinfo, num_cores
 
 FILE_NAME = "speeds.json"
-# What is named where nothing has been measured: of those that CPUs have kernels for, it loses least.
+# The scheme suggested where nothing has been measured: it loses the least accuracy of those that CPUs have
+# kernels for.
 _FIRST = "w8a8"
 _NONE = "off"
 _CPU_KERNELS = ("avx", "amx", "neon")

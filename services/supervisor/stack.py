@@ -67,7 +67,7 @@ class Stack:
         self._children = {spec.name: self._child(spec) for spec in layout.processes}
         # Those that answer requests for models; they come and go with those.
         self.engines = {spec.name: spec for spec in layout.engines}
-        # What each process told of itself when it was ready.
+        # Facts in the line that each process printed when it was ready.
         self.said: dict[str, dict[str, str]] = {}
         self._tenders: dict[str, asyncio.Task[None]] = {}
         # While the state file could not be written.
@@ -185,7 +185,7 @@ class Stack:
         delay_s = settings.restart_delay_s
         while True:
             code = await self._end_of(child)
-            # What it left behind (an engine's core process) holds ports and memory.
+            # Its own children (an engine's core process) would keep ports and memory.
             child.kill()
             if child.age_s > settings.max_restart_delay_s:
                 delay_s = settings.restart_delay_s

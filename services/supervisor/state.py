@@ -34,7 +34,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     model: str
     trace_store: str
-    # What the processes were started with, so that other commands see the same settings.
+    # Configuration file and environment of the processes, so that other commands see the same settings.
     config: str = ""
     environment: dict[str, str] = {}
     processes: tuple[ProcessState, ...] = ()

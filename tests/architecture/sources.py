@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+MAKEFILES = (ROOT / "Makefile", *sorted((ROOT / "make").glob("*.mk")))
 PACKAGES = (
     *("contract", "runtime", "checkpoint", "kernels", "observability"),
     *("gateway", "tokenizer_svc", "engine", "services"),

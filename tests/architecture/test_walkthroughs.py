@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.architecture.figures import naming
-from tests.architecture.sources import ROOT
+from tests.architecture.sources import MAKEFILES, ROOT
 
 _PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 _SECTIONS = {
@@ -27,5 +27,6 @@ def test_a_walkthrough_lists_the_files_that_name_its_example(title: str) -> None
 def test_tests_and_commands_that_are_named_exist() -> None:
     for path in re.findall(r"`((?:tests|docs|benchmarks)/[\w/.]+)`", _PAGE):
         assert (ROOT / path).exists(), path
-    for target in re.findall(r"(?:^|`)make ([a-z-]+)", _PAGE, re.MULTILINE):
-        assert f"\n{target}:" in (ROOT / "Makefile").read_text(encoding="utf-8"), target
+    rules = "\n".join(part.read_text(encoding="utf-8") for part in MAKEFILES)
+    for target in re.findall(r"(?:^|`)make ([a-z0-9-]+)", _PAGE, re.MULTILINE):
+        assert f"\n{target}:" in rules, target

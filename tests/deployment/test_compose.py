@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from observability.emit import names
+from tests.architecture.sources import MAKEFILES
 from tests.deployment import settings
 from tests.deployment.composition import MissingVariable, environment, load
 from tests.deployment.containerfile import REPOSITORY, parse
@@ -357,7 +358,8 @@ def test_make_up_opens_what_containers_are_given_of_a_closed_checkout_and_nothin
         if not Path(given).is_relative_to("certificates") and not Path(given).is_relative_to("models")
     }
     assert Path("config/millrace.toml") in mounted
-    for path in ("Makefile", "certificates/tls.key", "docker-compose.yml", *map(str, mounted)):
+    rules = [str(part.relative_to(REPOSITORY)) for part in MAKEFILES]
+    for path in (*rules, "certificates/tls.key", "docker-compose.yml", *map(str, mounted)):
         copy = tmp_path / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         if (REPOSITORY / path).is_dir():

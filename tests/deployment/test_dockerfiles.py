@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture.sources import MAKEFILES
 from tests.deployment import settings
 from tests.deployment.containerfile import REPOSITORY, Context, Dockerfile, parse, size_bytes
 
@@ -64,7 +65,7 @@ def test_commands_are_in_exec_form_and_health_is_checked(dockerfile: Dockerfile)
 
 def test_extra_arguments_of_pip_reach_the_install_of_torch_alone() -> None:
     """They name PyTorch's own index, which lacks versions of what torch needs."""
-    lines = (REPOSITORY / "Makefile").read_text().splitlines()
+    lines = "\n".join(part.read_text() for part in MAKEFILES).splitlines()
     installs = [line for line in lines if "$(PIP_ARGS)" in line and " install " in line]
     # Of the environment, and of the one that renews its constraints.
     assert len(installs) == 2

@@ -32,14 +32,14 @@ SERVICE_NAME: str = _SERVICE.full_name
 
 # Requests up to this size are parsed as they come, in a tenth of a millisecond.
 MAX_PARSED_BYTES = 256 * 1024
-# What a worker reads from the whole.
+# Fields that only a worker parses, from the whole request.
 _CONTENT = ("conversation", "text", "encoded", "response_format")
 # Before the bytes of a field: its tag and their number.
 _MAX_FRAMING_BYTES = 5
 # A message of a stream has fewer calls; each is work for Python before it can be refused.
 MAX_CALLS = 4096
 
-# What is said of other bytes.
+# The refusal of bytes that are no PrepareRequest.
 NO_REQUEST = "the bytes of the request are no message that Prepare takes; generate the client from proto/"
 
 Head = tokenizer_pb2.PrepareCall | unparsed_pb2.UnparsedCall
@@ -105,7 +105,7 @@ def read_prepare(wire: bytes) -> tokenizer_pb2.PrepareRequest | LargeRequest:
 
 def parse_request(wire: memoryview) -> tokenizer_pb2.PrepareRequest:
     """The request, however large. Raises DecodeError."""
-    # Parsers take views as well, which their types do not say.
+    # Parsers accept views as well, which their types do not say.
     parse: Any = tokenizer_pb2.PrepareRequest.FromString
     request: tokenizer_pb2.PrepareRequest = parse(wire)
     return request
@@ -154,8 +154,8 @@ def large(wire: bytes) -> LargeRequest:
     for each in _CONTENT:
         twin.ClearField(each)  # type: ignore[arg-type]
     small = twin.SerializeToString()
-    # Of a field that occurs twice the twin has the last, and a worker's parser all: every byte that is not
-    # accounted for counts as input.
+    # Where a field occurs twice, the twin has the last, and a worker's parser merges all: so every byte that
+    # is in no known field counts as input.
     known = len(small) + sum(_MAX_FRAMING_BYTES + size for size in sizes.values())
     return LargeRequest(
         head=tokenizer_pb2.PrepareRequest.FromString(small),

@@ -30,19 +30,19 @@ from tokenizer_svc.types import LengthLimit, Truncation
 
 # Tools, documents, options, calls and response formats beyond this many bytes are a worker's.
 _MAX_STRUCTURED_BYTES = 32 * 1024
-# So is everything beyond MAX_PARSED_BYTES. Against both limits counts, beside its bytes, what makes work that
-# is not in them: each message, each tool or document, and each place in a text where a control token might be
-# spelled, which begins so in most vocabularies.
+# Everything beyond MAX_PARSED_BYTES is a worker's, too. Against both limits a request counts more than its
+# bytes, because some parts are more work than they have bytes: messages, tools and documents, and characters
+# at which a control token might be spelled, which begins with one of these in most vocabularies.
 _MESSAGE_BYTES = 1024
 _PART_BYTES = 512
 _SPELLING_BYTES = 32
 _SPELLINGS = "<["
-# Ids take Python longer than text.
+# Python needs longer for ids than for as many bytes of text.
 _MAX_ID_BYTES = 32 * 1024
 
 
 def is_large(request: tokenizer_pb2.PrepareRequest) -> bool:
-    """Whether a worker prepares it. Takes microseconds, except for large requests."""
+    """Whether a worker prepares it. Answers within microseconds, except for large requests."""
     if request.response_format.ByteSize() > _MAX_STRUCTURED_BYTES:
         return True
     match request.WhichOneof("input"):
@@ -72,7 +72,7 @@ def _is_large_conversation(conversation: chat_pb2.Conversation) -> bool:
 
 # Unicode composition (NFC) makes UTF-8 at most this much shorter (UAX 15).
 _COMPOSITION = 3
-# Of UTF-8, and of what stands around an option on the wire.
+# The longest character of UTF-8; also more than the bytes around an option on the wire.
 _MAX_CHARACTER_BYTES = 4
 
 
@@ -95,7 +95,7 @@ class RequestLimits:
             raise invalid("messages must hold at least one message", "messages")
         self.size(sum(map(_size, conversation.messages)), "messages")
         if self._writes_user_turns:
-            # Of other turns templates may leave something out.
+            # Users' messages alone, because templates may leave out parts of the others.
             user = sum(
                 num_bytes(each.content.strip()) for each in conversation.messages if each.role is Role.USER
             )
@@ -123,7 +123,7 @@ class RequestLimits:
             self.grammar_size(len(text), f"response_format.{form.__struct_config__.tag}")
 
     def large(self, kind: str, num_input_bytes: int, num_format_bytes: int, length: LengthLimit) -> str:
-        """What the sizes of a request's fields on the wire tell; the name of the one that holds the prompt.
+        """Checks the sizes of a request's fields on the wire; the name of the field that has the prompt.
 
         Raises like `conversation`, `text_size` and `format`, which look closer.
         """

@@ -18,9 +18,8 @@ from tokenizer_svc.prompt.limits import RequestLimits, num_bytes
 from tokenizer_svc.refusals import invalid, no_input
 from tokenizer_svc.text import formats
 from tokenizer_svc.text.checkpoint import Checkpoint
-from tokenizer_svc.text.control import ControlTokens
-from tokenizer_svc.text.encoding import TextEncoder
-from tokenizer_svc.text.template import ChatTemplates
+from tokenizer_svc.text.encoding import ControlTokens, TextEncoder
+from tokenizer_svc.text.template import ChatTemplates, assistant_prefix
 from tokenizer_svc.types import Truncation
 
 
@@ -62,7 +61,7 @@ class Prompts:
         encoded_s = time.monotonic()
         prefix = ""
         if self.reasoning_format and not conversation.continue_final_message:
-            prefix = formats.assistant_prefix(rendered, self._control.control)
+            prefix = assistant_prefix(rendered, self._control.control)
         grammar = self._grammar_request(conversation, form, prefix) if asked.with_grammar else None
         return Prompted(
             token_ids=ids,

@@ -32,8 +32,8 @@ from tokenizer_svc.messages.wire import LargeRequest, large
 from tokenizer_svc.prompt.limits import is_large
 from tokenizer_svc.prompt.prompts import Prompts
 from tokenizer_svc.service.compiler import GrammarCompiler, refusal
-from tokenizer_svc.service.pace import Throttle
 from tokenizer_svc.service.threads import INLINE_CHARACTERS, TextThreads
+from tokenizer_svc.service.throttle import Throttle
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.types import Compiled, LengthLimit
 
@@ -57,7 +57,7 @@ class Preparer:
         self._prompts = Prompts(checkpoint, limits, turn_cache_tokens=turn_cache_tokens)
         self._compiler = compiler
         self._pool = compiler.pool
-        self._pace = Throttle()
+        self._throttle = Throttle()
         self._telemetry = telemetry
         self._metrics = metrics
         for counter in (names.GRAMMAR_LOOKUPS, names.GRAMMAR_REFUSALS):
@@ -76,7 +76,7 @@ class Preparer:
             if gives_way or is_large(request):
                 request = large(request.SerializeToString())
         if isinstance(request, LargeRequest):
-            await self._pace.wait(tenant, len(request.wire))
+            await self._throttle.wait(tenant, len(request.wire))
         prompted = await self._prompted(request, PromptRequest(tenant=tenant, length=length))
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens)
         start = time.perf_counter()
@@ -93,13 +93,13 @@ class Preparer:
     def prepare_short(
         self, request: tokenizer_pb2.PrepareRequest, *, tenant: str, length: LengthLimit
     ) -> Prompted | None:
-        """The same, now, for what `is_short`; None where there is a grammar. `tell_short` is told later."""
+        """The same, now, for what `is_short`; None where there is a grammar. `record_short` is later."""
         prompted = self._prompts.prepared(request, PromptRequest(tenant=tenant, length=length))
         return prompted if prompted.grammar is None else None
 
-    def tell_short(self, prompted: Prompted, span: Span) -> None:
+    def record_short(self, prompted: Prompted, span: Span) -> None:
         """Steps of `span`, and metrics, of what `prepare_short` did."""
-        self._tell(prompted, span)
+        self._record(prompted, span)
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens, span=span.get_span_context())
 
     async def encode(
@@ -113,7 +113,7 @@ class Preparer:
             return (await self._prompted(request, asked)).token_ids
         whole = large(request.SerializeToString())
         if tenant is not None:
-            await self._pace.wait(tenant, len(whole.wire))
+            await self._throttle.wait(tenant, len(whole.wire))
         return (await self._prompted(whole, asked)).token_ids
 
     async def _prompted(
@@ -128,10 +128,10 @@ class Preparer:
         else:
             work = partial(self._prompts.prepared, request, asked)
             prompted = await self._threads.run(_num_characters(request), work, asked.tenant)
-        self._tell(prompted, trace.get_current_span())
+        self._record(prompted, trace.get_current_span())
         return prompted
 
-    def _tell(self, prompted: Prompted, span: Span) -> None:
+    def _record(self, prompted: Prompted, span: Span) -> None:
         begin_s, context = prompted.begin_s, span.get_span_context()
         for name, stage, seconds in (
             (names.TOKENIZER_RENDER, "render", prompted.render_s),
@@ -221,7 +221,7 @@ class Preparer:
 
 
 def is_short(request: tokenizer_pb2.PrepareRequest) -> bool:
-    """Whether it is a short conversation alone, prepared in less time than anything takes to wait for it."""
+    """Whether it is a short conversation alone, prepared in less time than it would wait elsewhere."""
     return (
         request.HasField("conversation")
         and not request.HasField("response_format")

@@ -57,7 +57,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> None:
         self._shelf = shelf
         self._telemetry = telemetry
-        # What is told of requests that are answered already.
+        # Spans and metrics of requests that are answered already are recorded by it.
         self._deferred = deferred
         self._secret = secret
         self._max_context_age_s = max_context_age_s
@@ -88,7 +88,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     def _at_once(self, call: WireCall) -> dict[str, Any] | None:
         """The answer to a call that asks for a short conversation alone, as most do: a task, a time limit and
         spans that are current take as long as the prompt. What fails here is left to fail on the way of all
-        others, which tells why.
+        others, which says why.
         """
         request = call.request
         if isinstance(request, LargeRequest) or not is_short(request):
@@ -103,11 +103,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             return None
         if short is None:
             return None
-        tell = partial(self._tell_short, call.head, who, served.preparer)
-        self._deferred.call(tell, begin_s, time.monotonic(), short)
+        record = partial(self._record_short, call.head, who, served.preparer)
+        self._deferred.call(record, begin_s, time.monotonic(), short)
         return wire.short_answer(short, served.fingerprint)
 
-    def _tell_short(
+    def _record_short(
         self,
         head: Head,
         who: context_pb2.RequestContext,
@@ -121,7 +121,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         span = self._telemetry.start(
             names.TOKENIZER_PREPARE, kind=SpanKind.SERVER, start_s=begin_s, parent=parent
         )
-        preparer.tell_short(prompted, span)
+        preparer.record_short(prompted, span)
         self._telemetry.end(span, end_s=end_s)
 
     async def _answer(
@@ -143,7 +143,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def _within_limit(
         self, work: Awaitable[PreparedRequest], timeout_s: float | None
     ) -> PreparedRequest:
-        # Somewhat before the caller gives up, so that it is told why.
+        # Somewhat before the caller gives up, so that it receives the reason.
         limit_s = self._limit_s if timeout_s is None else min(self._limit_s, timeout_s * _ANSWER_AT)
         try:
             async with asyncio.timeout(limit_s):
@@ -151,7 +151,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         except TimeoutError as error:
             raise MillraceError(
                 Reason.DEADLINE_EXCEEDED,
-                f"the prompt could not be prepared within {limit_s:.3g} s, the wait for its turn included; "
+                f"the prompt could not be prepared within {limit_s:.3g} s, the wait in the queue included; "
                 "retry when there is less load, or send less text or a simpler grammar",
                 field="input",
                 retry_after_s=1.0,

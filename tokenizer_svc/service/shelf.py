@@ -32,13 +32,13 @@ class Served(msgspec.Struct, frozen=True, eq=False):
 
     model: ModelConfig
     preparer: Preparer
-    # As GetVocabulary answers.
+    # The answer to GetVocabulary.
     vocabulary: tokenizer_pb2.GetVocabularyResponse
     pool: WorkerPool
 
     @property
     def fingerprint(self) -> str:
-        """Of its vocabulary."""
+        """Hash of its vocabulary."""
         return self.vocabulary.fingerprint
 
     async def close(self) -> None:
@@ -150,7 +150,7 @@ class Shelf:
             self._failures[model.key] = str(error)
 
     async def _retry(self) -> None:
-        """A checkpoint may be copied to its place after the file names it."""
+        """Tries again, since a checkpoint may be copied to its path after the file names it."""
         while self._failures:
             await asyncio.sleep(_RETRY_S)
             for model in list(self._models.values()):

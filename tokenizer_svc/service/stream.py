@@ -18,7 +18,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
 from runtime.memory import GiveBack
-from runtime.outbox import Outbox
+from runtime.streams import Outbox
 from tokenizer_svc.messages.wire import (
     MAX_CALLS,
     MAX_PARSED_BYTES,
@@ -35,17 +35,19 @@ from tokenizer_svc.messages.wire import (
 
 _log = logging.getLogger(__name__)
 
-# Calls of one stream in work, or whose answers the caller has not taken; reading waits beyond that.
+# Calls of one stream that are being prepared, or whose answers the caller has not read. Beyond so many no
+# call is read.
 MAX_IN_WORK = 1024
-# Of the same, bytes: twice what one gateway has under way at most, so that none of them is ever kept waiting.
+# Bytes of the same calls: twice what one gateway has under way at most, so that no gateway ever waits for it.
 MAX_BYTES_IN_WORK = 64 * 1024 * 1024
-# After so much work of one stream it is the turn of others: what has come already is read without waiting.
+# After so much work of one stream the event loop serves others: reading calls that have come already does not
+# wait, and so would let nobody else go on.
 _SLICE_S = 0.002
 
 Answer = Callable[[WireCall], Awaitable[tokenizer_pb2.PrepareResponse | LargeAnswer]]
-# The fields of a response, or None where it takes longer than a task for it would.
+# The fields of a response, or None for a call whose preparation takes longer than starting a task for it.
 AnswerAtOnce = Callable[[WireCall], "dict[str, Any] | None"]
-# What comes, by messages.
+# The calls of each message of a stream.
 Calls = AsyncIterator[list[StreamCall]]
 _UNREADABLE = MillraceError(Reason.MALFORMED_BODY, NO_REQUEST)
 
@@ -61,7 +63,7 @@ class CallStream:
     ) -> None:
         self._answer = answer
         self._at_once = at_once
-        # How often a caller that waits is told that this process runs.
+        # Interval at which an empty answer shows a caller that waits that this process runs.
         self._beat_s = beat_s
         # Answers, serialized. All of them are ready, so that nobody waits for as many as fit into a message.
         # How many there can be is decided where calls are read.
@@ -73,7 +75,7 @@ class CallStream:
         self._give_back = GiveBack()
         # By the calls' ids.
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._room = asyncio.Event()
+        self._has_capacity = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
 
     async def serve(self, requests: Calls) -> AsyncGenerator[bytes, None]:
@@ -84,8 +86,8 @@ class CallStream:
         self._reader.add_done_callback(lambda _: self._close_if_done())
         beating = asyncio.ensure_future(self._beat())
         try:
-            while answers := await self._outbox.take():
-                self._room.set()
+            while answers := await self._outbox.drain():
+                self._has_capacity.set()
                 message = stream_response(answers)
                 del answers
                 yield message
@@ -102,18 +104,18 @@ class CallStream:
         worked_s = 0.0
         async for calls in requests:
             begin_s = time.monotonic()
-            self._take(calls)
-            # As with answers; the list is grpc.aio's until it has the next one.
+            self._begin_all(calls)
+            # Calls may be megabytes, and grpc.aio keeps the list until the next message.
             calls.clear()
             worked_s += time.monotonic() - begin_s
             if worked_s >= _SLICE_S:
                 worked_s = 0.0
                 await asyncio.sleep(0)
             while self._is_full():
-                self._room.clear()
-                await self._room.wait()
+                self._has_capacity.clear()
+                await self._has_capacity.wait()
 
-    def _take(self, calls: list[StreamCall]) -> None:
+    def _begin_all(self, calls: list[StreamCall]) -> None:
         # A loop in `_read` would keep the last call until the next ones come.
         for call in calls:
             self._begin(call)
@@ -173,7 +175,7 @@ class CallStream:
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         if self._tasks.get(number) is task:
             del self._tasks[number]
-        self._room.set()
+        self._has_capacity.set()
         self._close_if_done()
 
     def _close_if_done(self) -> None:

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-# Work on inputs below this many characters takes less time than handing it to a thread.
+# Work on inputs below this many characters is done sooner than handed to a thread.
 INLINE_CHARACTERS = 4 * 1024
-# From here on a text takes some tenths of a second.
+# A text from this size on is some tenths of a second of work.
 _HUGE_CHARACTERS = 1024 * 1024
 
 
@@ -25,8 +25,8 @@ class TextThreads:
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "text")
         self._huge = ThreadPoolExecutor(1, "huge-text")
-        # Tenants with work in threads, and how much of it.
-        self._turns: dict[tuple[str, bool], tuple[asyncio.Lock, int]] = {}
+        # A mutex, and how many calls use it, by tenant and whether the work is huge.
+        self._mutexes: dict[tuple[str, bool], tuple[asyncio.Lock, int]] = {}
 
     async def run(self, num_characters: int, work: Callable[[], Result], tenant: str) -> Result:
         """The result of `work`, which handles that many characters."""
@@ -34,16 +34,16 @@ class TextThreads:
             return work()
         huge = num_characters >= _HUGE_CHARACTERS
         key = (tenant, huge)
-        turn, num_users = self._turns.get(key, (asyncio.Lock(), 0))
-        self._turns[key] = (turn, num_users + 1)
+        mutex, num_users = self._mutexes.get(key, (asyncio.Lock(), 0))
+        self._mutexes[key] = (mutex, num_users + 1)
         try:
-            async with turn:
+            async with mutex:
                 executor = self._huge if huge else self._long
                 return await asyncio.get_running_loop().run_in_executor(executor, work)
         finally:
-            turn, num_users = self._turns.pop(key)
+            mutex, num_users = self._mutexes.pop(key)
             if num_users > 1:
-                self._turns[key] = (turn, num_users - 1)
+                self._mutexes[key] = (mutex, num_users - 1)
 
     def close(self) -> None:
         """Gives up what has not begun."""

@@ -39,23 +39,3 @@ def reasoning_format(templates: Mapping[str, str], tokens: Collection[str]) -> s
     """Name of the reasoning format, or ""."""
     source = "\n".join(templates.values())
     return THINK if THINK_CLOSE in source or THINK_CLOSE in tokens else ""
-
-
-# Templates write far less than this after the last control token.
-_TAIL_CHARACTERS = 4096
-
-
-def assistant_prefix(rendered: str, control_tokens: Collection[str]) -> str:
-    """What the template wrote of the assistant's turn from the reasoning tag on, for output parsers.
-
-    Only the text after the last control token counts, which is the template's own. Where a template has no
-    control tokens, the tag must be the very end.
-    """
-    tail = rendered[-_TAIL_CHARACTERS:]
-    if THINK_OPEN not in tail:
-        return ""
-    start = max((tail.rfind(token) + len(token) for token in control_tokens if token in tail), default=-1)
-    if start < 0:
-        start = len(tail) - len(THINK_OPEN) - 1 if tail.rstrip().endswith(THINK_OPEN) else len(tail)
-    found = tail.find(THINK_OPEN, start)
-    return tail[found:] if found >= 0 else ""

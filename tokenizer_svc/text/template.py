@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -22,8 +22,8 @@ from runtime.errors import ConfigError
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
-from tokenizer_svc.text.control import ControlTokens
-from tokenizer_svc.text.formats import THINK_CLOSE
+from tokenizer_svc.text.encoding import ControlTokens
+from tokenizer_svc.text.formats import THINK_CLOSE, THINK_OPEN
 from tokenizer_svc.text.tool_values import call_arguments, completed, resolved, tool_value
 from tokenizer_svc.text.turns import Turns, all_written, missing, other_ways
 
@@ -34,6 +34,8 @@ _TOOL_TEMPLATE = "tool_use"
 # Names under which templates look for whether, and how much, the model thinks. Gateways set all of them.
 _THINKING = ("enable_thinking", "thinking", "reasoning_effort")
 _WITHOUT_THINKING = (False, "none", "minimal")
+# Templates write far less than this after the last control token.
+_TAIL_CHARACTERS = 4096
 
 
 class _GenerationBlock(Extension):
@@ -529,3 +531,19 @@ def _failed(message: str, field: str = "messages") -> MillraceError:
 def _unread(field: str, problem: str) -> MillraceError:
     name = f"conversation.{field}"
     return MillraceError(Reason.UNSUPPORTED_FIELD, f"{name}: the model's chat template {problem}", field=name)
+
+
+def assistant_prefix(rendered: str, control_tokens: Collection[str]) -> str:
+    """What the template wrote of the assistant's turn from the reasoning tag on, for output parsers.
+
+    Only the text after the last control token counts, which is the template's own. Where a template has no
+    control tokens, the tag must be the very end.
+    """
+    tail = rendered[-_TAIL_CHARACTERS:]
+    if THINK_OPEN not in tail:
+        return ""
+    start = max((tail.rfind(token) + len(token) for token in control_tokens if token in tail), default=-1)
+    if start < 0:
+        start = len(tail) - len(THINK_OPEN) - 1 if tail.rstrip().endswith(THINK_OPEN) else len(tail)
+    found = tail.find(THINK_OPEN, start)
+    return tail[found:] if found >= 0 else ""

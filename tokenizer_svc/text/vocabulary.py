@@ -43,7 +43,7 @@ def build_vocabulary(
 ) -> TokenizerVocabulary:
     """From the parsed tokenizer.json and the tokenizer's own token → id table.
 
-    Raises ConfigError for a decoder whose bytes cannot be told (WordPiece and the like).
+    Raises ConfigError for a decoder whose tokens' bytes are unknown (WordPiece and the like).
     """
     steps = _decoder_steps(description.get("decoder"))
     kinds = {step["type"] for step in steps}
@@ -59,7 +59,7 @@ def build_vocabulary(
     elif replaced := _replacements(steps):
         byte_fallback = "ByteFallback" in kinds
         for text, token_id in ids.items():
-            # Of control tokens the spelling is kept: they are never shown, and parsers look for it.
+            # Control tokens keep their spelling: they are never shown, and parsers look for it.
             tokens[token_id] = (
                 text.encode() if token_id in special else _piece_bytes(text, replaced, byte_fallback)
             )
@@ -90,7 +90,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What is written in place of what in every token; empty where no token says where spaces are.
+    """Pairs of a text in tokens and what it stands for; empty where no token says where spaces are.
 
     Raises ConfigError for a step that has no meaning here: leaving it out would change the model's text.
     """

@@ -93,9 +93,9 @@ class Worker:
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         # Names this very process, even when its number belongs to another one by then.
         self._handle = os.pidfd_open(pid)
-        # Of its processor time, as clock_getcpuclockid(3) names it.
+        # The clock of its processor time, numbered as by clock_getcpuclockid(3).
         self._clock = (~pid << 3) | _CPU_CLOCK
-        # Whether it gives way to everything else, or wholly so; that cannot be taken back.
+        # Whether it gives way to everything else, or wholly so; that cannot be undone.
         self.yielding = self.lowest = lowest
 
     async def ready(self) -> None:
@@ -118,7 +118,7 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Takes `stop` back."""
+        """Ends `stop`."""
         self._signal(signal.SIGCONT)
 
     def processor_s(self) -> float:
@@ -157,7 +157,7 @@ class ForkServer:
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
-        self._turn = asyncio.Lock()
+        self._mutex = asyncio.Lock()
 
     async def worker(self, *, lowest: bool = False) -> Worker:
         """A new worker, which computes when nothing else wants to if it is one of the `lowest` priority.
@@ -172,7 +172,7 @@ class ForkServer:
         return worker
 
     async def _worker(self, kind: bytes) -> Worker:
-        async with self._turn:
+        async with self._mutex:
             if self._control is not None:
                 # Whatever ended the process that is copied, another one can be started.
                 with contextlib.suppress(EOFError, OSError):
@@ -182,7 +182,7 @@ class ForkServer:
 
     async def close(self) -> None:
         """Ends the process; its copies go on."""
-        async with self._turn:
+        async with self._mutex:
             await self._end()
 
     async def _start(self) -> socket.socket:

@@ -46,13 +46,14 @@ from tokenizer_svc.workers.yielding import Yielding
 
 # Sent once workers can be made.
 READY = b"ready"
-# What kind of copy is asked for: one of the ordinary priority, or of the lowest from its first instruction.
+# The request for a copy: of ordinary priority, or of the lowest from its first instruction.
 ORDINARY, LOWEST = b"+", b"-"
-# Of work that gives way to everything of ordinary priority.
+# Niceness of work that gives way to everything of ordinary priority.
 NICENESS = 15
 # Encodings of turns that a worker keeps, in tokens.
 _TURN_CACHE_TOKENS = 1024 * 1024
-# What most grammars go through: a copy that has built this one has made its own what it writes to.
+# A schema that runs through most of the compiler. Each copy builds it once before its first job, because
+# memory that is written for the first time after a fork has to be copied page by page.
 _REHEARSAL = {
     "type": "object",
     "properties": {
@@ -145,7 +146,7 @@ class Desk:
         self._yielding = Yielding()
 
     def rehearse(self) -> None:
-        """Does what most requests ask for, so that the first one takes as long as the next."""
+        """Does what most requests ask for, so that the first one is as fast as the next."""
         form = JsonSchemaFormat(json.dumps(_REHEARSAL))
         self.reply(msgspec.msgpack.encode(GrammarRequest(response_format=form)))
 
@@ -162,7 +163,7 @@ class Desk:
             refused = WorkRefusal(message=message, field="response_format")
             reply = WorkerReply(refused=refused, defect=traceback.format_exc())
         except MemoryError:
-            # What is left of the heap cannot be relied on; the parent starts another process.
+            # The heap may be inconsistent after a failed allocation, so the parent starts another process.
             os._exit(70)
         used_s = time.process_time() - began_s
         return self._encoder.encode(msgspec.structs.replace(reply, processor_s=used_s))
@@ -205,7 +206,7 @@ def _serve(connection: socket.socket, desk: Desk, memory_limit_bytes: int, *, lo
 
 
 def _at_low_priority(work: Callable[[], None]) -> None:
-    """Does the work at a low priority, which cannot be taken back and so is a thread's, not the process's."""
+    """Does the work at a low priority, which cannot be undone and so is a thread's, not the process's."""
 
     def gently() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

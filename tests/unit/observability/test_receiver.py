@@ -21,8 +21,7 @@ from observability.analysis.store import SpanReader, SpanStore
 from observability.emit import names, tracing
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
-from observability.emit.provider import make_provider
-from observability.emit.tracing import RequestIdentity, Telemetry
+from observability.emit.tracing import RequestIdentity, Telemetry, make_provider
 
 
 @asynccontextmanager

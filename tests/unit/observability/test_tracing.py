@@ -16,8 +16,7 @@ from opentelemetry.trace import StatusCode
 
 from observability.emit import names, tracing
 from observability.emit.config import ObservabilityConfig
-from observability.emit.provider import OwnRandomIds, unix_ns
-from observability.emit.tracing import RequestIdentity, Telemetry
+from observability.emit.tracing import OwnRandomIds, RequestIdentity, Telemetry, unix_ns
 
 
 @pytest.fixture
@@ -109,14 +108,14 @@ def test_below_a_trace_that_is_not_recorded_nothing_is_and_the_next_service_is_t
     telemetry.step(names.ENGINE_PREFILL, of=request, start_s=1.0, end_s=1.0)
     telemetry.step(names.ENGINE_DECODE, of=request, start_s=1.0, end_s=9.0)
     with telemetry.span(names.ENGINE_PREFILL, parent=request) as below:
-        assert _told(tracing.traceparent_of(below)[0]) == ("a" * 32, 0)
+        assert _parsed(tracing.traceparent_of(below)[0]) == ("a" * 32, 0)
         telemetry.end(telemetry.start(names.ENGINE_FIRST_DECODE))
     telemetry.end(request)
     assert exporter.get_finished_spans() == ()
-    assert _told(tracing.traceparent_of(request)[0]) == ("a" * 32, 0)
+    assert _parsed(tracing.traceparent_of(request)[0]) == ("a" * 32, 0)
 
 
-def _told(traceparent: str) -> tuple[str, int]:
+def _parsed(traceparent: str) -> tuple[str, int]:
     """Trace id, and whether it is recorded."""
     _, trace_id, _, flags = traceparent.split("-")
     return trace_id, int(flags, 16) & 1

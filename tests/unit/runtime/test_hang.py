@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from runtime import hang as hang_module
-from runtime.hang import TURNS, ProcessSilence, Silence
+from runtime.hang import NUM_CHECKS, ProcessSilence, Silence
 from services.supervisor.health import wait_hung
 from services.supervisor.process import ChildProcess, ProcessSpec
 
@@ -58,7 +58,7 @@ async def test_a_peer_that_speaks_is_not_dead() -> None:
     told = asyncio.create_task(silence.lasts())
     num_heard = 0
     while num_heard < 3:
-        await until(lambda: silence.num_turns >= TURNS // 2)
+        await until(lambda: silence.num_silent >= NUM_CHECKS // 2)
         silence.heard()
         num_heard += 1
     assert not told.done()
@@ -73,7 +73,7 @@ async def test_a_process_that_computes_is_left_alone_until_it_is_stopped(
     await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
     silence = ProcessSilence(SILENCE_S, part.pid, BUSY_LIMIT_S)
     told = asyncio.create_task(silence.lasts())
-    await until(lambda: silence.num_turns > 3 * TURNS)
+    await until(lambda: silence.num_silent > 3 * NUM_CHECKS)
     assert not told.done()
     psutil.Process(part.pid).send_signal(signal.SIGSTOP)
     assert "said nothing" in await asyncio.wait_for(told, LIMIT_S)
@@ -100,7 +100,7 @@ async def test_work_of_children_is_work_of_who_waits_for_them(start: Callable[[s
     told = asyncio.create_task(waits.lasts())
     alone = ProcessSilence(SILENCE_S, part.pid, BUSY_LIMIT_S)
     assert await asyncio.wait_for(alone.lasts(), LIMIT_S)
-    await until(lambda: waits.num_turns > 2 * TURNS)
+    await until(lambda: waits.num_silent > 2 * NUM_CHECKS)
     assert not told.done()
     told.cancel()
 
@@ -118,7 +118,7 @@ async def test_a_process_whose_children_come_and_go_is_left_alone(
     await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
     silence = ProcessSilence(SILENCE_S, part.pid, BUSY_LIMIT_S, waits_for_children=True)
     told = asyncio.create_task(silence.lasts())
-    await until(lambda: silence.num_turns > 8 * TURNS)
+    await until(lambda: silence.num_silent > 8 * NUM_CHECKS)
     assert not told.done()
     told.cancel()
 
@@ -130,11 +130,11 @@ def test_what_a_child_that_has_ended_wanted_is_not_missed(monkeypatch: pytest.Mo
     halves = iter([{1: 5.0, 2: 3.0}, {1: 5.001}, {1: 5.001}, {1: 5.002}])
     monkeypatch.setattr(silence, "_wanted_s", lambda: next(halves))
     answers = []
-    for turn in range(1, 2 * TURNS + 1):
-        silence.num_turns = turn
+    for check in range(1, 2 * NUM_CHECKS + 1):
+        silence.num_silent = check
         answers.append(silence.is_dead())
     # In the next silence there was nothing.
-    assert (answers[TURNS - 1], answers[2 * TURNS - 1]) == (False, True)
+    assert (answers[NUM_CHECKS - 1], answers[2 * NUM_CHECKS - 1]) == (False, True)
 
 
 async def test_a_stopped_process_that_answered_is_noticed(start: Callable[[str], ChildProcess]) -> None:

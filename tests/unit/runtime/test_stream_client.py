@@ -22,9 +22,8 @@ from contract.errors import MillraceError, Reason
 from runtime import channels, server
 from runtime.channels import connect
 from runtime.errors import ConfigError
-from runtime.outbox import Outbox
 from runtime.server import GrpcServer
-from runtime.stream_client import run_stream
+from runtime.streams import Outbox, run_stream
 from tests.unit.large_pieces import nothing_large_is_kept
 
 SERVICE = "test.Streams"

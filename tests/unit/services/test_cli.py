@@ -189,7 +189,7 @@ def test_refusal_is_one_clear_line(run: Any) -> None:
     assert result.stderr.strip() == "millrace: too long; the limit is 4096"
 
 
-def test_bad_key_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_key_is_reported(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_API_KEY", "bad")
     result = run("models")
     assert result.exit_code == 1
@@ -279,7 +279,7 @@ def test_doctor_finds_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sys.executable in result.stdout.replace("\n", "")
 
 
-def test_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"millrace {version('millrace')}\n")
 

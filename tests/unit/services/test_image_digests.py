@@ -38,7 +38,7 @@ def digest_of(image: str) -> str:
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What names images in this repository, and a Docker that knows all of them."""
     folder = tmp_path / "checkout"
-    for pattern in (*image_digests._PLACES, LIST):
+    for pattern in (*image_digests._FILES, LIST):
         for path in REPOSITORY.glob(pattern):
             target = folder / path.relative_to(REPOSITORY)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def test_a_digest_is_renewed_and_does_not_pile_up(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "told"), [("REFUSED", "no route to host"), ("MADE_HERE", "docker image rm")]
 )
-def test_nothing_is_written_where_one_of_them_is_not_told(
+def test_nothing_is_written_where_one_of_them_is_unknown(
     checkout: Path,
     variable: str,
     told: str,
@@ -116,7 +116,7 @@ def test_nothing_is_written_where_one_of_them_is_not_told(
     assert contents(checkout) == before
 
 
-def test_a_machine_without_docker_is_told_so(
+def test_a_machine_without_docker_is_refused(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(checkout))

@@ -9,8 +9,7 @@ from typing import Any
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
-from tokenizer_svc.text.control import ControlTokens
-from tokenizer_svc.text.encoding import TextEncoder
+from tokenizer_svc.text.encoding import ControlTokens, TextEncoder
 from tokenizer_svc.text.template import ChatTemplates
 
 

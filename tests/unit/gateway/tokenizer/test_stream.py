@@ -18,7 +18,7 @@ from gateway.tokenizer.client import TokenizerClient
 from gateway.tokenizer.stream import PrepareStream, PrepareStreams, Room
 from runtime.channels import MAX_MESSAGE_BYTES
 from runtime.server import GrpcServer
-from runtime.stream_client import run_stream
+from runtime.streams import run_stream
 
 
 class Service(tokenizer_pb2_grpc.TokenizerServiceServicer):

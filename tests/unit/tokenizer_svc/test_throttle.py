@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contract.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.test_accounts import Clock
-from tokenizer_svc.service.pace import Throttle
+from tokenizer_svc.service.throttle import Throttle
 
 
 def test_who_sends_more_than_allowed_waits_and_nobody_else_does() -> None:

@@ -17,7 +17,7 @@ from contract.errors import MillraceError, Reason
 # the latter is about a million tokens.
 _BURST_BYTES = 16 * 1024 * 1024
 _BYTES_PER_S = 4 * 1024 * 1024
-# Of a tenant's that wait: more than come out of it within the time that a request has.
+# Bytes of large requests of one tenant that may wait: more than it is served of before a request times out.
 _MAX_WAITING_BYTES = 128 * 1024 * 1024
 _PRUNE_EVERY = 256
 
@@ -49,7 +49,7 @@ class Throttle:
         self._num_waits += 1
         if self._num_waits % _PRUNE_EVERY == 0:
             self._even_s = {name: even_s for name, even_s in self._even_s.items() if even_s > now_s}
-        # What the tenant sent before: a request alone never waits, however large.
+        # Delay caused by what the tenant sent before, so that a request alone never waits, however large.
         before_s = max(0.0, self._even_s.get(tenant, 0.0) - now_s)
         self._even_s[tenant] = now_s + before_s + num_bytes / self._bytes_per_s
         return max(0.0, before_s - self._burst_s)
