@@ -22,7 +22,7 @@ class PromptLimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     # Text of a prompt, or of all strings of a conversation together. A million tokens are 4 to 6 MB of text.
     max_prompt_bytes: int = 8 * 1024 * 1024
     max_messages: int = 4096
-    # Texts of one EncodeBatch or ValidateOutput.
+    # Texts of one ValidateOutput.
     max_batch_texts: int = 8192
     max_tools: int = 256
     # Bytes of the text that the chat template writes.

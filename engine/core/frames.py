@@ -1,20 +1,16 @@
-"""Length-prefixed msgpack frames over the socket pair between front and core.
-
-One frame is four bytes of length, little endian, and the message.
-"""
+"""The core's end of the socket pair to the front, which carries frames of msgpack."""
 
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from queue import Empty, Queue
 
 import msgspec
 
+from contract.frames import FrameBuffer, framed
 from engine.core.messages import Command, Report
 
-_LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 20
 # Chunks that wait for the core at most.
 _MOST_PIECES = 64
@@ -26,30 +22,7 @@ class PeerGone(Exception):
 
 def encode(message: Command | Report) -> bytes:
     """The frame of a message."""
-    payload = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
-
-
-class FrameBuffer:
-    """Cuts a byte stream into payloads."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes."""
-        self._buffer += data
-        payloads: list[bytes] = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._buffer, start)
-            end = start + _LENGTH.size + size
-            if len(self._buffer) < end:
-                break
-            payloads.append(bytes(self._buffer[start + _LENGTH.size : end]))
-            start = end
-        del self._buffer[:start]
-        return payloads
+    return framed(msgspec.msgpack.encode(message))
 
 
 class CoreSocket:

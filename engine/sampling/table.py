@@ -108,19 +108,15 @@ class SamplingTable:
         output: NDArray[np.int64],
     ) -> None:
         """Takes in a sequence. Token ids are within the vocabulary (see `problem_with`)."""
-        self.options[slot] = (
-            params.temperature if params.temperature >= COLDEST else 0.0,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-            params.seed & 0xFFFF_FFFF_FFFF_FFFF,
-            choice,
-            params.min_tokens,
-            self._put_bias(params),
-            self._put_counts(params, prompt, output),
+        own = {
+            "temperature": params.temperature if params.temperature >= COLDEST else 0.0,
+            "seed": params.seed & 0xFFFF_FFFF_FFFF_FFFF,
+            "choice": choice,
+            "bias_row": self._put_bias(params),
+            "count_row": self._put_counts(params, prompt, output),
+        }
+        self.options[slot] = tuple(
+            own[name] if name in own else getattr(params, name) for name in OPTIONS.names or ()
         )
         row = self.options[slot]
         self.plain[slot] = (

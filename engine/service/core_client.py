@@ -11,8 +11,9 @@ from typing import cast
 
 import msgspec
 
+from contract.frames import FrameBuffer
 from engine.core import messages
-from engine.core.frames import FrameBuffer, encode
+from engine.core.frames import encode
 from runtime.hang import ProcessSilence
 
 _log = logging.getLogger(__name__)

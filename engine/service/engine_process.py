@@ -98,14 +98,14 @@ class EngineProcess:
             await self._listener
         self._deferred.flush()
 
-    def info(self, *, accept_fingerprint: str | None = None) -> engine_pb2.EngineInfo:
+    def info(self, *, accept_fingerprint: str) -> engine_pb2.EngineInfo:
         """What is served; raises VOCABULARY_MISMATCH when a gateway decodes with another vocabulary."""
         ready = self._require_ready()
-        fingerprint = self._fingerprint or accept_fingerprint or ""
+        fingerprint = self._fingerprint or accept_fingerprint
         if accept_fingerprint and accept_fingerprint != fingerprint:
             raise MillraceError(
                 Reason.VOCABULARY_MISMATCH,
-                f"the gateway decodes with vocabulary {accept_fingerprint or '(none)'}, this engine's is "
+                f"the gateway decodes with vocabulary {accept_fingerprint}, this engine's is "
                 f"{fingerprint}; point [model] path of all services at the same checkpoint",
                 field="hello.vocabulary_fingerprint",
                 metadata={"gateway": accept_fingerprint, "engine": fingerprint},

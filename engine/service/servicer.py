@@ -11,7 +11,6 @@ from typing import Any
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from contract.errors import MillraceError, Reason, RequestFailure
-from contract.proto.engine import load_fields
 from engine.service import convert
 from engine.service.dispatcher import Dispatcher, GatewayStream
 from engine.service.engine_process import EngineProcess
@@ -133,17 +132,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             return
         dispatcher.submit(stream, submit.handle, request, submit.entry_id)
 
-    async def GetInfo(
-        self, request: engine_pb2.GetInfoRequest, context: Context
-    ) -> engine_pb2.GetInfoResponse:
-        """See engine.proto."""
-        response = engine_pb2.GetInfoResponse(info=self._engine.info())
-        dispatcher = self._engine.dispatcher
-        if dispatcher.load is not None:
-            load = load_fields(dispatcher.load, draining=dispatcher.draining)
-            response.load.CopyFrom(engine_pb2.EngineLoad(**load))
-        return response
-
     async def CheckInvariants(
         self, request: engine_pb2.CheckInvariantsRequest, context: Context
     ) -> engine_pb2.CheckInvariantsResponse:
@@ -183,8 +171,3 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 for name in adapters.names
             ]
         )
-
-    async def Drain(self, request: engine_pb2.DrainRequest, context: Context) -> engine_pb2.DrainResponse:
-        """See engine.proto."""
-        limit_s = request.limit_s if request.HasField("limit_s") else None
-        return engine_pb2.DrainResponse(num_ended=await self._engine.drain(limit_s))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from contract import prefix
+from contract import frames, prefix
 from engine.config import EngineConfig, num_threads
 from engine.vllm_core.environment import find_python
 from engine.vllm_core.install import inherited
@@ -22,9 +22,11 @@ _OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "OMP_NUM_TH
 def place(folder: Path) -> None:
     """Lays the code out in a folder so that vLLM's processes can import it and find the plugin."""
     (folder / _PACKAGE).symlink_to(_INSIDE, target_is_directory=True)
-    # Of the suite it imports this file, which needs the standard library alone.
+    # Of the suite it imports these files, which need the standard library alone.
     (folder / "contract").mkdir()
-    (folder / "contract" / "prefix.py").symlink_to(prefix.__file__)
+    for module in (frames, prefix):
+        path = Path(module.__file__)
+        (folder / "contract" / path.name).symlink_to(path)
     about = folder / f"{_PACKAGE}-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PACKAGE}\nVersion: 1\n")

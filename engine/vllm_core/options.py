@@ -2,77 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from contract.errors import MillraceError, unsupported
-from contract.sampling import SamplingParams
+from contract.sampling import OPTIONS as DECLARED
+from contract.sampling import special_needs
 from engine.types import Request
 
 Verdict = Literal["honoured", "approximated", "refused"]
 
 
-class Holding(NamedTuple):
-    """How far an option holds, and what differs."""
+class Support(NamedTuple):
+    """How far vLLM keeps an option, and what differs."""
 
     verdict: Verdict
     note: str = ""
 
 
-# What differs, of the fields of SamplingParams and of Request; all others hold.
-EXCEPTIONS: dict[str, Holding] = {
-    "presence_penalty": Holding("approximated", "exact, save for a token on both sides of a continuation"),
-    "seed": Holding(
+# Options that vLLM keeps in part or not at all.
+EXCEPTIONS: dict[str, Support] = {
+    "presence_penalty": Support("approximated", "exact, save for a token on both sides of a continuation"),
+    "seed": Support(
         "approximated",
         "the same tokens again at vLLM under the same batch; others than this suite's own engine draws, and "
         "the rest of a continued answer is drawn afresh",
     ),
-    "best_of": Holding("refused", "more candidates than answers; best_of = n is honoured"),
-    "beam_width": Holding("refused", "vLLM has no beam search in its engine"),
-    "grammar": Holding(
+    "best_of": Support("refused", "more candidates than answers; best_of = n is honoured"),
+    "beam_width": Support("refused", "vLLM has no beam search in its engine"),
+    "grammar": Support(
         "approximated",
         "the same serialized grammar, under vLLM's own llguidance; an answer that reaches max_tokens is cut, "
         "not led to its end",
     ),
-    "output_token_ids": Holding("approximated", "continued; greedy text may differ in the last bits"),
-    "tenant": Holding("approximated", "fair turns by weight for places; no shares of places that are held"),
-    "priority": Holding(
-        "approximated", "goes first and takes blocks from lower tiers; takes no place that is held"
+    "output_token_ids": Support("approximated", "continued; greedy text may differ in the last bits"),
+    "tenant": Support(
+        "approximated", "fair order by weight for batch slots; no shares of slots that are taken"
     ),
-    "queue_deadline_s": Holding("approximated", "refused at the door by a coarser forecast"),
-    "ttft_deadline_s": Holding("approximated", "within a tier turns are fair, not by deadline"),
+    "priority": Support(
+        "approximated", "goes first and takes blocks from lower tiers; takes no slot from a running request"
+    ),
+    "queue_deadline_s": Support("approximated", "refused at the door by a coarser forecast"),
+    "ttft_deadline_s": Support("approximated", "within a tier the order is fair, not by deadline"),
 }
-# What of a request, beside how tokens are drawn, somebody can notice.
-_NOTICED = (
-    *("grammar", "output_token_ids", "adapter", "tenant", "priority", "cache_salt"),
-    *("queue_deadline_s", "ttft_deadline_s", "deadline_s", "max_context_tokens"),
+# Options that it keeps as they are: a new one is refused until somebody has looked it up, and named it here.
+_HONOURED = (
+    *("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("allowed_token_ids", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n", "logprobs"),
+    *("prompt_logprobs", "adapter", "cache_salt", "deadline_s", "max_context_tokens"),
 )
-OPTIONS: dict[str, Holding] = {
-    name: EXCEPTIONS.get(name, Holding("honoured")) for name in (*SamplingParams.__struct_fields__, *_NOTICED)
-}
+# Fields of SamplingParams, and those of Request whose effect somebody can notice.
+OPTIONS: dict[str, Support] = {**dict.fromkeys(_HONOURED, Support("honoured")), **EXCEPTIONS}
 
 # Options that engines of this make say they lack (EngineInfo.unsupported).
-REFUSED = tuple(name for name, holding in OPTIONS.items() if holding.verdict == "refused")
+REFUSED = tuple(name for name, support in OPTIONS.items() if support.verdict == "refused")
 
 
-def refuse(request: Request) -> MillraceError | None:
-    """The refusal of a request that needs what vLLM lacks; None when it has all."""
+def refuse(request: Request, named: Mapping[str, Support] = OPTIONS) -> MillraceError | None:
+    """The refusal of a request that uses what vLLM lacks, or an option that is not `named`; None when it has
+    all.
+    """
     sampling = request.sampling
-    if sampling.beam_width:
-        return _lacks("sampling.beam_width", "beam_width")
-    if sampling.best_of > sampling.n:
-        return _lacks("sampling.best_of", "best_of")
+    needs = special_needs(sampling)
+    for name, declared in DECLARED.items():
+        if name in needs:
+            return _lacks(name, OPTIONS[name].note)
+        if name not in named and getattr(sampling, name) != declared.neutral:
+            return _lacks(name, "nobody has said what becomes of it there")
     return None
 
 
-def _lacks(field: str, name: str) -> MillraceError:
+def _lacks(name: str, why: str) -> MillraceError:
     return unsupported(
-        field,
+        f"sampling.{name}",
         "leave it out, or ask for a pool of another make",
-        f"not at a vLLM engine: {OPTIONS[name].note}",
+        f"not at a vLLM engine: {why}",
     )
 
 
 def table() -> str:
     """The table of docs/engines.md."""
-    rows = [f"| `{name}` | {holding.verdict} | {holding.note} |" for name, holding in OPTIONS.items()]
+    rows = [f"| `{name}` | {support.verdict} | {support.note} |" for name, support in OPTIONS.items()]
     return "\n".join(["| option | at vLLM | what differs |", "|---|---|---|", *rows]) + "\n"

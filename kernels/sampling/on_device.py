@@ -28,7 +28,8 @@ from kernels.sampling.rows import (
     forbidden_tokens,
 )
 
-_FLOATS = tuple(name for name in OPTIONS.names or () if OPTIONS[name] == np.float32)
+# What kernels read of each row beside its key and mask: all options but those that are dealt with before.
+_COLUMNS = tuple(name for name in OPTIONS.names or () if name not in {"seed", "choice", "min_tokens"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,43 +89,36 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     count_row = options["count_row"]
     if penalized and rows.draft_rows.size:
         counts, seen, count_row = with_drafts(table, rows, options, device)
-    packed, width = _packed(rows, options, (count_row, mask_row))
-    there = on_device(packed, device)
-    asked: dict[str, Any] = dict(
-        zip(_FLOATS, there[width : 4 * width].view(torch.float32).view(len(_FLOATS), width), strict=True)
-    )
-    top_k, count_rows, bias_rows, mask_rows = there[4 * width :].view(torch.int32).view(4, width)
-    keys = there[:count] if rows.noise_keys is None else rows.noise_keys
-    asked |= {"noise_keys": keys, "top_k": top_k, "filters": _filtered(options)}
-    if penalized:
-        asked |= {"count_row": count_rows, "output_counts": counts, "seen": seen}
-    if biased:
-        asked |= {"bias_row": bias_rows, "biases": table.biases.tensor}
-    if masks is not None:
-        asked |= {"mask_row": mask_rows, "masks": masks}
-    return asked
+    columns = {name: options[name] for name in _COLUMNS} | {"count_row": count_row, "mask_row": mask_row}
+    asked = _carried(rows, options, columns, device) | {"filters": _filtered(options)}
+    asked |= {"output_counts": counts, "seen": seen} if penalized else {"count_row": None}
+    asked |= {"biases": table.biases.tensor} if biased else {"bias_row": None}
+    return asked | ({"masks": masks} if masks is not None else {"mask_row": None})
 
 
-def _packed(
-    rows: SamplingRows, options: NDArray[np.void], places: tuple[NDArray[Any], NDArray[Any]]
-) -> tuple[NDArray[np.int64], int]:
-    """Keys, then the floats, then the whole numbers (top-k, and rows of counts, biases and masks); and the
-    width of each in units of eight bytes. Each begins at a multiple of 16 bytes whatever the number of rows:
-    kernels are compiled anew for pointers that do not. Keys are left out where the device has its own.
+def _carried(
+    rows: SamplingRows, options: NDArray[np.void], columns: dict[str, NDArray[Any]], device: torch.device
+) -> dict[str, Any]:
+    """Keys [R] int64 and columns [R] of four bytes each, on the device after one copy. Each begins at a
+    multiple of 16 bytes whatever the number of rows, because kernels are compiled anew for pointers that do
+    not. Keys are left out where the device has its own.
     """
     count = len(options)
     width = -(-count // 4) * 4
-    packed = np.zeros(6 * width, np.int64)
+    packed = np.zeros((2 + len(columns), width), np.int32)
     if rows.noise_keys is None:
-        packed[:count] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
-    floats = packed[width : 4 * width].view(np.float32).reshape(len(_FLOATS), width)
-    for place, name in enumerate(_FLOATS):
-        floats[place, :count] = options[name]
-    whole = packed[4 * width :].view(np.int32).reshape(4, width)
-    count_row, mask_row = places
-    for place, values in enumerate((options["top_k"], count_row, options["bias_row"], mask_row)):
-        whole[place, :count] = values
-    return packed, width
+        keys = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
+        packed[:2].reshape(-1).view(np.int64)[:count] = keys
+    is_float = {name: values.dtype == np.float32 for name, values in columns.items()}
+    for column, (name, values) in zip(packed[2:], columns.items(), strict=True):
+        (column.view(np.float32) if is_float[name] else column)[:count] = values
+    there = on_device(packed, device)
+    found: dict[str, Any] = {
+        name: column.view(torch.float32) if is_float[name] else column
+        for name, column in zip(columns, there[2:], strict=True)
+    }
+    own = rows.noise_keys
+    return found | {"noise_keys": there[:2].view(-1).view(torch.int64)[:count] if own is None else own}
 
 
 def _filtered(options: NDArray[np.void]) -> bool:

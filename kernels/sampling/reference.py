@@ -64,10 +64,10 @@ def _penalize(logits: Tensor, table: Tables, rows: SamplingRows, options: NDArra
     counts, seen, _ = with_drafts(table, rows, options, device)
     some = options[chosen]
     values = logits[index]
-    repetition = _column(some, "repetition", device)[:, None]
+    repetition = _column(some, "repetition_penalty", device)[:, None]
     values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
-    values = values - counts * _column(some, "frequency", device)[:, None]
-    values = values - (counts > 0) * _column(some, "presence", device)[:, None]
+    values = values - counts * _column(some, "frequency_penalty", device)[:, None]
+    values = values - (counts > 0) * _column(some, "presence_penalty", device)[:, None]
     return logits.index_copy(0, index, values)
 
 

@@ -14,16 +14,18 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a sequence asks of its draws; rows of what is as wide as the vocabulary are given by their places.
+# A sequence's sampling options, each once and by the name that a request calls it. The table of sequences,
+# the native SampleRow and the Triton kernels' RowOptions copy from here whatever they call by the same name.
+# Of what is as wide as the vocabulary it is the index of a row; NO_ROW where the sequence has none.
 OPTIONS = np.dtype(
     [
         ("temperature", np.float32),
         ("top_k", np.int64),
         ("top_p", np.float32),
         ("min_p", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-        ("repetition", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("repetition_penalty", np.float32),
         ("seed", np.uint64),
         ("choice", np.int64),
         ("min_tokens", np.int64),

@@ -75,9 +75,9 @@ bool find_finite(const float* x, int64_t count, Best& best) {
 // --- penalties, biases, masks ---
 
 float penalized(const SampleRow& row, float value, int32_t count, bool seen) {
-  if (seen) value = value > 0.0f ? value / row.repetition : value * row.repetition;
-  value = value - static_cast<float>(count) * row.frequency;
-  return value - (count > 0 ? row.presence : 0.0f);
+  if (seen) value = value > 0.0f ? value / row.repetition_penalty : value * row.repetition_penalty;
+  value = value - static_cast<float>(count) * row.frequency_penalty;
+  return value - (count > 0 ? row.presence_penalty : 0.0f);
 }
 
 void penalize(const SampleArgs& args, const SampleRow& row, const float* logits, float* out) {

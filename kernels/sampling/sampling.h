@@ -18,9 +18,9 @@ struct SampleRow {
   float temperature;  // 0 takes the most likely token
   float top_p;
   float min_p;
-  float repetition;
-  float presence;
-  float frequency;
+  float repetition_penalty;
+  float presence_penalty;
+  float frequency_penalty;
 };
 
 // Shape letters: R rows, V vocabulary.

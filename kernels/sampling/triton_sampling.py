@@ -33,9 +33,9 @@ class RowOptions:
     top_k: Tensor  # [R] int32; 0 is off
     top_p: Tensor  # [R] float32; 1 is off
     noise_keys: Tensor  # [R] int64, of noise.row_keys
-    repetition: Tensor | None = None  # [R] float32
-    frequency: Tensor | None = None  # [R] float32
-    presence: Tensor | None = None  # [R] float32
+    repetition_penalty: Tensor | None = None  # [R] float32
+    frequency_penalty: Tensor | None = None  # [R] float32
+    presence_penalty: Tensor | None = None  # [R] float32
     count_row: Tensor | None = None  # [R] int32, row in the tables of counts; -1 is none
     output_counts: Tensor | None = None  # [W, V] int32
     seen: Tensor | None = None  # [W, V] bool
@@ -235,7 +235,7 @@ def process(logits: Tensor, options: RowOptions, *, copy: bool = False) -> Proce
         groups=logits.new_empty(rows, blocks * GROUPS.value),
     )
     wanted = (
-        *(options.repetition, options.frequency, options.presence),
+        *(options.repetition_penalty, options.frequency_penalty, options.presence_penalty),
         *(options.count_row, options.output_counts, options.seen),
         *(options.bias_row, options.biases, options.mask_row, options.masks),
     )
@@ -318,9 +318,9 @@ def compile_draw(vocab_size: int, device: torch.device) -> None:
             top_k=none,
             top_p=numbers,
             noise_keys=keys,
-            repetition=numbers,
-            frequency=numbers,
-            presence=numbers,
+            repetition_penalty=numbers,
+            frequency_penalty=numbers,
+            presence_penalty=numbers,
             count_row=none if penalties else None,
             output_counts=wide[torch.int32] if penalties else None,
             seen=wide[torch.bool] if penalties else None,

@@ -196,7 +196,7 @@ def test_more_branches_than_streams_are_refused_for_good(stack: Stack, stub: Stu
 
 def test_unknown_method_is_unimplemented(stack: Stack) -> None:
     with stack.channel() as channel:
-        call = channel.unary_unary("/millrace.engine.v1.EngineService/Drain")
+        call = channel.unary_unary("/millrace.engine.v1.EngineService/CheckInvariants")
         with pytest.raises(grpc.RpcError) as raised:
             call(b"", metadata=stack.metadata(), timeout=LIMIT_S)
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED

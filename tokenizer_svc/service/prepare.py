@@ -12,7 +12,6 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
-from contract.chat import ResponseFormat
 from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
 from observability.emit import names
@@ -23,7 +22,6 @@ from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
     EncodedPrompt,
-    GrammarRequest,
     PreparedRequest,
     Prompted,
     PromptRequest,
@@ -36,8 +34,6 @@ from tokenizer_svc.service.threads import INLINE_CHARACTERS, TextThreads
 from tokenizer_svc.service.throttle import Throttle
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.types import Compiled, LengthLimit
-
-ANY_LENGTH = LengthLimit()
 
 
 class Preparer:
@@ -142,33 +138,9 @@ class Preparer:
                 self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, seconds, span=context, stage=stage)
                 begin_s += seconds
 
-    def check_num_ids(self, num_ids: int, field: str) -> None:
-        """Raises REQUEST_TOO_LARGE for so many token ids."""
-        self._limits.num_ids(num_ids, ANY_LENGTH, field)
-
-    async def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of several plain prompts."""
-        size = self._limits.batch(texts, "texts")
-        encoder = self._prompts.encoder
-        with self._stage(names.TOKENIZER_ENCODE, "encode"):
-            return await self._threads.run(
-                size, lambda: encoder.encode_batch(texts, add_special_tokens=add_special_tokens), ""
-            )
-
     def close(self) -> None:
         """Ends the threads."""
         self._threads.close()
-
-    async def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids; raises INVALID_ARGUMENT for unknown ids."""
-        self._limits.ids(token_ids, "token_ids")
-        decode = self._prompts.encoder.decode
-        return await self._threads.run(len(token_ids), lambda: decode(token_ids), "")
-
-    async def compile_format(self, form: ResponseFormat, *, tenant: str) -> tuple[Compiled, bool]:
-        """Grammar of a response format alone, and whether it was cached."""
-        self._limits.format(form)
-        return await self._compiler.compile(GrammarRequest(response_format=form).encoded(), tenant=tenant)
 
     async def validate(self, schema_json: str, texts: list[str], *, tenant: str) -> tuple[Verdict, ...]:
         """One verdict per finished text; raises GRAMMAR_REFUSED when the schema cannot judge."""

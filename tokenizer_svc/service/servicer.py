@@ -14,9 +14,8 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
 from opentelemetry.trace import SpanKind
 
-from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
-from contract.proto.grammar import report_message, verdict_message
+from contract.proto.grammar import verdict_message
 from observability.emit import names
 from observability.emit.tracing import (
     RemoteSpan,
@@ -34,7 +33,6 @@ from tokenizer_svc.refusals import no_input
 from tokenizer_svc.service.prepare import Preparer, is_short
 from tokenizer_svc.service.shelf import Served, Shelf
 from tokenizer_svc.service.stream import Calls, CallStream
-from tokenizer_svc.types import Compiled
 
 # Share of the caller's own limit after which it is answered that there was not enough time.
 _ANSWER_AT = 0.9
@@ -182,60 +180,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             # Packed ids are the whole answer.
             return LargeAnswer((ids,))
         return tokenizer_pb2.TokenizeResponse(token_ids=ids)
-
-    async def EncodeBatch(
-        self, request: tokenizer_pb2.EncodeBatchRequest, context: Any
-    ) -> tokenizer_pb2.EncodeBatchResponse:
-        """See the proto."""
-        preparer = self._served(request.model).preparer
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        encoded = await preparer.encode_batch(list(request.texts), add_special_tokens=special)
-        prompts = [tokenizer_pb2.EncodedPrompt(ids=ids) for ids in encoded]
-        return tokenizer_pb2.EncodeBatchResponse(prompts=prompts)
-
-    async def Detokenize(
-        self, request: tokenizer_pb2.DetokenizeRequest, context: Any
-    ) -> tokenizer_pb2.DetokenizeResponse:
-        """See the proto."""
-        preparer = self._served(request.model).preparer
-        preparer.check_num_ids(len(request.token_ids), "token_ids")
-        text = await preparer.decode(list(request.token_ids))
-        return tokenizer_pb2.DetokenizeResponse(text=text)
-
-    async def CheckSchema(
-        self, request: tokenizer_pb2.CheckSchemaRequest, context: Any
-    ) -> tokenizer_pb2.CheckSchemaResponse:
-        """See the proto."""
-        preparer = self._served(request.model).preparer
-        form = wire.response_format(request.response_format)
-        if form is None:
-            raise MillraceError(
-                Reason.INVALID_ARGUMENT, "response_format is not set", field="response_format"
-            )
-        start = time.perf_counter()
-        forms = [form]
-        if isinstance(form, JsonSchemaFormat):
-            forms = [JsonSchemaFormat(form.schema_json, strict=strict) for strict in (True, False)]
-        found: list[Compiled] = []
-        refusal = ""
-        for each in forms:
-            try:
-                compiled, _ = await preparer.compile_format(each, tenant="")
-                found.append(compiled)
-                break
-            except MillraceError as error:
-                if error.reason is not Reason.GRAMMAR_REFUSED:
-                    raise
-                # Why strict mode does not accept it.
-                refusal = refusal or error.message
-        report = found[0].enforcement if found else None
-        return tokenizer_pb2.CheckSchemaResponse(
-            accepted_strict=not refusal,
-            accepted=bool(found),
-            enforcement=report_message(report) if report is not None else None,
-            refusal=refusal,
-            compile_s=time.perf_counter() - start,
-        )
 
     async def ValidateOutput(
         self, request: tokenizer_pb2.ValidateOutputRequest, context: Any

@@ -233,16 +233,6 @@ class TextEncoder:
         """A plain prompt. Spellings of control tokens are control tokens: the caller writes the prompt."""
         return ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
-    def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Several plain prompts, on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of ids without control tokens; invalid UTF-8 becomes U+FFFD."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
-
     def truncated(self, ids: list[int], max_tokens: int | None, truncation: Truncation) -> list[int]:
         """At most `max_tokens` ids from the end that is kept.
 

@@ -15,10 +15,10 @@ import socket
 import sys
 import time
 
+from contract.frames import HEADER_BYTES, framed, header, message_bytes
 from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.workers.worker import LOWEST, NICENESS, ORDINARY, READY
 
-_HEADER_BYTES = 4
 # The first process has this long to load the vocabulary.
 _START_LIMIT_S = 60.0
 # It does nothing but copy itself, which takes milliseconds: after so long it hangs, and is replaced.
@@ -34,7 +34,7 @@ class Replies(asyncio.BufferedProtocol):
     """A worker's replies, one at a time, read to where they stay: nobody is woken until one is whole."""
 
     def __init__(self) -> None:
-        self._header = bytearray(_HEADER_BYTES)
+        self._header = bytearray(HEADER_BYTES)
         self._reply: bytearray | None = None
         self._num_read = 0
         self._waiter: asyncio.Future[bytearray] | None = None
@@ -54,8 +54,8 @@ class Replies(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio.BufferedProtocol."""
         self._num_read += nbytes
-        if self._reply is None and self._num_read == _HEADER_BYTES:
-            self._reply = bytearray(int.from_bytes(self._header, "little"))
+        if self._reply is None and self._num_read == HEADER_BYTES:
+            self._reply = bytearray(message_bytes(self._header))
             self._num_read = 0
         if self._reply is not None and self._num_read == len(self._reply):
             if self._waiter is not None and not self._waiter.done():
@@ -131,8 +131,7 @@ class Worker:
     async def run(self, payload: Payload) -> bytearray:
         """The reply to one request; EOFError when the process died."""
         reply = self._replies.next()
-        size = sum(map(len, payload))
-        self._transport.writelines((size.to_bytes(_HEADER_BYTES, "little"), *payload))
+        self._transport.writelines((header(sum(map(len, payload))), *payload))
         return await reply
 
     def kill(self) -> None:
@@ -201,7 +200,7 @@ class ForkServer:
         payload = self._setup.encoded()
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(_START_LIMIT_S):
-            await loop.sock_sendall(ours, len(payload).to_bytes(4, "little") + payload)
+            await loop.sock_sendall(ours, framed(payload))
             if await self._receive(ours, len(READY)) != READY:
                 raise EOFError("the worker did not become ready")
         return ours

@@ -19,14 +19,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from io import BufferedIOBase, RawIOBase
-from typing import BinaryIO
 
 import msgspec
 from google.protobuf.message import DecodeError
 
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
+from contract.frames import framed, read_frame
 from runtime.memory import give_back, one_heap
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
@@ -65,31 +64,6 @@ _REHEARSAL = {
     "required": ["name"],
     "additionalProperties": False,
 }
-
-
-def write_frame(stream: BinaryIO, payload: bytes) -> None:
-    """One message: four bytes of length, little-endian, then the payload."""
-    stream.write(len(payload).to_bytes(4, "little"))
-    stream.write(payload)
-    stream.flush()
-
-
-def read_frame(stream: BufferedIOBase | RawIOBase) -> bytearray | None:
-    """The next message; None at the end of the stream."""
-    header = _read(stream, 4)
-    return None if header is None else _read(stream, int.from_bytes(header, "little"))
-
-
-def _read(stream: BufferedIOBase | RawIOBase, num_bytes: int) -> bytearray | None:
-    """So many bytes; None where the stream ends before."""
-    found = bytearray(num_bytes)
-    rest = memoryview(found)
-    while rest:
-        num_read = stream.readinto(rest)
-        if not num_read:
-            return None
-        rest = rest[num_read:]
-    return found
 
 
 def main() -> None:
@@ -199,10 +173,10 @@ def _serve(connection: socket.socket, desk: Desk, memory_limit_bytes: int, *, lo
         _at_low_priority(desk.rehearse)
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, sink = connection.makefile("rb"), connection.makefile("wb")
-    write_frame(sink, b"")
+    source = connection.makefile("rb")
+    connection.sendall(framed(b""))
     while (frame := read_frame(source)) is not None:
-        write_frame(sink, desk.reply(frame))
+        connection.sendall(framed(desk.reply(frame)))
 
 
 def _at_low_priority(work: Callable[[], None]) -> None:

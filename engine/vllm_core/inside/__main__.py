@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
@@ -18,10 +17,12 @@ from typing import Any
 
 import msgspec
 
+from contract.frames import FrameBuffer, framed
+
 from . import engine, plugin
 from .bridge import Bridge, EngineDied
 
-_LENGTH = struct.Struct("<I")
+_CHUNK_BYTES = 1 << 20
 # As in engine.core: 2 is a configuration error, 70 a runner that broke.
 _EXIT_CONFIG, _EXIT_BROKEN = 2, 70
 
@@ -36,18 +37,18 @@ class Front:
 
     def send(self, report: dict[str, Any]) -> None:
         """Queues a report."""
-        payload = self._encoder.encode(report)
-        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+        self._writer.write(framed(self._encoder.encode(report)))
 
     async def commands(self) -> AsyncIterator[dict[str, Any]]:
         """What the front says, until it is gone or says "stop"."""
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                command = msgspec.msgpack.decode(await self._reader.readexactly(size), strict=False)
-                if command["type"] == "stop":
-                    return
-                yield command
+        buffer = FrameBuffer()
+        with contextlib.suppress(ConnectionError):
+            while data := await self._reader.read(_CHUNK_BYTES):
+                for payload in buffer.feed(data):
+                    command = msgspec.msgpack.decode(payload, strict=False)
+                    if command["type"] == "stop":
+                        return
+                    yield command
 
     async def flush(self) -> None:
         """Waits until everything is on its way."""

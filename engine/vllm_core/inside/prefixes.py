@@ -1,6 +1,6 @@
 """vLLM's cache events under the block hashes that gateways compute.
 
-The hashes are those of `contract.prefix`, the one file of the suite that is laid beside this package. vLLM
+The hashes are those of `contract.prefix`, which is laid beside this package. vLLM
 tells the tokens of a block that it stores, and later only its own hash; so its hashes are kept with ours.
 """
 

@@ -62,9 +62,9 @@ def test_penalties_biases_and_masks_apply_to_their_rows_alone() -> None:
     _, _, processed = sample(
         plain,
         options(
-            repetition=torch.full((ROWS,), 1.5),
-            frequency=torch.full((ROWS,), 0.25),
-            presence=torch.full((ROWS,), 0.5),
+            repetition_penalty=torch.full((ROWS,), 1.5),
+            frequency_penalty=torch.full((ROWS,), 0.25),
+            presence_penalty=torch.full((ROWS,), 0.5),
             count_row=torch.tensor([1, *none[1:]], dtype=torch.int32),
             output_counts=counts,
             seen=seen,

@@ -40,9 +40,9 @@ class Tokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             raise RuntimeError("a secret of the implementation")
         return tokenizer_pb2.TokenizeResponse(token_ids=[1])
 
-    async def Detokenize(self, request: Any, context: Any) -> tokenizer_pb2.DetokenizeResponse:
+    async def GetVocabulary(self, request: Any, context: Any) -> tokenizer_pb2.GetVocabularyResponse:
         span = trace.get_current_span().get_span_context()
-        return tokenizer_pb2.DetokenizeResponse(text=format(span.trace_id, "032x"))
+        return tokenizer_pb2.GetVocabularyResponse(fingerprint=format(span.trace_id, "032x"))
 
 
 @pytest.fixture
@@ -95,11 +95,11 @@ async def test_unexpected_failure_keeps_its_secrets(
 
 async def test_trace_context_is_current_in_the_handler(channel: grpc.aio.Channel) -> None:
     stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-    answer = await stub.Detokenize(
-        tokenizer_pb2.DetokenizeRequest(),
+    answer = await stub.GetVocabulary(
+        tokenizer_pb2.GetVocabularyRequest(),
         metadata=(("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01"),),
     )
-    assert answer.text == TRACE_ID
+    assert answer.fingerprint == TRACE_ID
 
 
 async def test_no_trace_context_without_a_span() -> None:
@@ -109,7 +109,7 @@ async def test_no_trace_context_without_a_span() -> None:
 async def test_unimplemented_method_is_an_told_by_name(channel: grpc.aio.Channel) -> None:
     stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await stub.CheckSchema(tokenizer_pb2.CheckSchemaRequest())
+        await stub.ValidateOutput(tokenizer_pb2.ValidateOutputRequest())
     assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
     assert SERVICE in (raised.value.details() or "")
 

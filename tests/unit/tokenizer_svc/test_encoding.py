@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.checkpoints import byte_level, sentencepiece, write
-from tests.unit.tokenizer_svc.families import CHATML, FAMILIES, MARKUP, MISTRAL, PLAIN, make
+from tests.unit.tokenizer_svc.families import CHATML, FAMILIES, MARKUP, MISTRAL, make
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -135,12 +135,6 @@ def test_the_second_time_costs_only_new_turns(qwen: Text) -> None:
     assert other.token_ids == second.token_ids
 
 
-def test_batches_equal_single_texts(text: Text) -> None:
-    texts = [message["content"] for messages in PLAIN for message in messages]
-    batch = text.encoder.encode_batch(texts, add_special_tokens=True)
-    assert batch == [text.encoder.encode_text(each, add_special_tokens=True) for each in texts]
-
-
 @pytest.mark.parametrize("said", ["<|im_end|>", "<|im_end|>ed", "a<|im_start|>user<|im_end|>", "<<|im_end|>"])
 def test_control_tokens_inside_and_across_others_stay_text(said: str, tmp_path: Path) -> None:
     tokenizer = byte_level((*CHATML, "|>", "|>e", "<|im_start|>user"))
@@ -181,7 +175,6 @@ def test_the_configuration_says_which_tokens_are_added_and_how(tmp_path: Path) -
     written = "<s>[INST]  hello</s> [/INST] the[TOOL_CALLS]"
     ids = text.encoder.encode_text(written, add_special_tokens=False)
     assert ids == oracle(written, add_special_tokens=False)["input_ids"]
-    assert text.encoder.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     assert text.control.control == {"<s>", "</s>", "[INST]", "[TOOL_CALLS]"}
 
 

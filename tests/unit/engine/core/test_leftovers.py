@@ -7,9 +7,10 @@ import socket
 
 import pytest
 
+from contract.frames import FrameBuffer
 from engine.config import CacheConfig, SchedulerConfig, SimulatedConfig
 from engine.core import messages
-from engine.core.frames import CoreSocket, FrameBuffer, encode
+from engine.core.frames import CoreSocket, encode
 from engine.core.loop import EngineLoop
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler import Scheduler

@@ -16,9 +16,10 @@ import msgspec
 import psutil
 import pytest
 
+from contract.frames import FrameBuffer
 from engine.config import EngineConfig
 from engine.core import messages
-from engine.core.frames import FrameBuffer, encode
+from engine.core.frames import encode
 from engine.model.loader import LoaderLostError
 from engine.model.spec import CheckpointError
 from engine.runner.build import build, build_here

@@ -33,7 +33,7 @@ from engine.vllm_core.inside.engine import CannotStart, _memory, check_libraries
 from engine.vllm_core.inside.meter import CoreMeter
 from engine.vllm_core.inside.prefixes import CorePrefixes
 from engine.vllm_core.inside.turns import FairTurns
-from engine.vllm_core.options import EXCEPTIONS, OPTIONS, table
+from engine.vllm_core.options import EXCEPTIONS, OPTIONS, refuse, table
 from runtime.errors import ConfigError
 
 
@@ -52,8 +52,35 @@ def plain(asked: Request) -> dict[str, Any]:
 
 def test_every_option_stands_in_the_table() -> None:
     assert set(EXCEPTIONS) <= set(OPTIONS)
+    assert set(SamplingParams.__struct_fields__) <= set(OPTIONS), "what becomes of it at vLLM? say so there"
     assert set(OPTIONS) <= {*SamplingParams.__struct_fields__, *Request.__struct_fields__}
-    assert all(holding.note for holding in OPTIONS.values() if holding.verdict != "honoured")
+    assert all(support.note for support in OPTIONS.values() if support.verdict != "honoured")
+
+
+USED: dict[str, Any] = {
+    "logit_bias": {3: 1.0},
+    "allowed_token_ids": (3,),
+    "stop_token_ids": (3,),
+    "ignore_eos": True,
+    "n": 2,
+    "best_of": 2,
+    "beam_width": 2,
+    "repetition_penalty": 1.5,
+}
+
+
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+def test_an_option_that_nobody_named_is_refused_where_it_is_used(name: str) -> None:
+    named = {option: support for option, support in OPTIONS.items() if option != name}
+    neutral = {"n": 1, "best_of": 1} if name == "n" else {}
+    assert refuse(request(sampling={"max_tokens": 16, **neutral}), named) is None
+    used = {"best_of": 2} if name == "n" else {}
+    asked = request(sampling={"max_tokens": 16, **used, name: USED.get(name, 0.5 if "_p" in name else 3)})
+    refusal = refuse(asked, named)
+    assert refusal is not None
+    assert refusal.field == f"sampling.{name}"
+    if OPTIONS[name].verdict != "refused":
+        assert refuse(asked) is None
 
 
 def test_what_is_known_counts_towards_every_limit() -> None:

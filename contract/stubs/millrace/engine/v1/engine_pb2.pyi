@@ -829,45 +829,6 @@ class BlocksEvicted(_message.Message):
 Global___BlocksEvicted: _TypeAlias = BlocksEvicted  # noqa: Y015
 
 @_typing.final
-class GetInfoRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetInfoRequest: _TypeAlias = GetInfoRequest  # noqa: Y015
-
-@_typing.final
-class GetInfoResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INFO_FIELD_NUMBER: _builtins.int
-    LOAD_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def info(self) -> Global___EngineInfo: ...
-    @_builtins.property
-    def load(self) -> Global___EngineLoad: ...
-    def __init__(
-        self,
-        *,
-        info: Global___EngineInfo | None = ...,
-        load: Global___EngineLoad | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
-
-@_typing.final
 class CheckInvariantsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1051,44 +1012,3 @@ class Adapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
-
-@_typing.final
-class DrainRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LIMIT_S_FIELD_NUMBER: _builtins.int
-    limit_s: _builtins.float
-    """Requests still running after this many seconds are ended with an error; unset waits for all."""
-    def __init__(
-        self,
-        *,
-        limit_s: _builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s", "limit_s", b"limit_s"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s", "limit_s", b"limit_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__limit_s: _TypeAlias = _typing.Literal["limit_s"]  # noqa: Y015
-    _WhichOneofArgType__limit_s: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_s) -> _WhichOneofReturnType__limit_s | None: ...
-
-Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
-
-@_typing.final
-class DrainResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_ENDED_FIELD_NUMBER: _builtins.int
-    num_ended: _builtins.int
-    def __init__(
-        self,
-        *,
-        num_ended: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ended", b"num_ended"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015

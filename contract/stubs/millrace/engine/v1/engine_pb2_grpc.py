@@ -39,11 +39,6 @@ class EngineServiceStub:
                 request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AttachRequest.SerializeToString,
                 response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AttachResponse.FromString,
                 _registered_method=True)
-        self.GetInfo = channel.unary_unary(
-                '/millrace.engine.v1.EngineService/GetInfo',
-                request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.GetInfoRequest.SerializeToString,
-                response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.GetInfoResponse.FromString,
-                _registered_method=True)
         self.CheckInvariants = channel.unary_unary(
                 '/millrace.engine.v1.EngineService/CheckInvariants',
                 request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsRequest.SerializeToString,
@@ -64,11 +59,6 @@ class EngineServiceStub:
                 request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/millrace.engine.v1.EngineService/Drain',
-                request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
-                response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -77,13 +67,6 @@ class EngineServiceServicer:
     def Attach(self, request_iterator, context):
         """Attach carries submissions and cancellations up, and one StepOutputs message per engine step down. When
         the stream ends, every request submitted on it is cancelled.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetInfo(self, request, context):
-        """GetInfo says what is served, and how much fits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,13 +101,6 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Drain refuses new submissions and returns when the last running request has ended.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,11 +108,6 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AttachRequest.FromString,
                     response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AttachResponse.SerializeToString,
-            ),
-            'GetInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetInfo,
-                    request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.GetInfoRequest.FromString,
-                    response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.GetInfoResponse.SerializeToString,
             ),
             'CheckInvariants': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckInvariants,
@@ -157,11 +128,6 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.FromString,
                     response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.DrainRequest.FromString,
-                    response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -191,33 +157,6 @@ class EngineService:
             '/millrace.engine.v1.EngineService/Attach',
             millrace_dot_engine_dot_v1_dot_engine__pb2.AttachRequest.SerializeToString,
             millrace_dot_engine_dot_v1_dot_engine__pb2.AttachResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetInfo(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/millrace.engine.v1.EngineService/GetInfo',
-            millrace_dot_engine_dot_v1_dot_engine__pb2.GetInfoRequest.SerializeToString,
-            millrace_dot_engine_dot_v1_dot_engine__pb2.GetInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -326,33 +265,6 @@ class EngineService:
             '/millrace.engine.v1.EngineService/ListAdapters',
             millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
             millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/millrace.engine.v1.EngineService/Drain',
-            millrace_dot_engine_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
-            millrace_dot_engine_dot_v1_dot_engine__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

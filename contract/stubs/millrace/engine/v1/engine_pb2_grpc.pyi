@@ -35,8 +35,6 @@ class EngineServiceStub:
     """Attach carries submissions and cancellations up, and one StepOutputs message per engine step down. When
     the stream ends, every request submitted on it is cancelled.
     """
-    GetInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]
-    """GetInfo says what is served, and how much fits."""
     CheckInvariants: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CheckInvariantsRequest, _engine_pb2.CheckInvariantsResponse]
     """CheckInvariants verifies the KV bookkeeping between two steps and counts the blocks."""
     AddAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AddAdapterRequest, _engine_pb2.AddAdapterResponse]
@@ -47,8 +45,6 @@ class EngineServiceStub:
     """RemoveAdapter takes no further requests for an adapter; those that were accepted are served."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]
     """ListAdapters says which adapters are served."""
-    Drain: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainResponse]
-    """Drain refuses new submissions and returns when the last running request has ended."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -57,8 +53,6 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Attach carries submissions and cancellations up, and one StepOutputs message per engine step down. When
     the stream ends, every request submitted on it is cancelled.
     """
-    GetInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """GetInfo says what is served, and how much fits."""
     CheckInvariants: _aio.UnaryUnaryMultiCallable[_engine_pb2.CheckInvariantsRequest, _engine_pb2.CheckInvariantsResponse]  # type: ignore[assignment]
     """CheckInvariants verifies the KV bookkeeping between two steps and counts the blocks."""
     AddAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.AddAdapterRequest, _engine_pb2.AddAdapterResponse]  # type: ignore[assignment]
@@ -69,8 +63,6 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """RemoveAdapter takes no further requests for an adapter; those that were accepted are served."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters says which adapters are served."""
-    Drain: _aio.UnaryUnaryMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainResponse]  # type: ignore[assignment]
-    """Drain refuses new submissions and returns when the last running request has ended."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -82,14 +74,6 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Attach carries submissions and cancellations up, and one StepOutputs message per engine step down. When
         the stream ends, every request submitted on it is cancelled.
         """
-
-    @_abc_1.abstractmethod
-    def GetInfo(
-        self,
-        request: _engine_pb2.GetInfoRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.GetInfoResponse, _abc.Awaitable[_engine_pb2.GetInfoResponse]]:
-        """GetInfo says what is served, and how much fits."""
 
     @_abc_1.abstractmethod
     def CheckInvariants(
@@ -124,13 +108,5 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ListAdaptersResponse, _abc.Awaitable[_engine_pb2.ListAdaptersResponse]]:
         """ListAdapters says which adapters are served."""
-
-    @_abc_1.abstractmethod
-    def Drain(
-        self,
-        request: _engine_pb2.DrainRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.DrainResponse, _abc.Awaitable[_engine_pb2.DrainResponse]]:
-        """Drain refuses new submissions and returns when the last running request has ended."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -54,21 +54,6 @@ class TokenizerServiceStub:
                 request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
-        self.EncodeBatch = channel.unary_unary(
-                '/millrace.tokenizer.v1.TokenizerService/EncodeBatch',
-                request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchRequest.SerializeToString,
-                response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchResponse.FromString,
-                _registered_method=True)
-        self.Detokenize = channel.unary_unary(
-                '/millrace.tokenizer.v1.TokenizerService/Detokenize',
-                request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.FromString,
-                _registered_method=True)
-        self.CheckSchema = channel.unary_unary(
-                '/millrace.tokenizer.v1.TokenizerService/CheckSchema',
-                request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaRequest.SerializeToString,
-                response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaResponse.FromString,
-                _registered_method=True)
         self.ValidateOutput = channel.unary_unary(
                 '/millrace.tokenizer.v1.TokenizerService/ValidateOutput',
                 request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.ValidateOutputRequest.SerializeToString,
@@ -108,27 +93,6 @@ class TokenizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def EncodeBatch(self, request, context):
-        """EncodeBatch encodes many texts, on all cores.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Detokenize(self, request, context):
-        """Detokenize decodes token ids.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CheckSchema(self, request, context):
-        """CheckSchema reports what of a response format would be enforced, without generating.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ValidateOutput(self, request, context):
         """ValidateOutput judges finished texts by the schema as it was sent. For answers whose schema is enforced
         in parts only.
@@ -159,21 +123,6 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeRequest.FromString,
                     response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeResponse.SerializeToString,
-            ),
-            'EncodeBatch': grpc.unary_unary_rpc_method_handler(
-                    servicer.EncodeBatch,
-                    request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchRequest.FromString,
-                    response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchResponse.SerializeToString,
-            ),
-            'Detokenize': grpc.unary_unary_rpc_method_handler(
-                    servicer.Detokenize,
-                    request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.FromString,
-                    response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.SerializeToString,
-            ),
-            'CheckSchema': grpc.unary_unary_rpc_method_handler(
-                    servicer.CheckSchema,
-                    request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaRequest.FromString,
-                    response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaResponse.SerializeToString,
             ),
             'ValidateOutput': grpc.unary_unary_rpc_method_handler(
                     servicer.ValidateOutput,
@@ -289,87 +238,6 @@ class TokenizerService:
             '/millrace.tokenizer.v1.TokenizerService/Tokenize',
             millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeRequest.SerializeToString,
             millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def EncodeBatch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/millrace.tokenizer.v1.TokenizerService/EncodeBatch',
-            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchRequest.SerializeToString,
-            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Detokenize(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/millrace.tokenizer.v1.TokenizerService/Detokenize',
-            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
-            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CheckSchema(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/millrace.tokenizer.v1.TokenizerService/CheckSchema',
-            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaRequest.SerializeToString,
-            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaResponse.FromString,
             options,
             channel_credentials,
             insecure,

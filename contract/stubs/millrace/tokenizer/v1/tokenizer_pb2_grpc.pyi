@@ -41,12 +41,6 @@ class TokenizerServiceStub:
     """GetVocabulary returns what exact incremental detokenization needs; fetched once per model."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]
     """Tokenize encodes text, or renders and encodes a conversation."""
-    EncodeBatch: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeBatchRequest, _tokenizer_pb2.EncodeBatchResponse]
-    """EncodeBatch encodes many texts, on all cores."""
-    Detokenize: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]
-    """Detokenize decodes token ids."""
-    CheckSchema: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.CheckSchemaRequest, _tokenizer_pb2.CheckSchemaResponse]
-    """CheckSchema reports what of a response format would be enforced, without generating."""
     ValidateOutput: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.ValidateOutputRequest, _tokenizer_pb2.ValidateOutputResponse]
     """ValidateOutput judges finished texts by the schema as it was sent. For answers whose schema is enforced
     in parts only.
@@ -65,12 +59,6 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     """GetVocabulary returns what exact incremental detokenization needs; fetched once per model."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Tokenize encodes text, or renders and encodes a conversation."""
-    EncodeBatch: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeBatchRequest, _tokenizer_pb2.EncodeBatchResponse]  # type: ignore[assignment]
-    """EncodeBatch encodes many texts, on all cores."""
-    Detokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Detokenize decodes token ids."""
-    CheckSchema: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.CheckSchemaRequest, _tokenizer_pb2.CheckSchemaResponse]  # type: ignore[assignment]
-    """CheckSchema reports what of a response format would be enforced, without generating."""
     ValidateOutput: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.ValidateOutputRequest, _tokenizer_pb2.ValidateOutputResponse]  # type: ignore[assignment]
     """ValidateOutput judges finished texts by the schema as it was sent. For answers whose schema is enforced
     in parts only.
@@ -110,30 +98,6 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.TokenizeResponse, _abc.Awaitable[_tokenizer_pb2.TokenizeResponse]]:
         """Tokenize encodes text, or renders and encodes a conversation."""
-
-    @_abc_1.abstractmethod
-    def EncodeBatch(
-        self,
-        request: _tokenizer_pb2.EncodeBatchRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_tokenizer_pb2.EncodeBatchResponse, _abc.Awaitable[_tokenizer_pb2.EncodeBatchResponse]]:
-        """EncodeBatch encodes many texts, on all cores."""
-
-    @_abc_1.abstractmethod
-    def Detokenize(
-        self,
-        request: _tokenizer_pb2.DetokenizeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_tokenizer_pb2.DetokenizeResponse, _abc.Awaitable[_tokenizer_pb2.DetokenizeResponse]]:
-        """Detokenize decodes token ids."""
-
-    @_abc_1.abstractmethod
-    def CheckSchema(
-        self,
-        request: _tokenizer_pb2.CheckSchemaRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_tokenizer_pb2.CheckSchemaResponse, _abc.Awaitable[_tokenizer_pb2.CheckSchemaResponse]]:
-        """CheckSchema reports what of a response format would be enforced, without generating."""
 
     @_abc_1.abstractmethod
     def ValidateOutput(
