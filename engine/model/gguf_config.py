@@ -98,20 +98,23 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
     arch, metadata = file.architecture, file.metadata
     if "rope_freqs.weight" in file.stored:
         # Llama 3.1's rule, evaluated: each frequency is divided by its factor.
-        factors = file.stored["rope_freqs.weight"].data.astype(float).tolist()
+        divisors = file.stored["rope_freqs.weight"].data.astype(float).tolist()
         return {
             "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
+            "short_factor": divisors,
+            "long_factor": divisors,
             "attention_factor": 1.0,
         }
     prefix = f"{arch}.rope.scaling."
     original = metadata.get(f"{prefix}original_context_length")
-    if "rope_factors_long.weight" in file.stored:
+    factors = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("long", "short")}
+    missing = [name for name in factors.values() if name not in file.stored]
+    if len(missing) == 1:
+        raise CheckpointError(f"{file.path}: tensor {missing[0]} is missing; convert the checkpoint again")
+    if not missing:
         scaling = {
             "rope_type": "longrope",
-            "long_factor": file.stored["rope_factors_long.weight"].data.astype(float).tolist(),
-            "short_factor": file.stored["rope_factors_short.weight"].data.astype(float).tolist(),
+            **{key: file.stored[name].data.astype(float).tolist() for key, name in factors.items()},
             "original_max_position_embeddings": original,
             "attention_factor": metadata.get(f"{prefix}attn_factor"),
         }

@@ -12,10 +12,9 @@ import msgspec
 from engine.config import EngineConfig
 from engine.model.checkpoint import ELEMENT_BYTES
 from engine.model.spec import ModelSpec, TensorHeader
-from engine.quantization.scheme import group_size_for
+from engine.quantization.scheme import FLOAT_TYPES, group_size_for
 
 FLOAT_BYTES = 4
-FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 FP8_TYPES = frozenset({"F8_E4M3", "F8_E5M2"})
 # Bytes of a weight in the types of GGUF that stay quantized: levels, and scale and minimum of groups of 32.
 GGUF_BYTES = {"Q8_0": 1 + 4 / 32, "Q4_0": 0.5 + 4 / 32, "Q4_1": 0.5 + 8 / 32, "Q4_K": 0.5 + 8 / 32}

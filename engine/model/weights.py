@@ -1,4 +1,5 @@
-"""Reads weights: layers ask for tensors by name and shape, and what nobody asked for is an error.
+"""Reads weights: layers ask for tensors by name and shape. What is missing and what nobody asked for is an
+error; what is known and not used is logged.
 
 Files are memory-mapped; each tensor is converted to the target type and device once and alone, so the peak is
 the model plus one tensor. A tensor that needs no conversion is a part of the mapping, which stays as long as
@@ -10,6 +11,7 @@ asked for are resident.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,11 +27,14 @@ from engine.model.gguf_file import open_gguf
 from engine.model.mapped_pages import MappedPages
 from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
+from engine.quantization.scheme import FLOAT_TYPES
 from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, MXFP4_NAN, mxfp4_weight, read_weight
 from kernels.linear import DenseWeight, WeightFormat
 from kernels.linear.formats import is_finite, scales_of, stack
 from kernels.paged_cache.memory import empty_on_huge_pages
 from kernels.selection import Kernels
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 # Buffers that old checkpoints carry and that are computed here, and static ranges of a quantized KV cache,
@@ -80,7 +85,9 @@ class WeightReader:
         self.progress = progress
         self.headers = read_headers(folder)
         self._gguf = open_gguf(folder) if is_gguf(folder) else None
-        self._left = {name for name in self.headers if not name.endswith(IGNORED_SUFFIXES)}
+        self._unused = {name for name in self.headers if name.endswith(IGNORED_SUFFIXES)}
+        self._left = set(self.headers) - self._unused
+        self._suffixes = {name.rpartition(".")[2] for name in self.headers}
         self._bytes_total = sum(header.num_elements for header in self.headers.values()) or 1
         self._bytes_done = 0
         # Whether what is handed out lies in files, and is copied by those who take it.
@@ -99,15 +106,25 @@ class WeightReader:
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor `name`, converted. Raises CheckpointError when it is missing or of another shape."""
-        tensor = self.stored(name, shape)
-        return tensor.to(dtype or self._taken(tensor)) if tensor.dtype.is_floating_point else tensor
+        tensor = self._floats(name, shape)
+        return tensor.to(dtype or self._taken(tensor))
+
+    def _floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """As `stored`, and refused where the numbers are not what they stand for without a scale."""
+        header = self._header(name, shape)
+        if self._gguf is None and header.dtype not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{self._file(header)}: tensor {name} is stored in {header.dtype}, and nothing says what its "
+                "numbers are scaled by; config.json lacks quantization_config, or does not mean this tensor"
+            )
+        return self.stored(name, shape)
 
     def _taken(self, stored: Tensor) -> torch.dtype:
         return torch.float16 if self._keeps_float16 and stored.dtype == torch.float16 else self.dtype
 
     def keep(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
         """As `take`, for a tensor that is used as it is while the model lives."""
-        stored = self.stored(name, shape)
+        stored = self._floats(name, shape)
         tensor = stored.to(dtype or self._taken(stored))
         if not self._is_packed or tensor.data_ptr() != stored.data_ptr():
             return tensor
@@ -153,7 +170,8 @@ class WeightReader:
         function of the expert's index.
         """
         count, outputs, inputs = shape
-        if self.scheme is not None and self.scheme.method == "mxfp4" and self.has(f"{name}_blocks"):
+        is_quantized = self.has(f"{name}_blocks") or self.has(f"{name}_scales")
+        if self.scheme is not None and self.scheme.method == "mxfp4" and is_quantized:
             groups = inputs // MXFP4_GROUP
             blocks = self.stored(f"{name}_blocks", (count, outputs, groups, MXFP4_GROUP // 2))
             scales = self.stored(f"{name}_scales", (count, outputs, groups))
@@ -237,17 +255,33 @@ class WeightReader:
         """Whether the checkpoint has a tensor of this name."""
         return name in self.headers
 
+    def has_some(self, suffix: str) -> bool:
+        """Whether any layer has a tensor whose name ends in a dot and `suffix`."""
+        return suffix in self._suffixes
+
+    def element_type(self, name: str) -> str:
+        """Name of the type that a tensor is stored in; empty when it is missing."""
+        header = self.headers.get(name)
+        return "" if header is None else header.dtype
+
     def discard(self, name: str) -> None:
-        """Declares a tensor that is stored but not needed, such as the tied copy of the embedding."""
-        self._left.discard(name)
+        """Declares a tensor that may be stored but is not needed, such as the tied copy of the embedding."""
+        if name in self._left:
+            self._left.remove(name)
+            self._unused.add(name)
 
     def finish(self) -> None:
-        """Raises CheckpointError when tensors are left that no layer took."""
+        """Raises CheckpointError when tensors are left that no layer took; logs those that are known and not
+        used.
+        """
         if self._left:
-            names = sorted(self._left)
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise CheckpointError(
-                f"{self.folder}: {len(names)} unexpected tensors that the model does not have: {shown}"
+                f"{self.folder}: {len(self._left)} unexpected tensors that the model does not have: "
+                f"{_shown(self._left)}"
+            )
+        if self._unused:
+            _log.warning(
+                "%s: %d tensors are not used: %s", self.folder, len(self._unused), _shown(self._unused)
             )
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[str, Tensor] | None:
@@ -267,3 +301,14 @@ class WeightReader:
                 raise CheckpointError(f"{self.folder / file} cannot be opened: {error}") from error
             self._files[file] = self._stack.enter_context(handle)
         return self._files[file]
+
+
+def _shown(names: set[str]) -> str:
+    """Some of `names`, first one of each kind so that none hides behind many of another, and the number of
+    the rest.
+    """
+    kinds: dict[str, str] = {}
+    for name in sorted(names):
+        kinds.setdefault(name.rpartition(".")[2], name)
+    first = [*kinds.values(), *sorted(names - set(kinds.values()))][: max(5, len(kinds))]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")

@@ -7,6 +7,7 @@ Which layers are quantized is not taken from lists of exceptions but from the te
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from runtime.errors import ConfigError
 
 Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf"]
 
+# Types of stored weights that need no scale.
+FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 # Files beside config.json in which older AutoGPTQ and AutoAWQ checkpoints keep their settings.
 OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 COMPRESSED_FORMATS = (
@@ -27,6 +30,9 @@ COMPRESSED_FORMATS = (
     "mixed-precision",
     "dense",
 )
+# Names of `actorder` in compressed-tensors, and those of them that store which group an input belongs to.
+_STORED_ORDERS = (True, "group", "dynamic")
+_ORDERS = (None, False, "weight", "static", *_STORED_ORDERS)
 
 
 # Inputs that share a scale in what is quantized at load.
@@ -36,6 +42,15 @@ GROUP_SIZES = (128, 64, 32)
 def group_size_for(inputs: int, wanted: int) -> int:
     """The largest group size up to `wanted` into which `inputs` fall; 0 when none does."""
     return next((size for size in GROUP_SIZES if size <= wanted and inputs % size == 0), 0)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """What compressed-tensors says of some of the layers."""
+
+    # Classes of layers, their names, or "re:" and a pattern that a name begins with.
+    targets: tuple[str, ...]
+    has_zero_points: bool
+    has_order: bool
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +65,17 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     int8_activations: bool = False
     # Outputs and inputs that share a scale, where scales are by blocks.
     block: tuple[int, int] = (128, 128)
+    # Whether GPTQ's inputs belong to groups in an order of their own.
+    has_order: bool = False
+    groups: tuple[Group, ...] = ()
+
+    def group_of(self, name: str) -> Group | None:
+        """The group of the layer `name`: one that names it goes before one that names its class."""
+        for group in self.groups:
+            for target in group.targets:
+                if target == name or (target.startswith("re:") and re.match(target[3:], name)):
+                    return group
+        return next((group for group in self.groups if "Linear" in group.targets), None)
 
 
 def read_scheme(config: Mapping[str, Any], source: str) -> Scheme | None:
@@ -96,6 +122,12 @@ class _Keys:
             raise self.refusal(key, value, "two numbers are needed: outputs and inputs of a block")
         return value[0], value[1]
 
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.values.get(key) or ()
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            raise self.refusal(key, value, "a list of names is needed")
+        return tuple(value)
+
     def refusal(self, key: str, value: object, remedy: str) -> ConfigError:
         return ConfigError(f"{self.source}: {self.path}.{key} = {value!r} is not supported; {remedy}")
 
@@ -120,20 +152,30 @@ def _awq(keys: _Keys) -> Scheme:
 def _gptq(keys: _Keys) -> Scheme:
     layout = keys.one_of("checkpoint_format", ("gptq", "gptq_v2"), keys.values.get("format", "gptq"))
     offset = 1 if layout == "gptq" else 0
-    return Scheme(method="gptq", bits=keys.one_of("bits", (4, 8)), zero_point_offset=offset)
+    bits, has_order = keys.one_of("bits", (4, 8)), keys.one_of("desc_act", (False, True), False)
+    return Scheme(method="gptq", bits=bits, zero_point_offset=offset, has_order=has_order)
 
 
 def _compressed(keys: _Keys) -> Scheme:
     keys.one_of("format", COMPRESSED_FORMATS, "dense")
     keys.one_of("quantization_status", ("compressed", "frozen"), "compressed")
     groups = keys.inside("config_groups")
-    int8, blocks = [], (128, 128)
+    int8, blocks, found = [], (128, 128), []
     for name in groups.values:
         group = groups.inside(name)
         weights = group.inside("weights")
         kind = weights.one_of("type", ("int", "float"), "int")
         weights.one_of("num_bits", (4, 8) if kind == "int" else (8,))
         weights.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
+        symmetric = weights.one_of("symmetric", (True, False), True)
+        order = weights.one_of("actorder", _ORDERS, None)
+        found.append(
+            Group(
+                targets=group.texts("targets"),
+                has_zero_points=kind == "int" and not symmetric,
+                has_order=order in _STORED_ORDERS,
+            )
+        )
         if weights.values.get("block_structure"):
             blocks = weights.block("block_structure")
         if group.values.get("input_activations"):
@@ -141,7 +183,8 @@ def _compressed(keys: _Keys) -> Scheme:
             inputs.one_of("num_bits", (8,))
             # What is rounded to fp8 for a GPU's sake is computed in floating point here.
             int8.append(inputs.one_of("type", ("int", "float"), "int") == "int")
-    return Scheme(method="compressed-tensors", int8_activations=bool(int8) and all(int8), block=blocks)
+    rounds = bool(int8) and all(int8)
+    return Scheme(method="compressed-tensors", int8_activations=rounds, block=blocks, groups=tuple(found))
 
 
 def _fp8(keys: _Keys) -> Scheme:

@@ -17,13 +17,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.quantization.scheme import Scheme
+from engine.quantization.scheme import FLOAT_TYPES, Group, Scheme
 from kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
 from kernels.linear.formats import FP8_BLOCK, pack_levels
 from runtime.errors import ConfigError
 
 # Column of each four-bit field of an AWQ word, lowest bits first.
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+# What a layer has beside, or in place of, a weight in floating point once a method has quantized it.
+PARTS = {
+    "awq": ("qweight", "qzeros", "scales"),
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "compressed-tensors": tuple(
+        f"weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
+    ),
+    "fp8": ("weight_scale_inv",),
+}
 
 
 class TensorSource(Protocol):
@@ -38,6 +49,15 @@ class TensorSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
 
+    def has_some(self, suffix: str) -> bool:
+        """Whether any layer has a tensor whose name ends in a dot and `suffix`."""
+
+    def element_type(self, name: str) -> str:
+        """Name of the type that a tensor is stored in; empty when it is missing."""
+
+    def discard(self, name: str) -> None:
+        """Declares a tensor, if it is there, to be known and not used."""
+
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """The tensor as stored. Raises CheckpointError when it is missing or of another shape."""
 
@@ -50,7 +70,18 @@ class TensorSource(Protocol):
 def read_weight(
     source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme
 ) -> WeightFormat | None:
-    """The weight of the linear layer `name`, or None when it is not quantized. Raises ConfigError."""
+    """The weight of the linear layer `name`, or None when it is not quantized: its weight is in floating
+    point. Raises ConfigError, which names what a quantized layer lacks and what a dense one has too much.
+    """
+    stored_as = source.element_type(f"{name}.weight")
+    if stored_as in FLOAT_TYPES:
+        for part in PARTS.get(scheme.method, ()):
+            if source.has(f"{name}.{part}"):
+                raise ConfigError(
+                    f"tensor {name}.{part} is a part of {scheme.method}, but {name}.weight is stored in "
+                    f"{stored_as}; repeat the conversion that wrote both"
+                )
+        return None
     try:
         return _READERS[scheme.method](source, name, outputs, inputs, scheme)
     except (RuntimeError, IndexError, TypeError) as error:
@@ -70,8 +101,6 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 def _awq(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
     """qweight int32 [K, N/8], qzeros int32 [G, N/8], scales [G, N]; weight = (level - zero) * scale."""
-    if not source.has(f"{name}.qweight"):
-        return None
     _whole_words(name, outputs, 8)
     scales = source.stored(f"{name}.scales")
     groups = _groups(name, scales.shape[0], inputs)
@@ -90,8 +119,6 @@ def _gptq(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Sc
     """qweight int32 [K/W, N], qzeros int32 [G, N/W], scales [G, N], g_idx int32 [K] (group of each input);
     weight = (level - zero) * scale.
     """
-    if not source.has(f"{name}.qweight"):
-        return None
     per_word = 32 // scheme.bits
     _whole_words(name, inputs, per_word)
     _whole_words(name, outputs, per_word)
@@ -104,7 +131,8 @@ def _gptq(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Sc
     # The first version lowers zero points by one when it packs them; those of zero wrap around.
     zeros = (zeros + scheme.zero_point_offset) & ((1 << scheme.bits) - 1)
     group_of_input = None
-    if source.has(f"{name}.g_idx"):
+    # Tools write it for all layers or for none.
+    if scheme.has_order or source.has_some("g_idx"):
         group_of_input = source.stored(f"{name}.g_idx", (inputs,)).long()
     return _by_groups(name, levels, scales.T, zeros.T, group_of_input, scheme.bits, source.dtype)
 
@@ -116,28 +144,43 @@ def _compressed(
 
     Static ranges of activations are not used: rows are rounded by their own largest magnitude.
     """
-    if source.has(f"{name}.weight_packed"):
-        return _pack_quantized(source, name, outputs, inputs)
-    if not source.has(f"{name}.weight_scale"):
-        return None
-    values = source.stored(f"{name}.weight", (outputs, inputs))
+    group = scheme.group_of(name)
     for unused in ("input_scale", "input_zero_point"):
-        if source.has(f"{name}.{unused}"):
-            source.stored(f"{name}.{unused}")
+        source.discard(f"{name}.{unused}")
+    is_packed = source.has(f"{name}.weight_packed") or source.has(f"{name}.weight_shape")
+    if is_packed and not source.has(f"{name}.weight"):
+        return _pack_quantized(source, name, outputs, inputs, group)
+    values = source.stored(f"{name}.weight", (outputs, inputs))
     scale = source.stored(f"{name}.weight_scale").float()
     if values.dtype != torch.int8:
         return _eight_bits(source, name, values, scale, scheme.block)
     scale = _per_output(name, scale, outputs)
-    if source.has(f"{name}.weight_zero_point"):
+    if _has(source, f"{name}.weight_zero_point", group is not None and group.has_zero_points):
         zeros = _per_output(name, source.stored(f"{name}.weight_zero_point").float(), outputs)
         if zeros.any():
+            _refuse_symmetric(name, group)
             grouped = values.float().view(outputs, scale.shape[1], -1) - zeros[..., None]
             return DenseWeight(values=(grouped * scale[..., None]).flatten(1).to(source.dtype))
     rounds = scheme.int8_activations and scale.shape[1] == 1
     return Int8Weight(values=values, scale=scale, activations="int8" if rounds else "float")
 
 
-def _pack_quantized(source: TensorSource, name: str, outputs: int, inputs: int) -> WeightFormat:
+def _refuse_symmetric(name: str, group: Group | None) -> None:
+    if group is not None and not group.has_zero_points:
+        raise ConfigError(
+            f"tensor {name}.weight_zero_point moves levels, but quantization_config.config_groups says that "
+            "the layer's are symmetric; repeat the conversion that wrote them"
+        )
+
+
+def _has(source: TensorSource, name: str, is_needed: bool) -> bool:
+    """Whether a tensor is to be read: one that is needed and missing is refused by the reading."""
+    return is_needed or source.has(name)
+
+
+def _pack_quantized(
+    source: TensorSource, name: str, outputs: int, inputs: int, group: Group | None
+) -> WeightFormat:
     """weight_packed int32 [N, K/W] of levels raised by half their range, weight_scale [N, G],
     weight_zero_point int32 [N/W, G] packed along the outputs, weight_g_idx [K], weight_shape [2].
     """
@@ -148,33 +191,30 @@ def _pack_quantized(source: TensorSource, name: str, outputs: int, inputs: int) 
             f"tensor {name}.weight_packed has shape {list(words.shape)}; for {outputs} x {inputs} weights of "
             "4 or 8 bits it needs as many rows and an eighth or a quarter of the columns"
         )
-    if source.has(f"{name}.weight_shape"):
-        shape = source.stored(f"{name}.weight_shape").tolist()
-        if shape != [outputs, inputs]:
-            raise ConfigError(
-                f"tensor {name}.weight_shape is {shape}, config.json implies {[outputs, inputs]}"
-            )
+    shape = source.stored(f"{name}.weight_shape").tolist()
+    if shape != [outputs, inputs]:
+        raise ConfigError(f"tensor {name}.weight_shape is {shape}, config.json implies {[outputs, inputs]}")
     levels = unpack(words, bits)[:, :inputs]
     scale = source.stored(f"{name}.weight_scale").float()
     scale = _per_output(name, scale, outputs)
     zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
-    if source.has(f"{name}.weight_zero_point"):
+    if _has(source, f"{name}.weight_zero_point", group is not None and group.has_zero_points):
         packed = source.stored(f"{name}.weight_zero_point", (-(-outputs * bits // 32), scale.shape[1]))
         zeros = unpack(packed.T.contiguous(), bits)[:, :outputs].T
+        if bool((zeros != 1 << (bits - 1)).any()):
+            _refuse_symmetric(name, group)
     group_of_input = None
-    if source.has(f"{name}.weight_g_idx"):
+    # One that the configuration does not name is left, and so refused as unexpected.
+    if source.has(f"{name}.weight_g_idx") if group is None else group.has_order:
         group_of_input = source.stored(f"{name}.weight_g_idx", (inputs,)).long()
     return _by_groups(name, levels, scale, zeros, group_of_input, bits, source.dtype)
 
 
 def _fp8(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
     """weight fp8 [N, K], weight_scale_inv: what each block is multiplied by."""
-    if not source.has(f"{name}.weight_scale_inv"):
-        return None
     values = source.stored(f"{name}.weight", (outputs, inputs))
     scale = source.stored(f"{name}.weight_scale_inv").float()
-    if source.has(f"{name}.input_scale"):
-        source.stored(f"{name}.input_scale")
+    source.discard(f"{name}.input_scale")
     return _eight_bits(source, name, values, scale, scheme.block)
 
 
@@ -184,6 +224,8 @@ def _eight_bits(
     """Values [N, K] in floating point of 8 bits: as they are, where products take them with their scales (per
     tensor, per output, or per block of 128 x 128), else dense.
     """
+    if values.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise ConfigError(f"tensor {name}.weight is stored in {values.dtype}; supported are int8 and fp8")
     outputs, inputs = values.shape
     if source.keeps_fp8 and values.dtype == torch.float8_e4m3fn:
         if scale.numel() in (1, outputs) and (scale.ndim < 2 or scale.shape[1] == 1):
