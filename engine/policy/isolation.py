@@ -3,8 +3,9 @@
 After a failed step every running sequence goes back to the queue (its blocks' finished content stays in the
 prefix cache) and those of the failed step are suspects. Suspects then run in groups that are halved on every
 further failure. A group is cleared when all of its members got past the position at which the step failed. A
-suspect that fails alone is poisoned. When two suspects fail alone with no step succeeding in between, it is
-not the requests: the runner is broken, and isolation gives up.
+suspect that fails alone is accused, and a probe runs next: a request that is known to be good. If its step
+succeeds, the accused is poisoned; if it fails too, it is not the requests: the runner is broken. Others that
+run show nothing, because there may be none.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class FailureIsolation(Generic[S]):
         self._must_pass: dict[int, int] = {}
         # Failed alone, each with the cause; poisoned unless the runner turns out to be broken.
         self._accused: list[tuple[S, str]] = []
-        self._lone_failures = 0
+        self._probe: S | None = None
 
     @property
     def active(self) -> bool:
@@ -51,23 +52,33 @@ class FailureIsolation(Generic[S]):
         self._must_pass.clear()
         return None
 
+    @property
+    def wants_probe(self) -> bool:
+        """Whether somebody is accused, and nothing runs that would show if the runner works."""
+        return bool(self._accused) and self._probe is None
+
+    def probe(self, good: S) -> None:
+        """Has `good`, which cannot make a step fail, run alone before anybody else."""
+        self._probe = good
+        self._must_pass[good.sequence_id] = 1
+        self._groups.insert(0, [good])
+
     def succeeded(self) -> list[tuple[S, str]]:
         """A step with at least one row came back: the runner works, so whoever is accused is guilty."""
-        self._lone_failures = 0
-        return self._convict()
-
-    def _convict(self) -> list[tuple[S, str]]:
+        self._probe = None
         guilty, self._accused = self._accused, []
         return guilty
 
-    def failed(self, suspects: list[tuple[S, int]], cause: str) -> list[tuple[S, str]] | None:
+    def failed(self, suspects: list[tuple[S, int]], cause: str) -> bool:
         """A step failed that was to bring its sequences past these positions, and everything that ran was
-        reset; who is guilty. None when it is the runner that is broken.
+        reset. False when it is the runner that is broken.
         """
+        uncleared = [sequence for sequence, _ in suspects]
+        if self._probe in uncleared:
+            return False
         for sequence, position in suspects:
             known = self._must_pass.get(sequence.sequence_id, 0)
             self._must_pass[sequence.sequence_id] = max(known, position)
-        uncleared = [sequence for sequence, _ in suspects]
         if self._groups:
             members = {sequence.sequence_id for sequence in uncleared}
             rest = [each for each in self._groups.pop(0) if each.sequence_id not in members]
@@ -76,19 +87,16 @@ class FailureIsolation(Generic[S]):
         if len(uncleared) > 1:
             middle = len(uncleared) // 2
             self._groups[:0] = [uncleared[:middle], uncleared[middle:]]
-        if len(uncleared) != 1:
-            return []
-        self._lone_failures += 1
-        self._accused.append((uncleared[0], cause))
-        if self._lone_failures >= 2:
-            return None
-        return [] if self._groups else self._convict()
+        elif uncleared:
+            self._accused.append((uncleared[0], cause))
+        return True
 
     def give_up(self) -> None:
         """The runner is broken: nobody is looked for."""
         self._groups.clear()
         self._must_pass.clear()
         self._accused.clear()
+        self._probe = None
 
     def _is_cleared(self, sequence: S) -> bool:
         return sequence.is_finished or sequence.num_confirmed >= self._must_pass.get(sequence.sequence_id, 0)

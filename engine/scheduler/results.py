@@ -50,7 +50,12 @@ class StepCosts:
         if not step.rows:
             # Only releases; no step that is counted.
             return []
-        rows = [row for row in step.rows.values() if row.sequence.status is not Status.FINISHED]
+        rows = [
+            row
+            for row in step.rows.values()
+            # A probe is nobody's request.
+            if row.sequence.status is not Status.FINISHED and row.sequence.group.request.request_id >= 0
+        ]
         works = [self._speed.work(row.start, row.num_tokens) for row in rows]
         owed_s, self._owed_s = self._owed_s + seconds, 0.0
         if not rows:

@@ -29,10 +29,19 @@ from engine.types import (
     MemoryPlan,
     Request,
     RequestFailure,
+    SamplingParams,
     SchedulerLoad,
     SchedulerOutput,
     StepResult,
     TokenEvent,
+)
+
+# Runs alone to find out if the runner works, when a request has failed alone. Nobody waits for its answer.
+_PROBE = Request(
+    request_id=-1,
+    external_id="probe",
+    prompt_token_ids=(0,),
+    sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
 )
 
 
@@ -75,6 +84,8 @@ class Scheduler:
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
         self._isolation: FailureIsolation[Sequence] = FailureIsolation()
+        # Since a probe began, until what became of it was left out of the events.
+        self._has_probed = False
         self._door = Door(config, state.line, state.shares, state.speed, state.traffic)
         # (moment, request id), lazily cleaned.
         self._deadlines: list[tuple[float, int]] = []
@@ -92,6 +103,13 @@ class Scheduler:
         if failure is not None:
             self._state.events.append(TokenEvent.of_failure(request, failure))
             return
+        self._enter(group, now, waited_for)
+
+    def _enter(self, group: RequestGroup, now: float, waited_for: str = "") -> None:
+        """Puts a request into the queue."""
+        request = group.request
+        if not group.sequences:
+            group.sequences.append(self._new_sequence(group, 0))
         if group.is_beam_search:
             self._state.searches[request.request_id] = BeamSearch(request.sampling)
         for index in range(1, 1 if group.is_beam_search else request.sampling.best_of):
@@ -185,9 +203,13 @@ class Scheduler:
             return True
         rows = [row for row in step.rows.values() if not row.sequence.is_finished]
         self._state.reset_running(now)
-        guilty = self._isolation.failed([(row.sequence, row.start + row.num_tokens) for row in rows], cause)
-        self._convict(guilty or [])
-        return guilty is not None
+        works = self._isolation.failed([(row.sequence, row.start + row.num_tokens) for row in rows], cause)
+        if works and self._isolation.wants_probe:
+            group = RequestGroup(_PROBE)
+            self._enter(group, now)
+            self._isolation.probe(group.sequences[0])
+            self._has_probed = True
+        return works
 
     def _convict(self, guilty: list[tuple[Sequence, str]]) -> None:
         """Ends those who make steps fail, each with an error of its own."""
@@ -246,6 +268,9 @@ class Scheduler:
     def take_events(self) -> list[TokenEvent]:
         """What happened since the last call, in order."""
         events, self._state.events = self._state.events, []
+        if self._has_probed:
+            events = [event for event in events if event.request_id != _PROBE.request_id]
+            self._has_probed = _PROBE.request_id in self._state.groups
         withheld, self._state.withheld = self._state.withheld, {}
         events += (
             TokenEvent(request_id=request_id, withheld_tokens=num_tokens)

@@ -97,11 +97,23 @@ def test_lower_tiers_make_room_and_then_the_newest_of_who_holds_more() -> None:
 def test_suspects_are_halved_until_one_fails_alone() -> None:
     isolation: FailureIsolation[Record] = FailureIsolation()
     rows = [Record((LOW, "a"), sequence_id=number) for number in range(4)]
-    assert isolation.failed([(each, 5) for each in rows], "why") == []
+    assert isolation.failed([(each, 5) for each in rows], "why")
     assert isolation.allowed() == {0, 1}
-    assert isolation.failed([(each, 5) for each in rows[:2]], "why") == []
+    assert isolation.failed([(each, 5) for each in rows[:2]], "why")
     assert isolation.allowed() == {0}
-    assert isolation.failed([(rows[0], 5)], "why") == []
+    assert not isolation.wants_probe
+    assert isolation.failed([(rows[0], 5)], "why")
+    assert isolation.wants_probe
+    good = Record((LOW, ""), sequence_id=9)
+    isolation.probe(good)
+    assert isolation.allowed() == {9}
+    assert not isolation.wants_probe
     assert isolation.succeeded() == [(rows[0], "why")]
-    assert isolation.failed([(rows[1], 5)], "why") == []
-    assert isolation.failed([(rows[2], 5)], "why") is None, "two alone: it is the runner"
+
+
+def test_a_probe_that_fails_says_that_it_is_the_runner() -> None:
+    isolation: FailureIsolation[Record] = FailureIsolation()
+    accused, good = (Record((LOW, "a"), sequence_id=number) for number in range(2))
+    assert isolation.failed([(accused, 5)], "why")
+    isolation.probe(good)
+    assert not isolation.failed([(good, 1)], "why")

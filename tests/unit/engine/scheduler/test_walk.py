@@ -67,7 +67,9 @@ class Walk:
         elif operation == "submit_high":
             self._submit([rng.randrange(300) for _ in range(rng.randrange(1, 40))], priority=10)
         elif operation == "cancel" and driver.scheduler.num_requests:
-            driver.cancel(rng.choice(list(driver.scheduler._state.groups)))
+            driver.cancel(
+                rng.choice(sorted(driver.scheduler._state.groups.keys() & driver.events.keys()) or [0])
+            )
         elif operation == "wait":
             driver.wait(rng.random() * 3)
         elif operation == "fail" and self.faults:
