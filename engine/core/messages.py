@@ -1,4 +1,4 @@
-"""What front and core process tell each other, as tagged plain data."""
+"""Messages between front and core process, as tagged plain data."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     memory: MemoryPlan
     facts: ModelFacts
-    # What each stage of start-up took, in seconds, by name.
+    # Seconds of each stage of start-up, by name.
     stages_s: dict[str, float] = {}
     speed: MeasuredSpeed = NOT_MEASURED
 
@@ -113,7 +113,7 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     # See StepResult.
     num_halvings: int = 0
-    # What the model's shapes say that it took; see engine.types.step.
+    # Operations and bytes of the step by the model's shapes; see engine.types.step.
     flop: float = 0.0
     read_bytes: float = 0.0
 
@@ -126,7 +126,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     kv_events: tuple[KvEvent, ...]
     load: SchedulerLoad
     totals: tuple[StepTotals, ...] = ()
-    # What the parts of the memory plan really take; now and then.
+    # Measured use of the memory plan's parts; sent now and then.
     memory: MemoryUse | None = None
     # Steps that failed as a whole since the last report.
     num_failed_steps: int = 0

@@ -36,15 +36,16 @@ class BestOf:
         first = next((event.first_token for event in everything if event.first_token), None)
         prompt = next((event.prompt_logprobs for event in everything if event.prompt_logprobs), ())
         results = [
-            self._merge(self._events[index], self._first_index + place)
-            for place, index in enumerate(ranked[: self._num_returned])
+            self._merge(self._events[index], self._first_index + rank)
+            for rank, index in enumerate(ranked[: self._num_returned])
         ]
         if reason in _ENDED_EARLY:
             results = [
                 msgspec.structs.replace(each, token_ids=(), logprobs=(), finish_reason=reason)
                 for each in results
             ]
-        # What concerns the whole request rides on its first answer.
+        # The first answer carries what belongs to the whole request: times, and log-probabilities of the
+        # prompt.
         results[0] = msgspec.structs.replace(results[0], first_token=first, prompt_logprobs=prompt)
         if results[0].statistics is not None:
             results[0].statistics.candidate_tokens = self.num_tokens - sum(

@@ -41,7 +41,7 @@ class RequestGroup:
         self.cached_prompt_tokens = 0
         self.prefill_chunks: list[tuple[float, float, int]] = []
         self.first_token_reported = False
-        # What steps took of it, since that was told last.
+        # Engine time of its steps since the last event that carried it.
         self.engine_time = EngineTime()
         sampling = request.sampling
         self.is_beam_search = sampling.beam_width > 0
@@ -49,12 +49,12 @@ class RequestGroup:
         competes = sampling.best_of > sampling.n and not self.is_beam_search
         self.best_of = BestOf(sampling.n, request.choice_index) if competes else None
 
-    def take_engine_time(self) -> EngineTime:
+    def drain_engine_time(self) -> EngineTime:
         """What was spent on the request since the last call."""
         taken, self.engine_time = self.engine_time, EngineTime()
         return taken
 
-    def take_first_token_timings(self, prefill_end_s: float, now: float) -> FirstTokenTimings | None:
+    def pop_first_token_timings(self, prefill_end_s: float, now: float) -> FirstTokenTimings | None:
         """Timings for the request's first token; None ever after."""
         if self.first_token_reported:
             return None
@@ -74,7 +74,7 @@ class Awaited(NamedTuple):
     """Prompt blocks that a waiting sequence leaves to one that computes them already."""
 
     owner: Sequence
-    # Of the owner: it goes up when its blocks are lost.
+    # The owner's epoch when they were computed; the owner's goes up when its blocks are lost.
     epoch: int
     # Positions from which on and up to which they lie.
     start: int
@@ -102,13 +102,14 @@ class Sequence:
         request = group.request
         self.sequence_id = sequence_id
         self.group = group
-        # Who is charged for it.
+        # Tier and tenant that its tokens are charged to.
         self.account = account_of(request)
         self.priority = request.priority
         # Empty for the base model.
         self.adapter = request.adapter
         self.choice_index = choice_index
-        # As the runner sees it: may ask for more log-probabilities than the client did.
+        # Options for the runner. They may ask for more log-probabilities than the client did, because beams
+        # and candidates are ranked by them.
         self.sampling = sampling
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -123,7 +124,7 @@ class Sequence:
         self.num_confirmed = 0
         # Tokens that steps in flight will sample at most: one each, and their drafts.
         self.num_pending = 0
-        # Goes up whenever the blocks are lost, so that results of older steps can be told apart.
+        # Goes up whenever the blocks are lost, so that results of older steps can be recognized.
         self.epoch = 0
         # Tokens known when the sequence was (re)admitted; computing up to here is prefill.
         self.prefill_end = len(self.token_ids)
@@ -154,7 +155,7 @@ class Sequence:
         # When it was preempted; None while it is not away. Then the times it was away, with their ends.
         self.away_since_s: float | None = None
         self.absences_s: list[tuple[float, float]] = []
-        # What results will end: (start, tokens) of a return to the batch and of a restore from host memory.
+        # (start, tokens) of a return to the batch, and of a restore from host memory, that later results end.
         self.coming_back: tuple[float, int] | None = None
         self.restoring: tuple[float, int] | None = None
         self.comebacks_s: list[tuple[float, float, int]] = []

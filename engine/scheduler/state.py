@@ -12,9 +12,9 @@ from contract.errors import Reason
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
 from engine.policy.line import Line, Waiter
-from engine.policy.pace import StepPace, Traffic
+from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Shares
-from engine.scheduler.adapters import AdapterPlaces
+from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch, Candidate
 from engine.scheduler.prefixes import Prefixes
 from engine.scheduler.promises import Promises
@@ -40,11 +40,11 @@ class Row:
     draft_token_ids: tuple[int, ...] = ()
     is_prefill: bool = False
     is_long: bool = False
-    # Of its tokens, those that were computed before.
+    # Tokens of the row that had been computed before, and were lost by a preemption.
     num_recomputed: int = 0
-    # Of a prompt's row, as `StepPace` counts it.
+    # Work of a prompt's row, in the unit of `StepRate`.
     work: float = 0.0
-    # Leading blocks that the runner hears of as given up.
+    # Leading blocks that this row reports to the runner as given up.
     num_given_up: int = 0
 
 
@@ -69,10 +69,10 @@ class SchedulerState:
 
     config: SchedulerConfig
     cache: KvCache
-    speed: StepPace
-    # What bringing a token's keys and values back from the host takes.
+    speed: StepRate
+    # Seconds for copying one token's keys and values back from host memory.
     host_s_per_token: InitVar[float]
-    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
+    adapters: AdapterSlots = field(default_factory=AdapterSlots)
     traffic: Traffic = field(default_factory=Traffic)
     shares: Shares = field(init=False)
     line: Line = field(init=False)
@@ -81,7 +81,7 @@ class SchedulerState:
     # Those in the line, by id, in order of joining.
     waiting: dict[int, Sequence] = field(default_factory=dict)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
-    # Of the requests that ask for one.
+    # Beam searches by request id, for the requests that ask for one.
     searches: dict[int, BeamSearch] = field(default_factory=dict)
     # Sorted by rank.
     running: list[Sequence] = field(default_factory=list)
@@ -149,12 +149,12 @@ class SchedulerState:
             self.promises.make(sequence)
             # Beams rise with the first of them.
             self.running.sort(key=lambda each: each.rank)
-        self.shares.take(sequence.account, sequence.group.request.weight)
+        self.shares.acquire(sequence.account, sequence.group.request.weight)
         insort(self.running, sequence, key=lambda each: each.rank)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.shares.give(sequence.account)
+        self.shares.release(sequence.account)
         self.promises.stopped(sequence)
         self.cache.free(sequence.table)
         if sequence.is_introduced:
@@ -224,13 +224,13 @@ class SchedulerState:
         if group.num_finished == len(group.sequences):
             if group.best_of is not None:
                 logprobs = {each.choice_index: each.mean_logprob for each in group.sequences}
-                self._tell(group, *group.best_of.results(logprobs, reason))
+                self._emit(group, *group.best_of.results(logprobs, reason))
             self._end_group(group)
 
     def report(self, group: RequestGroup, event: TokenEvent) -> None:
         """Sends an event out, or keeps it until the best choices are known."""
         if group.best_of is None:
-            self._tell(group, event)
+            self._emit(group, event)
         else:
             group.best_of.take(event)
             self.withheld[group.request.request_id] = group.best_of.num_tokens
@@ -240,13 +240,13 @@ class SchedulerState:
         for sequence in group.sequences:
             if not sequence.is_finished:
                 self._remove(sequence)
-        self._tell(group, TokenEvent.of_failure(group.request, failure, ChoiceHistory()))
+        self._emit(group, TokenEvent.of_failure(group.request, failure, ChoiceHistory()))
         self._end_group(group)
 
-    def _tell(self, group: RequestGroup, first: TokenEvent, *others: TokenEvent) -> None:
+    def _emit(self, group: RequestGroup, first: TokenEvent, *others: TokenEvent) -> None:
         """Sends events out. The end of a choice, or of all, tells what was spent on the request so far."""
         if first.statistics is not None:
-            first.statistics.engine_time = group.take_engine_time()
+            first.statistics.engine_time = group.drain_engine_time()
         self.events += (first, *others)
 
     def release_held(self, group: RequestGroup, now: float) -> None:
@@ -294,7 +294,7 @@ class SchedulerState:
             if sequence.status is Status.RUNNING:
                 self.traffic.freed.count(now)
             self._remove(sequence)
-        self._tell(group, *events)
+        self._emit(group, *events)
         self._end_group(group)
 
     def _beam(self, candidate: Candidate) -> Sequence:

@@ -22,7 +22,7 @@ from kernels.linear.triton_rows import GroupedRows
 # Inputs that one program sums, at least; and how many programs share a sum at most.
 PIECE_INPUTS, MOST_PIECES = 512, 16
 TILE_K, TILE_N = 64, 32
-# Of float32, whose products have no instructions of their own: what one takes at a time must fit registers.
+# Tile of float32: small, because without matrix instructions all of it must fit into registers.
 TILE_OF_FLOATS = 16
 
 

@@ -352,7 +352,7 @@ def attention_kernel(
     begin, end, stride = 0, 1, 1
     if LISTED:
         begin, end, stride = tl.program_id(0), tl.load(num_listed), tl.num_programs(0)
-    # What could be computed before the loop would take registers from it.
+    # Nothing is hoisted out of the loop, because its values would take registers from it.
     for turn in tl.range(begin, end, stride, disable_licm=True):
         field = fields + (turn if LISTED else tl.program_id(0))
         sequence = tl.load(field + 2 * num_items)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 TILE_M, TILE_N, TILE_K = 64, 128, 64
 NUM_WARPS = 8
-# Of four bytes; tiles are half as wide then.
+# Tiles of float32, half as wide because its numbers are twice as large.
 WIDE_TILE_N, WIDE_TILE_K = 64, 32
 # Programs of neighbouring rows share the columns of a weight while it is in the cache.
 ROWS_TOGETHER = 8

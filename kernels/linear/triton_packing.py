@@ -20,7 +20,7 @@ from kernels.linear.formats import INT4_MIDDLE, Int4Weight, Int8Weight
 
 # Inputs of a step: as many share a scale, or else half of them.
 STEPS = (128, 64)
-# What a matrix unit takes along K.
+# Fewest inputs (K) that a matrix unit multiplies.
 SMALLEST_DOT = 16
 # Outputs that are arranged at a time.
 PIECE_OUTPUTS = 4096

@@ -81,7 +81,7 @@ def rms_norm_kernel(
     learned = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     normed = values * (1.0 / tl.sqrt(mean + eps)) * learned
     if LIMIT > 0:
-        # What is quantized is rounded to the model's type first, as without a fused kernel.
+        # Values are rounded to the model's type before they are quantized, as without a fused kernel.
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
         if FACTORS:
             normed *= tl.load(factors + place, mask=inside, other=0.0)

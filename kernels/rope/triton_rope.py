@@ -90,7 +90,7 @@ def rope_and_store_kernel(
         slot = tl.load(slots + token)
         at = (slot // block_size * num_kv_heads + head) * block_size + slot % block_size
         turned = _turned(k + token * k_stride + head * KEY_DIM, cos, sin, half, INTERLEAVED, KEY_DIM, BLOCK)
-        # What attention sees is rounded to the model's type first, as without a fused kernel.
+        # Keys are rounded to the model's type before they are quantized, as without a fused kernel.
         turned = turned.to(k.dtype.element_ty).to(tl.float32)
         _store(turned, keys + at * KEY_DIM + place, scales + at * 2, place < KEY_DIM, LIMIT, ROUND)
         if LIMIT > 0 and VALUE_DIM == 0:

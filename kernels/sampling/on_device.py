@@ -28,7 +28,7 @@ from kernels.sampling.rows import (
     forbidden_tokens,
 )
 
-# What kernels read of each row beside its key and mask: all options but those that are dealt with before.
+# Options that kernels read of each row: all but those that are applied before the launch.
 _COLUMNS = tuple(name for name in OPTIONS.names or () if name not in {"seed", "choice", "min_tokens"})
 
 

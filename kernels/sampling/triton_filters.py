@@ -37,7 +37,7 @@ DEEPEST = tl.constexpr(42.0)
 ONE = tl.constexpr(1 << 42)
 # Whole numbers of 64 bits that a row has after its bins: probability of the row, length of the list, unused.
 SUMS = tl.constexpr(4)
-# What is known of a row's logits (over the temperature), in float32: the largest, the smallest that counts,
+# Numbers about a row's logits (over the temperature), in float32: the largest, the smallest that counts,
 # the smallest that may be the border, the width of a bin.
 FRAME = tl.constexpr(4)
 
@@ -127,7 +127,7 @@ def frame_kernel(
     temperature, top_k, top_p, asked = _asked(temperatures, top_ks, top_ps, row, vocab_size)
     if asked:
         largest = largest_of(peaks, temperature, row, num_blocks, BLOCKS)
-        # Of what is not finite nothing is counted.
+        # Values that are not finite are not counted.
         largest = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
         block = tl.arange(0, BLOCKS)
         bottom = tl.load(bottoms + row * num_blocks + block, mask=block < num_blocks, other=float("inf"))

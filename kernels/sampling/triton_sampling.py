@@ -243,7 +243,7 @@ def process(logits: Tensor, options: RowOptions, *, copy: bool = False) -> Proce
         process_logits_kernel[(rows, blocks)](
             logits,
             found.logits,
-            # What no row uses, the kernel does not read.
+            # Stands for options that no row uses, which the kernel does not read.
             *(options.temperature if each is None else each for each in wanted),
             found.finite,
             found.peaks,

@@ -74,7 +74,7 @@ class _Costs:
     steps_since_trial: int = 0
     trial_interval: int = _FIRST_TRIAL
     margin: float = LEAST_MARGIN
-    # What drafts saved less what they cost, in plain steps, over the latest steps with drafts.
+    # Plain steps that drafts saved, less those that they cost, over the latest steps with drafts.
     balance: float = 0.0
 
 
@@ -172,8 +172,8 @@ class Economics:
         count = min(_TRIAL_DRAFTS, self.max_drafts)
         if looks_up:
             return [count] * len(sequences)
-        cheapest = min(range(len(sequences)), key=lambda place: sequences[place].num_unread)
-        return [count if place == cheapest else 0 for place in range(len(sequences))]
+        cheapest = min(range(len(sequences)), key=lambda index: sequences[index].num_unread)
+        return [count if index == cheapest else 0 for index in range(len(sequences))]
 
     def acceptance(self, progress: DraftProgress) -> float:
         """Probability that the sequence's next draft is accepted."""
