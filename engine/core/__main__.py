@@ -16,9 +16,9 @@ import time
 
 from engine.config import EngineConfig
 from engine.core import messages
-from engine.core.frames import CoreSocket, PeerGone
 from engine.core.loop import EngineLoop
 from engine.core.memory import MemoryWatch
+from engine.core.messages import CoreSocket, PeerGone
 from engine.core.warm_up import WarmUp
 from engine.runner.base import Builder
 from engine.scheduler import Scheduler

@@ -13,7 +13,7 @@ import msgspec
 
 from contract.frames import FrameBuffer
 from engine.core import messages
-from engine.core.frames import encode
+from engine.core.messages import encode
 from runtime.hang import ProcessSilence
 
 _log = logging.getLogger(__name__)

@@ -53,16 +53,16 @@ def dense_kernel(
     within = tl.program_id(0) % (TOGETHER * column_tiles)
     row = (strip * TOGETHER + within % height) * TILE_M + tl.arange(0, TILE_M)
     column = within // height * TILE_N + tl.arange(0, TILE_N)
-    place = tl.arange(0, TILE_K)
+    offset = tl.arange(0, TILE_K)
     in_rows, in_columns = row < rows, column < outputs
     row, column = row.to(tl.int64), column.to(tl.int64)
-    x_at = x + batch * x_batch + row[:, None] * x_row + place[None, :]
+    x_at = x + batch * x_batch + row[:, None] * x_row + offset[None, :]
     weight_at = (
-        weight + batch * weight_batch + column[:, None] * weight_output + place[None, :] * weight_input
+        weight + batch * weight_batch + column[:, None] * weight_output + offset[None, :] * weight_input
     )
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
     for start in range(0, inputs, TILE_K):
-        there = (start + place < inputs)[None, :]
+        there = (start + offset < inputs)[None, :]
         some = tl.load(x_at + start, mask=in_rows[:, None] & there, other=0.0)
         other = tl.load(weight_at + start * weight_input, mask=in_columns[:, None] & there, other=0.0)
         total = tl.dot(some, tl.trans(other), total, input_precision="ieee")

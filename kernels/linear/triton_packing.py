@@ -132,10 +132,10 @@ def _by_group(numbers: Tensor, padded: int, group: int) -> Tensor:
     only steps have.
     """
     more = max(0, -(-padded // group) - numbers.shape[1]) if numbers.shape[1] > 1 else 0
-    turned = F.pad(numbers, (0, more)).t().contiguous()
-    if turned.device.type != "meta":
+    transposed = F.pad(numbers, (0, more)).t().contiguous()
+    if transposed.device.type != "meta":
         for kind in (torch.float16, torch.bfloat16):
-            narrow = turned.to(kind)
-            if torch.equal(narrow.float(), turned):
+            narrow = transposed.to(kind)
+            if torch.equal(narrow.float(), transposed):
                 return narrow
-    return turned
+    return transposed

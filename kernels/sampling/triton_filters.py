@@ -217,8 +217,8 @@ def gather_kernel(logits, temperatures, top_ks, top_ps, frames, sums, edges, nea
         number = tl.sum(listed.to(tl.int64), axis=0)
         if number > 0:
             begin = tl.atomic_add(sums + row * (BINS + SUMS) + BINS + 1, number, sem="relaxed")
-            place = begin + tl.cumsum(listed.to(tl.int32), axis=0) - 1
-            tl.store(near + row * CAPACITY + place, value, mask=listed & (place < CAPACITY))
+            offset = begin + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+            tl.store(near + row * CAPACITY + offset, value, mask=listed & (offset < CAPACITY))
 
 
 @triton.jit
@@ -237,8 +237,8 @@ def _beyond(
     """Of the logits in the border's bins: how many lie above `bound`, or (MASS) their probability."""
     total = tl.full([], 0, tl.int64)
     for start in range(0, length, PART):
-        place = start + tl.arange(0, PART)
-        value = tl.div_rn(tl.load(source + place, mask=place < length, other=float("-inf")), divisor)
+        offset = start + tl.arange(0, PART)
+        value = tl.div_rn(tl.load(source + offset, mask=offset < length, other=float("-inf")), divisor)
         counted, bins = _placed(value, largest, floor, width)
         counted &= (bins >= first) & (bins <= last) & (_order(value) > bound)
         if MASS:
@@ -281,8 +281,8 @@ def _extent(source, length, divisor, largest, floor, width, first, last):
     most = tl.full([], -(1 << 31), tl.int64)
     high = most
     for start in range(0, length, PART):
-        place = start + tl.arange(0, PART)
-        value = tl.div_rn(tl.load(source + place, mask=place < length, other=float("-inf")), divisor)
+        offset = start + tl.arange(0, PART)
+        value = tl.div_rn(tl.load(source + offset, mask=offset < length, other=float("-inf")), divisor)
         counted, bins = _placed(value, largest, floor, width)
         listed = counted & (bins >= first) & (bins <= last)
         order = _order(value).to(tl.int64)
