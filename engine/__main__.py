@@ -72,7 +72,7 @@ async def _run(tables: dict[str, Any], telemetry: Telemetry) -> int:
         await engine.stop()
         await server.stop(0)
         raise
-    # What start-up left behind lives as long as the process; collections need not look at it again.
+    # Objects of start-up live as long as the process, so garbage collections need not visit them.
     memory.settle()
     await server.set_serving(True)
     say_ready("engine", grpc=server.address, metrics=exposed, **engine.expected())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # An array, or a tensor in main memory.
 Values: TypeAlias = "NDArray[Any] | torch.Tensor"
-# What the vector units read at once.
+# Bytes that a vector unit reads at once.
 ALIGNMENT = 64
 _HUGE_PAGE = 2 << 20
 

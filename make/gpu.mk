@@ -62,13 +62,13 @@ build/gpu-python/bin/python: benchmarks/gpu/requirements-machine.txt benchmarks/
 .PHONY: test-gpu-versions
 test-gpu-versions: dev build/gpu-bundle.tar.xz $(GPU_PYTHON) ## Compile all kernels for sm_80 and sm_90 and rehearse, here and as where the GPU is
 	$(MAKE) compile-there PYTHON=$(GPU_PYTHON)
-	$(BIN)/python -m kernels.compile_ahead --beside build/compiled-there.json --write benchmarks/results/kernels_compiled_ahead.json
+	$(BIN)/python -m benchmarks.gpu.compile_ahead --beside build/compiled-there.json --write benchmarks/results/kernels_compiled_ahead.json
 	$(MAKE) test-there PYTHON=$(GPU_PYTHON)
 	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest -n 0 tests/kernels/triton/test_gpu_rehearsal.py $(PYTEST_ARGS)
 
 .PHONY: compile-there
 compile-there: gpu-site
-	$(GPU_RUN) -m kernels.compile_ahead --write build/compiled-there.json
+	$(GPU_RUN) -m benchmarks.gpu.compile_ahead --write build/compiled-there.json
 
 .PHONY: test-there
 test-there: gpu-site

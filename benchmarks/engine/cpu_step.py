@@ -56,8 +56,8 @@ from benchmarks.peers.tables import OURS, precision_of
 from engine.config import EngineConfig
 from engine.core import messages
 from engine.core.__main__ import make_scheduler
-from engine.core.frames import encode
 from engine.core.loop import EngineLoop
+from engine.core.messages import encode
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.base import PendingStep
 from engine.runner.build import build_here

@@ -155,7 +155,7 @@ def simulate(
         while queue and queue[0][0] <= now:
             _, index, arrival = heapq.heappop(queue)
             scheduler.submit(new_request(index, arrival, rng), now)
-            refusals = scheduler.take_events()
+            refusals = scheduler.drain_events()
             served[index].accepted = not refusals
             book(refusals)
         plan = scheduler.schedule(now)
@@ -165,7 +165,7 @@ def simulate(
             scheduler.update(plan_result(plan), now)
         elif queue:
             now = max(now, queue[0][0])
-        book(scheduler.take_events())
+        book(scheduler.drain_events())
     return Outcome(served, now)
 
 

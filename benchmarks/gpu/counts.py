@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.gpu.compile_ahead import AbsentGpu
 from engine.model.experts import feed_sparse
 from engine.model.records import Linear, SparseFeedForward
-from kernels.compile_ahead import AbsentGpu
 from kernels.experts.routing import Routing
 from kernels.linear import DenseWeight
 from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat

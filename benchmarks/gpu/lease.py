@@ -195,7 +195,7 @@ def run_part(options: argparse.Namespace, path: Path) -> int:
     from benchmarks.gpu.device import Gpu
 
     if options.rehearse:
-        from kernels.interpreter import round_as_hardware_does
+        from benchmarks.gpu.interpreter import round_as_hardware_does
 
         round_as_hardware_does()
     part = PARTS[options.part]

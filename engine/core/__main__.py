@@ -16,13 +16,13 @@ import time
 
 from engine.config import EngineConfig
 from engine.core import messages
-from engine.core.frames import CoreSocket, PeerGone
 from engine.core.loop import EngineLoop
 from engine.core.memory import MemoryWatch
+from engine.core.messages import CoreSocket, PeerGone
 from engine.core.warm_up import WarmUp
 from engine.runner.base import Builder
 from engine.scheduler import Scheduler
-from engine.scheduler.adapters import AdapterLoader, AdapterPlaces
+from engine.scheduler.adapters import AdapterLoader, AdapterSlots
 from engine.types import NOT_MEASURED, MeasuredSpeed, MemoryPlan, ModelFacts
 from observability.emit import logging as json_logging
 from runtime.config import ModelConfig
@@ -77,7 +77,7 @@ def make_scheduler(
         window=facts.window,
         attention_balance=facts.attention_balance,
         speed=speed,
-        adapters=None if adapters is None else AdapterPlaces(config.adapters.num_slots, adapters),
+        adapters=None if adapters is None else AdapterSlots(config.adapters.num_slots, adapters),
     )
 
 
@@ -150,7 +150,7 @@ def serve_core(connection: CoreSocket) -> int:
 
 
 def _settle(watch: MemoryWatch) -> None:
-    # What start-up left behind lives as long as the process; collections need not look at it again.
+    # Objects of start-up live as long as the process, so garbage collections need not visit them.
     gc.collect()
     gc.freeze()
     give_back()

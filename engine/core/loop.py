@@ -119,7 +119,8 @@ class _Launched:
         return self._failed(result.failure) if result.failure else result
 
     def _failed(self, cause: str) -> StepResult:
-        # What it took nobody says who has failed; planning of the next step may be in it.
+        # The time since the launch, because a failed step reports none; it may include planning of the next
+        # one.
         seconds = self._clock() - self._launched_s
         return StepResult(self.plan.step_id, (), compute_s=seconds, failure=cause)
 
@@ -170,7 +171,7 @@ class EngineLoop:
         """One turn: take commands, plan, launch, take a result in, publish."""
         patience_s = self._patience_s()
         hurries = self._early or self._adapters.is_busy
-        self._take_commands(min(patience_s, _GRAMMAR_S) if hurries else patience_s)
+        self._apply_commands(min(patience_s, _GRAMMAR_S) if hurries else patience_s)
         if self.stopped:
             return
         self._submit_ready()
@@ -204,7 +205,7 @@ class EngineLoop:
     def _may_overlap(self) -> bool:
         return self._overlap and not self._scheduler.isolating and not self._checks
 
-    def _take_commands(self, timeout_s: float) -> None:
+    def _apply_commands(self, timeout_s: float) -> None:
         for command in self._mailbox.receive(timeout_s):
             now = self._clock()
             match command:
@@ -291,8 +292,8 @@ class EngineLoop:
         self._mailbox.send(
             messages.StepDone(
                 self._last_step_id,
-                self._scheduler.take_events(),
-                self._scheduler.take_kv_events(),
+                self._scheduler.drain_events(),
+                self._scheduler.drain_kv_events(),
                 self._scheduler.load(now),
                 tuple(self._totals),
                 memory,

@@ -64,7 +64,7 @@ class MemoryWatch:
             if fraction >= 1:
                 self._allocated = max(0, now - self._loaded)
         elif not self._allocated:
-            # What comes after the cache (captured graphs) is workspace.
+            # Memory allocated after the cache (captured graphs) counts as workspace.
             self._loaded = now
 
     def start(self) -> None:

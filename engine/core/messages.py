@@ -1,9 +1,14 @@
-"""What front and core process tell each other, as tagged plain data."""
+"""Messages between front and core process, as tagged plain data, and the core's end of their socket pair."""
 
 from __future__ import annotations
 
+import socket
+import threading
+from queue import Empty, Queue
+
 import msgspec
 
+from contract.frames import FrameBuffer, framed
 from engine.config import EngineConfig
 from engine.types import (
     NOT_MEASURED,
@@ -19,6 +24,10 @@ from engine.types import (
     TokenEvent,
 )
 from runtime.config import ModelConfig
+
+_CHUNK_BYTES = 1 << 20
+# Chunks that wait for the core at most.
+_MOST_PIECES = 64
 
 # Front to core.
 
@@ -91,7 +100,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     memory: MemoryPlan
     facts: ModelFacts
-    # What each stage of start-up took, in seconds, by name.
+    # Seconds of each stage of start-up, by name.
     stages_s: dict[str, float] = {}
     speed: MeasuredSpeed = NOT_MEASURED
 
@@ -113,7 +122,7 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     # See StepResult.
     num_halvings: int = 0
-    # What the model's shapes say that it took; see engine.types.step.
+    # Operations and bytes of the step by the model's shapes; see engine.types.step.
     flop: float = 0.0
     read_bytes: float = 0.0
 
@@ -126,7 +135,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     kv_events: tuple[KvEvent, ...]
     load: SchedulerLoad
     totals: tuple[StepTotals, ...] = ()
-    # What the parts of the memory plan really take; now and then.
+    # Measured use of the memory plan's parts; sent now and then.
     memory: MemoryUse | None = None
     # Steps that failed as a whole since the last report.
     num_failed_steps: int = 0
@@ -163,3 +172,60 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 Report = LoadProgress | Ready | CoreRefused | StepDone | Checked | AdapterAdded | AdaptersLoaded | Broken
+
+
+class PeerGone(Exception):
+    """The other side closed the socket."""
+
+
+def encode(message: Command | Report) -> bytes:
+    """The frame of a message."""
+    return framed(msgspec.msgpack.encode(message))
+
+
+class CoreSocket:
+    """The core's end. A thread reads, also while a step is computed: the socket holds a few long prompts, and
+    who stands behind them would wait for one step more each time that it is full. It has the interpreter for
+    moments only, as messages are decoded by whoever receives them.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = FrameBuffer()
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        # Pieces as they came; an empty one is the end. Where nobody takes them, the front's own limit holds.
+        self._pieces: Queue[bytes] = Queue(_MOST_PIECES)
+        threading.Thread(target=self._read, name="read-commands", daemon=True).start()
+
+    def _read(self) -> None:
+        data = b"?"
+        while data:
+            try:
+                data = self._socket.recv(_CHUNK_BYTES)
+            except OSError:
+                data = b""
+            self._pieces.put(data)
+
+    def receive(self, timeout_s: float) -> list[Command]:
+        """Messages that are there, waiting up to `timeout_s` for the first piece. Raises PeerGone at
+        the end.
+        """
+        messages: list[Command] = []
+        try:
+            data = self._pieces.get(timeout_s > 0, timeout_s)
+            while data:
+                messages += [self._decoder.decode(payload) for payload in self._buffer.feed(data)]
+                data = self._pieces.get_nowait()
+        except Empty:
+            return messages
+        self._pieces.put(data)
+        if not messages:
+            raise PeerGone
+        return messages
+
+    def send(self, message: Report) -> None:
+        """Writes one message. Raises PeerGone when nobody reads any more."""
+        try:
+            self._socket.sendall(encode(message))
+        except ConnectionError as error:
+            raise PeerGone from error

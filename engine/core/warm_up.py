@@ -42,7 +42,7 @@ _PROMPT_LIMIT_S = 1.0
 _LARGEST_LIMIT_S = 0.5
 # From the third token on, a step follows one of the same sequences, as most do.
 _LARGEST_ANSWER_TOKENS = 4
-# As most requests draw, with what else a step may have to tell.
+# Options as most requests have them, and log-probabilities, so that reports are compiled as well.
 _DRAWN = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, logprobs=1, ignore_eos=True)
 _SEED = 0
 
@@ -98,13 +98,13 @@ class WarmUp:
 
     def run(self) -> MeasuredSpeed:
         """How fast the engine is; 0 for what a small context or batch has no room for."""
-        room = self._num_tokens - _ANSWER_TOKENS
-        if room < 1:
+        capacity = self._num_tokens - _ANSWER_TOKENS
+        if capacity < 1:
             return NOT_MEASURED
         # The first one waits for whatever is made for it.
-        self._prompt_rate(min(_FIRST_TOKENS, room))
-        rate = self._prompt_rate(min(_FIRST_TOKENS, room))
-        num_tokens = min(_PROMPT_TOKENS, room, int(rate * _PROMPT_LIMIT_S))
+        self._prompt_rate(min(_FIRST_TOKENS, capacity))
+        rate = self._prompt_rate(min(_FIRST_TOKENS, capacity))
+        num_tokens = min(_PROMPT_TOKENS, capacity, int(rate * _PROMPT_LIMIT_S))
         if num_tokens > _FIRST_TOKENS:
             rate = self._prompt_rate(num_tokens)
         self._largest_step(rate)
@@ -112,7 +112,7 @@ class WarmUp:
         each = min(_FIRST_TOKENS, self._num_tokens // together - _ANSWER_TOKENS)
         return MeasuredSpeed(
             prompt_tokens_per_s=rate,
-            tokens_per_s_alone=self._answer_rate(1, min(_FIRST_TOKENS, room)),
+            tokens_per_s_alone=self._answer_rate(1, min(_FIRST_TOKENS, capacity)),
             tokens_per_s_together=self._answer_rate(together, each) if each > 0 else 0.0,
             num_together=together,
         )
@@ -131,8 +131,8 @@ class WarmUp:
         num_requests = min(num_requests, self._capacity_tokens // (1 + _LARGEST_ANSWER_TOKENS))
         if num_requests < 1:
             return
-        room = min(self._num_tokens, self._capacity_tokens // num_requests) - _LARGEST_ANSWER_TOKENS
-        each = max(1, min(num_tokens // num_requests, room))
+        capacity = min(self._num_tokens, self._capacity_tokens // num_requests) - _LARGEST_ANSWER_TOKENS
+        each = max(1, min(num_tokens // num_requests, capacity))
         self._serve(num_requests, each, msgspec.structs.replace(_DRAWN, max_tokens=_LARGEST_ANSWER_TOKENS))
 
     def _answer_rate(self, num_requests: int, num_tokens: int) -> float:

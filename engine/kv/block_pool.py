@@ -1,6 +1,6 @@
 """Reference-counted blocks of fixed size, of which the unreferenced ones may keep reusable content.
 
-A block is in exactly one of three places:
+A block is in exactly one of three states:
   referenced   ref_count > 0; may be cached (registered under a hash) or not
   evictable    ref_count = 0 and cached; a new prompt can revive it; least recently used is evicted first
   free         ref_count = 0 and not cached
@@ -47,14 +47,14 @@ class BlockTable:
         """Number of these."""
         return len(self.block_ids) - self.num_given_up
 
-    def take_given_up(self) -> int:
+    def drain_given_up(self) -> int:
         """Leading blocks given up, once after each change and then 0."""
         if self.num_given_up == self.num_given_up_sent:
             return 0
         self.num_given_up_sent = self.num_given_up
         return self.num_given_up
 
-    def take_unsent(self) -> tuple[int, ...]:
+    def drain_unsent(self) -> tuple[int, ...]:
         """Blocks appended since the runner was last told, and from now on counted as told."""
         unsent = tuple(self.block_ids[self.num_sent :])
         self.num_sent = len(self.block_ids)
@@ -116,9 +116,9 @@ class HostTier:
         return dropped
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless every host block is in exactly one place."""
-        places = [*self._free, *self._cached.values(), *self._reading]
-        assert sorted(places) == list(range(self.num_blocks)), "a host block is lost or in two places"
+        """Raises AssertionError unless every host block is in exactly one list."""
+        blocks = [*self._free, *self._cached.values(), *self._reading]
+        assert sorted(blocks) == list(range(self.num_blocks)), "a host block is lost or in two lists"
 
 
 # Told (block id, hash) just before a cached block loses its content.

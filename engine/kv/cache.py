@@ -1,7 +1,7 @@
 """The KV cache as the scheduler sees it: prefixes found, tables grown, blocks shared, copied and given back.
 
 Every change is bookkeeping only. The copies that must follow on the device are collected and handed over
-with the step's plan (`take_transfers`), as are the events for routers (`take_events`).
+with the step's plan (`drain_transfers`), as are the events for routers (`drain_events`).
 """
 
 from __future__ import annotations
@@ -220,14 +220,14 @@ class KvCache:
         """Called before the first change that belongs to a new plan."""
         self._host.begin_step()
 
-    def take_transfers(self) -> tuple[Pairs, Pairs, Pairs]:
+    def drain_transfers(self) -> tuple[Pairs, Pairs, Pairs]:
         """(block copies, offloads, restores) that the plan under construction must carry."""
         offloads = tuple((device, host) for host, device in self._offloads.items())
         transfers = tuple(self._copies), offloads, tuple(self._restores)
         self._copies, self._offloads, self._restores = [], {}, []
         return transfers
 
-    def take_events(self) -> tuple[KvEvent, ...]:
+    def drain_events(self) -> tuple[KvEvent, ...]:
         """Events since the last call."""
         events = tuple(self._events)
         self._events = []

@@ -12,7 +12,7 @@ from contract.errors import context_length
 from engine.config import SchedulerConfig
 from engine.policy.forecast import Batch, Forecast, WaitForecast
 from engine.policy.line import Line, account_of, slots_of
-from engine.policy.pace import StepPace, Traffic
+from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Shares
 from engine.types import MemoryPlan, Request, RequestFailure
 
@@ -91,27 +91,27 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
 
 
 class Door:
-    """Accepts what can be kept. Who is told to come back has a ticket for that moment."""
+    """Accepts what can be kept. A request that is sent away for now has a ticket for its return."""
 
     def __init__(
-        self, config: SchedulerConfig, line: Line, shares: Shares, pace: StepPace, traffic: Traffic
+        self, config: SchedulerConfig, line: Line, shares: Shares, rate: StepRate, traffic: Traffic
     ) -> None:
         self._config = config
         self._line = line
-        self._forecast = WaitForecast(line, shares, pace, traffic)
+        self._forecast = WaitForecast(line, shares, rate, traffic)
         self.tickets = self._forecast.tickets
 
     def refusal(self, request: Request, num_tokens: int, batch: Batch, now: float) -> RequestFailure | None:
         """The refusal of a request with so many tokens to compute that has no room in the queue, would be
-        late, or would take the turn of one that was told to come back; None when it is accepted.
+        late, or would go before one that was sent away and comes back; None when it is accepted.
         """
         forecast, account = self._forecast.of(request, num_tokens, batch, now), account_of(request)
-        failure = self._without_room(request, forecast) or self._late(request, forecast, now)
+        failure = self._without_space(request, forecast) or self._late(request, forecast, now)
         prompt, num_slots = forecast.prompt, slots_of(request)
         if failure is None:
             self.tickets.accept(account, prompt, num_slots, forecast.weighted_tokens, now)
         else:
-            assert failure.retry_after_s is not None, "who is refused for now is told when to come"
+            assert failure.retry_after_s is not None, "a refusal for now names a time"
             self.tickets.refuse(account, prompt, num_slots, now + failure.retry_after_s, now)
         return failure
 
@@ -124,7 +124,7 @@ class Door:
         limit_s = request.queue_deadline_s - request.arrival_s
         # A prompt that takes longer than that by itself is judged by its wait alone.
         prompt_s = forecast.prompt_s if forecast.prompt_s < limit_s else 0.0
-        # Who finds nobody ahead gains nothing by coming later.
+        # With nobody ahead the margin is left out, because the request would gain nothing by coming later.
         left_s = request.queue_deadline_s - now
         margin = _NEWCOMERS if forecast.makes_way else _MARGIN
         if not forecast.wait_s or forecast.wait_s + prompt_s <= margin * left_s:
@@ -138,27 +138,27 @@ class Door:
             waited_s = now - request.arrival_s
             expectation = f"the first token is expected {waited_s + expected_s:.1f} s after the request came"
         elif forecast.wait_s + prompt_s > _MARGIN * left_s:
-            expectation = "higher tiers may take the places that come free"
+            expectation = "higher tiers may take the batch slots that come free"
         else:
-            expectation = "requests that were told to come back about now go first"
+            expectation = "requests that were sent away until about now go first"
         return _refusal(
             f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
-            forecast.told_wait_s + prompt_s - _AIM * limit_s + forecast.line_s,
+            forecast.shown_wait_s + prompt_s - _AIM * limit_s + forecast.line_s,
             {"expected_s": f"{expected_s:.3f}", "limit_s": f"{limit_s:.3f}"},
         )
 
-    def _without_room(self, request: Request, forecast: Forecast) -> RequestFailure | None:
+    def _without_space(self, request: Request, forecast: Forecast) -> RequestFailure | None:
         """A queue's part of a memory that several share, as large as what is left free: so there is always
         room for who has none, and nobody has to be pushed out (Choudhury and Hahne, "Dynamic queue length
         thresholds for shared-memory packet switches", 1998).
         """
         own = self._line.parts_of(request.priority).get(request.tenant)
         num_waiting, most = len(self._line), self._config.max_waiting
-        num_own, room = own.num_sequences if own else 0, most - num_waiting
-        if num_own < room:
+        num_own, space = own.num_sequences if own else 0, most - num_waiting
+        if num_own < space:
             return None
         return _refusal(
-            f"{num_own} requests of this tenant wait for this engine, which has room for {room} more",
+            f"{num_own} requests of this tenant wait for this engine, which has space for {space} more",
             forecast.usual_wait_s + forecast.line_s,
             {"num_waiting": str(num_waiting), "max_waiting": str(most)},
         )

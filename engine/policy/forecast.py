@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.policy.line import Line, Part, account_of, slots_of
-from engine.policy.pace import StepPace, Traffic
+from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Holder, Shares
 from engine.policy.tickets import Tickets
 from engine.types import Request
@@ -57,11 +57,11 @@ class Forecast:
     wait_s: float
     # The same if they come as they did on average, and for no longer than they have come.
     usual_wait_s: float
-    # The same at the pace at which its tier gets slots, where that is the shorter: what a refusal tells.
-    told_wait_s: float
+    # The same at the rate at which its tier gets slots, where that is shorter; refusals show it.
+    shown_wait_s: float
     # Then, until its prompt is computed.
     prompt_s: float
-    # How long those take who were told to come back later and go before it.
+    # How long requests take that were sent away, return later and go before it.
     line_s: float
     # Others go before it: they are expected back, or its tenant was accepted more than theirs.
     makes_way: bool
@@ -77,7 +77,7 @@ class WaitForecast:
 
     line: Line
     shares: Shares
-    pace: StepPace
+    rate: StepRate
     traffic: Traffic
     tickets: Tickets = field(default_factory=Tickets)
 
@@ -92,20 +92,20 @@ class WaitForecast:
             in_line = self.line.ahead(request, num_tokens, coming).num_slots + slots_of(request)
             wait_s, usual_wait_s = self._wait_for_slots_s(priority, in_line, batch, now)
             if is_back:
-                # What was promised is not taken back for what may come.
+                # Requests that may still come do not lengthen a wait that was promised.
                 wait_s = usual_wait_s
         running = sum(each.remaining_prefill for each in batch.running if each.account[0] >= priority)
-        prompts_s = self.pace.seconds_for(ahead.num_tokens + running)
-        # The tier's own pace is known better than the difference of what comes free and what others take.
-        told_wait_s = min(usual_wait_s, tickets.wait_s(priority, in_line, now, usual_wait_s))
+        prompts_s = self.rate.seconds_for(ahead.num_tokens + running)
+        # The tier's own rate is known better than the difference of what comes free and what others take.
+        shown_wait_s = min(usual_wait_s, tickets.wait_s(priority, in_line, now, usual_wait_s))
         interval_s = self._interval_s(request, usual_wait_s / in_line)
         weighted_tokens = self._weighted_tokens(request)
         line_s = tickets.line_s(account, prompt, weighted_tokens, now, interval_s)
         return Forecast(
             wait_s=max(wait_s, prompts_s),
             usual_wait_s=max(usual_wait_s, prompts_s),
-            told_wait_s=max(told_wait_s, prompts_s),
-            prompt_s=self.pace.seconds_for(num_tokens),
+            shown_wait_s=max(shown_wait_s, prompts_s),
+            prompt_s=self.rate.seconds_for(num_tokens),
             line_s=line_s,
             makes_way=tickets.leads(account, weighted_tokens) or (line_s > 0 and not is_back),
             prompt=prompt,
@@ -113,7 +113,7 @@ class WaitForecast:
         )
 
     def _weighted_tokens(self, request: Request) -> float:
-        answer = min(request.sampling.max_tokens, self.pace.answer_tokens or math.inf)
+        answer = min(request.sampling.max_tokens, self.rate.answer_tokens or math.inf)
         return (len(request.prompt_token_ids) / slots_of(request) + answer) / request.weight
 
     def _interval_s(self, request: Request, slot_s: float) -> float:
@@ -137,7 +137,7 @@ class WaitForecast:
 
     def _wait_for_slots_s(self, priority: int, in_line: int, batch: Batch, now: float) -> tuple[float, float]:
         """Until so many slots came free, if higher tiers come as they may, and as they usually do."""
-        rates, freed, step_s = self.traffic.above(priority), self.traffic.freed, self.pace.step_s
+        rates, freed, step_s = self.traffic.above(priority), self.traffic.freed, self.rate.step_s
         # More of them may come than lately did; a slot promised twice is worse than one left over.
         higher = sum(rate.per_s(now, deviations=1.0) for rate in rates)
         usual_higher = sum(rate.per_s(now) for rate in rates)
@@ -152,14 +152,15 @@ class WaitForecast:
             turnover = batch.num_slots / (self._usual_tokens(batch) * step_s)
         wait_s = in_line / (turnover - higher) if turnover > higher else math.inf
         usual_s = in_line / (turnover - usual_higher) if turnover > usual_higher else math.inf
-        # What has come for a while comes for as long again: a burst is no stream without end.
+        # A stream is expected to last as long again as it has lasted, so a burst is not taken for an endless
+        # one.
         burst = sum(rate.per_s(now) * rate.lasted_s() for rate in rates)
         return wait_s, min(usual_s, (in_line + burst) / turnover)
 
     def _usual_tokens(self, batch: Batch) -> float:
         """Length of an answer, as those that ended had it."""
         longest = max((each.max_output_tokens for each in batch.running), default=1)
-        return self.pace.answer_tokens or min(_UNKNOWN_ANSWER_TOKENS, longest)
+        return self.rate.answer_tokens or min(_UNKNOWN_ANSWER_TOKENS, longest)
 
     def _by_length(self, in_line: int, batch: Batch) -> float:
         """Steps until so many slots are free, if running answers become as long as others did."""

@@ -39,7 +39,7 @@ class Waiter(NamedTuple):
     # That of arrival; the second number tells beams of one request apart.
     order: tuple[int, int]
     num_slots: int
-    # What it will compute, and how long that takes.
+    # Tokens that it will compute, and how long its prompt takes.
     num_tokens: int
     prompt_s: float
     # Nothing of its request has started.
@@ -181,12 +181,12 @@ class Line:
 
     def admitted(self, sequence_id: int, now: float) -> bool:
         """Takes out a member that was admitted; whether it won by age, and so keeps its slot."""
-        is_aged = self.is_aged_turn(sequence_id, now)
+        is_aged = self.is_aged_next(sequence_id, now)
         self._num_admitted += 1
         self.remove(sequence_id)
         return is_aged
 
-    def is_aged_turn(self, sequence_id: int, now: float) -> bool:
+    def is_aged_next(self, sequence_id: int, now: float) -> bool:
         """Whether the member is first because of its age."""
         return self._aged(now) == sequence_id
 

@@ -39,7 +39,7 @@ class Shares:
         self._counters: dict[Account, float] = {}
         self._num_active: Counter[Account] = Counter()
         self.slots: Counter[Account] = Counter()
-        # Of those that hold slots.
+        # Weights of the accounts that have slots.
         self._weights: dict[Account, float] = {}
 
     # Tokens.
@@ -85,12 +85,12 @@ class Shares:
 
     # Slots.
 
-    def take(self, account: Account, weight: float) -> None:
+    def acquire(self, account: Account, weight: float) -> None:
         """A sequence of the account starts running."""
         self.slots[account] += 1
         self._weights[account] = weight
 
-    def give(self, account: Account) -> None:
+    def release(self, account: Account) -> None:
         """One of the account's running sequences stops."""
         self.slots[account] -= 1
         if not self.slots[account]:

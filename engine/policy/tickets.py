@@ -14,7 +14,7 @@ from bisect import bisect_right, insort
 from operator import attrgetter
 from typing import NamedTuple
 
-from engine.policy.pace import EventRate
+from engine.policy.rates import EventRate
 from engine.policy.shares import Account
 
 # How long after it is due a ticket is open, in seconds: many clients wait for whole seconds.
@@ -27,7 +27,7 @@ _SHORTEST_S, _LONGEST_S = 0.001, 60.0
 _MOST = 1024
 # Requests by which an account was accepted more than another one when it makes way: fewer are chance.
 _CLEARLY = 3
-# Seconds over which a pace is averaged: slow engines have room for a request a second.
+# Seconds over which a rate is averaged: long, because slow engines admit about one request a second.
 _MEMORY_S = 30.0
 
 _due_s = attrgetter("due_s")
@@ -36,9 +36,9 @@ _due_s = attrgetter("due_s")
 class _Ticket(NamedTuple):
     """One request that was refused."""
 
-    # Moment for which it was told to come.
+    # Moment for which its return was announced.
     due_s: float
-    # When it was first refused: its place in the line.
+    # When it was first refused: its rank in the line.
     first_s: float
     # Hash of the prompt.
     prompt: int
@@ -55,7 +55,7 @@ class _Line:
         # Share of tickets that are used.
         self.share = 1.0
         # Slots accepted per second while others had to go away.
-        self.pace = EventRate(_MEMORY_S, running=False)
+        self.rate = EventRate(_MEMORY_S, running=False)
         # Weighted tokens of accepted requests.
         self.accepted = 0.0
 
@@ -64,7 +64,7 @@ class _Line:
         num_lost = bisect_right(self.tickets, now - OPEN_S, key=_due_s)
         del self.tickets[:num_lost]
         self.share *= (1 - _ALPHA) ** num_lost
-        self.pace.run(now, running=bool(self.tickets))
+        self.rate.run(now, running=bool(self.tickets))
 
     def num_due(self, now: float) -> int:
         """Tickets that are due."""
@@ -84,7 +84,7 @@ class Tickets:
     """Tickets of all accounts, and what they were accepted."""
 
     def __init__(self) -> None:
-        # Of accounts that were refused, until nothing of it is known any more.
+        # Tickets of accounts that were refused, until all have expired.
         self._lines: dict[Account, _Line] = {}
 
     def is_back(self, account: Account, prompt: int, now: float) -> bool:
@@ -97,21 +97,21 @@ class Tickets:
         found = {}
         for account, line in list(self._lines.items()):
             line.advance(now)
-            if not line.tickets and not line.pace.is_fresh:
+            if not line.tickets and not line.rate.is_fresh:
                 del self._lines[account]
             elif account[0] == priority and (num_due := line.num_due(now)):
                 found[account[1]] = line.share * sum(each.num_slots for each in line.tickets[:num_due])
         return found
 
     def wait_s(self, priority: int, num_slots: float, now: float, usual_s: float) -> float:
-        """How long so many slots of the tier take at the pace at which it got them lately, while some were
-        told to come back; `usual_s` as far as none was measured.
+        """How long so many slots of the tier take at the rate at which it got them lately, while some were
+        sent away to return; `usual_s` as far as none was measured.
         """
         lines = [line for account, line in self._lines.items() if account[0] == priority]
-        if not usual_s or not any(line.pace.is_fresh for line in lines):
+        if not usual_s or not any(line.rate.is_fresh for line in lines):
             return usual_s
         prior_per_s = num_slots / usual_s / len(lines)
-        return num_slots / sum(line.pace.per_s(now, prior_per_s=prior_per_s) for line in lines)
+        return num_slots / sum(line.rate.per_s(now, prior_per_s=prior_per_s) for line in lines)
 
     def line_s(
         self, account: Account, prompt: int, num_tokens: float, now: float, interval_s: float
@@ -131,7 +131,7 @@ class Tickets:
         if own is None:
             num_slots += self._lead(account, line) / num_tokens
         prior_per_s = 1 / min(max(interval_s, _SHORTEST_S), _LONGEST_S)
-        return num_slots / line.pace.per_s(now, prior_per_s=prior_per_s)
+        return num_slots / line.rate.per_s(now, prior_per_s=prior_per_s)
 
     def leads(self, account: Account, num_tokens: float) -> bool:
         """Whether the account was accepted clearly more than another one that is refused: by some requests of
@@ -153,11 +153,11 @@ class Tickets:
             own = line.due(prompt, now)
             if own is not None:
                 line.use(own)
-            line.pace.count(now, num_slots)
+            line.rate.count(now, num_slots)
             line.accepted += num_slots * num_tokens
 
     def refuse(self, account: Account, prompt: int, num_slots: int, due_s: float, now: float) -> None:
-        """A request was told to come back."""
+        """A request was sent away, to return later."""
         line = self._lines.setdefault(account, _Line())
         own = line.due(prompt, now)
         if own is not None:

@@ -96,8 +96,8 @@ class BlockTransfers:
         copy.wait(compute.record())
 
         def out() -> None:
-            for place, host, count in runs:
-                self._host[host : host + count].copy_(rows[place : place + count], non_blocking=True)
+            for first, host, count in runs:
+                self._host[host : host + count].copy_(rows[first : first + count], non_blocking=True)
 
         copy.run(out)
         buffer.free = copy.record()
@@ -110,8 +110,8 @@ class BlockTransfers:
         copy.wait(buffer.free)
 
         def fetch() -> None:
-            for place, host, count in runs:
-                rows[place : place + count].copy_(self._host[host : host + count], non_blocking=True)
+            for first, host, count in runs:
+                rows[first : first + count].copy_(self._host[host : host + count], non_blocking=True)
 
         copy.run(fetch)
         compute.wait(copy.record())
@@ -166,11 +166,11 @@ class _Pieces:
 
 
 def _runs(hosts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(place in `hosts`, first host block, number) of each run of consecutive host blocks."""
+    """(index in `hosts`, first host block, number) of each run of consecutive host blocks."""
     runs: list[tuple[int, int, int]] = []
-    for place, host in enumerate(hosts):
+    for first, host in enumerate(hosts):
         if runs and runs[-1][1] + runs[-1][2] == host:
             runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
         else:
-            runs.append((place, host, 1))
+            runs.append((first, host, 1))
     return runs

@@ -161,8 +161,8 @@ def _load(
         from engine.runner.attention_choice import attention_of
 
         torch.set_num_threads(threads)
-        device = place = torch.device(given.device)
-        attention = attention_of(given.config, spec, getattr(torch, given.dtype), place)
+        device = torch.device(given.device)
+        attention = attention_of(given.config, spec, getattr(torch, given.dtype), device)
     model = load_model(request, device=given.device, library=library, progress=progress, load=load)
     return model, attention, device
 

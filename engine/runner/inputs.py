@@ -122,11 +122,11 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
     num_blocks = -(-ends // block_size)
     columns = np.arange(-(-longest // block_size))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
-    token_ids, padded_positions, places = on_device(rows, model.device)
+    token_ids, padded_positions, cache_slots = on_device(rows, model.device)
     return ForwardBatch(
         token_ids=token_ids,
         positions=padded_positions,
-        slots=places,
+        slots=cache_slots,
         ragged=RaggedBatch(
             query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
         ),

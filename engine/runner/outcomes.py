@@ -202,7 +202,7 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
     else:
         found = step.arrival.logprobs()
         reports = {
-            index: tuple(found[start + place] for place in range(len(outcome.token_ids)))
+            index: tuple(found[start + offset] for offset in range(len(outcome.token_ids)))
             for index, (start, outcome) in enumerate(zip(step.rows.starts, outcomes, strict=False))
             if start in found and outcome.token_ids
         }
@@ -218,7 +218,7 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
 def _outcomes(step: Sampled, drawn: Drawn) -> list[SequenceResult]:
     masks, states = step.masks, step.inputs.states
     if step.sound or (masks is None and step.rows.one_each and drawn.finite.all() and drawn.allowed.all()):
-        # What most steps are: nothing but a token each.
+        # A short cut for most steps, in which each sequence gets one token and nothing else.
         ids = step.inputs.ids
         return [
             SequenceResult(ids[member], (token,))
@@ -289,7 +289,7 @@ def _no_token_allowed(state: SequenceState) -> tuple[str, str]:
         return "the grammar allows no token", ""
     others = [*excluding[1:], *(["the grammar"] if state.matcher is not None else [])]
     return (
-        f"no token is allowed by it and by {' and '.join(others) or 'the model'} at this place of the "
+        f"no token is allowed by it and by {' and '.join(others) or 'the model'} at this position of the "
         "answer; allow tokens that can continue it, or leave one of them out",
         f"sampling.{excluding[0]}",
     )
@@ -306,10 +306,10 @@ def _reports(
     if not wanted:
         return {}
     picked = [
-        (index, start + place, token, wanted[int(slots[start])])
+        (index, start + offset, token, wanted[int(slots[start])])
         for index, (start, outcome) in enumerate(zip(step.rows.starts, outcomes, strict=False))
         if int(slots[start]) in wanted
-        for place, token in enumerate(outcome.token_ids)
+        for offset, token in enumerate(outcome.token_ids)
     ]
     if not picked:
         return {}

@@ -153,7 +153,7 @@ class ModelRunner:
         if not ahead:
             self._settle()
         sampled = None
-        # What an error keeps alive is let go before the next attempt.
+        # The error is dropped before the next attempt, because its traceback keeps tensors alive.
         with suppress(StepTooLargeError):
             sampled = self._compute(sound, ahead=ahead)
         if sampled is None:

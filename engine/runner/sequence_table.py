@@ -15,7 +15,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.runner.speculation.progress import DraftProgress
+from engine.runner.speculation.economics import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
 from engine.types import NewSequence, SamplingParams

@@ -30,7 +30,7 @@ from engine.types import (
 )
 from runtime.config import ModelConfig
 
-# What is reported for every token, when log-probabilities are asked for.
+# Log-probability reported for every token.
 _LOGPROB = math.log(0.5)
 
 

@@ -117,8 +117,8 @@ class EndFinder:
         self._values = _Candidates([by_text[text] for text in _VALUES if text in by_text])
         digits = [by_text[text] for text in _DIGITS if text in by_text]
         self._punctuation = _Candidates([by_text[text] for text in _PUNCTUATION if text in by_text])
-        turns = range(max(1, len(digits)))
-        self._digits = [_Candidates(digits[turn:] + digits[:turn]) for turn in turns]
+        shifts = range(max(1, len(digits)))
+        self._digits = [_Candidates(digits[shift:] + digits[:shift]) for shift in shifts]
         # Longer texts come further; escapes and white space may lead nowhere.
         self._reach = np.full(32 * self._width, -2, np.int32)
         for token, text in enumerate(self._texts):
@@ -184,7 +184,8 @@ class EndFinder:
             if token is not None:
                 walk.tried.add(token)
                 return token
-        # What has just become possible leads on: an address goes on with @ after its first letter.
+        # Tokens that have just become possible come first, because they lead on: an address may have its @
+        # after the first letter.
         fresh = mask if walk.before is None else mask & ~walk.before
         for words in (fresh, mask):
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
@@ -203,8 +204,8 @@ def _lexed(text: bytes, quoted: bool, escaped: bool) -> tuple[bool, bool]:
     """Whether JSON text is inside a string after `text`, and just after a backslash there."""
     if escaped:
         text, escaped = text[1:], not text
-    for place in re.finditer(rb'\\.?|"', text, re.DOTALL):
-        found = place.group()
+    for match in re.finditer(rb'\\.?|"', text, re.DOTALL):
+        found = match.group()
         if found == b'"':
             quoted = not quoted
         elif quoted:

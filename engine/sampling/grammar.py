@@ -45,7 +45,7 @@ class Matcher:
         self._finder = finder if limit else None
         self._limit = limit
         self._output: list[int] = []
-        # What was found of the end, by position; the last one holds.
+        # Ends that were looked for, by position; the last one counts.
         self._marks = [first_mark(limit)]
 
     @property
@@ -57,9 +57,9 @@ class Matcher:
         """Moves along tokens up to the grammar's end; returns how many that were. Raises GrammarError when
         one is not allowed.
         """
-        for place, token in enumerate(tokens):
-            if place and self.finished:
-                return place
+        for index, token in enumerate(tokens):
+            if index and self.finished:
+                return index
             self._accept(token)
         return len(tokens)
 
@@ -151,7 +151,8 @@ class Matcher:
         if spare <= 0:
             self._marks.append(ClosingMark(position, 0, end))
         else:
-            # What comes until then may lengthen the end by twice as much.
+            # The next search is at a third of the spare tokens, because each token until then may lengthen
+            # the end by two more.
             self._marks.append(ClosingMark(position, left - max(1, spare // 3)))
 
     def _end(self) -> tuple[int, ...]:

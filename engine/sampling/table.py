@@ -171,14 +171,14 @@ class SamplingTable:
         counted = np.flatnonzero(rows != NO_ROW)
         if not counted.size:
             return
-        wide, places = on_device(np.stack((rows[counted], counted)), tokens.device)
-        index = (wide, tokens.index_select(0, places))
+        wide, counted_rows = on_device(np.stack((rows[counted], counted)), tokens.device)
+        index = (wide, tokens.index_select(0, counted_rows))
         counts, seen = self.output_counts.tensor, self.seen.tensor
         if emitted is None:
             counts.index_put_(index, wide.new_ones(wide.shape).int(), accumulate=True)
             seen.index_put_(index, wide.new_ones(wide.shape).bool())
             return
-        counts.index_put_(index, emitted.index_select(0, places).int(), accumulate=True)
+        counts.index_put_(index, emitted.index_select(0, counted_rows).int(), accumulate=True)
         # The same token may be emitted by one row and not by another: both write the same.
         seen.index_put_(index, seen[index] | (counts[index] > 0))
 

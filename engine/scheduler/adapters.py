@@ -32,11 +32,11 @@ class _Slot:
     # When it came, and when it was asked for last, in asks.
     since: int = 0
     used: int = 0
-    # Who has it next.
+    # The adapter that is loaded into this slot next.
     claimed_by: str = ""
 
 
-class AdapterPlaces:
+class AdapterSlots:
     """The slots of one engine; without a loader there are none."""
 
     def __init__(self, num_slots: int = 0, loader: AdapterLoader | None = None) -> None:

@@ -22,7 +22,8 @@ class Admitter:
         self._state = state
         self._rows = rows
         self._config = state.config
-        # What held up the last candidate that could not be admitted; everyone behind it waits for the same.
+        # Why the last candidate could not be admitted. All behind it wait for the same cause, because the
+        # queue is admitted in order.
         self._blocked_by = ""
 
     def candidate(
@@ -60,14 +61,14 @@ class Admitter:
         victim = next(self._victims(draft, sequence), None) if is_full else None
         if is_full and victim is None:
             self._block(draft, sequence, self._who_fills_the_batch(sequence))
-            is_aged = state.line.is_aged_turn(sequence.sequence_id, draft.now)
+            is_aged = state.line.is_aged_next(sequence.sequence_id, draft.now)
             if is_aged or state.promises.has(sequence):
                 # Waits for the next free slot without keeping higher tiers from displacing.
                 skipped.add(sequence.sequence_id)
                 return True
             return self._yields_as_due(draft, sequence)
         start, prefix = self._starting_point(draft, sequence)
-        if self._rows.room(draft, sequence, sequence.num_known - start) < 1.0:
+        if self._rows.allowance(draft, sequence, sequence.num_known - start) < 1.0:
             self._waited_behind_the_head(sequence)
             sequence.waits_for("long_prefill", draft.now)
             skipped.add(sequence.sequence_id)

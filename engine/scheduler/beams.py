@@ -75,12 +75,12 @@ class BeamSearch:
         width = self._sampling.beam_width
         chosen: list[Candidate] = []
         passed_over: list[Candidate] = []
-        for place, candidate in enumerate(candidates):
+        for index, candidate in enumerate(candidates):
             if len(chosen) == width:
                 break
             if not self._stops(candidate):
                 chosen.append(candidate)
-            elif place < width:
+            elif index < width:
                 self._finish(candidate, FinishReason.STOP)
             else:
                 passed_over.append(candidate)

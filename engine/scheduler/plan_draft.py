@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.policy.pace import PromptWork
+from engine.policy.rates import PromptWork
 from engine.policy.shares import Account
 from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
@@ -25,7 +25,7 @@ class PlanDraft:
     long_budget: int
     # Prompt blocks that somebody computes already; None where nobody may wait for them.
     under_way: BlocksUnderWay | None
-    # What prompts may add to the step beside answers.
+    # Limits what prompts may add to the step, because answers wait for it.
     work: PromptWork = field(default_factory=PromptWork)
     rows: dict[int, Row] = field(default_factory=dict)
     new: dict[int, NewSequence] = field(default_factory=dict)
@@ -48,14 +48,14 @@ class PlanDraft:
         self.whole_budget = self.budget
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether prompts may still be added."""
         return self.budget > 0 and not self.work.is_used_up
 
     @property
     def num_possible(self) -> int:
         """Tokens that the step could have had."""
-        return self.whole_budget - (0 if self.has_room else self.budget)
+        return self.whole_budget - (0 if self.has_capacity else self.budget)
 
     def add(self, row: Row) -> None:
         """Takes the row's tokens out of the budget."""
@@ -67,7 +67,7 @@ class PlanDraft:
 
     def _count_work(self, row: Row, work: float) -> None:
         if row.is_prefill:
-            self.work.take(row.sequence.account, work, is_long=row.is_long)
+            self.work.acquire(row.sequence.account, work, is_long=row.is_long)
 
     def limit(self, work: float, long_share: float, sharers: Collection[Account]) -> None:
         """Lets prompts take no more than so much work, and so no more tokens, of the budget that is left, and
@@ -112,14 +112,14 @@ class RowWriter:
         """Whether so many tokens left to compute make a prompt long."""
         return num_tokens > self._long_prefill_tokens
 
-    def room(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> float:
+    def allowance(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> float:
         """Work that the sequence may add to the step if it has so many tokens left to compute; less than 1
         where there is no room for it.
         """
         is_long = self.is_long(num_tokens)
         if is_long and draft.long_budget <= 0:
             return 0.0
-        return draft.work.room(sequence.account, is_long=is_long)
+        return draft.work.allowance(sequence.account, is_long=is_long)
 
     def add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
         """As much of the prompt as the budgets allow; nothing for one that lost its slot meanwhile."""
@@ -129,7 +129,7 @@ class RowWriter:
         if self.is_long(sequence.remaining_prefill):
             num_tokens = min(num_tokens, draft.long_budget)
         if draft.work.is_limited:
-            work = self.room(draft, sequence, sequence.remaining_prefill)
+            work = self.allowance(draft, sequence, sequence.remaining_prefill)
             num_tokens = min(num_tokens, self._state.speed.tokens_for(work, sequence.num_computed))
         if num_tokens > 0:
             self.add(draft, sequence, num_tokens, ())
@@ -188,8 +188,8 @@ class RowWriter:
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         remaining_prefill = sequence.remaining_prefill
         state.cache.prepare_write(sequence.table, start, end)
-        blocks = sequence.table.take_unsent()
-        num_given_up = sequence.table.take_given_up()
+        blocks = sequence.table.drain_unsent()
+        num_given_up = sequence.table.drain_given_up()
         if not sequence.is_introduced:
             draft.new[sequence.sequence_id] = self._introduction(sequence, blocks)
             if sequence.beam_parent_id in state.outlived:

@@ -52,7 +52,7 @@ class Planner:
                 long_share = self._config.long_prefill_share if contended else 1.0
                 draft.limit(self._chunk_work(draft), long_share, sharers)
             self._plan_prefills(draft, prefills, allowed)
-        if draft.has_room or draft.someone_blocked:
+        if draft.has_capacity or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
             state.traffic.freed.run(now, running=draft.someone_blocked)
         if state.running and not draft.rows and not state.in_flight and allowed is None:
@@ -75,7 +75,7 @@ class Planner:
 
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:
         state = self._state
-        copies, offloads, restores = state.cache.take_transfers()
+        copies, offloads, restores = state.cache.drain_transfers()
         state.totals.offloaded_blocks += len(offloads)
         copied = {parent for parent, _ in draft.forks}
         plan = SchedulerOutput(
@@ -131,14 +131,14 @@ class Planner:
         if sequence.num_expected >= sequence.max_tokens_total:
             return False
         if sequence.is_beam and sequence.num_pending:
-            # What follows depends on the other beams as well.
+            # A beam's next token is unknown until all beams are ranked, so nothing can be planned ahead.
             return False
         return sequence.num_expected > sequence.num_computed
 
     def _plan_decode(self, draft: PlanDraft, sequence: Sequence, budget: int) -> None:
         remaining = sequence.num_expected - sequence.num_computed
-        room = sequence.max_tokens_total - sequence.num_expected - 1
-        drafts = sequence.draft_token_ids[: max(0, min(room, budget - remaining))]
+        capacity = sequence.max_tokens_total - sequence.num_expected - 1
+        drafts = sequence.draft_token_ids[: max(0, min(capacity, budget - remaining))]
         if remaining > budget:
             drafts = ()
         start = sequence.num_computed
@@ -176,7 +176,7 @@ class Planner:
         skipped: set[int] = set()
         running = iter(prefills)
         chunk = next(running, None)
-        while draft.has_room:
+        while draft.has_capacity:
             # New work is not taken in while running work is short of blocks.
             candidate = (
                 None if draft.preempted_for_blocks else self._admitter.candidate(draft, skipped, allowed)
@@ -186,6 +186,6 @@ class Planner:
                 chunk = next(running, None)
             elif candidate is None or not self._admitter.admit_or_skip(draft, candidate, skipped):
                 break
-        while chunk is not None and draft.has_room:
+        while chunk is not None and draft.has_capacity:
             self._rows.add_chunk(draft, chunk)
             chunk = next(running, None)

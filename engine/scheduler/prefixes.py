@@ -5,7 +5,7 @@ from __future__ import annotations
 from contract.prefix import BlockHash
 from engine.kv import KvCache, Prefix
 from engine.policy.line import Line
-from engine.policy.pace import StepPace
+from engine.policy.rates import StepRate
 from engine.scheduler.sequence import Awaited, Sequence, Status
 
 # Prompt blocks that running sequences are computing, so that nobody computes them a second time.
@@ -93,7 +93,7 @@ _LOOKED_AT_TOKENS = 8192
 class Prefixes:
     """Looks sequences up in the cache. `host_s_per_token` is what bringing a token from the host takes."""
 
-    def __init__(self, cache: KvCache, line: Line, speed: StepPace, host_s_per_token: float) -> None:
+    def __init__(self, cache: KvCache, line: Line, speed: StepRate, host_s_per_token: float) -> None:
         self._cache = cache
         self._line = line
         self._speed = speed

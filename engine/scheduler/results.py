@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.policy.pace import StepPace
+from engine.policy.rates import StepRate
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState, StepInFlight
@@ -19,10 +19,11 @@ from engine.types import FinishReason, RequestFailure, SequenceResult, StepResul
 class StepCosts:
     """Books what steps took on the requests that they computed."""
 
-    def __init__(self, speed: StepPace) -> None:
-        # What a token is worth where it looks back on many.
+    def __init__(self, speed: StepRate) -> None:
+        # Converts tokens to work, because a token at the end of a long context takes longer than one at the
+        # start.
         self._speed = speed
-        # Of steps that computed for nobody; the next one's requests bear it.
+        # Seconds of steps whose requests have all ended, charged to the requests of the next step.
         self._owed_s = 0.0
 
     def book(self, step: StepInFlight, results: Mapping[int, SequenceResult], seconds: float) -> None:
@@ -106,7 +107,7 @@ class ResultHandler:
             if sequence.status is Status.FINISHED:
                 continue
             outcome = results.get(sequence_id, _NOTHING)
-            if not long_share and self._take_next(row, outcome):
+            if not long_share and self._apply_next(row, outcome):
                 continue
             failure = outcome.failure
             if not failure and row.samples and not outcome.token_ids:
@@ -122,7 +123,7 @@ class ResultHandler:
                 sequence.blames("long_prefill", (now - started) * long_share)
             self._apply_row(row, outcome, prefill_end, now)
 
-    def _take_next(self, row: Row, outcome: SequenceResult) -> bool:
+    def _apply_next(self, row: Row, outcome: SequenceResult) -> bool:
         """Most rows: the next token of a sequence that decodes, with no end, full block or report.
         False, and nothing done, for others; the general way gives the same.
         """
@@ -190,10 +191,10 @@ class ResultHandler:
             choice_index=sequence.choice_index,
             token_ids=token_ids,
             logprobs=self._logprobs(sequence, outcome, len(token_ids)),
-            prompt_logprobs=self._take_prompt_logprobs(sequence),
+            prompt_logprobs=self._prompt_logprobs_once(sequence),
             finish_reason=reason,
             stop_token_id=stop_token_id,
-            first_token=sequence.group.take_first_token_timings(prefill_end, now),
+            first_token=sequence.group.pop_first_token_timings(prefill_end, now),
             statistics=None if reason is None else sequence.history(now),
         )
         if sequence.first_token_s is None:
@@ -213,7 +214,7 @@ class ResultHandler:
         search.report(sequence, outcome.logprobs[-1])
         if not search.is_complete(group.sequences):
             return
-        first_token = group.take_first_token_timings(prefill_end, now)
+        first_token = group.pop_first_token_timings(prefill_end, now)
         if first_token is not None:
             search.first_token = first_token
             sequence.first_token_s = now
@@ -259,7 +260,8 @@ class ResultHandler:
             sequence.hasher.extend(sequence.token_ids, sequence.num_confirmed)
             cache.register(table, sequence.hasher, sequence.num_confirmed)
         if cache.window is not None and not sequence.is_beam:
-            # What is promised to a beam search counts on blocks that beams share.
+            # Beams keep blocks behind the window, because the blocks promised to a search assume that its
+            # beams share them.
             cache.give_up(table, sequence.num_confirmed)
 
     @staticmethod
@@ -269,7 +271,7 @@ class ResultHandler:
         return outcome.logprobs[:count] if sequence.group.request.sampling.logprobs is not None else ()
 
     @staticmethod
-    def _take_prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs_once(sequence: Sequence) -> tuple[TokenLogprobs, ...]:
         if not sequence.prompt_logprobs or sequence.first_token_s is not None:
             return ()
         taken = tuple(sequence.prompt_logprobs)

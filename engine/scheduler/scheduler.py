@@ -13,8 +13,8 @@ from engine.kv import KvCache
 from engine.policy.door import Door, refuse_impossible, tokens_limit
 from engine.policy.forecast import Batch
 from engine.policy.isolation import FailureIsolation
-from engine.policy.pace import StepPace
-from engine.scheduler.adapters import AdapterPlaces
+from engine.policy.rates import StepRate
+from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.planner import Planner
 from engine.scheduler.results import ResultHandler, poisoned
@@ -50,7 +50,7 @@ class Scheduler:
 
     Call order: any number of submit and cancel, then `schedule`, then `update` (or `fail`) with the result of
     the oldest plan not yet answered. With overlap, one more plan may be made before the answer. Events
-    collect in between and are taken with `take_events`. `window` and `attention_balance` are the model's (see
+    collect in between, until `drain_events`. `window` and `attention_balance` are the model's (see
     ModelFacts).
     """
 
@@ -64,7 +64,7 @@ class Scheduler:
         num_host_blocks: int = 0,
         window: int | None = None,
         speed: MeasuredSpeed = NOT_MEASURED,
-        adapters: AdapterPlaces | None = None,
+        adapters: AdapterSlots | None = None,
         attention_balance: float = math.inf,
     ) -> None:
         cache = KvCache(
@@ -77,8 +77,8 @@ class Scheduler:
         self._model = model
         self._memory = memory
         host_s_per_token = memory.kv_bytes_per_token / cache_config.host_bytes_per_s
-        pace = StepPace.of(speed, attention_balance)
-        self._state = state = SchedulerState(config, cache, pace, host_s_per_token)
+        rate = StepRate.of(speed, attention_balance)
+        self._state = state = SchedulerState(config, cache, rate, host_s_per_token)
         if adapters is not None:
             state.adapters = adapters
         self._planner = Planner(self._state)
@@ -150,7 +150,8 @@ class Scheduler:
             return True
         for sequence in group.sequences:
             if not sequence.is_finished:
-                # What runs is computed, though nobody will hear of it: it is no free gift to those who leave.
+                # Steps in flight are charged as well, because they are computed although their tokens are not
+                # sent.
                 sequence.took.num_steps += self._num_steps_in_flight(sequence)
                 self._state.finish(sequence, reason, now)
         return True
@@ -265,7 +266,7 @@ class Scheduler:
         """Moment at which `schedule` must be called though nothing else happens."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def take_events(self) -> list[TokenEvent]:
+    def drain_events(self) -> list[TokenEvent]:
         """What happened since the last call, in order."""
         events, self._state.events = self._state.events, []
         if self._has_probed:
@@ -279,9 +280,9 @@ class Scheduler:
         )
         return events
 
-    def take_kv_events(self) -> tuple[KvEvent, ...]:
+    def drain_kv_events(self) -> tuple[KvEvent, ...]:
         """Changes of the prefix cache since the last call."""
-        return self._state.cache.take_events()
+        return self._state.cache.drain_events()
 
     def load(self, now: float) -> SchedulerLoad:
         """The present load."""

@@ -5,19 +5,25 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
+
 from contract.prefix import PrefixHasher
 from engine.kv.block_pool import BlockTable
 from engine.policy.line import account_of, slots_of
-from engine.scheduler.best_of import BestOf
 from engine.types import (
     ChoiceHistory,
     ChoiceStatistics,
     EngineTime,
+    FinishReason,
     FirstTokenTimings,
     Request,
     SamplingParams,
+    TokenEvent,
     TokenLogprobs,
 )
+
+# Reasons to end a request that nobody takes answers of any more.
+_ENDED_EARLY = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE})
 
 
 class Status(Enum):
@@ -28,6 +34,58 @@ class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class BestOf:
+    """Collects the events of all choices of a request that returns only the most likely ones. Nothing can be
+    streamed before the last choice has ended, so events are kept here until then.
+    """
+
+    def __init__(self, num_returned: int, first_index: int) -> None:
+        self._num_returned = num_returned
+        self._first_index = first_index
+        self._events: dict[int, list[TokenEvent]] = {}
+        self.num_tokens = 0
+
+    def collect(self, event: TokenEvent) -> None:
+        """Keeps an event of one choice."""
+        self.num_tokens += len(event.token_ids)
+        self._events.setdefault(event.choice_index, []).append(event)
+
+    def results(self, mean_logprobs: dict[int, float], reason: FinishReason) -> list[TokenEvent]:
+        """One event for each returned choice, by falling mean log-probability, numbered anew. Of a request
+        whose last choice was ended early, none has tokens.
+        """
+        ranked = sorted(mean_logprobs, key=lambda index: (-mean_logprobs[index], index))
+        everything = [event for events in self._events.values() for event in events]
+        first = next((event.first_token for event in everything if event.first_token), None)
+        prompt = next((event.prompt_logprobs for event in everything if event.prompt_logprobs), ())
+        results = [
+            self._merge(self._events[index], self._first_index + rank)
+            for rank, index in enumerate(ranked[: self._num_returned])
+        ]
+        if reason in _ENDED_EARLY:
+            results = [
+                msgspec.structs.replace(each, token_ids=(), logprobs=(), finish_reason=reason)
+                for each in results
+            ]
+        # The first answer carries what belongs to the whole request: times, and log-probabilities of the
+        # prompt.
+        results[0] = msgspec.structs.replace(results[0], first_token=first, prompt_logprobs=prompt)
+        if results[0].statistics is not None:
+            results[0].statistics.candidate_tokens = self.num_tokens - sum(
+                len(each.token_ids) for each in results
+            )
+        return results
+
+    @staticmethod
+    def _merge(events: list[TokenEvent], index: int) -> TokenEvent:
+        return msgspec.structs.replace(
+            events[-1],
+            choice_index=index,
+            token_ids=tuple(token for event in events for token in event.token_ids),
+            logprobs=tuple(each for event in events for each in event.logprobs),
+        )
 
 
 class RequestGroup:
@@ -41,7 +99,7 @@ class RequestGroup:
         self.cached_prompt_tokens = 0
         self.prefill_chunks: list[tuple[float, float, int]] = []
         self.first_token_reported = False
-        # What steps took of it, since that was told last.
+        # Engine time of its steps since the last event that carried it.
         self.engine_time = EngineTime()
         sampling = request.sampling
         self.is_beam_search = sampling.beam_width > 0
@@ -49,12 +107,12 @@ class RequestGroup:
         competes = sampling.best_of > sampling.n and not self.is_beam_search
         self.best_of = BestOf(sampling.n, request.choice_index) if competes else None
 
-    def take_engine_time(self) -> EngineTime:
+    def drain_engine_time(self) -> EngineTime:
         """What was spent on the request since the last call."""
         taken, self.engine_time = self.engine_time, EngineTime()
         return taken
 
-    def take_first_token_timings(self, prefill_end_s: float, now: float) -> FirstTokenTimings | None:
+    def pop_first_token_timings(self, prefill_end_s: float, now: float) -> FirstTokenTimings | None:
         """Timings for the request's first token; None ever after."""
         if self.first_token_reported:
             return None
@@ -74,7 +132,7 @@ class Awaited(NamedTuple):
     """Prompt blocks that a waiting sequence leaves to one that computes them already."""
 
     owner: Sequence
-    # Of the owner: it goes up when its blocks are lost.
+    # The owner's epoch when they were computed; the owner's goes up when its blocks are lost.
     epoch: int
     # Positions from which on and up to which they lie.
     start: int
@@ -102,13 +160,14 @@ class Sequence:
         request = group.request
         self.sequence_id = sequence_id
         self.group = group
-        # Who is charged for it.
+        # Tier and tenant that its tokens are charged to.
         self.account = account_of(request)
         self.priority = request.priority
         # Empty for the base model.
         self.adapter = request.adapter
         self.choice_index = choice_index
-        # As the runner sees it: may ask for more log-probabilities than the client did.
+        # Options for the runner. They may ask for more log-probabilities than the client did, because beams
+        # and candidates are ranked by them.
         self.sampling = sampling
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -123,7 +182,7 @@ class Sequence:
         self.num_confirmed = 0
         # Tokens that steps in flight will sample at most: one each, and their drafts.
         self.num_pending = 0
-        # Goes up whenever the blocks are lost, so that results of older steps can be told apart.
+        # Goes up whenever the blocks are lost, so that results of older steps can be recognized.
         self.epoch = 0
         # Tokens known when the sequence was (re)admitted; computing up to here is prefill.
         self.prefill_end = len(self.token_ids)
@@ -154,7 +213,7 @@ class Sequence:
         # When it was preempted; None while it is not away. Then the times it was away, with their ends.
         self.away_since_s: float | None = None
         self.absences_s: list[tuple[float, float]] = []
-        # What results will end: (start, tokens) of a return to the batch and of a restore from host memory.
+        # (start, tokens) of a return to the batch, and of a restore from host memory, that later results end.
         self.coming_back: tuple[float, int] | None = None
         self.restoring: tuple[float, int] | None = None
         self.comebacks_s: list[tuple[float, float, int]] = []

@@ -12,12 +12,11 @@ from contract.errors import Reason
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
 from engine.policy.line import Line, Waiter
-from engine.policy.pace import StepPace, Traffic
+from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Shares
-from engine.scheduler.adapters import AdapterPlaces
+from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch, Candidate
 from engine.scheduler.prefixes import Prefixes
-from engine.scheduler.promises import Promises
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.types import (
     ChoiceHistory,
@@ -40,11 +39,11 @@ class Row:
     draft_token_ids: tuple[int, ...] = ()
     is_prefill: bool = False
     is_long: bool = False
-    # Of its tokens, those that were computed before.
+    # Tokens of the row that had been computed before, and were lost by a preemption.
     num_recomputed: int = 0
-    # Of a prompt's row, as `StepPace` counts it.
+    # Work of a prompt's row, in the unit of `StepRate`.
     work: float = 0.0
-    # Leading blocks that the runner hears of as given up.
+    # Leading blocks that this row reports to the runner as given up.
     num_given_up: int = 0
 
 
@@ -61,6 +60,72 @@ class StepInFlight:
     void: bool = False
 
 
+class Promises:
+    """Running sequences, and beam searches, that find all blocks which they can still need: they may not be
+    preempted any more.
+    """
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+        self._alone: dict[int, Sequence] = {}
+        self._searches: dict[int, RequestGroup] = {}
+
+    def make(self, sequence: Sequence) -> None:
+        """All blocks that the sequence, or its beam search, can still need are free: they stay so for it."""
+        group = sequence.group
+        if not group.is_beam_search:
+            self._alone[sequence.sequence_id] = sequence
+            return
+        self._searches[group.request.request_id] = group
+        for beam in group.sequences:
+            beam.awaits_promise = beam.boosted = True
+
+    def stopped(self, sequence: Sequence) -> None:
+        """The sequence has lost its slot. What a search is promised outlives the slots of its beams."""
+        self._alone.pop(sequence.sequence_id, None)
+
+    def ended(self, group: RequestGroup) -> None:
+        """Nothing is left of the request."""
+        self._searches.pop(group.request.request_id, None)
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether all blocks that the sequence can still need are kept free for it."""
+        return sequence.sequence_id in self._alone or sequence.group.request.request_id in self._searches
+
+    def num_reserved(self, *, besides: Sequence | None = None) -> int:
+        """Blocks promised, those of `besides` left out."""
+        if not self._alone and not self._searches:
+            return 0
+        own = None if besides is None else besides.group
+        alone = (each for each in self._alone.values() if each is not besides)
+        beams = (each for each in self._searches.values() if each is not own)
+        return sum(map(self._reserve_of, alone)) + sum(map(self.reserve_of_beams, beams))
+
+    def num_free(self, *, besides: Sequence | None = None) -> int:
+        """Blocks that nobody holds and that are promised to nobody but `besides`."""
+        return self._cache.num_available - self.num_reserved(besides=besides)
+
+    def _reserve_of(self, sequence: Sequence) -> int:
+        """Blocks that the sequence may still come to need, those that it will give up not counted against
+        them: others may share these, and then they do not come free.
+        """
+        return max(0, self._cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
+
+    def reserve_of_beams(self, group: RequestGroup) -> int:
+        """Blocks that a beam search may still come to need: at worst its beams end up sharing nothing."""
+        held = {block_id for beam in group.sequences for block_id in beam.table.block_ids}
+        most = self._cache.blocks_for(group.sequences[0].max_tokens_total - 1)
+        return max(0, group.request.sampling.beam_width * most - len(held))
+
+    def waiting_beam(self, skipped: set[int]) -> Sequence | None:
+        """A beam that lost its slot while the blocks of its search are promised."""
+        for group in self._searches.values():
+            for beam in group.sequences:
+                if beam.status is Status.WAITING and beam.sequence_id not in skipped:
+                    return beam
+        return None
+
+
 @dataclass
 class SchedulerState:
     """The sequences, and the books that are kept of them. Methods keep these whole; each is one move of one
@@ -69,10 +134,10 @@ class SchedulerState:
 
     config: SchedulerConfig
     cache: KvCache
-    speed: StepPace
-    # What bringing a token's keys and values back from the host takes.
+    speed: StepRate
+    # Seconds for copying one token's keys and values back from host memory.
     host_s_per_token: InitVar[float]
-    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
+    adapters: AdapterSlots = field(default_factory=AdapterSlots)
     traffic: Traffic = field(default_factory=Traffic)
     shares: Shares = field(init=False)
     line: Line = field(init=False)
@@ -81,7 +146,7 @@ class SchedulerState:
     # Those in the line, by id, in order of joining.
     waiting: dict[int, Sequence] = field(default_factory=dict)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
-    # Of the requests that ask for one.
+    # Beam searches by request id, for the requests that ask for one.
     searches: dict[int, BeamSearch] = field(default_factory=dict)
     # Sorted by rank.
     running: list[Sequence] = field(default_factory=list)
@@ -89,7 +154,7 @@ class SchedulerState:
     # Sequences whose state the runner must drop with the next plan.
     released: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
-    # How much more is computed of answers that are told at the end: their gateway may not live to hear it.
+    # How much more is computed of answers that are sent at the end: their gateway may not live to hear it.
     withheld: dict[int, int] = field(default_factory=dict)
     # Parents of beams: the runner's state of them is copied with the next plan, and dropped after it.
     outlived: list[int] = field(default_factory=list)
@@ -149,12 +214,12 @@ class SchedulerState:
             self.promises.make(sequence)
             # Beams rise with the first of them.
             self.running.sort(key=lambda each: each.rank)
-        self.shares.take(sequence.account, sequence.group.request.weight)
+        self.shares.acquire(sequence.account, sequence.group.request.weight)
         insort(self.running, sequence, key=lambda each: each.rank)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.shares.give(sequence.account)
+        self.shares.release(sequence.account)
         self.promises.stopped(sequence)
         self.cache.free(sequence.table)
         if sequence.is_introduced:
@@ -224,15 +289,15 @@ class SchedulerState:
         if group.num_finished == len(group.sequences):
             if group.best_of is not None:
                 logprobs = {each.choice_index: each.mean_logprob for each in group.sequences}
-                self._tell(group, *group.best_of.results(logprobs, reason))
+                self._emit(group, *group.best_of.results(logprobs, reason))
             self._end_group(group)
 
     def report(self, group: RequestGroup, event: TokenEvent) -> None:
         """Sends an event out, or keeps it until the best choices are known."""
         if group.best_of is None:
-            self._tell(group, event)
+            self._emit(group, event)
         else:
-            group.best_of.take(event)
+            group.best_of.collect(event)
             self.withheld[group.request.request_id] = group.best_of.num_tokens
 
     def fail_group(self, group: RequestGroup, failure: RequestFailure) -> None:
@@ -240,13 +305,13 @@ class SchedulerState:
         for sequence in group.sequences:
             if not sequence.is_finished:
                 self._remove(sequence)
-        self._tell(group, TokenEvent.of_failure(group.request, failure, ChoiceHistory()))
+        self._emit(group, TokenEvent.of_failure(group.request, failure, ChoiceHistory()))
         self._end_group(group)
 
-    def _tell(self, group: RequestGroup, first: TokenEvent, *others: TokenEvent) -> None:
+    def _emit(self, group: RequestGroup, first: TokenEvent, *others: TokenEvent) -> None:
         """Sends events out. The end of a choice, or of all, tells what was spent on the request so far."""
         if first.statistics is not None:
-            first.statistics.engine_time = group.take_engine_time()
+            first.statistics.engine_time = group.drain_engine_time()
         self.events += (first, *others)
 
     def release_held(self, group: RequestGroup, now: float) -> None:
@@ -294,7 +359,7 @@ class SchedulerState:
             if sequence.status is Status.RUNNING:
                 self.traffic.freed.count(now)
             self._remove(sequence)
-        self._tell(group, *events)
+        self._emit(group, *events)
         self._end_group(group)
 
     def _beam(self, candidate: Candidate) -> Sequence:

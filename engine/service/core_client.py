@@ -13,7 +13,7 @@ import msgspec
 
 from contract.frames import FrameBuffer
 from engine.core import messages
-from engine.core.frames import encode
+from engine.core.messages import encode
 from runtime.hang import ProcessSilence
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class CoreClient:
     async def connect(self, ours: socket.socket) -> None:
         """Takes this side's end of the socket pair, and begins."""
         _, self._socket = await asyncio.get_running_loop().create_connection(
-            lambda: _CoreSocket(self._take), sock=ours
+            lambda: _CoreSocket(self._receive), sock=ours
         )
         self.send(self._start)
 
@@ -86,7 +86,7 @@ class CoreClient:
         if self._socket is not None and not self.ended.is_set():
             self._socket.write(encode(command))
 
-    def _take(self, payload: bytes) -> None:
+    def _receive(self, payload: bytes) -> None:
         if self._silence is not None:
             self._silence.heard()
         self.heard(self._decoder.decode(payload))

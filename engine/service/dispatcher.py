@@ -41,10 +41,10 @@ class GatewayStream:
         self.requests: dict[int, int] = {}
         self.last_sent_s = 0.0
         self.kv_events: list[engine_pb2.KvEvent] = []
-        # To be told with the next step.
+        # Sent with the next step.
         self.adapters: Fields | None = None
-        # What was computed for gateways that are gone, to be said with the next message; and for this one,
-        # which others hear if it goes.
+        # Usage of requests whose gateway is gone, sent with the next message because this gateway may be
+        # their heir; and usage of this gateway's own, which others are sent if it goes.
         self.unclaimed: list[Fields] = []
         self.ended: deque[Fields] = deque(maxlen=MAX_ENDED)
         self._max_backlog = max_backlog
@@ -180,9 +180,9 @@ class Dispatcher:
         self.draining = False
         self.load: SchedulerLoad | None = None
         self._held = HeldBlocks()
-        # What gateways were told of adapters; None where there never were any.
+        # Adapters as last reported to gateways; None where there never were any.
         self._adapters: convert.Fields | None = None
-        # What was computed for gateways that are gone; one that attaches may be their heir.
+        # Usage of requests whose gateway is gone; one that attaches later may be their heir.
         self._unclaimed: deque[convert.Fields] = deque(maxlen=MAX_ENDED)
         # Set while no request is open.
         self.idle = asyncio.Event()
@@ -190,7 +190,7 @@ class Dispatcher:
         self._next_request_id = 1
         self._last_step_id = 0
 
-    def take_request_id(self) -> int:
+    def next_request_id(self) -> int:
         """A number for a request, unique in this engine."""
         self._next_request_id += 1
         return self._next_request_id - 1
@@ -215,7 +215,7 @@ class Dispatcher:
         """The stream has ended: its requests are cancelled, its messages dropped. May be called again."""
         if stream in self.streams:
             self.streams.discard(stream)
-            self._tell_unclaimed(stream.ended)
+            self._report_unclaimed(stream.ended)
         stream.end()
         for request_id in list(stream.requests.values()):
             self._send(messages.Cancel(request_id))
@@ -256,7 +256,7 @@ class Dispatcher:
         for event in step.events:
             opened = self.requests.get(event.request_id)
             if opened is not None:
-                seen.append((opened, event, self._take_in(opened, event)))
+                seen.append((opened, event, self._record(opened, event)))
                 outputs.setdefault(opened.stream, []).append(convert.to_output(event, opened.handle))
         load = load_fields(step.load, draining=self.draining)
         self._held.apply(step.kv_events)
@@ -271,7 +271,7 @@ class Dispatcher:
         if seen:
             self._deferred.call(self._trace, seen, now)
 
-    def tell_adapters(self, served: Sequence[str], loaded: Sequence[str]) -> None:
+    def report_adapters(self, served: Sequence[str], loaded: Sequence[str]) -> None:
         """Gateways hear which adapters are served, and which of them are in memory."""
         self._adapters = {"served": served, "loaded": loaded}
         now = time.monotonic()
@@ -296,13 +296,13 @@ class Dispatcher:
         the one sign that they have for any loss of an engine, and continue elsewhere.
         """
         now = time.monotonic()
-        # Of the same requests, and before their end.
+        # Spans of these requests that wait to be written come before the one of their end.
         self._deferred.flush()
         for opened in list(self.requests.values()):
             event = TokenEvent.of_failure(opened.request, failure)
-            self._trace([(opened, event, self._take_in(opened, event))], now)
+            self._trace([(opened, event, self._record(opened, event))], now)
 
-    def _take_in(self, opened: OpenRequest, event: TokenEvent) -> bool:
+    def _record(self, opened: OpenRequest, event: TokenEvent) -> bool:
         """Whether the request has ended with it."""
         opened.num_tokens += len(event.token_ids)
         if event.statistics is not None:
@@ -329,9 +329,9 @@ class Dispatcher:
             # Whether its gateway takes that is known when it goes.
             opened.stream.ended.append(computed)
         else:
-            self._tell_unclaimed([computed])
+            self._report_unclaimed([computed])
 
-    def _tell_unclaimed(self, computed: Sequence[convert.Fields]) -> None:
+    def _report_unclaimed(self, computed: Sequence[convert.Fields]) -> None:
         self._unclaimed.extend(computed)
         for stream in self.streams:
             stream.unclaimed += computed

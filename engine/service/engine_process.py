@@ -48,11 +48,11 @@ class EngineProcess:
         self._health = health or HealthConfig()
         self.engine_id = f"{socket.gethostname()}-{os.getpid()}"
         self.core = core_client(messages.Start(config, model), log_level=telemetry.config.log_level)
-        self.core.on_report = self._take_report
+        self.core.on_report = self._apply_report
         # Spans and counters of steps.
         self._deferred = Deferred()
         self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id, self._deferred)
-        self.adapters = ServedAdapters(config.adapters, self.core.send, self._tell_adapters)
+        self.adapters = ServedAdapters(config.adapters, self.core.send, self._report_adapters)
         self.metrics = EngineMetrics(Metrics(max_label_values=telemetry.config.max_tenant_labels))
         self.lost = asyncio.Event()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
@@ -147,8 +147,8 @@ class EngineProcess:
             adapters=self.adapters,
         )
 
-    def _tell_adapters(self) -> None:
-        self.dispatcher.tell_adapters(self.adapters.names, self.adapters.loaded)
+    def _report_adapters(self) -> None:
+        self.dispatcher.report_adapters(self.adapters.names, self.adapters.loaded)
         if self._ready.done() and self.config.adapters.num_slots:
             self.metrics.adapters(self.config.adapters.num_slots, self.adapters.loaded)
 
@@ -202,7 +202,7 @@ class EngineProcess:
             )
         return self._ready.result()
 
-    def _take_report(self, report: messages.Report) -> None:
+    def _apply_report(self, report: messages.Report) -> None:
         match report:
             case messages.StepDone():
                 # The dispatcher forgets requests that end.

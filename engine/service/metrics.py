@@ -249,18 +249,18 @@ class EngineMetrics:
         one that is not known is "".
         """
         for step, tiers in steps:
-            self._take_step(step, tiers)
+            self._record_step(step, tiers)
         # Gauges show the last one.
-        self._take_load(steps[-1][0].load)
+        self._record_load(steps[-1][0].load)
 
-    def _take_step(self, step: messages.StepDone, tiers: Mapping[int, str]) -> None:
+    def _record_step(self, step: messages.StepDone, tiers: Mapping[int, str]) -> None:
         for event in step.events:
-            self._take_event(event, tiers.get(event.request_id, ""))
+            self._record_event(event, tiers.get(event.request_id, ""))
         for change in step.kv_events:
             if isinstance(change, BlocksEvicted):
                 self.metrics.add(names.EVICTIONS, len(change.block_hashes))
         if step.memory is not None:
-            self._take_memory(step.memory)
+            self._record_memory(step.memory)
         if step.num_failed_steps:
             self.metrics.add(names.FAILED_STEPS, step.num_failed_steps)
         for totals in step.totals:
@@ -274,11 +274,11 @@ class EngineMetrics:
             if totals.num_halvings:
                 self.metrics.add(names.STEP_HALVINGS, totals.num_halvings)
 
-    def _take_memory(self, memory: MemoryUse) -> None:
+    def _record_memory(self, memory: MemoryUse) -> None:
         for part in ("weights", "kv_cache", "workspace"):
             self.metrics.set(names.MEMORY_USED, getattr(memory, f"{part}_bytes"), part=part)
 
-    def _take_load(self, load: SchedulerLoad) -> None:
+    def _record_load(self, load: SchedulerLoad) -> None:
         metrics = self.metrics
         metrics.set(names.REQUESTS_RUNNING, load.num_running)
         metrics.set(names.REQUESTS_WAITING, load.num_waiting)
@@ -289,9 +289,9 @@ class EngineMetrics:
         metrics.set(names.KV_BLOCKS, used, state="used")
         metrics.set(names.KV_BLOCKS, load.num_cached_blocks, state="cached")
         metrics.set(names.KV_BLOCKS, load.num_free_blocks - load.num_cached_blocks, state="free")
-        self._take_counters(load.counters)
+        self._record_counters(load.counters)
 
-    def _take_counters(self, counters: SchedulerCounters) -> None:
+    def _record_counters(self, counters: SchedulerCounters) -> None:
         """Adds what happened since the last report; the core counts from its start."""
         before, self._counted = self._counted, counters
         for metric, labels, name in _COUNTERS:
@@ -299,7 +299,7 @@ class EngineMetrics:
             if more:
                 self.metrics.add(metric, more, **labels)
 
-    def _take_event(self, event: TokenEvent, tier: str) -> None:
+    def _record_event(self, event: TokenEvent, tier: str) -> None:
         if event.token_ids:
             self.metrics.add(names.GENERATED_TOKENS, len(event.token_ids), tier=tier)
         if event.first_token is not None:
@@ -310,13 +310,13 @@ class EngineMetrics:
             for use, seconds in msgspec.structs.asdict(event.statistics.engine_time).items():
                 self.metrics.add(names.ENGINE_SECONDS, seconds, use=use.removesuffix("_s"), tier=tier)
         if event.statistics is not None and event.failure is None:
-            self._take_statistics(event.statistics, tier)
+            self._record_statistics(event.statistics, tier)
         if event.finish_reason in _CANCELLED:
             self.metrics.add(names.ENGINE_CANCELLED, reason=_CANCELLED[event.finish_reason])
         if event.failure is not None and event.failure.reason in _FAILURES:
             self.metrics.add(_FAILURES[event.failure.reason])
 
-    def _take_statistics(self, statistics: ChoiceStatistics, tier: str) -> None:
+    def _record_statistics(self, statistics: ChoiceStatistics, tier: str) -> None:
         metrics = self.metrics
         metrics.observe(names.DECODE_SECONDS, statistics.decode_s, span=NO_EXEMPLAR, tier=tier)
         metrics.add(names.DRAFTED, statistics.drafted_tokens)

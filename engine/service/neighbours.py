@@ -69,9 +69,9 @@ class HeldBlocks:
 _MIN_DELAY_S = 0.005
 _MAX_LINKS = 3
 _MAX_PREFILLS = 256
-_MAX_PLACES = 128
+_MAX_SLOTS = 128
 
-# Causes for which others' places in the batch, or their blocks, are to blame.
+# Causes for which others' batch slots, or their blocks, are to blame.
 _HELD_BY_OTHERS = (Cause.KV_PRESSURE, Cause.PREEMPTION, Cause.BATCH_FULL, Cause.HIGHER_TIER)
 
 Interval = tuple[float, float]
@@ -93,18 +93,18 @@ class Work:
 
 
 class RecentWork:
-    """The newest prompts that one engine computed, and the newest places in its batch."""
+    """The newest prompts that one engine computed, and the newest holders of its batch slots."""
 
     def __init__(self) -> None:
         self._prefills: deque[Work] = deque(maxlen=_MAX_PREFILLS)
-        self._places: deque[Work] = deque(maxlen=_MAX_PLACES)
+        self._slots: deque[Work] = deque(maxlen=_MAX_SLOTS)
 
     def prefilled(self, span: SpanContext, start_s: float, end_s: float) -> Work:
-        """A prompt was computed, and its request has a place; the caller ends the returned one."""
+        """A prompt was computed, and its request has a batch slot; the caller ends the returned one."""
         self._prefills.append(Work(span, start_s, end_s))
-        place = Work(span, start_s)
-        self._places.append(place)
-        return place
+        slot = Work(span, start_s)
+        self._slots.append(slot)
+        return slot
 
     def links(
         self,
@@ -116,14 +116,14 @@ class RecentWork:
     ) -> list[Link]:
         """Links to the requests whose work overlapped most with the time that `own` lost, by cause.
 
-        `whole` is its time in the engine, `waits` are the parts of it without a place in the batch.
+        `whole` is its time in the engine, `waits` are the parts of it without a batch slot.
         """
         found: list[Link] = []
         if delayed_by_s.get(Cause.LONG_PREFILL, 0.0) >= _MIN_DELAY_S:
             found += _links(self._prefills, own, (whole,), Cause.LONG_PREFILL)
         held = max(_HELD_BY_OTHERS, key=lambda cause: delayed_by_s.get(cause, 0.0))
         if delayed_by_s.get(held, 0.0) >= _MIN_DELAY_S:
-            found += _links(self._places, own, waits, held)
+            found += _links(self._slots, own, waits, held)
         return found
 
 

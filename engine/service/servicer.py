@@ -75,7 +75,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Takes submissions and cancellations until the gateway ends its side."""
         try:
             async for message in requests:
-                self._take_message(stream, message)
+                self._handle_all(stream, message)
                 # The next one may be far away.
                 del message
         except Exception as error:
@@ -84,16 +84,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         else:
             stream.end()
 
-    def _take_message(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
+    def _handle_all(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
         if not stream.is_open:
             return
         if message.HasField("several"):
             for each in message.several.requests:
-                self._take(stream, each)
+                self._handle(stream, each)
         else:
-            self._take(stream, message)
+            self._handle(stream, message)
 
-    def _take(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
+    def _handle(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
         kind = message.WhichOneof("message")
         if kind == "submit":
             self._submit(stream, message.submit)
@@ -123,7 +123,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 submit,
                 context,
                 self._engine.limits(),
-                request_id=dispatcher.take_request_id(),
+                request_id=dispatcher.next_request_id(),
                 now_s=time.monotonic(),
                 now_unix_ms=now_unix_ms,
             )

@@ -6,7 +6,7 @@ import msgspec
 
 from contract.engines import EngineLoad
 
-# What the engine says of itself between two steps: load for routers, counts for metrics.
+# State of the engine between two steps: load for routers, counts for metrics.
 
 
 class SchedulerCounters(msgspec.Struct, kw_only=True):
@@ -32,7 +32,7 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
 class SchedulerLoad(EngineLoad, frozen=True, kw_only=True):
     """The present load, with what the engine's own metrics and scheduling policy look at beside it."""
 
-    # Of the free blocks, the ones whose content can be reused.
+    # Free blocks whose content can be reused.
     num_cached_blocks: int
     counters: SchedulerCounters
 

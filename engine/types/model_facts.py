@@ -37,7 +37,7 @@ class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     # This is the rate of one prompt.
     prompt_tokens_per_s: float = 0.0
-    # Of one answer, and of several together.
+    # Output tokens per second of one answer, and of several together.
     tokens_per_s_alone: float = 0.0
     tokens_per_s_together: float = 0.0
     num_together: int = 0

@@ -14,7 +14,7 @@ from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLo
 from contract.sampling import SamplingParams
 from engine.types.request import Request
 
-# What leaves the engine's core: tokens, ends and failures.
+# Events that leave the engine's core: tokens, ends and failures.
 
 
 class FirstTokenTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class FirstTokenTimings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> FirstToken:
-        """What the gateway is told."""
+        """The failure as the gateway receives it."""
         return FirstToken(
             queue_s=self.first_scheduled_s - self.arrival_s,
             prefill_s=self.prefill_end_s - self.first_scheduled_s,
@@ -66,7 +66,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     failure: RequestFailure | None = None
     first_token: FirstTokenTimings | None = None
     statistics: ChoiceHistory | None = None
-    # Computed so far of answers that are told at the end; in an event of its own.
+    # Tokens computed so far of answers that are sent at the end; in an event of its own.
     withheld_tokens: int = 0
 
     @classmethod
@@ -186,7 +186,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     num_halvings: int = 0
 
 
-# What computing a step takes by the shapes of the model: operations, and bytes that must be read.
+# Cost of a step by the model's shapes: operations, and bytes that must be read.
 
 
 class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +200,7 @@ class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[tuple[int, int], ...] = ()
     weights_bytes: int = 0
     kv_bytes_per_token: int = 0
-    # Of the device, each second.
+    # Peak of the device, per second.
     peak_flop: float = 0.0
     peak_read_bytes: float = 0.0
 
@@ -213,7 +213,7 @@ def step_work(plan: SchedulerOutput, model: ModelWork) -> tuple[float, float]:
     flop, read_bytes = plan.num_tokens * model.flop_per_token, float(model.weights_bytes)
     for row in plan.scheduled:
         end = row.start + row.num_tokens
-        # Of the tokens in the middle of the row.
+        # Positions that the row's tokens look back on, on average.
         mean = row.start + (row.num_tokens + 1) / 2
         positions = sum(num * (min(mean, window) if window else mean) for window, num in model.layers)
         flop += row.num_tokens * positions * model.flop_per_position

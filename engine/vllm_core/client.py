@@ -27,10 +27,10 @@ class VllmClient(CoreClient):
         super().__init__(start, log_level=log_level)
         self._config = start.config
         copies = start.config.vllm.data_parallel_size
-        places = start.config.scheduler.max_num_seqs * copies
-        self._door = FrontDoor(msgspec.structs.replace(start.config.scheduler, max_num_seqs=places))
+        num_slots = start.config.scheduler.max_num_seqs * copies
+        self._door = FrontDoor(msgspec.structs.replace(start.config.scheduler, max_num_seqs=num_slots))
         self._folder = tempfile.TemporaryDirectory(prefix="millrace-vllm-")
-        launch.place(Path(self._folder.name))
+        launch.lay_out(Path(self._folder.name))
         self._last: messages.StepDone | None = None
 
     def command(self, fd: int) -> tuple[tuple[str, ...], dict[str, str] | None]:

@@ -1,6 +1,6 @@
 """Who is accepted at a vLLM engine, decided in the front before its core hears of a request.
 
-The policy is that of our own engine; what is coarser is what it is told. It is told of requests and tokens
+The policy is that of our own engine; what is coarser is what it knows. It is sent requests and tokens
 from outside: what waits is what has no first token yet, and slots come free at the measured rate at which
 answers end. vLLM takes no slot that is held, and blocks are not counted.
 """
@@ -15,7 +15,7 @@ from engine.core.messages import StepDone
 from engine.policy.door import Door, refuse_impossible
 from engine.policy.forecast import Batch
 from engine.policy.line import Line, Waiter, account_of, slots_of
-from engine.policy.pace import StepPace, Traffic
+from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Account, Shares
 from engine.types import MemoryPlan, Request, TokenEvent
 from engine.vllm_core.options import refuse
@@ -50,8 +50,8 @@ class FrontDoor:
         self._memory: MemoryPlan | None = None
         self._inside: dict[int, _Inside] = {}
         shares = Shares(config.output_token_cost, config.fairness_band_tokens)
-        self._line, self._pace, self._traffic = Line(config, shares), StepPace(), Traffic()
-        self._door = Door(config, self._line, shares, self._pace, self._traffic)
+        self._line, self._rate, self._traffic = Line(config, shares), StepRate(), Traffic()
+        self._door = Door(config, self._line, shares, self._rate, self._traffic)
 
     def opens(self, memory: MemoryPlan) -> None:
         """The core is ready."""
@@ -74,13 +74,13 @@ class FrontDoor:
         self._inside[request.request_id] = _Inside(request, request.sampling.n)
         self._traffic.arrived(account_of(request), num_slots, now)
         self._traffic.freed.run(now, running=True)
-        order, prompt_s = (request.request_id, 0), self._pace.seconds_for(num_tokens)
+        order, prompt_s = (request.request_id, 0), self._rate.seconds_for(num_tokens)
         self._line.push(Waiter(request.request_id, request, order, num_slots, num_tokens, prompt_s))
         return None
 
     def passes(self, step: StepDone, now: float) -> None:
         """Takes note of what the core tells."""
-        self._pace.full_prefill_tokens_per_s = step.load.prefill_tokens_per_s
+        self._rate.full_prefill_tokens_per_s = step.load.prefill_tokens_per_s
         for event in step.events:
             self._note(event, now)
         if not self._inside:
@@ -99,4 +99,4 @@ class FrontDoor:
             self._traffic.freed.count(now)
         if event.failure is not None or inside.num_open == 0:
             del self._inside[event.request_id]
-            self._pace.ended(inside.num_output_tokens // slots_of(inside.request))
+            self._rate.ended(inside.num_output_tokens // slots_of(inside.request))

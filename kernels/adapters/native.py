@@ -49,7 +49,8 @@ class NativeChanges:
                 continue
             rank, first = change.rank, index * self.width
             begin, end = self.starts[index], self.starts[index + 1]
-            # What the vectors of the last ranks reach beyond them is computed and not read.
+            # Columns beyond the last rank are zeroed, because vectors compute them although nobody reads
+            # them.
             self.down[slot, :, first : first + self.width] = 0
             self.down[slot, :, first : first + rank] = self._stored(change.down.T)
             self.up[slot, :rank, begin:end] = self._stored(change.up.T)

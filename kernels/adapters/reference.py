@@ -16,7 +16,7 @@ from kernels.adapters.rows import NO_ADAPTER
 
 # Rows are multiplied so many at a time, always: their bits do not depend on how many there are.
 TILE_ROWS = 16
-# What tiles of Triton's products need.
+# Triton's products need ranks that are multiples of this.
 WIDTH_MULTIPLE = 16
 
 

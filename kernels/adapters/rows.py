@@ -21,7 +21,7 @@ class AdapterRows:
     """Rows of one adapter lie together, in blocks of at most BLOCK_ROWS."""
 
     rows: NDArray[np.int64]  # [A]
-    blocks: NDArray[np.int64]  # [B, 3] first place in rows, number of rows, slot
+    blocks: NDArray[np.int64]  # [B, 3] first index in rows, number of rows, slot
 
     @classmethod
     def of(cls, slots: NDArray[np.int64]) -> AdapterRows | None:
@@ -34,9 +34,9 @@ class AdapterRows:
         found, first, count = np.unique(slots[rows], return_index=True, return_counts=True)
         num_blocks = -(-count // BLOCK_ROWS)
         owner = np.repeat(np.arange(found.size), num_blocks)
-        place = np.arange(owner.size) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
+        offset = np.arange(owner.size) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
         blocks = np.empty((owner.size, 3), np.int64)
-        blocks[:, 0] = first[owner] + place * BLOCK_ROWS
-        blocks[:, 1] = np.minimum(count[owner] - place * BLOCK_ROWS, BLOCK_ROWS)
+        blocks[:, 0] = first[owner] + offset * BLOCK_ROWS
+        blocks[:, 1] = np.minimum(count[owner] - offset * BLOCK_ROWS, BLOCK_ROWS)
         blocks[:, 2] = found[owner]
         return cls(rows, blocks)

@@ -22,7 +22,7 @@ from kernels.linear.triton_rows import GroupedRows
 # Inputs that one program sums, at least; and how many programs share a sum at most.
 PIECE_INPUTS, MOST_PIECES = 512, 16
 TILE_K, TILE_N = 64, 32
-# Of float32, whose products have no instructions of their own: what one takes at a time must fit registers.
+# Tile of float32: small, because without matrix instructions all of it must fit into registers.
 TILE_OF_FLOATS = 16
 
 
@@ -50,14 +50,14 @@ def shrink_kernel(
     row = tl.load(order + tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
     present = row >= 0
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    place = tl.arange(0, TILE_K)
+    offset = tl.arange(0, TILE_K)
     total = tl.zeros([WIDTH, TILE_M], tl.float32)
     begin = tl.program_id(2) * piece
     for start in range(begin, tl.minimum(begin + piece, inputs), TILE_K):
-        there = (start + place < inputs)[None, :]
-        at = x + row[:, None] * inputs + (start + place)[None, :]
+        there = (start + offset < inputs)[None, :]
+        at = x + row[:, None] * inputs + (start + offset)[None, :]
         some = tl.load(at, mask=present[:, None] & there, other=0.0)
-        at = down + (slot * INNER + column)[:, None] * inputs + (start + place)[None, :]
+        at = down + (slot * INNER + column)[:, None] * inputs + (start + offset)[None, :]
         weight = tl.load(at, mask=there, other=0.0).to(some.dtype)
         total = tl.dot(weight, tl.trans(some), total, input_precision="ieee")
     found = inner + (tl.program_id(2) * rows + row)[None, :] * INNER + column[:, None]

@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention.flash_library import FlashUnavailableError
 
-# Of the heads that flash-attn takes.
+# Largest head dimension that flash-attn takes.
 LARGEST_HEAD_DIM = 256
 
 

@@ -41,7 +41,7 @@ class _Call:
 
     rows: slice | Tensor
     span: Span
-    # Read in place: tables [S, C] int32. Gathered: block and place of each position, [2, U] int64.
+    # Read in place: tables [S, C] int32. Gathered: block and offset of each position, [2, U] int64.
     where: Tensor
 
 
@@ -148,13 +148,13 @@ class FlashAttention:
         keys, values = cache.keys.transpose(1, 2), cache.values.transpose(1, 2)  # [N, P, K, D]
         if in_place:
             return self.library.attend_pages(q, keys, values, call.where, call.span, **how)
-        blocks, places = call.where.unbind()
+        blocks, offsets = call.where.unbind()
         if not isinstance(cache, QuantizedCache):
-            keys, values = keys[blocks, places], values[blocks, places]  # [U, K, D]
+            keys, values = keys[blocks, offsets], values[blocks, offsets]  # [U, K, D]
         else:
             kind = keys.dtype
-            keys, values = (as_bytes(part)[blocks, places].view(kind) for part in (keys, values))
-            scales = cache.scales.transpose(1, 2)[blocks, places]  # [U, K, 2]
+            keys, values = (as_bytes(part)[blocks, offsets].view(kind) for part in (keys, values))
+            scales = cache.scales.transpose(1, 2)[blocks, offsets]  # [U, K, 2]
             keys, values = keys.float() * scales[..., :1], values.float() * scales[..., 1:]
         return self.library.attend(q, keys.to(q.dtype), values.to(q.dtype), call.span, **how)
 
@@ -169,14 +169,14 @@ def installed_library() -> FlashLibrary:
 def _groups(sequences: NDArray[np.int64], context_lens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Sequences cut into calls of at most GATHERED_POSITIONS positions of history."""
     groups: list[list[int]] = []
-    room = 0
+    left = 0
     for sequence in sequences.tolist():
         length = int(context_lens[sequence])
-        if not groups or length > room:
+        if not groups or length > left:
             groups.append([])
-            room = GATHERED_POSITIONS
+            left = GATHERED_POSITIONS
         groups[-1].append(sequence)
-        room -= length
+        left -= length
     return [np.array(group, np.int64) for group in groups]
 
 

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.attention.tuning import key_of, tuned_shape
 
-# What a matrix unit takes.
+# Fewest rows that a matrix unit multiplies.
 SMALLEST_TILE = 16
 # Largest tile, step, warps, stages: for keys of up to 128 numbers, and for larger ones.
 WHOLE_SHAPES = ((128, 32, 8, 3), (64, 32, 8, 2))
@@ -30,7 +30,7 @@ LATENT_SHAPE = (32, 32, 8, 2)
 # Where 64 heads or more share them, sums of 64 heads take half of the registers: the history is read half as
 # often as with 32, in shorter steps.
 LATENT_SPLIT_SHAPE = (64, 16, 8, 3)
-# Of four bytes, multiplied without matrix units: up to this size of a key.
+# Shapes for float32, which is multiplied without matrix units, by the largest size of a key.
 WIDE_SHAPES = {64: (32, 16, 4, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 2), 1024: (16, 16, 8, 1)}
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def launch_shape(
     *, group: int, key_dim: int, final: bool, kv: str, wide: bool = False, arch: str = ""
 ) -> LaunchShape:
     """The shape that was measured for an architecture, or one chosen such that no register spills on sm_80
-    and sm_90 (kernels/compile_ahead). `kv` says how the cache is stored: "plain", "int8" or "fp8";
+    and sm_90 (benchmarks/gpu/compile_ahead). `kv` says how the cache is stored: "plain", "int8" or "fp8";
     `wide` that queries have four bytes.
     """
     largest, step, num_warps, num_stages = (
@@ -92,5 +92,5 @@ def next_smaller(shape: LaunchShape, refusal: OutOfResources) -> LaunchShape:
         smaller = replace(shape, tile=tile, heads=heads)
     else:
         raise refusal
-    _log.warning("attention: no room for %s (%s); %s takes its place", shape, refusal, smaller)
+    _log.warning("attention: no memory for %s (%s); %s is used instead", shape, refusal, smaller)
     return smaller

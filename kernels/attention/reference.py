@@ -41,7 +41,8 @@ class ReferenceAttention:
             blocks = torch.from_numpy(plan.block_tables[index : index + 1, : -(-length // plan.block_size)])
             keys, values = (part[0, :, :length] for part in cache.gather(blocks.to(q.device)))
             if options.window is not None:
-                # What lies before every query's window may be given up, and hold anything at all.
+                # Values before every query's window are zeroed, because their blocks may have been given up
+                # and hold anything, even NaN.
                 values = values.clone()
                 values[:, : max(0, length - (last - first) + 1 - options.window)] = 0.0
             rows = self._one(q[first:last], keys, values, options, sinks)

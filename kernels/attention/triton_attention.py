@@ -112,12 +112,12 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, arch: str = "") -> None:
-        # Of a device that is not here; empty asks the device.
+        # Architecture to compile for; empty asks the device.
         self._arch = arch
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.group = num_heads // num_kv_heads
-        # What stands for shapes that the device had no room for.
+        # Launch shapes used instead of those that did not fit into the device's shared memory.
         self.smaller: dict[tuple[int, torch.dtype, torch.dtype, bool], LaunchShape] = {}
 
     def plan(self, batch: RaggedBatch, device: torch.device) -> dict[int | None, DevicePlan]:

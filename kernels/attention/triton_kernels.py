@@ -21,17 +21,17 @@ def _vectors(
     """Elements [FIRST, FIRST + SIZE) of the vectors that begin at base + at [rows], as [rows, BLOCK]; zeros
     beyond SIZE, and where MASKED also in rows that are not `there`.
     """
-    place = tl.arange(0, BLOCK)
-    entries = base + at[:, None] + (FIRST + place)[None, :]
+    offset = tl.arange(0, BLOCK)
+    entries = base + at[:, None] + (FIRST + offset)[None, :]
     if SIZE == BLOCK:
         if MASKED:
             loaded = tl.load(entries, mask=there[:, None], other=0.0)
         else:
             loaded = tl.load(entries)
     elif MASKED:
-        loaded = tl.load(entries, mask=there[:, None] & (place < SIZE)[None, :], other=0.0)
+        loaded = tl.load(entries, mask=there[:, None] & (offset < SIZE)[None, :], other=0.0)
     else:
-        loaded = tl.load(entries, mask=(place < SIZE)[None, :], other=0.0)
+        loaded = tl.load(entries, mask=(offset < SIZE)[None, :], other=0.0)
     return loaded
 
 
@@ -39,7 +39,7 @@ def _vectors(
 def _slots(
     table,
     start,
-    place,
+    offset,
     there,
     kv_head,
     num_kv_heads,
@@ -48,8 +48,8 @@ def _slots(
     BULK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Where `place`, positions [start, start + STEP), lies in the cache, and the first of them. BULK: it lies
-    within a block, so that one number says where it begins; `first` means nothing without it.
+    """Slots of the cache for `offset`, positions [start, start + STEP), and the first of them. BULK: they lie
+    within a block, so that one number says where they begin; `first` means nothing without it.
     """
     first = start
     if BULK:
@@ -58,10 +58,10 @@ def _slots(
         slot = first + tl.arange(0, STEP)
     else:
         if MASKED:
-            block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+            block = tl.load(table + offset // BLOCK_SIZE, mask=there, other=0)
         else:
-            block = tl.load(table + place // BLOCK_SIZE)
-        slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
+            block = tl.load(table + offset // BLOCK_SIZE)
+        slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + offset % BLOCK_SIZE
     return slot, first
 
 
@@ -79,15 +79,15 @@ def _capped(score, scale, soft_cap, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def _visible(place, there, position, window, WINDOW: tl.constexpr, ALONE: tl.constexpr):
+def _visible(offset, there, position, window, WINDOW: tl.constexpr, ALONE: tl.constexpr):
     """Which positions each row of a tile sees. The only token of a tile sees all that lies between its begin
     and end.
     """
     visible = there[None, :]
     if not ALONE:
-        visible = visible & (place[None, :] <= position[:, None])
+        visible = visible & (offset[None, :] <= position[:, None])
         if WINDOW:
-            visible = visible & (place[None, :] > position[:, None] - window)
+            visible = visible & (offset[None, :] > position[:, None] - window)
     return visible
 
 
@@ -125,11 +125,11 @@ def _advance(
     scale, soft_cap, window = how
     DTYPE: tl.constexpr = q_main.dtype
     KEY_DIM: tl.constexpr = MAIN + TAIL
-    place = start + tl.arange(0, STEP)
-    there = place < end
+    offset = start + tl.arange(0, STEP)
+    there = offset < end
     if WINDOW:
-        there = there & (place >= begin)
-    slot, first = _slots(table, start, place, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, BULK, MASKED)
+        there = there & (offset >= begin)
+    slot, first = _slots(table, start, offset, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, BULK, MASKED)
     if BULK:
         key = keys.load([first, 0]).to(DTYPE)
     else:
@@ -145,7 +145,7 @@ def _advance(
         score *= tl.load(scales + slot.to(tl.int64) * 2, mask=there, other=0.0)[None, :]
     score, factor = _capped(score, scale, soft_cap, SOFT_CAP)
     if MASKED:
-        visible = _visible(place, there, position, window, WINDOW, ALONE)
+        visible = _visible(offset, there, position, window, WINDOW, ALONE)
         score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(largest, tl.max(score, axis=1) * factor)
     # A row that sees nothing yet keeps minus infinity; zero stands in so that no NaN comes of it.
@@ -281,7 +281,7 @@ def _store_result(
     out, sinks, largest, weight, total, at, head, present, SIZES: tl.constexpr, SINKS: tl.constexpr
 ):
     """Writes the weighted mean, the sinks' weight included, at rows `at` of out."""
-    place = tl.arange(0, SIZES[5])
+    offset = tl.arange(0, SIZES[5])
     if SINKS:
         sink = tl.load(sinks + head, mask=present, other=0.0) * LOG2_E
         higher = tl.maximum(largest, sink)
@@ -289,16 +289,16 @@ def _store_result(
         weight = weight * shrink + tl.exp2(sink - higher)
         total = total * shrink[:, None]
     result = (total / weight[:, None]).to(out.dtype.element_ty)
-    wanted = present[:, None] & (place < SIZES[2])[None, :]
-    tl.store(out + (at * SIZES[2])[:, None] + place[None, :], result, mask=wanted)
+    wanted = present[:, None] & (offset < SIZES[2])[None, :]
+    tl.store(out + (at * SIZES[2])[:, None] + offset[None, :], result, mask=wanted)
 
 
 @triton.jit
 def _store_part(sums, stats, largest, weight, total, at, present, SIZES: tl.constexpr):
     """Writes what merging takes, at rows `at` of sums and stats."""
-    place = tl.arange(0, SIZES[5])
-    wanted = present[:, None] & (place < SIZES[2])[None, :]
-    tl.store(sums + at[:, None] * SIZES[2] + place[None, :], total, mask=wanted)
+    offset = tl.arange(0, SIZES[5])
+    wanted = present[:, None] & (offset < SIZES[2])[None, :]
+    tl.store(sums + at[:, None] * SIZES[2] + offset[None, :], total, mask=wanted)
     tl.store(stats + at * 2, largest, mask=present)
     tl.store(stats + at * 2 + 1, weight, mask=present)
 
@@ -352,7 +352,7 @@ def attention_kernel(
     begin, end, stride = 0, 1, 1
     if LISTED:
         begin, end, stride = tl.program_id(0), tl.load(num_listed), tl.num_programs(0)
-    # What could be computed before the loop would take registers from it.
+    # Nothing is hoisted out of the loop, because its values would take registers from it.
     for turn in tl.range(begin, end, stride, disable_licm=True):
         field = fields + (turn if LISTED else tl.program_id(0))
         sequence = tl.load(field + 2 * num_items)
@@ -449,8 +449,8 @@ def merge_kernel(
     if count == 0:
         return
     base = tl.load(part_base + token).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    inside = place < VALUE_DIM
+    offset = tl.arange(0, BLOCK)
+    inside = offset < VALUE_DIM
     largest = float("-inf")
     weight = 0.0
     if SINKS:
@@ -464,9 +464,9 @@ def merge_kernel(
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(largest - anchor)
         grow = tl.exp2(here - anchor)
-        some = tl.load(sums + index * VALUE_DIM + place, mask=inside, other=0.0)
+        some = tl.load(sums + index * VALUE_DIM + offset, mask=inside, other=0.0)
         total = total * shrink + some * grow
         weight = weight * shrink + tl.load(stats + index * 2 + 1) * grow
         largest = higher
     row = (token.to(tl.int64) * num_heads + head) * VALUE_DIM
-    tl.store(out + row + place, (total / weight).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row + offset, (total / weight).to(out.dtype.element_ty), mask=inside)

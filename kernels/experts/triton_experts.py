@@ -53,15 +53,15 @@ def _in_best_groups(
 @triton.jit
 def _best(scores, eligible, expert, there, ACTIVE: tl.constexpr, PLACES: tl.constexpr):
     """The ACTIVE best of `eligible`, and their scores; zeros fill PLACES up."""
-    place = tl.arange(0, PLACES)
+    offset = tl.arange(0, PLACES)
     chosen, share = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.float32)
     left = tl.where(there, tl.maximum(eligible, LOWEST), float("-inf"))
     for index in tl.static_range(ACTIVE):
         best = tl.argmax(left, axis=0).to(tl.int32)
         # Nobody is taken twice, whatever the numbers.
         left = tl.where(expert == best, float("-inf"), left)
-        chosen = tl.where(place == index, best, chosen)
-        share = tl.where(place == index, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), share)
+        chosen = tl.where(offset == index, best, chosen)
+        share = tl.where(offset == index, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), share)
     return chosen, share
 
 
@@ -102,15 +102,15 @@ def route_kernel(
     if NUM_GROUPS > 0:
         eligible = _in_best_groups(eligible, expert, GROUP_SIZE, ACTIVE_GROUPS, NUM_GROUPS, GROUP_BEST)
     chosen, share = _best(scores, eligible, expert, there, ACTIVE, PLACES)
-    place = tl.arange(0, PLACES)
+    offset = tl.arange(0, PLACES)
     if SCORING == 1:
-        share = _softmax(tl.where(place < ACTIVE, share, float("-inf")))
+        share = _softmax(tl.where(offset < ACTIVE, share, float("-inf")))
     else:
         if NORMALIZED:
             share = share / (tl.sum(share, axis=0) + 1e-20)
         share = share * scaling
-    tl.store(ids + token * ACTIVE + place, chosen, mask=place < ACTIVE)
-    tl.store(shares + token * ACTIVE + place, share, mask=place < ACTIVE)
+    tl.store(ids + token * ACTIVE + offset, chosen, mask=offset < ACTIVE)
+    tl.store(shares + token * ACTIVE + offset, share, mask=offset < ACTIVE)
 
 
 def route(logits: Tensor, experts: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -149,18 +149,18 @@ def combine_kernel(
 ):
     """One program per token and BLOCK elements: its experts in its own order, then what all tokens pass."""
     token = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < size
     total = tl.zeros([BLOCK], tl.float32)
     for index in tl.static_range(ACTIVE):
         row = token * ACTIVE + index
-        found = tl.load(results + row * size + place, mask=inside, other=0.0).to(tl.float32)
+        found = tl.load(results + row * size + offset, mask=inside, other=0.0).to(tl.float32)
         total += found * tl.load(shares + row)
     total = total.to(out.dtype.element_ty)
     if SHARED:
-        more = tl.load(shared + token * size + place, mask=inside, other=0.0).to(tl.float32)
+        more = tl.load(shared + token * size + offset, mask=inside, other=0.0).to(tl.float32)
         total = (total.to(tl.float32) + more).to(out.dtype.element_ty)
-    tl.store(out + token * size + place, total, mask=inside)
+    tl.store(out + token * size + offset, total, mask=inside)
 
 
 def combine(results: Tensor, shares: Tensor, shared: Tensor | None = None) -> Tensor:

@@ -25,7 +25,7 @@ class QuantizingProduct(Product, Protocol):
 
     # "none" where they must be rounded here.
     quantizes: Quantized
-    # What inputs are multiplied by before, [K] float32.
+    # Factors of the inputs, applied before the product, [K] float32.
     factors: Tensor | None
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None = None) -> Tensor:

@@ -38,7 +38,7 @@ def _rows_are_invariant(inner: int, columns: int, dtype: torch.dtype, device: to
     most_batch, most_rows = (max(sizes) for sizes in zip(*PROBED_SHAPES, strict=True))
     left = torch.randn(1, most_rows, inner, generator=generator).to(device, dtype).expand(most_batch, -1, -1)
     right = torch.randn(1, inner, columns, generator=generator).to(device, dtype).expand(most_batch, -1, -1)
-    # As in attention, where the right side is the transpose of gathered keys or gathered values.
+    # The right side is a transpose, because attention multiplies by transposed keys or by values.
     transposed = right.transpose(1, 2).contiguous().transpose(1, 2)
     expected = torch.bmm(left[:1], right[:1])[0]
     return all(

@@ -1,7 +1,7 @@
 """What a weight of a linear layer is, in plain data: the contract between those who read or make quantized
 weights and those who multiply by them.
 
-Every format says what number stands in place [n, k] of the weight; `dequantize` computes it and is the
+Every format says what number stands at [n, k] of the weight; `dequantize` computes it and is the
 oracle. How a back end packs these tensors for its own kernels is its own business, and nothing here is packed
 for speed.
 

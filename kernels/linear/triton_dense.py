@@ -15,7 +15,7 @@ from torch import Tensor
 
 TILE_M, TILE_N, TILE_K = 64, 128, 64
 NUM_WARPS = 8
-# Of four bytes; tiles are half as wide then.
+# Tiles of float32, half as wide because its numbers are twice as large.
 WIDE_TILE_N, WIDE_TILE_K = 64, 32
 # Programs of neighbouring rows share the columns of a weight while it is in the cache.
 ROWS_TOGETHER = 8
@@ -53,16 +53,16 @@ def dense_kernel(
     within = tl.program_id(0) % (TOGETHER * column_tiles)
     row = (strip * TOGETHER + within % height) * TILE_M + tl.arange(0, TILE_M)
     column = within // height * TILE_N + tl.arange(0, TILE_N)
-    place = tl.arange(0, TILE_K)
+    offset = tl.arange(0, TILE_K)
     in_rows, in_columns = row < rows, column < outputs
     row, column = row.to(tl.int64), column.to(tl.int64)
-    x_at = x + batch * x_batch + row[:, None] * x_row + place[None, :]
+    x_at = x + batch * x_batch + row[:, None] * x_row + offset[None, :]
     weight_at = (
-        weight + batch * weight_batch + column[:, None] * weight_output + place[None, :] * weight_input
+        weight + batch * weight_batch + column[:, None] * weight_output + offset[None, :] * weight_input
     )
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
     for start in range(0, inputs, TILE_K):
-        there = (start + place < inputs)[None, :]
+        there = (start + offset < inputs)[None, :]
         some = tl.load(x_at + start, mask=in_rows[:, None] & there, other=0.0)
         other = tl.load(weight_at + start * weight_input, mask=in_columns[:, None] & there, other=0.0)
         total = tl.dot(some, tl.trans(other), total, input_precision="ieee")

@@ -42,13 +42,13 @@ def grouped_kernel(
         return
     row, present = rows_of_tile(order, 0, True, TILE_M)
     output = chosen * outputs + outputs_of_tile(outputs, GATE >= 0, TILE_N)
-    place = tl.arange(0, TILE_K)
+    offset = tl.arange(0, TILE_K)
     total = tl.zeros([TILE_N, TILE_M], tl.float32)
     for start in range(0, inputs, TILE_K):
-        there = (start + place < inputs)[None, :]
-        at = x + (row // rows_per_input)[:, None] * inputs + (start + place)[None, :]
+        there = (start + offset < inputs)[None, :]
+        at = x + (row // rows_per_input)[:, None] * inputs + (start + offset)[None, :]
         some = tl.load(at, mask=present[:, None] & there, other=0.0)
-        other = tl.load(weights + output[:, None] * inputs + (start + place)[None, :], mask=there, other=0.0)
+        other = tl.load(weights + output[:, None] * inputs + (start + offset)[None, :], mask=there, other=0.0)
         total = tl.dot(other.to(some.dtype), tl.trans(some), total, input_precision="ieee")
     store_tile(total, bias, out, row, present, output, outputs, BIAS, GATE, TILE_M, TILE_N)
 

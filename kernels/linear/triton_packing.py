@@ -20,7 +20,7 @@ from kernels.linear.formats import INT4_MIDDLE, Int4Weight, Int8Weight
 
 # Inputs of a step: as many share a scale, or else half of them.
 STEPS = (128, 64)
-# What a matrix unit takes along K.
+# Fewest inputs (K) that a matrix unit multiplies.
 SMALLEST_DOT = 16
 # Outputs that are arranged at a time.
 PIECE_OUTPUTS = 4096
@@ -132,10 +132,10 @@ def _by_group(numbers: Tensor, padded: int, group: int) -> Tensor:
     only steps have.
     """
     more = max(0, -(-padded // group) - numbers.shape[1]) if numbers.shape[1] > 1 else 0
-    turned = F.pad(numbers, (0, more)).t().contiguous()
-    if turned.device.type != "meta":
+    transposed = F.pad(numbers, (0, more)).t().contiguous()
+    if transposed.device.type != "meta":
         for kind in (torch.float16, torch.bfloat16):
-            narrow = turned.to(kind)
-            if torch.equal(narrow.float(), turned):
+            narrow = transposed.to(kind)
+            if torch.equal(narrow.float(), transposed):
                 return narrow
-    return turned
+    return transposed

@@ -1,7 +1,7 @@
 """Rows that each chose one of several weights, sorted on the device for kernels of tiles.
 
 Nothing waits for the host, and as a tile has one weight, no row's result depends on others. One launch, or
-two for many rows: programs count what their rows chose, and then each finds places for its own.
+two for many rows: programs count what their rows chose, and then each finds offsets for its own.
 
 Shape letters: R rows, X weights.
 """
@@ -154,7 +154,7 @@ def place_rows_kernel(
     for first in range(begin, end, PIECE):
         row, there, chosen, met = _choices(choice, first, end, WEIGHTS, PIECE)
         rank = tl.sum(((chosen[:, None] == chosen[None, :]) & earlier).to(tl.int32), axis=1)
-        place = tl.sum(met * following[None, :], axis=1) + rank
-        tl.store(order + place, row, mask=there)
+        offset = tl.sum(met * following[None, :], axis=1) + rank
+        tl.store(order + offset, row, mask=there)
         following += tl.sum(met, axis=0)
     _list_tiles(weight_of_tile, ends, tiles, PIECE)

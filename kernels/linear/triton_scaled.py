@@ -53,14 +53,14 @@ def quantize_rows_kernel(
 ):
     """One program per part of a row; `inner` parts of `width` inputs make a row."""
     part = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    inside = place < width
-    at = x + part // inner * row_stride + part % inner * width + place
+    offset = tl.arange(0, BLOCK)
+    inside = offset < width
+    at = x + part // inner * row_stride + part % inner * width + offset
     values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if FACTORS:
-        values *= tl.load(factors + part % inner * width + place, mask=inside, other=0.0)
+        values *= tl.load(factors + part % inner * width + offset, mask=inside, other=0.0)
     levels, scale = scaled_row(values, LIMIT, ROUND)
-    tl.store(out + part * width + place, levels.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + part * width + offset, levels.to(out.dtype.element_ty), mask=inside)
     tl.store(scales + part, scale)
 
 
@@ -118,7 +118,7 @@ def scaled_part(
     TILE_K: tl.constexpr,
 ):
     """The sum over steps [begin, end): [TILE_N, TILE_M] int32 or float32, times scales where BLOCKED."""
-    place = tl.arange(0, TILE_K)
+    offset = tl.arange(0, TILE_K)
     blocks = tl.cdiv(inputs, TILE_K)
     KIND: tl.constexpr = tl.int32 if INTEGER else tl.float32
     ZERO: tl.constexpr = 0 if INTEGER else 0.0
@@ -127,7 +127,7 @@ def scaled_part(
         left = tl.load(x_scale + source * blocks + begin, mask=in_rows, other=0.0)
         right = tl.load(weight_scale + block_of_output * blocks + begin)
     for step in range(begin, end):
-        column = step * TILE_K + place
+        column = step * TILE_K + offset
         at_x = x + source[:, None] * inputs + column[None, :]
         at_weight = weight + output[:, None] * inputs + column[None, :]
         if EVEN:

@@ -13,14 +13,14 @@ from kernels.activation.triton_activation import gated
 @triton.jit
 def rows_of_tile(order, rows, GROUPED: tl.constexpr, TILE_M: tl.constexpr):
     """Rows [TILE_M] of this program's tile, and which of them there are."""
-    place = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    offset = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     if GROUPED:
-        place = tl.load(order + place)
-        present = place >= 0
-        row = tl.where(present, place, 0).to(tl.int64)
+        offset = tl.load(order + offset)
+        present = offset >= 0
+        row = tl.where(present, offset, 0).to(tl.int64)
     else:
-        present = place < rows
-        row = place.to(tl.int64)
+        present = offset < rows
+        row = offset.to(tl.int64)
     return row, present
 
 
@@ -29,13 +29,13 @@ def outputs_of_tile(outputs, GATED: tl.constexpr, TILE_N: tl.constexpr):
     """Outputs [TILE_N] of this program's tile, int64; beyond the last it stands again. GATED: half of them
     are gates, and the others what these are for.
     """
-    place = tl.arange(0, TILE_N)
+    offset = tl.arange(0, TILE_N)
     if GATED:
         HALF: tl.constexpr = TILE_N // 2
         size = outputs // 2
-        column = tl.minimum(tl.program_id(1) * HALF + place % HALF, size - 1) + place // HALF * size
+        column = tl.minimum(tl.program_id(1) * HALF + offset % HALF, size - 1) + offset // HALF * size
     else:
-        column = tl.minimum(tl.program_id(1) * TILE_N + place, outputs - 1)
+        column = tl.minimum(tl.program_id(1) * TILE_N + offset, outputs - 1)
     return column.to(tl.int64)
 
 
@@ -43,8 +43,8 @@ def outputs_of_tile(outputs, GATED: tl.constexpr, TILE_N: tl.constexpr):
 def leave_part(part, sums, arrived, in_rows, PARTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Leaves program_id(2)'s part of a tile for the last program of the tile; whether this is that one."""
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    place = tl.arange(0, TILE_M)[None, :] * TILE_N + tl.arange(0, TILE_N)[:, None]
-    at = sums + (tile * PARTS + tl.program_id(2)).to(tl.int64) * (TILE_M * TILE_N) + place
+    offset = tl.arange(0, TILE_M)[None, :] * TILE_N + tl.arange(0, TILE_N)[:, None]
+    at = sums + (tile * PARTS + tl.program_id(2)).to(tl.int64) * (TILE_M * TILE_N) + offset
     tl.store(at, part, mask=in_rows[None, :])
     # All of the program's threads have stored before one of them says so.
     tl.debug_barrier()
@@ -56,8 +56,8 @@ def sum_of_parts(sums, arrived, in_rows, PARTS: tl.constexpr, TILE_M: tl.constex
     """The parts of a tile from the first to the last, once all were left; nothing has arrived any more."""
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(arrived + tile, 0)
-    place = tl.arange(0, TILE_M)[None, :] * TILE_N + tl.arange(0, TILE_N)[:, None]
-    at = sums + tile.to(tl.int64) * (PARTS * TILE_M * TILE_N) + place
+    offset = tl.arange(0, TILE_M)[None, :] * TILE_N + tl.arange(0, TILE_N)[:, None]
+    at = sums + tile.to(tl.int64) * (PARTS * TILE_M * TILE_N) + offset
     total = tl.zeros([TILE_N, TILE_M], sums.dtype.element_ty)
     for part in tl.static_range(PARTS):
         there = at + part * (TILE_M * TILE_N)

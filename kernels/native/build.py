@@ -59,7 +59,8 @@ class Level(NamedTuple):
     needs: frozenset[str]
 
 
-# Of each architecture, best last (but see `machine_levels`). Features as /proc/cpuinfo names them.
+# Levels of each architecture, best last (but see `machine_levels`), with features as /proc/cpuinfo names
+# them.
 _LEVELS_OF: dict[str, dict[str, Level]] = {
     "x86_64": {
         "avx2": Level(_AVX2, _AVX2_NEEDS),

@@ -11,7 +11,7 @@ from kernels.native.build import sources
 
 _NUMBERS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "OpFunction": ctypes.c_void_p}
 _STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
-# What the structs that cross the border consist of: numbers, pointers, other such structs.
+# Fields of structs that Python fills in: numbers, pointers, other such structs.
 _FIELDS = re.compile(r"^  (?:const )?(\w+)(\*?) (\w+(?:, \w+)*);", re.MULTILINE)
 
 

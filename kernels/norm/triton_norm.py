@@ -67,27 +67,27 @@ def rms_norm_kernel(
     times factors where there are some, to out's type; ROUND rounds to whole numbers first.
     """
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    inside = place < width
+    offset = tl.arange(0, BLOCK)
+    inside = offset < width
     at = x + row // inner * row_stride + row % inner * inner_stride
-    values = tl.load(at + place, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(at + offset, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        values += tl.load(residual + row * width + place, mask=inside, other=0.0).to(tl.float32)
+        values += tl.load(residual + row * width + offset, mask=inside, other=0.0).to(tl.float32)
         # The stream is kept in its own type, and normed as it is kept.
         kept = values.to(residual_out.dtype.element_ty)
-        tl.store(residual_out + row * width + place, kept, mask=inside)
+        tl.store(residual_out + row * width + offset, kept, mask=inside)
         values = kept.to(tl.float32)
     mean = tl.sum(values * values, axis=0) / width
-    learned = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    learned = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
     normed = values * (1.0 / tl.sqrt(mean + eps)) * learned
     if LIMIT > 0:
-        # What is quantized is rounded to the model's type first, as without a fused kernel.
+        # Values are rounded to the model's type before they are quantized, as without a fused kernel.
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
         if FACTORS:
-            normed *= tl.load(factors + place, mask=inside, other=0.0)
+            normed *= tl.load(factors + offset, mask=inside, other=0.0)
         normed, scale = scaled_row(normed, LIMIT, ROUND)
         tl.store(scale_out + row, scale)
-    tl.store(out + row * width + place, normed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + offset, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(

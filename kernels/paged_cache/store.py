@@ -1,6 +1,6 @@
 """One layer's keys and values, in blocks. Who owns which block is the scheduler's business.
 
-Heads come before places inside a block ([N, K, P, D]), so that fetching one head's history is a gather of
+Heads come before positions inside a block ([N, K, P, D]), so that fetching one head's history is a gather of
 contiguous pieces. One block more than the plan's is allocated: rows that pad a batch write there.
 
 Shape letters: N blocks, K kv heads, P block size, D key dim, E value dim, T tokens, B gathered rows, C
@@ -31,7 +31,7 @@ class LayerCache(Protocol):
     type_name: str
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
-        """Stores keys [T, K, D] and values [T, K, E] at slots [T] (block * P + place). None: the key holds
+        """Stores keys [T, K, D] and values [T, K, E] at slots [T] (block * P + offset). None: the key holds
         the value.
         """
 
@@ -54,10 +54,10 @@ class PlainCache:
         self.type_name = str(keys.dtype).removeprefix("torch.")
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
-        block, place = slots // self.block_size, slots % self.block_size
-        self.keys[block, :, place] = keys.to(self.keys.dtype)
+        block, offset = slots // self.block_size, slots % self.block_size
+        self.keys[block, :, offset] = keys.to(self.keys.dtype)
         if self.values is not None and values is not None:
-            self.values[block, :, place] = values.to(self.values.dtype)
+            self.values[block, :, offset] = values.to(self.values.dtype)
 
     def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         keys = _gather(self.keys, blocks).float()
@@ -85,14 +85,14 @@ class QuantizedCache:
         self.type_name = str(keys.dtype).removeprefix("torch.")
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
-        block, place = slots // self.block_size, slots % self.block_size
+        block, offset = slots // self.block_size, slots % self.block_size
         levels, key_scale = _quantize(keys, self.keys.dtype)
-        as_bytes(self.keys)[block, :, place] = as_bytes(levels)
+        as_bytes(self.keys)[block, :, offset] = as_bytes(levels)
         value_scale = key_scale
         if self.values is not None and values is not None:
             levels, value_scale = _quantize(values, self.values.dtype)
-            as_bytes(self.values)[block, :, place] = as_bytes(levels)
-        self.scales[block, :, place] = torch.stack((key_scale, value_scale), dim=-1)
+            as_bytes(self.values)[block, :, offset] = as_bytes(levels)
+        self.scales[block, :, offset] = torch.stack((key_scale, value_scale), dim=-1)
 
     def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         scales = _gather(self.scales, blocks)

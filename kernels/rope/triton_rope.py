@@ -18,25 +18,25 @@ CACHE_LIMITS = {torch.int8: LIMITS["int8"], torch.float8_e4m3fn: LIMITS["fp8"]}
 
 
 @triton.jit
-def _turned(row, cos, sin, half, INTERLEAVED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _rotated(row, cos, sin, half, INTERLEAVED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """One head's vector [BLOCK] in float32, its first 2 * half elements turned."""
-    place = tl.arange(0, BLOCK)
-    inside = place < DIM
-    turning = place < 2 * half
-    pair = tl.where(place < half, place, place - half)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < DIM
+    turning = offset < 2 * half
+    pair = tl.where(offset < half, offset, offset - half)
     if INTERLEAVED:
-        first_at = tl.where(turning, 2 * pair, place)
-        second_at = tl.where(turning, 2 * pair + 1, place)
+        first_at = tl.where(turning, 2 * pair, offset)
+        second_at = tl.where(turning, 2 * pair + 1, offset)
     else:
-        first_at = tl.where(turning, pair, place)
-        second_at = tl.where(turning, pair + half, place)
+        first_at = tl.where(turning, pair, offset)
+        second_at = tl.where(turning, pair + half, offset)
     first = tl.load(row + first_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(row + second_at, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + pair, mask=turning, other=1.0)
     s = tl.load(sin + pair, mask=turning, other=0.0)
-    upper = place < half
-    turned = tl.where(upper, first * c - second * s, second * c + first * s)
-    return tl.where(turning, turned, first)
+    upper = offset < half
+    rotated = tl.where(upper, first * c - second * s, second * c + first * s)
+    return tl.where(turning, rotated, first)
 
 
 @triton.jit
@@ -77,30 +77,30 @@ def rope_and_store_kernel(
     """One program per token and head: query heads first, then key and value heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    place = tl.arange(0, BLOCK)
+    offset = tl.arange(0, BLOCK)
     cos += token * half
     sin += token * half
     if head < num_heads:
         row = q + token * q_stride + head * KEY_DIM
-        turned = _turned(row, cos, sin, half, INTERLEAVED, KEY_DIM, BLOCK)
-        target = q_out + (token * num_heads + head) * KEY_DIM + place
-        tl.store(target, turned.to(q_out.dtype.element_ty), mask=place < KEY_DIM)
+        rotated = _rotated(row, cos, sin, half, INTERLEAVED, KEY_DIM, BLOCK)
+        target = q_out + (token * num_heads + head) * KEY_DIM + offset
+        tl.store(target, rotated.to(q_out.dtype.element_ty), mask=offset < KEY_DIM)
     else:
         head -= num_heads
         slot = tl.load(slots + token)
         at = (slot // block_size * num_kv_heads + head) * block_size + slot % block_size
-        turned = _turned(k + token * k_stride + head * KEY_DIM, cos, sin, half, INTERLEAVED, KEY_DIM, BLOCK)
-        # What attention sees is rounded to the model's type first, as without a fused kernel.
-        turned = turned.to(k.dtype.element_ty).to(tl.float32)
-        _store(turned, keys + at * KEY_DIM + place, scales + at * 2, place < KEY_DIM, LIMIT, ROUND)
+        rotated = _rotated(k + token * k_stride + head * KEY_DIM, cos, sin, half, INTERLEAVED, KEY_DIM, BLOCK)
+        # Keys are rounded to the model's type before they are quantized, as without a fused kernel.
+        rotated = rotated.to(k.dtype.element_ty).to(tl.float32)
+        _store(rotated, keys + at * KEY_DIM + offset, scales + at * 2, offset < KEY_DIM, LIMIT, ROUND)
         if LIMIT > 0 and VALUE_DIM == 0:
             # The key holds the value: one scale for both.
             tl.store(scales + at * 2 + 1, tl.load(scales + at * 2))
         if VALUE_DIM > 0:
-            inside = place < VALUE_DIM
+            inside = offset < VALUE_DIM
             row = v + token * v_stride + head * VALUE_DIM
-            value = tl.load(row + place, mask=inside, other=0.0).to(tl.float32)
-            _store(value, values + at * VALUE_DIM + place, scales + at * 2 + 1, inside, LIMIT, ROUND)
+            value = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
+            _store(value, values + at * VALUE_DIM + offset, scales + at * 2 + 1, inside, LIMIT, ROUND)
 
 
 def rope_and_store(

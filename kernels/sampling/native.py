@@ -18,7 +18,7 @@ from kernels.sampling.noise import row_keys, sequence_streams
 from kernels.sampling.rows import NO_ROW, OPTIONS, SamplingRows, Tables
 
 SAMPLE_ROW = np.dtype(structure("SampleRow"))
-# What a row says as its sequence's options do.
+# Fields of a row that are copied from its sequence's options.
 _COPIED = tuple(name for name in OPTIONS.names or () if name in SAMPLE_ROW.fields)
 
 
@@ -37,9 +37,9 @@ class NativeDraws:
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
         self.args = structure("SampleArgs")()
-        # What the args point to, besides the buffers.
+        # Arrays that the args point to, kept alive until the next draw.
         self._kept: object = None
-        # Of rows that are drawn again and again: noise of their sequences, where one needs any.
+        # Noise of the followed rows' sequences; None where all are greedy.
         self.streams: NDArray[np.uint64] | None = None
         # The rows that the args describe, while `follow` has said so.
         self.followed: SamplingRows | None = None

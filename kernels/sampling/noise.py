@@ -66,6 +66,6 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shift(bits: Tensor, places: int) -> Tensor:
+def _shift(bits: Tensor, offsets: int) -> Tensor:
     """Logical shift to the right; torch's own keeps the sign."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
+    return (bits >> offsets) & ((1 << (64 - offsets)) - 1)

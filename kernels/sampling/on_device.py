@@ -28,7 +28,7 @@ from kernels.sampling.rows import (
     forbidden_tokens,
 )
 
-# What kernels read of each row beside its key and mask: all options but those that are dealt with before.
+# Options that kernels read of each row: all but those that are applied before the launch.
 _COLUMNS = tuple(name for name in OPTIONS.names or () if name not in {"seed", "choice", "min_tokens"})
 
 
@@ -129,20 +129,20 @@ def _filtered(options: NDArray[np.void]) -> bool:
 def with_drafts(
     table: Tables, rows: SamplingRows, options: NDArray[np.void], device: torch.device
 ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
-    """Counts and occurrences of the penalized rows with their drafts, and each row's place there."""
+    """Counts and occurrences of the penalized rows with their drafts, and each row's index there."""
     chosen = np.flatnonzero(options["count_row"] != NO_ROW)
-    place = np.full(len(options), NO_ROW, np.int64)
-    place[chosen] = np.arange(chosen.size)
+    offset = np.full(len(options), NO_ROW, np.int64)
+    offset[chosen] = np.arange(chosen.size)
     wide = on_device(options["count_row"][chosen], device)
     counts, seen = table.output_counts.tensor[wide], table.seen.tensor[wide]
-    kept = place[rows.draft_rows] >= 0
+    kept = offset[rows.draft_rows] >= 0
     index = (
-        on_device(place[rows.draft_rows][kept], device),
+        on_device(offset[rows.draft_rows][kept], device),
         on_device(np.ascontiguousarray(rows.draft_tokens[kept]), device),
     )
     counts.index_put_(index, torch.ones_like(index[0], dtype=counts.dtype), accumulate=True)
     seen.index_put_(index, torch.ones_like(index[0], dtype=torch.bool))
-    return counts, seen, place
+    return counts, seen, offset
 
 
 def _forbid(
@@ -155,12 +155,12 @@ def _forbid(
     if rows.grammar_masks is None:
         return
     early = {row for row, _ in stops}
-    guided = [place for place, row in enumerate(rows.grammar_rows.tolist()) if row in early]
+    guided = [offset for offset, row in enumerate(rows.grammar_rows.tolist()) if row in early]
     if not guided:
         return
     forbidden = on_device(forbidden_tokens(rows.grammar_masks[guided], processed.shape[1]), device)
-    places = on_device(np.ascontiguousarray(rows.grammar_rows[guided]), device)
-    under = processed.index_select(0, places)
+    offsets = on_device(np.ascontiguousarray(rows.grammar_rows[guided]), device)
+    under = processed.index_select(0, offsets)
     stuck = under.amax(-1, keepdim=True) == float("-inf")
     free = torch.zeros_like(under).masked_fill(forbidden, float("-inf"))
-    processed.index_copy_(0, places, torch.where(stuck, free, under))
+    processed.index_copy_(0, offsets, torch.where(stuck, free, under))

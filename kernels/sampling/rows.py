@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # A sequence's sampling options, each once and by the name that a request calls it. The table of sequences,
 # the native SampleRow and the Triton kernels' RowOptions copy from here whatever they call by the same name.
-# Of what is as wide as the vocabulary it is the index of a row; NO_ROW where the sequence has none.
+# An option as wide as the vocabulary is given by the index of its row; NO_ROW where there is none.
 OPTIONS = np.dtype(
     [
         ("temperature", np.float32),

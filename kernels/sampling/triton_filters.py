@@ -37,7 +37,7 @@ DEEPEST = tl.constexpr(42.0)
 ONE = tl.constexpr(1 << 42)
 # Whole numbers of 64 bits that a row has after its bins: probability of the row, length of the list, unused.
 SUMS = tl.constexpr(4)
-# What is known of a row's logits (over the temperature), in float32: the largest, the smallest that counts,
+# Numbers about a row's logits (over the temperature), in float32: the largest, the smallest that counts,
 # the smallest that may be the border, the width of a bin.
 FRAME = tl.constexpr(4)
 
@@ -127,7 +127,7 @@ def frame_kernel(
     temperature, top_k, top_p, asked = _asked(temperatures, top_ks, top_ps, row, vocab_size)
     if asked:
         largest = largest_of(peaks, temperature, row, num_blocks, BLOCKS)
-        # Of what is not finite nothing is counted.
+        # Values that are not finite are not counted.
         largest = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
         block = tl.arange(0, BLOCKS)
         bottom = tl.load(bottoms + row * num_blocks + block, mask=block < num_blocks, other=float("inf"))
@@ -217,8 +217,8 @@ def gather_kernel(logits, temperatures, top_ks, top_ps, frames, sums, edges, nea
         number = tl.sum(listed.to(tl.int64), axis=0)
         if number > 0:
             begin = tl.atomic_add(sums + row * (BINS + SUMS) + BINS + 1, number, sem="relaxed")
-            place = begin + tl.cumsum(listed.to(tl.int32), axis=0) - 1
-            tl.store(near + row * CAPACITY + place, value, mask=listed & (place < CAPACITY))
+            offset = begin + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+            tl.store(near + row * CAPACITY + offset, value, mask=listed & (offset < CAPACITY))
 
 
 @triton.jit
@@ -237,8 +237,8 @@ def _beyond(
     """Of the logits in the border's bins: how many lie above `bound`, or (MASS) their probability."""
     total = tl.full([], 0, tl.int64)
     for start in range(0, length, PART):
-        place = start + tl.arange(0, PART)
-        value = tl.div_rn(tl.load(source + place, mask=place < length, other=float("-inf")), divisor)
+        offset = start + tl.arange(0, PART)
+        value = tl.div_rn(tl.load(source + offset, mask=offset < length, other=float("-inf")), divisor)
         counted, bins = _placed(value, largest, floor, width)
         counted &= (bins >= first) & (bins <= last) & (_order(value) > bound)
         if MASS:
@@ -281,8 +281,8 @@ def _extent(source, length, divisor, largest, floor, width, first, last):
     most = tl.full([], -(1 << 31), tl.int64)
     high = most
     for start in range(0, length, PART):
-        place = start + tl.arange(0, PART)
-        value = tl.div_rn(tl.load(source + place, mask=place < length, other=float("-inf")), divisor)
+        offset = start + tl.arange(0, PART)
+        value = tl.div_rn(tl.load(source + offset, mask=offset < length, other=float("-inf")), divisor)
         counted, bins = _placed(value, largest, floor, width)
         listed = counted & (bins >= first) & (bins <= last)
         order = _order(value).to(tl.int64)

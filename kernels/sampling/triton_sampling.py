@@ -168,8 +168,8 @@ def draw_kernel(
     # Nothing of most blocks stays.
     peak = tl.div_rn(tl.load(peaks + row * num_blocks + block), temperature)
     if (peak >= floor) & (tl.abs(largest) < float("inf")):
-        place = tl.arange(0, BLOCK)
-        token = (block * BLOCK + place).to(tl.int64)
+        offset = tl.arange(0, BLOCK)
+        token = (block * BLOCK + offset).to(tl.int64)
         value = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
         value = tl.div_rn(value, temperature)
         stays = (value >= floor) & (tl.abs(value) < float("inf"))
@@ -185,12 +185,12 @@ def draw_kernel(
             while (most > float("-inf")) & (most.to(tl.float64) + largest.to(tl.float64) >= best):
                 first = tl.argmax(bound, axis=0)
                 candidate = (block * BLOCK + first).to(tl.int64)
-                here = tl.sum(tl.where(place == first, value, 0.0), axis=0)
+                here = tl.sum(tl.where(offset == first, value, 0.0), axis=0)
                 score = here.to(tl.float64) + _gumbel(_noise_bits(key, candidate))
                 better = (score > best) | ((score == best) & (candidate < winner))
                 best = tl.where(better, score, best)
                 winner = tl.where(better, candidate, winner)
-                bound = tl.where(place == first, float("-inf"), bound)
+                bound = tl.where(offset == first, float("-inf"), bound)
                 most = tl.max(bound, axis=0)
     tl.store(scores + row * num_blocks + block, best)
     tl.store(winners + row * num_blocks + block, winner)
@@ -243,7 +243,7 @@ def process(logits: Tensor, options: RowOptions, *, copy: bool = False) -> Proce
         process_logits_kernel[(rows, blocks)](
             logits,
             found.logits,
-            # What no row uses, the kernel does not read.
+            # Stands for options that no row uses, which the kernel does not read.
             *(options.temperature if each is None else each for each in wanted),
             found.finite,
             found.peaks,

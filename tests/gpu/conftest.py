@@ -14,7 +14,7 @@ REHEARSES = os.environ.get("GPU_REHEARSAL") == "1"
 if REHEARSES:
     # Chosen when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
-    from kernels.interpreter import add_in_one_order, prepare_the_language_once, round_as_hardware_does
+    from benchmarks.gpu.interpreter import add_in_one_order, prepare_the_language_once, round_as_hardware_does
 
     round_as_hardware_does()
     add_in_one_order()

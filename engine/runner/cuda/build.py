@@ -30,7 +30,8 @@ from kernels.host import on_device
 
 _log = logging.getLogger(__name__)
 
-# What the driver keeps of one captured graph, about; the rest of the plan's headroom is the allocator's.
+# About as much as the driver keeps for one captured graph; the rest of the plan's headroom is the
+# allocator's.
 GRAPH_BYTES = 8 << 20
 # The matrix library's workspaces of the stream on which graphs are captured, which replays use, too.
 LIBRARY_BYTES = 64 << 20
@@ -116,14 +117,14 @@ def _dummy_step(
     padded[1, :tokens] = positions
     padded[2, :tokens] = positions % size
     padded[2, tokens:] = storage.spare_slot
-    ids, places, slots = on_device(padded, model.device).unbind()
+    ids, padded_positions, slots = on_device(padded, model.device).unbind()
     ragged = RaggedBatch(
         query_starts=starts,
         context_lens=lengths,
         block_tables=np.zeros((num_sequences, -(-int(lengths.max()) // size)), np.int64),
         block_size=size,
     )
-    batch = ForwardBatch(token_ids=ids, positions=places, slots=slots, ragged=ragged)
+    batch = ForwardBatch(token_ids=ids, positions=padded_positions, slots=slots, ragged=ragged)
     model.forward(batch, storage.layers, attention)
 
 

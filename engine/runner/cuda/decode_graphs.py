@@ -67,7 +67,7 @@ class DecodeGraphs:
         columns = table.device_blocks.shape[1]
         self.block_tables = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(rows, model.spec.hidden_size, dtype=model.embedding.dtype, device=device)
-        # What the back end hands to graphs, which keep addresses and no tensor.
+        # Kept here, because graphs hold addresses of these tensors and not the tensors.
         self._steps = attention.plan_decode(
             DecodeBatch(
                 context_lens=self.context_lens,
@@ -88,8 +88,8 @@ class DecodeGraphs:
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest captured size that holds so many rows."""
-        place = bisect_left(self.sizes, num_rows)
-        return self.sizes[place] if place < len(self.sizes) else None
+        index = bisect_left(self.sizes, num_rows)
+        return self.sizes[index] if index < len(self.sizes) else None
 
     def run(
         self,
@@ -113,8 +113,8 @@ class DecodeGraphs:
     def _fill(self, size: int, *given: NDArray[np.int64]) -> None:
         rows = self.inputs.begin(size)
         count = given[0].size
-        for place, values in enumerate(given):
-            rows[place, :count] = values
+        for index, values in enumerate(given):
+            rows[index, :count] = values
         rows[:, count:] = 0
         rows[_SLOTS, count:] = self.table.pad_row
         self.inputs.send(size)
@@ -135,10 +135,10 @@ class DecodeGraphs:
             last = table.last_tokens.index_select(0, slots)
             tokens = torch.where(staged[_TOKENS] == UNREAD, last, staged[_TOKENS])
             blocks = block_tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
-            places = blocks * block_size + positions % block_size
+            indices = blocks * block_size + positions % block_size
             attention.begin(plan)
             adapters = table.device_adapters.index_select(0, slots) if model.num_adapter_slots else None
-            hidden = model.run(tokens, positions, places, self.caches, attention, plan, adapters)
+            hidden = model.run(tokens, positions, indices, self.caches, attention, plan, adapters)
             self.hidden[:rows].copy_(hidden)
 
         return work

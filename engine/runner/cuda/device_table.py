@@ -39,7 +39,7 @@ class DeviceTable(SequenceTable):
         self.unread_drafts = np.zeros(num_rows, np.int64)  # [N]
         # Slots of the sequences' adapters.
         self.device_adapters = torch.full((num_rows + 1,), NO_ADAPTER, dtype=torch.int64, device=device)
-        self._told_adapters = np.full(num_rows, NO_ADAPTER, np.int64)  # [N]
+        self._sent_adapters = np.full(num_rows, NO_ADAPTER, np.int64)  # [N]
         self._changed_adapters: set[int] = set()
         self._changes: list[tuple[int, int, tuple[int, ...]]] = []
 
@@ -53,8 +53,8 @@ class DeviceTable(SequenceTable):
         slot = self.states[new.sequence_id].slot
         if slot < self.num_rows:
             self.unread_drafts[slot] = 0
-            if self.adapters[slot] != self._told_adapters[slot]:
-                self._told_adapters[slot] = self.adapters[slot]
+            if self.adapters[slot] != self._sent_adapters[slot]:
+                self._sent_adapters[slot] = self.adapters[slot]
                 self._changed_adapters.add(slot)
 
     def add_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
@@ -67,7 +67,7 @@ class DeviceTable(SequenceTable):
         if self._changed_adapters:
             slots = np.array(sorted(self._changed_adapters), np.int64)
             self._changed_adapters.clear()
-            there = on_device(np.stack((slots, self._told_adapters[slots])), self.device)
+            there = on_device(np.stack((slots, self._sent_adapters[slots])), self.device)
             self.device_adapters.index_put_((there[0],), there[1])
         if not self._changes:
             return

@@ -45,7 +45,7 @@ from kernels.sampling.noise import row_keys
 from kernels.sampling.on_device import DeviceDrawn, sample_on_device
 from kernels.sampling.rows import SamplingRows
 
-# What torch's, Triton's and the libraries' errors say when the device is lost.
+# Parts of the messages of torch, Triton and the libraries when the device is lost.
 LOST = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "CUDA driver error")
 
 
@@ -183,11 +183,11 @@ class DeviceExecutor(Executor):
         there = on_device(
             np.concatenate((last[unread], slots[unread], sampling, sampled_slots)), self.model.device
         )
-        places, sources, wanted, slots_there = torch.split(
+        unread_rows, sources, wanted, slots_there = torch.split(
             there, [unread.size, unread.size, sampling.size, sampling.size]
         )
         if unread.size:
-            batch.token_ids.index_copy_(0, places, table.last_tokens.index_select(0, sources))
+            batch.token_ids.index_copy_(0, unread_rows, table.last_tokens.index_select(0, sources))
         hidden = self.model.forward(batch, self.storage.layers, self.attention)
         return hidden.index_select(0, wanted), slots_there
 
@@ -241,10 +241,11 @@ class DeviceExecutor(Executor):
         # A key for each number of drafts that may have been rejected.
         most = int(unread_drafts.max()) + 1
         back = np.arange(most) * uncertain[:, None]
-        places = np.maximum(asked.positions[:, None] - back, 0).reshape(-1)
+        earlier = np.maximum(asked.positions[:, None] - back, 0).reshape(-1)
         options = np.repeat(table.options[asked.slots], most)
-        keys = on_device(row_keys(options["seed"].copy(), options["choice"].copy(), places), behind.device)
-        # Of rows that are certain all keys are the same; and what the table has of them may be older.
+        keys = on_device(row_keys(options["seed"].copy(), options["choice"].copy(), earlier), behind.device)
+        # Keys are gathered by the device's own counts, because the table's may be older; rows that are
+        # certain have the same key for all.
         index = behind.clamp(max=most - 1)[:, None]
         return replace(asked, noise_keys=keys.view(-1, most).gather(1, index)[:, 0].contiguous())
 

@@ -49,7 +49,7 @@ class NativeDecode:
         self._first = Op(model.library, "decode_inputs", self._args)
         self._final = Op(model.library, "decode_tokens", self._args)
         self._program: Program | None = None
-        # What the args describe, and where the outcome of every such step lies.
+        # The step that the args describe, and the rows into which its like are drawn.
         self._last: LastStep | None = None
         self._rows: SamplingRows | None = None
         self._tokens = self._blocks = np.zeros((0, 0), np.int64)

@@ -53,9 +53,9 @@ class DraftModel:
         sequence's text is still being read.
         """
         per_sequence = -(-max(counts) // self.storage.block_size) + 1
-        room = self.num_scratch_blocks // per_sequence
+        fitting = self.num_scratch_blocks // per_sequence
         proposals: list[list[int]] = [[] for _ in states]
-        tails = _Tails(states[:room], table, self.first_scratch, per_sequence, self.storage.block_size)
+        tails = _Tails(states[:fitting], table, self.first_scratch, per_sequence, self.storage.block_size)
         live, spans = tails.to_read(MAX_READ_TOKENS)
         try:
             step = 0
@@ -188,9 +188,9 @@ class _Tails:
         within = np.arange(owner.size) - np.repeat(query_starts[:-1], spans)
         positions = self.starts[owner] + within
         token_ids = self.table.tokens[self.slots[owner], np.minimum(positions, self.lengths[owner] - 1)]
-        for place, (row, start) in enumerate(zip(live.tolist(), query_starts.tolist(), strict=False)):
+        for number, (row, start) in enumerate(zip(live.tolist(), query_starts.tolist(), strict=False)):
             if self.starts[row] >= self.lengths[row]:
-                assert spans[place] == 1
+                assert spans[number] == 1
                 token_ids[start] = proposals[row][-1]
         slots = self.tables[owner, positions // self.block_size] * self.block_size
         slots = slots + positions % self.block_size

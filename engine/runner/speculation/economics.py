@@ -16,8 +16,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from engine.runner.speculation.progress import DraftProgress
-
 # A draft must gain so much more than it costs: at least, as costs are measured with noise, and at most. In
 # between decides what steps with drafts really gained.
 LEAST_MARGIN, MOST_MARGIN = 1.15, 4.0
@@ -33,6 +31,37 @@ _FIRST_TRIAL, _LAST_TRIAL, _LAST_LOOKUP_TRIAL = 16, 256, 32
 _TRIAL_DRAFTS = 2
 # Rounds over which what a draft model reads first must pay, and tokens that a round adds anyway.
 _READ_ROUNDS, _FEW_TOKENS = 8, 8
+
+
+@dataclass(kw_only=True)
+class DraftProgress:
+    """How its drafts fared, and how far the draft model has read."""
+
+    # Drafts that were decided: all that were accepted, and the first of each round that was not.
+    num_tried: int = 0
+    num_accepted: int = 0
+    # Prompt look-ups, and those that found something.
+    num_lookups: int = 0
+    num_found: int = 0
+    # The latest proposal was forced by the grammar, and says nothing of speculation.
+    forced: bool = False
+    # Leading tokens whose keys and values the draft model has under the sequence's own blocks.
+    num_read: int = 0
+    # Tokens that it would have to read first.
+    num_unread: int = 0
+    # Tokens that were known when the latest drafts were made, and the position up to which blocks were its
+    # own.
+    num_known: int = 0
+    num_owned: int = 0
+    num_proposed: int = 0
+
+    def verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Takes in how the latest drafts fared."""
+        self.num_accepted += num_accepted
+        self.num_tried += num_accepted + (num_accepted < num_drafted)
+        # The draft model has read every draft but its last; what lies in scratch blocks is lost.
+        read = self.num_known + min(num_accepted, self.num_proposed - 1)
+        self.num_read = max(self.num_read, min(read, self.num_owned))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +103,7 @@ class _Costs:
     steps_since_trial: int = 0
     trial_interval: int = _FIRST_TRIAL
     margin: float = LEAST_MARGIN
-    # What drafts saved less what they cost, in plain steps, over the latest steps with drafts.
+    # Plain steps that drafts saved, less those that they cost, over the latest steps with drafts.
     balance: float = 0.0
 
 
@@ -172,8 +201,8 @@ class Economics:
         count = min(_TRIAL_DRAFTS, self.max_drafts)
         if looks_up:
             return [count] * len(sequences)
-        cheapest = min(range(len(sequences)), key=lambda place: sequences[place].num_unread)
-        return [count if place == cheapest else 0 for place in range(len(sequences))]
+        cheapest = min(range(len(sequences)), key=lambda index: sequences[index].num_unread)
+        return [count if index == cheapest else 0 for index in range(len(sequences))]
 
     def acceptance(self, progress: DraftProgress) -> float:
         """Probability that the sequence's next draft is accepted."""

@@ -16,8 +16,8 @@ def continuation(
         suffix = tokens[-size:]
         # Starts whose match ends before the last token, so that at least one token follows.
         starts = np.flatnonzero(tokens[: tokens.size - size] == suffix[0])
-        for place in range(1, size):
-            starts = starts[tokens[starts + place] == suffix[place]]
+        for index in range(1, size):
+            starts = starts[tokens[starts + index] == suffix[index]]
         if starts.size:
             first = int(starts[-1]) + size
             return tuple(tokens[first : first + num_drafts].tolist())

@@ -47,19 +47,19 @@ class Proposer:
             return proposals
         self.economics.stepped(step)
         # A beam goes on as another sequence.
-        places = [
-            place
-            for place, state in enumerate(states)
-            if not proposals[place] and not state.sampling.beam_width
+        indices = [
+            index
+            for index, state in enumerate(states)
+            if not proposals[index] and not state.sampling.beam_width
         ]
-        chosen = [states[place] for place in places]
+        chosen = [states[index] for index in indices]
         for state in chosen:
             state.draft.num_unread = int(table.num_tokens[state.slot]) - state.draft.num_read
         counts = self.economics.drafts([state.draft for state in chosen], looks_up=self.draft_model is None)
         if any(counts):
-            found = self._speculate(chosen, counts, [num_in_flight[place] for place in places], table)
-            for place, drafts in zip(places, found, strict=True):
-                proposals[place] = drafts
+            found = self._speculate(chosen, counts, [num_in_flight[index] for index in indices], table)
+            for index, drafts in zip(indices, found, strict=True):
+                proposals[index] = drafts
         return proposals
 
     def judge(self, state: SequenceState, num_drafted: int, num_accepted: int) -> None:
@@ -73,19 +73,19 @@ class Proposer:
         num_read = 0
         started = time.monotonic()
         found: list[tuple[int, ...]] = [()] * len(states)
-        wanted = [place for place, count in enumerate(counts) if count]
+        wanted = [index for index, count in enumerate(counts) if count]
         if self.draft_model is None:
-            for place in wanted:
-                found[place] = self._look_up(states[place], table, counts[place] + ahead[place])
+            for index in wanted:
+                found[index] = self._look_up(states[index], table, counts[index] + ahead[index])
             num_rounds = len(wanted)
         else:
             num_rounds = max(counts)
-            num_read = sum(Economics.extra_tokens(states[place].draft) for place in wanted)
+            num_read = sum(Economics.extra_tokens(states[index].draft) for index in wanted)
             drafts = self.draft_model.propose(
-                [states[place] for place in wanted], [counts[place] for place in wanted], table
+                [states[index] for index in wanted], [counts[index] for index in wanted], table
             )
-            for place, tokens in zip(wanted, drafts, strict=True):
-                found[place] = tokens
+            for index, tokens in zip(wanted, drafts, strict=True):
+                found[index] = tokens
         self.economics.proposed(len(states), num_rounds, time.monotonic() - started, num_read)
         return found
 

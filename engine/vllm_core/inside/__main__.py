@@ -73,7 +73,7 @@ async def serve(front: Front, commands: AsyncIterator[dict[str, Any]]) -> int:
             front.send({"type": "progress", "stage": "load the model", "fraction": 0.0})
             vllm = await engine.VllmEngine.start(settings, model, _adapters(config))
         except (engine.CannotStart, ImportError) as error:
-            front.send({"type": "refused", "message": _told(error)})
+            front.send({"type": "refused", "message": _remedy(error)})
             await front.flush()
             return _EXIT_CONFIG
         stages["load the model"] = time.monotonic() - begun - stages["configure vLLM"]
@@ -83,7 +83,7 @@ async def serve(front: Front, commands: AsyncIterator[dict[str, Any]]) -> int:
             vllm.close()
 
 
-def _told(error: Exception) -> str:
+def _remedy(error: Exception) -> str:
     """What the operator can do about it."""
     if isinstance(error, ImportError):
         return (
@@ -105,8 +105,8 @@ async def _run(
     stages: dict[str, float],
 ) -> int:
     ranks = config["vllm"]["data_parallel_size"]
-    places = config["scheduler"]["max_num_seqs"] * ranks
-    bridge = Bridge(vllm, front.send, max_num_seqs=places, num_ranks=ranks)
+    num_slots = config["scheduler"]["max_num_seqs"] * ranks
+    bridge = Bridge(vllm, front.send, max_num_seqs=num_slots, num_ranks=ranks)
     # The first load report comes before readiness, so that whoever asks finds one.
     bridge.publish([])
     front.send({"type": "ready", "memory": vllm.memory, "facts": vllm.facts, "stages_s": stages})

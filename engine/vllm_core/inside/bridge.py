@@ -20,7 +20,7 @@ from .choices import (
     CoreRequest,
 )
 from .meter import CoreMeter
-from .turns import FairTurns
+from .order import FairOrder
 
 # The engine core is asked how it is so often, in seconds; its answer is the heartbeat.
 _BEAT_S = 1.0
@@ -108,7 +108,7 @@ class Bridge:
         # Choices by vLLM's key, with the request of each.
         self._choices: dict[str, tuple[CoreRequest, CoreChoice]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._turns = FairTurns()
+        self._order = FairOrder()
         self._meter = CoreMeter(engine.memory["num_blocks"], num_ranks)
         self._eos = tuple(engine.facts["eos_token_ids"])
         self._step_id = 0
@@ -133,12 +133,12 @@ class Bridge:
                 await self._check(command["token"])
 
     async def _submit(self, request: dict[str, Any]) -> None:
-        opened = CoreRequest(request, self._turns.take(request))
+        opened = CoreRequest(request, self._order.tag(request))
         self._requests[request["request_id"]] = opened
         calls = calls_of(request, self._engine.memory["max_model_len"], self._eos)
         cause = self._wait_cause() or (GRAMMAR_COMPILE if request["grammar"] is not None else "")
         for call in calls:
-            call.turn = opened.turn
+            call.start_tag = opened.start_tag
             choice = CoreChoice(call, request["arrival_s"], wait_cause=cause)
             opened.choices[call.key] = choice
             self._choices[call.key] = (opened, choice)
@@ -214,7 +214,7 @@ class Bridge:
         if timer is not None:
             timer.cancel()
         if not self._requests:
-            self._turns.forget()
+            self._order.forget()
             self._meter.idle()
 
     # --- outputs ---
@@ -235,7 +235,7 @@ class Bridge:
         at_s = stamp + offset
         if outputs.scheduler_stats is not None:
             stats = outputs.scheduler_stats
-            self._meter.told(outputs.engine_index, stats.num_running_reqs, stats.kv_cache_usage)
+            self._meter.record(outputs.engine_index, stats.num_running_reqs, stats.kv_cache_usage)
         events: list[dict[str, Any]] = []
         strays: list[str] = []
         begins: list[float] = []
@@ -263,7 +263,7 @@ class Bridge:
             kind = event.type.name
             choice.happened(kind, event.timestamp + offset)
             if kind == "SCHEDULED":
-                self._turns.begins(opened.request["priority"], opened.turn)
+                self._order.begins(opened.request["priority"], opened.start_tag)
             elif kind == "PREEMPTED":
                 self._meter.preempted(KV_PRESSURE)
         stats = output.prefill_stats
@@ -289,8 +289,8 @@ class Bridge:
         if choice.call.prompt_logprobs is not None and is_first:
             num_prompt = len(opened.request["prompt_token_ids"])
             news["prompt_logprobs"] = self._engine.prompt_logprobs(output, num_prompt)
-        if is_first and not opened.told_first_token:
-            opened.told_first_token = True
+        if is_first and not opened.first_token_sent:
+            opened.first_token_sent = True
             news["first_token"] = choice.first_token()
         if reason is not None:
             news |= {"finish_reason": reason, "stop_token_id": stop_token, "statistics": choice.history(at_s)}
@@ -303,7 +303,7 @@ class Bridge:
     # --- reports ---
 
     async def beat(self) -> None:
-        """Tells the load every second, as long as the engine core answers."""
+        """Reports the load every second, as long as the engine core answers."""
         while True:
             books = await self._engine.books()
             self._meter.counted(books["ranks"])
@@ -324,7 +324,7 @@ class Bridge:
                 "events": list(events),
                 "kv_events": self._engine.kv_events(),
                 "load": self._meter.load(len(self._choices), pending, max(0.0, now - oldest)),
-                "totals": self._meter.take_totals(),
+                "totals": self._meter.drain_totals(),
             }
         )
 

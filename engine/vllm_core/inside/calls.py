@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-# What a grammar of the suite is wrapped in on its way into vLLM's own processes.
+# Key under which a grammar of the suite travels to vLLM's own processes.
 GRAMMAR_KEY = "millrace_grammar"
 
 # Options that are asked of vLLM in another way than by their names, or not at all.
@@ -35,8 +35,8 @@ class CoreCall:
     adapter: str
     # The smaller one is served first.
     priority: int
-    # The smaller one is served first among equals; set by the fair turns.
-    turn: float = 0.0
+    # The smaller one is served first among equals; set by `FairOrder`.
+    start_tag: float = 0.0
     # A serialized llguidance grammar and the tokens that it has seen, or none.
     grammar: str = ""
     # Where this choice's events go.
@@ -91,14 +91,14 @@ def _sampling(
 ) -> dict[str, Any]:
     options, known = request["sampling"], request["output_token_ids"]
     limit = request["max_context_tokens"] or max_model_len
-    room = min(limit, max_model_len) - len(request["prompt_token_ids"])
+    capacity = min(limit, max_model_len) - len(request["prompt_token_ids"])
     stops = list(options["stop_token_ids"])
     if request["grammar"] is not None:
         # A grammar ends a choice whatever ignore_eos says; vLLM tells its end by the stop token.
         stops += [each for each in eos_token_ids if each not in stops]
     # The others have vLLM's own names, and mean the same.
     chosen = {name: value for name, value in options.items() if name not in _OF_OURS}
-    max_tokens = max(1, min(options["max_tokens"], room) - len(known))
+    max_tokens = max(1, min(options["max_tokens"], capacity) - len(known))
     chosen |= {
         "max_tokens": max_tokens,
         # vLLM refuses more than that.

@@ -1,4 +1,4 @@
-"""What the bridge remembers of requests that have not ended, and what it tells of each choice."""
+"""What the bridge remembers of requests that have not ended, and what it reports of each choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CoreChoice:
     arrival_s: float
     scheduled_s: float | None = None
     first_token_s: float | None = None
-    # When it lost its place, while it has none.
+    # When it lost its batch slot, while it has none.
     preempted_s: float | None = None
     came_back_s: float | None = None
     num_output: int = 0
@@ -32,7 +32,7 @@ class CoreChoice:
     num_cached: int = 0
     absences: list[tuple[float, float]] = field(default_factory=list)
     comebacks: list[tuple[float, float, int]] = field(default_factory=list)
-    # Why it waited for its first place.
+    # Why it waited for its first batch slot.
     wait_cause: str = ""
 
     def happened(self, kind: str, at_s: float) -> None:
@@ -94,9 +94,9 @@ class CoreRequest:
     """A request and its choices that have not ended, by vLLM's key."""
 
     request: dict[str, Any]
-    turn: float
+    start_tag: float
     choices: dict[str, CoreChoice] = field(default_factory=dict)
-    told_first_token: bool = False
+    first_token_sent: bool = False
 
     def event(self, choice: CoreChoice, **news: Any) -> dict[str, Any]:
         """engine.types.TokenEvent of a choice."""

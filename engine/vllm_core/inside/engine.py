@@ -17,7 +17,7 @@ from .prefixes import CorePrefixes
 # Releases whose interfaces this file was written for and tested with.
 TRIED = ("0.32.",)
 _MAX_LOGPROBS = 20
-# What its kernels for CPUs load, and the package of Debian and Ubuntu that has it.
+# Libraries that vLLM's kernels for CPUs load, and the packages of Debian and Ubuntu that have them.
 _CPU_LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
@@ -162,7 +162,7 @@ class VllmEngine:
                 prompt,
                 SamplingParams(**call.sampling, structured_outputs=grammar, skip_clone=True),
                 self._tasks,
-                arrival_time=call.turn,
+                arrival_time=call.start_tag,
                 lora_request=self._adapter(call.adapter),
                 priority=call.priority,
             )
@@ -178,7 +178,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._settings.lora_config is None:
-            return "vLLM was started without room for adapters; set engine.adapters.slots"
+            return "vLLM was started without slots for adapters; set engine.adapters.slots"
         asked = LoRARequest(name, next(self._numbers), folder)
         try:
             await self._core.add_lora_async(asked)
@@ -313,7 +313,7 @@ def _memory(settings: Any, checkpoint: Path) -> dict[str, Any]:
     num_blocks = cache.num_gpu_blocks - ranks
     heads = model.get_total_num_kv_heads()
     size = 1 if "fp8" in str(cache.cache_dtype) else _bytes_of(model.dtype)
-    # Of latent attention one vector is kept for all heads, keys and values: that is its head size there.
+    # Latent attention keeps one vector for all heads, keys and values; vLLM calls its size the head size.
     num_vectors = 1 if getattr(model, "use_mla", False) else 2 * heads
     per_token = num_vectors * model.get_total_num_hidden_layers() * model.get_head_size() * size
     weights = sum(each.stat().st_size for each in checkpoint.glob("*.safetensors")) * ranks

@@ -11,7 +11,7 @@ _ENOUGH_TOKENS = 64
 
 
 class CoreMeter:
-    """Rates and counts over all steps. Blocks and what runs are as vLLM tells them, each data-parallel rank
+    """Rates and counts over all steps. Blocks and what runs are as vLLM reports them, each data-parallel rank
     of its own: they are added up.
     """
 
@@ -39,7 +39,7 @@ class CoreMeter:
 
     @property
     def num_running(self) -> int:
-        """Choices that have places, of all ranks."""
+        """Choices that have batch slots, of all ranks."""
         return sum(self._running.values())
 
     @property
@@ -47,8 +47,8 @@ class CoreMeter:
         """Blocks that nobody uses, of all ranks; a rank that has said nothing uses none."""
         return self.num_blocks - round(sum(self._used.values()))
 
-    def told(self, rank: int, num_running: int, used_share: float) -> None:
-        """What a rank said with a step: of its places, and the share of its blocks that is in use."""
+    def record(self, rank: int, num_running: int, used_share: float) -> None:
+        """What a rank said with a step: of its batch slots, and the share of its blocks that is in use."""
         self._running[rank] = num_running
         self._used[rank] = used_share * self._blocks_of_rank
 
@@ -64,7 +64,7 @@ class CoreMeter:
         self.counters["computed_prompt_tokens"] += num_tokens - num_cached
 
     def preempted(self, cause: str) -> None:
-        """A choice lost its place."""
+        """A choice lost its batch slot."""
         self.counters["preemptions"][cause] = self.counters["preemptions"].get(cause, 0) + 1
 
     def step(
@@ -86,7 +86,7 @@ class CoreMeter:
             {"kind": kind, "num_tokens": tokens, "num_sequences": num_rows, "seconds": seconds}
         )
 
-    def take_totals(self) -> list[dict[str, Any]]:
+    def drain_totals(self) -> list[dict[str, Any]]:
         """engine.core.messages.StepTotals since the last time."""
         totals, self._totals = self._totals, []
         return totals

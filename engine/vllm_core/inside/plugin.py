@@ -25,8 +25,8 @@ _PR_SET_PDEATHSIG = 1
 def register() -> None:
     """Called by vLLM once in every process."""
     die_with_parent()
-    _take_grammars()
-    _tell_books()
+    _accept_grammars()
+    _report_books()
     _keep_adapters_apart()
     _draw_for_whole_prompts()
 
@@ -44,7 +44,7 @@ def unwrapped(spec: Any) -> tuple[str, list[int]] | None:
     return wrapped[GRAMMAR_KEY], wrapped["replay"]
 
 
-def _take_grammars() -> None:
+def _accept_grammars() -> None:
     from vllm.v1.structured_output import backend_guidance as guidance
 
     serialize, compile_grammar = guidance.serialize_guidance_grammar, guidance.GuidanceBackend.compile_grammar
@@ -75,7 +75,7 @@ def _take_grammars() -> None:
     guidance.GuidanceBackend.compile_grammar = compiled
 
 
-def _tell_books() -> None:
+def _report_books() -> None:
     from vllm.v1.engine.core import EngineCore
 
     def millrace_books(self: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """vLLM's cache events under the block hashes that gateways compute.
 
 The hashes are those of `contract.prefix`, which is laid beside this package. vLLM
-tells the tokens of a block that it stores, and later only its own hash; so its hashes are kept with ours.
+reports the tokens of a block that it stores, and later only its own hash; so its hashes are kept with ours.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ class CorePrefixes:
     def __init__(self, model: str) -> None:
         self._model = model
         self._ours: dict[Any, bytes] = {}
-        # vLLM may hold the same block several times, and tells of each.
+        # vLLM may hold the same block several times, and reports each.
         self._copies: Counter[Any] = Counter()
 
     def take(self, events: Iterable[Any]) -> list[dict[str, Any]]:
         """Events of one message in their order. Only the first group of layers counts."""
-        told: list[dict[str, Any]] = []
+        reported: list[dict[str, Any]] = []
         for event in events:
             if getattr(event, "group_idx", None) not in (None, 0):
                 continue
             kind = type(event).__name__
             if kind == "BlockStored":
-                told += self._stored(event)
+                reported += self._stored(event)
             elif kind == "BlockRemoved":
-                told += self._removed(event.block_hashes)
+                reported += self._removed(event.block_hashes)
             elif kind == "AllBlocksCleared":
                 self._copies.clear()
-                told += self._removed(list(self._ours))
-        return told
+                reported += self._removed(list(self._ours))
+        return reported
 
     def _stored(self, event: Any) -> list[dict[str, Any]]:
         if event.parent_block_hash is None:

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest
 import torch
 
-from kernels.interpreter import add_in_one_order, prepare_the_language_once, round_as_hardware_does
+from benchmarks.gpu.interpreter import add_in_one_order, prepare_the_language_once, round_as_hardware_does
 
 round_as_hardware_does()
 add_in_one_order()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from kernels.compile_ahead import Assembling, read, variants
+from benchmarks.gpu.compile_ahead import Assembling, read, variants
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "benchmarks/results/kernels_compiled_ahead.json"
@@ -23,7 +23,7 @@ CHOSEN = (
     *("experts, 1000 rows each", "invariant bfloat16", "Qwen3", "norm 4096", "rope and store, bfloat16"),
     *("gate silu", "blocks out", "blocks in", "draw", "adapters of rank 16, bfloat16, 5 rows"),
 )
-COMMAND = [sys.executable, "-m", "kernels.compile_ahead"]
+COMMAND = [sys.executable, "-m", "benchmarks.gpu.compile_ahead"]
 
 
 def compile_ahead(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -107,7 +107,7 @@ def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_compiled(tmp_
         "        raise ValueError('no such instruction')\n"
         "    return plain(kernel, *given, **options)\n"
         "JITFunction.run = refuse\n"
-        "from kernels.compile_ahead import main\n"
+        "from benchmarks.gpu.compile_ahead import main\n"
         "sys.argv = ['compile_ahead', '--arch', '90', '--only', 'norm 4096']\n"
         "raise SystemExit(main())\n"
     )

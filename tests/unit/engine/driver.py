@@ -147,7 +147,7 @@ class Driver:
         raise AssertionError(f"{self.scheduler.num_requests} requests did not end in {max_steps} steps")
 
     def _after(self) -> None:
-        for event in self.scheduler.take_events():
+        for event in self.scheduler.drain_events():
             if event.withheld_tokens:
                 self.withheld[event.request_id] = event.withheld_tokens
             else:

@@ -53,7 +53,7 @@ def run(runner: ModelRunner, *jobs: tuple[SamplingParams, GrammarSpec | None]) -
     events: dict[int, list[TokenEvent]] = {number: [] for number in range(len(jobs))}
     while scheduler.has_work:
         scheduler.update(runner.launch(scheduler.schedule(0.0)).wait(), 0.0)
-        for event in scheduler.take_events():
+        for event in scheduler.drain_events():
             events[event.request_id].append(event)
         scheduler.check_invariants()
     return events
@@ -91,7 +91,7 @@ def test_without_a_grammar_the_options_that_exclude_each_other_are_named(runner:
     failure = run(runner, (sampling, None))[0][-1].failure
     assert failure is not None
     assert failure.field == "sampling.allowed_token_ids"
-    assert "and by logit_bias at this place" in failure.message
+    assert "and by logit_bias at this position" in failure.message
 
 
 def test_allowed_tokens_that_the_grammar_takes_are_no_contradiction(runner: ModelRunner) -> None:

@@ -44,7 +44,7 @@ def search(runner: ModelRunner, prompt: tuple[int, ...], grammar: GrammarSpec) -
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)
         scheduler.update(runner.launch(plan).wait(), 0.0)
-        events += [event for event in scheduler.take_events() if not event.withheld_tokens]
+        events += [event for event in scheduler.drain_events() if not event.withheld_tokens]
         scheduler.check_invariants()
     assert runner.num_states() == 0
     return events

@@ -10,8 +10,8 @@ import pytest
 from contract.frames import FrameBuffer
 from engine.config import CacheConfig, SchedulerConfig, SimulatedConfig
 from engine.core import messages
-from engine.core.frames import CoreSocket, PeerGone, encode
 from engine.core.loop import EngineLoop
+from engine.core.messages import CoreSocket, PeerGone, encode
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler import Scheduler
 from engine.types import FinishReason, GrammarSpec, Request, RequestFailure, SamplingParams, TokenEvent

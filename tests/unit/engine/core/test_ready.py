@@ -15,7 +15,7 @@ from contract.frames import FrameBuffer
 from engine.config import EngineConfig
 from engine.core import __main__ as core
 from engine.core import messages
-from engine.core.frames import CoreSocket, encode
+from engine.core.messages import CoreSocket, encode
 from engine.types import GrammarSpec, Request, SamplingParams
 from runtime.config import ModelConfig
 

@@ -8,7 +8,7 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SimulatedConfig
 from engine.core import warm_up as warm_up_module
 from engine.core.warm_up import TOGETHER, WarmUp
-from engine.policy.pace import StepPace
+from engine.policy.rates import StepRate
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler import Scheduler
 from engine.types import NOT_MEASURED, MeasuredSpeed, ModelFacts, SchedulerOutput
@@ -120,7 +120,7 @@ def test_a_runner_that_breaks_is_told_and_not_asked_again() -> None:
 
 
 def test_forecasts_start_from_what_was_measured() -> None:
-    assert StepPace.of(NOT_MEASURED).seconds_for(100) == 0.0
-    pace = StepPace.of(MeasuredSpeed(prompt_tokens_per_s=200.0, tokens_per_s_alone=50.0))
-    assert pace.seconds_for(100) == pytest.approx(0.5)
-    assert pace.step_s == pytest.approx(0.02)
+    assert StepRate.of(NOT_MEASURED).seconds_for(100) == 0.0
+    rate = StepRate.of(MeasuredSpeed(prompt_tokens_per_s=200.0, tokens_per_s_alone=50.0))
+    assert rate.seconds_for(100) == pytest.approx(0.5)
+    assert rate.step_s == pytest.approx(0.02)

@@ -84,7 +84,7 @@ def test_sharing_copies_only_the_block_that_is_written() -> None:
     cache.share(child, parent, 10)
     assert cache.num_new_blocks(child, 9, 10) == 1
     cache.prepare_write(child, 9, 10)
-    copies, _, _ = cache.take_transfers()
+    copies, _, _ = cache.drain_transfers()
     assert copies == ((parent.block_ids[2], child.block_ids[2]),)
     assert child.block_ids[:2] == parent.block_ids[:2]
     cache.check_invariants([parent, child])
@@ -101,9 +101,9 @@ def test_events_name_chains_and_evictions() -> None:
     tokens = list(range(12))
     cache.free(stored(cache, tokens))
     chain = [event_hash(each) for each in hashes(tokens)]
-    assert cache.take_events() == (BlocksStored(tuple(chain), 0),)
+    assert cache.drain_events() == (BlocksStored(tuple(chain), 0),)
     stored(cache, [7] * 16)
-    events = cache.take_events()
+    events = cache.drain_events()
     evicted = [each for event in events if isinstance(event, BlocksEvicted) for each in event.block_hashes]
     assert sorted(evicted) == sorted(chain)
 
@@ -112,12 +112,12 @@ def test_evicted_content_comes_back_from_the_host() -> None:
     cache = KvCache(num_blocks=4, block_size=SIZE, num_host_blocks=4)
     cache.free(stored(cache, [1] * 12))
     other = stored(cache, [2] * 16)
-    _, offloads, _ = cache.take_transfers()
+    _, offloads, _ = cache.drain_transfers()
     assert len(offloads) == 3
     cache.free(other)
     cache.begin_step()
     table = stored(cache, [1] * 13)
-    _, _, restores = cache.take_transfers()
+    _, _, restores = cache.drain_transfers()
     assert {host for host, _ in restores} == {host for _, host in offloads}
     assert [device for _, device in restores] == table.block_ids[:3]
     cache.check_invariants([table])
@@ -154,7 +154,7 @@ def test_any_order_of_use_keeps_the_books(seed: int, num_host_blocks: int) -> No
             tables.append(child)
         elif action == 3 and rng.random() < 0.1:
             cache.forget_contents()
-        cache.take_transfers()
+        cache.drain_transfers()
         cache.check_invariants(tables)
     for table in tables:
         cache.free(table)

@@ -48,7 +48,7 @@ def in_order(line: Line, now: float) -> list[int]:
 def test_tier_then_service_then_slots_then_slack_then_arrival() -> None:
     shares = Shares(output_token_cost=2.0, band_tokens=10)
     line = Line(SchedulerConfig(aging_s=1000.0), shares)
-    shares.take((LOW, "holds"), 1.0)
+    shares.acquire((LOW, "holds"), 1.0)
     for each in (
         waiter(1, "served"),
         waiter(2, "holds"),
@@ -83,10 +83,10 @@ def test_lower_tiers_make_room_and_then_the_newest_of_who_holds_more() -> None:
     low = Record((LOW, "mine"))
     running = [kept, *many, low]
     for each in running:
-        shares.take(each.account, 1.0)
+        shares.acquire(each.account, 1.0)
     assert list(shares.victims(mine, 1.0, running, lambda _: True)) == [low, *reversed(many)]
     assert next(shares.victims(mine, 1.0, running, lambda each: each is not low)) is many[-1]
-    shares.take(mine, 1.0)
+    shares.acquire(mine, 1.0)
     assert dict(shares.donors(mine, 1.0)) == {(HIGH, "many"): 2}
     shares.enter(mine)
     shares.enter((HIGH, "many"))

@@ -19,7 +19,7 @@ import pytest
 from contract.frames import FrameBuffer
 from engine.config import EngineConfig
 from engine.core import messages
-from engine.core.frames import encode
+from engine.core.messages import encode
 from engine.model.loader import LoaderLostError
 from engine.model.spec import CheckpointError
 from engine.runner.build import build, build_here

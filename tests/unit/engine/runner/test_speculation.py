@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
-from engine.runner.speculation.economics import LEAST_MARGIN, Economics, StepCost
+from engine.runner.speculation.economics import LEAST_MARGIN, DraftProgress, Economics, StepCost
 from engine.runner.speculation.ngram import continuation
-from engine.runner.speculation.progress import DraftProgress
 from engine.types import GrammarSpec, SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint, reference_logits
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of

@@ -93,7 +93,7 @@ def generate(
         scheduler.check_invariants()
         most = max(most, scheduler.num_total_blocks - scheduler.num_unreferenced_blocks)
         poison_free_blocks(scheduler, runner)
-        for event in scheduler.take_events():
+        for event in scheduler.drain_events():
             assert event.failure is None, event.failure
             tokens.setdefault((event.request_id, event.choice_index), []).extend(event.token_ids)
     assert runner.num_states() == 0

@@ -61,7 +61,7 @@ def test_as_the_general_way(workload: tuple[dict[str, object], list[dict[str, ob
     quick = run(*workload)
     with (
         patch.object(RowWriter, "add_next", lambda *given: False),
-        patch.object(ResultHandler, "_take_next", lambda *given: False),
+        patch.object(ResultHandler, "_apply_next", lambda *given: False),
     ):
         general = run(*workload)
     assert quick.plans == general.plans
@@ -72,7 +72,7 @@ def test_as_the_general_way(workload: tuple[dict[str, object], list[dict[str, ob
 def test_most_rows_go_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a plain answer, all but the prompt's row, the ends of blocks and the last token."""
     planned = booked = 0
-    add_next, take_next = RowWriter.add_next, ResultHandler._take_next
+    add_next, take_next = RowWriter.add_next, ResultHandler._apply_next
 
     def plan(*given: object) -> bool:
         nonlocal planned
@@ -87,7 +87,7 @@ def test_most_rows_go_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
         return done
 
     monkeypatch.setattr(RowWriter, "add_next", plan)
-    monkeypatch.setattr(ResultHandler, "_take_next", book)
+    monkeypatch.setattr(ResultHandler, "_apply_next", book)
     driver = Driver(memory=memory_plan(block_size=16))
     driver.submit([1] * 8, max_tokens=64)
     driver.run()

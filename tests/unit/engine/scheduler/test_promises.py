@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.policy.pace import EventRate
+from engine.policy.rates import EventRate
 from engine.types import FinishReason
 from tests.unit.engine.driver import Driver, memory_plan
 

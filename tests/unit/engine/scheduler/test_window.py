@@ -48,7 +48,7 @@ def test_blocks_given_up_serve_prefix_hits_until_they_are_evicted() -> None:
     cache.give_up(table, 24)
     assert (len(table), table.num_given_up, cache.num_available) == (6, 4, 6)
     assert table.block_ids[:4] == [8] * 4
-    assert (table.take_given_up(), table.take_given_up()) == (4, 0)
+    assert (table.drain_given_up(), table.drain_given_up()) == (4, 0)
     cache.check_invariants([table])
     assert cache.find_prefix(hasher, 24).num_revived == 4
     other = BlockTable()

@@ -32,9 +32,9 @@ class Talk:
         self.reports: list[messages.Report] = []
         self.events: list[TokenEvent] = []
         self._changed = asyncio.Event()
-        client.on_report = self._take
+        client.on_report = self._receive
 
-    def _take(self, report: messages.Report) -> None:
+    def _receive(self, report: messages.Report) -> None:
         self.reports.append(report)
         if isinstance(report, messages.StepDone):
             self.events += report.events

@@ -31,8 +31,8 @@ from engine.vllm_core.inside import plugin
 from engine.vllm_core.inside.calls import calls_of, seed_of
 from engine.vllm_core.inside.engine import CannotStart, _memory, check_libraries
 from engine.vllm_core.inside.meter import CoreMeter
+from engine.vllm_core.inside.order import FairOrder
 from engine.vllm_core.inside.prefixes import CorePrefixes
-from engine.vllm_core.inside.turns import FairTurns
 from engine.vllm_core.options import EXCEPTIONS, OPTIONS, refuse, table
 from runtime.errors import ConfigError
 
@@ -159,16 +159,16 @@ def test_rows_whose_token_is_discarded_draw_nothing_from_their_generators() -> N
 
 
 def test_tenants_take_turns_by_weight() -> None:
-    turns = FairTurns()
+    order = FairOrder()
 
     def take(tenant: str, weight: float = 1.0) -> float:
-        return turns.take(plain(request(tenant=tenant, weight=weight)))
+        return order.tag(plain(request(tenant=tenant, weight=weight)))
 
     busy = [take("busy") for _ in range(3)]
     heavy = [take("heavy", 2.0) for _ in range(3)]
     assert busy[0] == heavy[0] == 0.0
     assert busy[2] == pytest.approx(2 * heavy[2])
-    turns.begins(0, busy[2])
+    order.begins(0, busy[2])
     assert take("late") == busy[2], "who was silent gains nothing by it"
 
 
@@ -289,11 +289,11 @@ def test_load_is_that_of_all_data_parallel_ranks() -> None:
         load = meter.load(num_open, 0, 0.0)
         return load["num_running"], load["num_waiting"], load["num_free_blocks"]
 
-    meter.told(0, 3, 0.5)
+    meter.record(0, 3, 0.5)
     assert told(6) == (3, 3, 150), "the other rank has said nothing yet"
-    meter.told(1, 2, 0.1)
+    meter.record(1, 2, 0.1)
     assert told(6) == (5, 1, 140)
-    meter.told(0, 1, 0.0)
+    meter.record(0, 1, 0.0)
     assert told(4) == (3, 1, 190)
     # What a rank lost without a step of its own stands in its books.
     meter.counted([{"running": 0, "free": 100, "total": 100}, {"running": 1, "free": 80, "total": 100}])

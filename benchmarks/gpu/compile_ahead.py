@@ -1,12 +1,12 @@
 """Compiles every Triton kernel for real GPUs on a machine that has none, and says what the code uses.
 
-`python -m kernels.compile_ahead [--arch 80 90] [--only NAME ...] [--beside FILE]` prints
+`python -m benchmarks.gpu.compile_ahead [--arch 80 90] [--only NAME ...] [--beside FILE]` prints
 registers per thread, spilled bytes, shared memory and Hopper's own instructions of each variant, and exits
 with 1 when one does not compile, spills more than is stated here, asks for more shared memory than a block
-can have, or has its matrix products serialized. The variants lie beside the kernels: calls of the launching
-functions in the shapes of real models, on torch's "meta" device. What is compiled is what such a call
-launches. What another environment wrote, with another release of Triton, has columns beside these
-(`make test-gpu-versions` makes one).
+can have, or has its matrix products serialized. The variants call the launching functions in the shapes of
+real models, on torch's "meta" device, so that what is compiled is what is launched.
+What another environment wrote, with another release of Triton, has columns beside these (`make
+test-gpu-versions` makes one).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,15 +33,7 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.activation import variants as activation
-from kernels.adapters import variants as adapters
-from kernels.attention import variants as attention
-from kernels.experts import variants as experts
-from kernels.linear import variants as linear
-from kernels.norm import variants as norm
-from kernels.paged_cache import variants as paged_cache
-from kernels.rope import variants as rope
-from kernels.sampling import variants as sampling
+from benchmarks.gpu.variants import variants
 
 # Shared memory that one block may ask for, in bytes.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -68,7 +59,7 @@ class KernelUsage:
     registers: int = 0
     spilled_bytes: int = 0
     shared_bytes: int = 0
-    # Of INSTRUCTIONS, those that it has.
+    # Which of INSTRUCTIONS it has.
     instructions: tuple[str, ...] = ()
     # Whether the assembler makes matrix products wait for each other.
     serialized: bool = False
@@ -128,12 +119,6 @@ class Assembling:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
-
-
-def variants(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Names, and what launches kernels in the shapes of real models, as on an architecture."""
-    others = (activation, adapters, experts, linear, norm, paged_cache, rope, sampling)
-    return chain(attention.variants(f"sm_{arch}"), *(operation.variants() for operation in others))
 
 
 @contextmanager

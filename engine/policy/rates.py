@@ -26,11 +26,11 @@ _PRIOR_S = 5.0
 _SHORTEST_S = 1.0
 # Seconds over which slots that come free, and requests for them, are averaged.
 _SLOTS_MEMORY_S = 10.0
-# Who asked so many seconds ago may ask again any moment.
+# Tenants that asked within so many seconds count as active, because they may ask again at any moment.
 _LATELY_S = 1.0
 
 
-class StepPace:
+class StepRate:
     """Exponential averages over steps, in tokens per second; 0 while nothing was measured.
 
     Work is what a step computes, in tokens that look back on nothing: one that looks back on `balance`
@@ -41,13 +41,14 @@ class StepPace:
         self.balance = balance
         self.prefill_tokens_per_s = 0.0
         self.decode_tokens_per_s = 0.0
-        # Of steps that used up their budget: what the engine can do, not what it was asked for.
+        # Prefill rate of steps that used up their budget: other steps show the load, not what the engine can
+        # do.
         self.full_prefill_tokens_per_s = 0.0
         # All work of steps that computed a chunk of prompt, per second.
         self.chunk_work_per_s = 0.0
         # The shortest step beside answers with no more than the least chunk: of one answer alone, or more.
-        # What a step takes whatever is in it would count as the pace of small chunks otherwise, and make
-        # them smaller still.
+        # It is known apart, because a step's fixed cost would make small chunks look slow, and the next ones
+        # smaller still.
         self.step_alone_s = 0.0
         # From one result to the next while there is work: an answer's time for a token.
         self.step_s = 0.0
@@ -55,15 +56,15 @@ class StepPace:
         self.answer_tokens = 0.0
 
     @classmethod
-    def of(cls, speed: MeasuredSpeed, balance: float = math.inf) -> StepPace:
+    def of(cls, speed: MeasuredSpeed, balance: float = math.inf) -> StepRate:
         """As measured before the first request."""
-        pace = cls(balance)
-        pace.prefill_tokens_per_s = pace.full_prefill_tokens_per_s = speed.prompt_tokens_per_s
-        pace.chunk_work_per_s = speed.prompt_tokens_per_s
-        pace.decode_tokens_per_s = speed.tokens_per_s_alone
-        pace.step_s = 1 / speed.tokens_per_s_alone if speed.tokens_per_s_alone else 0.0
-        pace.step_alone_s = pace.step_s
-        return pace
+        rate = cls(balance)
+        rate.prefill_tokens_per_s = rate.full_prefill_tokens_per_s = speed.prompt_tokens_per_s
+        rate.chunk_work_per_s = speed.prompt_tokens_per_s
+        rate.decode_tokens_per_s = speed.tokens_per_s_alone
+        rate.step_s = 1 / speed.tokens_per_s_alone if speed.tokens_per_s_alone else 0.0
+        rate.step_alone_s = rate.step_s
+        return rate
 
     def work(self, start: int, num_tokens: int) -> float:
         """Work of so many tokens from position `start` on."""
@@ -190,7 +191,7 @@ class Traffic:
         self.freed = EventRate(_SLOTS_MEMORY_S, running=False)
         # Slots asked for per second, by priority.
         self._asked: dict[int, EventRate] = {}
-        # Who asked last, and when; and when the last of all others did.
+        # The account that asked last, and when; and when the last of all others did.
         self._newest: tuple[Account | None, float] = (None, -math.inf)
         self._others_s = -math.inf
 
@@ -210,15 +211,15 @@ class Traffic:
         return [rate for each, rate in self._asked.items() if each > priority]
 
 
-# What prompts may add to a step beside answers: as much work as its time allows, shared among tenants.
-# Tokens do not say how long a step takes: one at the end of a long context is several times the work of one
-# at the beginning (see `StepPace`). And a prompt that has started goes on before others, so a tenant's
-# prompts may take no more than its part of a step while other tenants' wait or are computed, too; a part
-# that nobody takes makes the step shorter.
+# Prompts may add as much work to a step as its time allows, shared among tenants, because answers wait for
+# it. Tokens do not say how long a step takes: one at the end of a long context is several times the work of
+# one at the beginning (see `StepRate`). And a prompt that has started goes on before others, so a tenant's
+# prompts may take no more than its part of a step while other tenants' wait or are computed, too; a part that
+# nobody takes makes the step shorter.
 
 
 class PromptWork:
-    """Work that is left of one step. Without a limit there is always room."""
+    """Work that is left of one step. Without a limit it never runs out."""
 
     def __init__(
         self, limit: float = math.inf, long_share: float = 1.0, sharers: Collection[Account] = ()
@@ -239,15 +240,15 @@ class PromptWork:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether not one token more has room."""
+        """Whether not one token more fits."""
         return self._left < 1.0
 
-    def room(self, account: Account, *, is_long: bool) -> float:
+    def allowance(self, account: Account, *, is_long: bool) -> float:
         """Work that a prompt of the account may add."""
         part = self._parts.get(account[0], math.inf) - self._taken.get(account, 0.0)
         return min(self._left, part, self._long_left if is_long else math.inf)
 
-    def take(self, account: Account, work: float, *, is_long: bool) -> None:
+    def acquire(self, account: Account, work: float, *, is_long: bool) -> None:
         """A prompt of the account takes so much; negative work is given back."""
         if self.is_limited:
             self._left -= work

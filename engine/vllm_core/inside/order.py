@@ -1,4 +1,4 @@
-"""Fair turns between the tenants of a tier.
+"""A fair order between the tenants of a tier.
 
 vLLM serves by priority, then by the moment of arrival. A request's "arrival" here is its start tag of
 start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants that compete get service by their weights, and
@@ -14,14 +14,14 @@ _FORESEEN_TOKENS = 256
 _OUTPUT_COST = 2.0
 
 
-class FairTurns:
+class FairOrder:
     """Virtual time of every tier, and how far each of its tenants is served."""
 
     def __init__(self) -> None:
         self._now: dict[int, float] = {}
         self._served: dict[tuple[int, str], float] = {}
 
-    def take(self, request: dict[str, Any]) -> float:
+    def tag(self, request: dict[str, Any]) -> float:
         """The tag of a new request."""
         tier, options = request["priority"], request["sampling"]
         account = (tier, request["tenant"])
@@ -32,7 +32,7 @@ class FairTurns:
         return start
 
     def begins(self, tier: int, tag: float) -> None:
-        """A request with this tag has a place: the tier's time is at least that."""
+        """A request with this tag has a batch slot: the tier's time is at least that."""
         self._now[tier] = max(self._now.get(tier, 0.0), tag)
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.policy.pace import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS, StepPace
+from engine.policy.rates import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS, StepRate
 from engine.types import MeasuredSpeed
 from tests.unit.engine.driver import Driver, memory_plan
 
@@ -88,19 +88,19 @@ def test_long_prompts_get_their_share_of_the_cut_step() -> None:
 @pytest.mark.parametrize("start", [0, 7, 4000])
 @pytest.mark.parametrize("work", [1.0, 24.0, 700.0])
 def test_as_many_tokens_as_so_much_work(balance: float, start: int, work: float) -> None:
-    pace = StepPace(balance)
-    num_tokens = pace.tokens_for(work, start)
-    assert num_tokens == 1 or pace.work(start, num_tokens) <= work * (1 + 1e-9)
-    assert pace.work(start, num_tokens + 1) > work * (1 - 1e-9)
-    assert pace.tokens_for(0.5, start) == 0
+    rate = StepRate(balance)
+    num_tokens = rate.tokens_for(work, start)
+    assert num_tokens == 1 or rate.work(start, num_tokens) <= work * (1 + 1e-9)
+    assert rate.work(start, num_tokens + 1) > work * (1 - 1e-9)
+    assert rate.tokens_for(0.5, start) == 0
 
 
 def test_a_step_for_one_answer_takes_no_more_than_half_of_the_target() -> None:
     speed = MeasuredSpeed(prompt_tokens_per_s=1000.0, tokens_per_s_alone=5.0)
     # Two steps of 200 ms, at 1,000 tokens a second, one of which is decoded.
-    assert StepPace.of(speed).chunk_work(0.1, 1.0, 1) == pytest.approx(399.0)
-    assert StepPace.of(speed).chunk_work(0.9, 1.0, 1) == pytest.approx(899.0)
-    assert StepPace.of(speed).chunk_work(0.0, 1.0, 1) == math.inf
+    assert StepRate.of(speed).chunk_work(0.1, 1.0, 1) == pytest.approx(399.0)
+    assert StepRate.of(speed).chunk_work(0.9, 1.0, 1) == pytest.approx(899.0)
+    assert StepRate.of(speed).chunk_work(0.0, 1.0, 1) == math.inf
 
 
 def long_prompts_beside(balance: float) -> Driver:
@@ -198,11 +198,11 @@ def test_a_step_is_short_for_tenants_that_asked_a_moment_ago(ago_s: float, num_t
 
 
 def test_chunks_grow_where_a_step_takes_its_time_whatever_is_in_it() -> None:
-    pace, work, step_s = StepPace(), 30.0, 0.1
-    pace.observe(0, 1, step_s, work=1.0)
+    rate, work, step_s = StepRate(), 30.0, 0.1
+    rate.observe(0, 1, step_s, work=1.0)
     for _ in range(200):
-        pace.observe(int(work), 1, step_s, work=work + 1)
-        work = pace.chunk_work(0.12, 1.0, 1)
+        rate.observe(int(work), 1, step_s, work=work + 1)
+        work = rate.chunk_work(0.12, 1.0, 1)
     # A rate that was measured over small chunks says nothing of larger ones.
     assert work > 2000
 
@@ -225,12 +225,12 @@ def test_short_prompts_begin_together_where_a_step_takes_longer_than_its_target(
 
 
 def test_a_step_of_an_answer_alone_is_the_shortest_that_was_seen() -> None:
-    pace = StepPace()
-    pace.observe(400, 0, 0.4, work=400.0)
-    assert pace.step_alone_s == 0.0
-    pace.observe(400, 8, 0.5, work=408.0)
-    assert pace.step_alone_s == 0.0
-    pace.observe(LEAST_CHUNK_PER_DECODE * 8, 8, 0.3, work=40.0)
-    pace.observe(0, 2, 0.2, work=2.0)
-    pace.observe(0, 1, 0.25, work=1.0)
-    assert pace.step_alone_s == 0.2
+    rate = StepRate()
+    rate.observe(400, 0, 0.4, work=400.0)
+    assert rate.step_alone_s == 0.0
+    rate.observe(400, 8, 0.5, work=408.0)
+    assert rate.step_alone_s == 0.0
+    rate.observe(LEAST_CHUNK_PER_DECODE * 8, 8, 0.3, work=40.0)
+    rate.observe(0, 2, 0.2, work=2.0)
+    rate.observe(0, 1, 0.25, work=1.0)
+    assert rate.step_alone_s == 0.2

@@ -1,0 +1,286 @@
+"""Launches of every kernel as real models make them, on torch's "meta" device, for `compile_ahead`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.activation.triton_activation import KINDS, gate
+from kernels.adapters.reference import TorchChanges
+from kernels.adapters.triton_adapters import TritonAdapterStep
+from kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
+from kernels.attention.triton_attention import CapturedPlan, TritonAttention
+from kernels.experts.routing import Routing
+from kernels.experts.triton_experts import combine, route
+from kernels.linear.formats import (
+    FP8_BLOCK,
+    DenseWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    WeightFormat,
+)
+from kernels.linear.triton_backend import InvariantLinear, TritonLinear
+from kernels.linear.triton_rows import GroupedRows
+from kernels.linear.triton_scaled import quantize_rows
+from kernels.norm.triton_norm import rms_norm
+from kernels.paged_cache import allocate_layer
+from kernels.paged_cache.triton_blocks import move_blocks
+from kernels.rope.triton_rope import rope_and_store
+from kernels.sampling.triton_sampling import compile_draw
+
+# Inputs of products, and of adapters beside them.
+INPUTS = 4096
+# Rows for tiles of few, some and many; the last compute all parts of K in one program.
+ROWS = (5, 100, 1000)
+
+
+def _activation() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every gate over bfloat16."""
+    x = torch.empty(2, 2 * 14336, dtype=torch.bfloat16, device="meta")
+    for name in KINDS:
+        yield f"gate {name}", partial(gate, name, x)
+
+
+SIZES, SLOTS = (4096, 1024, 1024), 8
+
+
+def _adapters() -> Iterator[tuple[str, Callable[[], object]]]:
+    """q, k and v together, of the smallest and the largest rank."""
+    meta = torch.device("meta")
+    for dtype in (torch.bfloat16, torch.float32):
+        for rank in (16, 64):
+            changes = TorchChanges(
+                INPUTS,
+                SIZES,
+                num_slots=SLOTS,
+                max_rank=rank,
+                dtype=dtype,
+                device=meta,
+            )
+            for rows in ROWS:
+                name = f"adapters of rank {rank}, {str(dtype).removeprefix('torch.')}, {rows} rows"
+                yield name, partial(_add_changes, changes, rows)
+
+
+def _add_changes(changes: TorchChanges, rows: int) -> None:
+    make = partial(torch.empty, dtype=changes.down.dtype, device=changes.down.device)
+    step = TritonAdapterStep(torch.zeros(rows, dtype=torch.int64, device="meta"), SLOTS)
+    step.add(changes, make(rows, INPUTS), make(rows, sum(SIZES)))
+
+
+META = torch.device("meta")
+PLAIN = AttentionOptions(scale=0.1)
+WINDOW = AttentionOptions(scale=0.1, window=128)
+GEMMA = AttentionOptions(scale=0.1, window=4096, soft_cap=50.0)
+# Name, query heads, kv heads, size of a key and of a value (0: inside the key), options, sinks.
+MODELS = (
+    ("llama", 32, 8, 128, 128, PLAIN, False),
+    ("gemma", 16, 8, 256, 256, GEMMA, False),
+    ("gpt-oss", 64, 8, 64, 64, WINDOW, True),
+    ("deepseek", 128, 1, 576, 0, PLAIN, False),
+)
+# Query's type, cache's type.
+TYPES = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float32, torch.float32),
+)
+
+
+def _attention(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Prompts beside decode rows, and captured decode rows, of every model over every type; on Hopper also
+    over blocks that its copy engine fetches whole.
+    """
+    for block_size in (16, 64) if arch == "sm_90" else (16,):
+        yield from _of_blocks(arch, block_size)
+
+
+def _of_blocks(arch: str, block_size: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    for name, heads, kv_heads, key_dim, value_dim, options, with_sinks in MODELS:
+        attention = TritonAttention(num_heads=heads, num_kv_heads=kv_heads, arch=arch)
+        sinks = torch.empty(heads, device=META) if with_sinks else None
+        for kind, stored in TYPES:
+            cache = allocate_layer(
+                num_blocks=600,
+                block_size=block_size,
+                num_heads=kv_heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                shared_value_dim=key_dim - 64,
+                dtype=stored,
+                device=META,
+            )
+            types = f"{str(kind).removeprefix('torch.')} over {cache.type_name}, blocks of {block_size}"
+            q = torch.empty(302, heads, key_dim, dtype=kind, device=META)
+            yield (
+                f"eager {name}, {types}",
+                partial(attention.run, attention.plan(_ragged(block_size), META), q, cache, options, sinks),
+            )
+            yield (
+                f"captured {name}, {types}",
+                partial(attention.run, _captured(attention, block_size), q[:2], cache, options, sinks),
+            )
+
+
+def _ragged(block_size: int) -> RaggedBatch:
+    """A prompt beside two decode rows."""
+    return RaggedBatch(
+        query_starts=np.array([0, 1, 2, 302]),
+        context_lens=np.array([700, 600, 300]),
+        block_tables=np.arange(3 * 44).reshape(3, 44),
+        block_size=block_size,
+    )
+
+
+def _captured(attention: TritonAttention, block_size: int) -> CapturedPlan:
+    """Two decode rows."""
+    return attention.plan_decode(
+        DecodeBatch(
+            context_lens=torch.empty(2, dtype=torch.int32, device=META),
+            block_tables=torch.empty(2, 512, dtype=torch.int32, device=META),
+            block_size=block_size,
+            max_context_len=8192,
+        )
+    )
+
+
+TOKENS, HIDDEN = 5, 2048
+ROUTINGS = {
+    "Mixtral": Routing(num_experts=8, num_active=2, scoring="softmax_of_best"),
+    "Qwen3": Routing(num_experts=128, num_active=8),
+    "DeepSeek-V3": Routing(
+        num_experts=256,
+        num_active=8,
+        scoring="sigmoid",
+        num_groups=8,
+        num_active_groups=4,
+        group_score="two_best",
+    ),
+}
+
+
+def _experts() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The choice, its order for products, for few tokens and many, and the sum."""
+    for name, routing in ROUTINGS.items():
+        logits = torch.empty(TOKENS, routing.num_experts, device="meta")
+        correction = torch.empty(routing.num_experts, device="meta") if routing.num_groups else None
+        yield f"route, {name}", partial(route, logits, routing, correction)
+        for rows in (TOKENS * routing.num_active, 8192 * routing.num_active):
+            choice = torch.empty(rows, dtype=torch.int32, device="meta")
+            yield f"group {rows} rows, {name}", partial(GroupedRows.of, choice, routing.num_experts)
+        results = torch.empty(TOKENS * routing.num_active, HIDDEN, dtype=torch.bfloat16, device="meta")
+        shares = torch.empty(TOKENS, routing.num_active, device="meta")
+        yield f"combine, {name}", partial(combine, results, shares, results[:TOKENS])
+
+
+OUTPUTS, EXPERTS, GROUP = 6144, 8, 128
+
+
+def _linear() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every format of weight, for layers and for experts; rounding."""
+    linear, rows = TritonLinear(), _tensor(2, 14336)
+    for name, weight in _weights().items():
+        product = linear.pack(weight)
+        for count in ROWS:
+            yield f"{name}, {count} rows", partial(product, _tensor(count, INPUTS))
+        for count in (5, 1000):
+            yield f"{name} experts, {count} rows", partial(_expert_product, [weight] * EXPERTS, count)
+    dense = DenseWeight(values=_tensor(OUTPUTS, INPUTS))
+    for count in ROWS:
+        yield (
+            f"experts, {count} rows each",
+            partial(_expert_product, [dense] * EXPERTS, count * EXPERTS),
+        )
+    yield "rows to int8", partial(quantize_rows, rows, "int8", factors=_tensor(14336, kind=torch.float32))
+    yield "rows to fp8", partial(quantize_rows, rows, "fp8")
+    for kind in (torch.bfloat16, torch.float32):
+        invariant = InvariantLinear().pack(_tensor(OUTPUTS, INPUTS, kind=kind))
+        x = _tensor(5, INPUTS, kind=kind)
+        yield f"invariant {str(kind).removeprefix('torch.')}", partial(invariant, x)
+
+
+def _weights() -> dict[str, WeightFormat]:
+    bytes_ = _tensor(OUTPUTS, INPUTS, kind=torch.int8)
+    groups, halves = (_tensor(OUTPUTS, INPUTS // size, kind=torch.float32) for size in (GROUP, GROUP // 2))
+    blocks = _tensor(OUTPUTS // FP8_BLOCK, INPUTS // FP8_BLOCK, kind=torch.float32)
+    packed, fp8 = bytes_[:, ::2].view(torch.uint8).contiguous(), bytes_.view(torch.float8_e4m3fn)
+    return {
+        "W4A16": Int4Weight(packed=packed, scale=groups),
+        "W4A16 by 64 with minima": Int4Weight(packed=packed, scale=halves, minimum=halves),
+        "W8A16": Int8Weight(values=bytes_, scale=groups),
+        "W8A8": Int8Weight(values=bytes_, scale=groups[:, :1], activations="int8"),
+        "fp8": Fp8Weight(values=fp8, scale=groups[:, 0].contiguous()),
+        "fp8 128x128": Fp8Weight(values=fp8, scale=blocks),
+    }
+
+
+def _expert_product(weights: Sequence[WeightFormat], rows: int) -> Tensor:
+    """Gate and up of as many rows."""
+    experts = TritonLinear().grouped(weights)
+    assert experts is not None, "of one format"
+    x, choice = _tensor(rows, INPUTS), _tensor(rows, kind=torch.int32)
+    return experts(x, experts.group(choice), rows_per_input=1, gate="silu")
+
+
+def _tensor(*shape: int, kind: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=kind, device="meta")
+
+
+def _norm() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The residual stream of a layer, kept and rounded."""
+    x = torch.empty(2, 4096, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(4096, device="meta")
+    yield "norm 4096", partial(rms_norm, x, weight, 1e-5, x)
+    yield "norm 4096 to int8", partial(rms_norm, x, weight, 1e-5, x, "int8", weight)
+    yield "norm 4096 to fp8", partial(rms_norm, x, weight, 1e-5, x, "fp8")
+
+
+def _paged_cache() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Out of the cache, and into it."""
+    numbers = torch.empty(64, dtype=torch.int64, device="meta")
+    rows = torch.empty(64, 1 << 16, dtype=torch.int32, device="meta")
+    for name, out in (("out", True), ("in", False)):
+        yield (
+            f"blocks {name}",
+            partial(move_blocks, numbers, numbers, numbers, numbers, rows, largest=1 << 14, out=out),
+        )
+
+
+def _rope() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Llama's heads over every type of cache."""
+    device = torch.device("meta")
+    fused = torch.empty(2, 48, 128, dtype=torch.bfloat16, device=device)
+    q, k, v = torch.split(fused, [32, 8, 8], dim=1)
+    angles = torch.empty(2, 64, device=device)
+    slots = torch.empty(2, dtype=torch.int64, device=device)
+    for kind in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+        cache = allocate_layer(
+            num_blocks=1,
+            block_size=16,
+            num_heads=8,
+            key_dim=128,
+            value_dim=128,
+            shared_value_dim=0,
+            dtype=kind,
+            device=device,
+        )
+        name = f"rope and store, {str(kind).removeprefix('torch.')}"
+        yield name, partial(rope_and_store, q, k, v, angles, angles, slots, cache)
+
+
+def _sampling() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every combination of options over Llama's vocabulary."""
+    yield "draw", partial(compile_draw, 128_256, torch.device("meta"))
+
+
+def variants(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Names, and what launches kernels in the shapes of real models, as on an architecture."""
+    others = (_activation, _adapters, _experts, _linear, _norm, _paged_cache, _rope, _sampling)
+    return chain(_attention(f"sm_{arch}"), *(operation() for operation in others))
