@@ -20,6 +20,7 @@ import llguidance.numpy
 import numpy as np
 from numpy.typing import NDArray
 
+from checkpoint.grammar_tokens import grammar_tokenizer_json
 from checkpoint.vocabulary import whole_tokenizer_json
 from contract.grammar_cost import PARSER_LIMITS
 from engine.sampling.closing import ClosingMark, EndFinder, first_mark, margin
@@ -249,7 +250,7 @@ class GrammarEngine:
         with self._loading:
             if self._tokenizer is None:
                 try:
-                    text = whole_tokenizer_json(self.checkpoint)
+                    text = grammar_tokenizer_json(whole_tokenizer_json(self.checkpoint))
                 except ConfigError as error:
                     raise GrammarError(f"grammar: guided decoding needs the tokenizer: {error}") from error
                 eos = self.eos_token_ids or None

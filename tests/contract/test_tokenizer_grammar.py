@@ -37,7 +37,7 @@ def test_both_name_the_same_back_end() -> None:
             response_format=JsonSchemaFormat(json.dumps({"oneOf": [{"type": "null"}, {"enum": [1]}]}))
         ),
         service.GrammarRequest(response_format=RegexFormat("a+/b")),
-        service.GrammarRequest(response_format=ChoiceFormat(("x", "y")), reasoning_open=True),
+        service.GrammarRequest(response_format=ChoiceFormat(("x", "y")), reasoning=service.Reasoning.OPEN),
         service.GrammarRequest(
             tools=service.ToolRules(tools=(TOOL,), mode=ToolChoiceMode.AUTO, parallel=True, format="hermes")
         ),

@@ -10,6 +10,7 @@ import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
+from checkpoint.grammar_tokens import grammar_tokenizer_json, is_tag
 from contract.grammar_cost import PARSER_LIMITS
 from tokenizer_svc.grammar.rules import LOG_LEVEL, endless_rules, logged
 from tokenizer_svc.grammar.schema.back_end_patterns import back_end_pattern, with_patterns
@@ -27,12 +28,15 @@ class Backend:
 
     def __init__(self, tokenizer_json: str, eos_token_ids: tuple[int, ...]) -> None:
         eos = list(eos_token_ids) or None
-        self._tokenizer = llguidance.LLTokenizer(tokenizer_json, eos_token=eos)
+        self._tokenizer = llguidance.LLTokenizer(grammar_tokenizer_json(tokenizer_json), eos_token=eos)
 
         added = json.loads(tokenizer_json).get("added_tokens", ())
-        # Added tokens that grammars can only name by id: the library does not match them as text.
+        # Control tokens, and others that a format of calls or thoughts may mean by their texts. Models write
+        # the token, so grammars name its id.
         self.named_tokens: dict[str, int] = {
-            token["content"]: token["id"] for token in added if self._tokenizer.is_special_token(token["id"])
+            token["content"]: token["id"]
+            for token in added
+            if token.get("special") or is_tag(token["content"])
         }
 
         # The same by their first character, with the lengths that there are.
@@ -42,8 +46,8 @@ class Backend:
             lengths.add(len(name))
             names.add(name)
 
-    def spells_control_token(self, grammar: str) -> bool:
-        """Whether the text of a control token stands in `grammar`, as it is or escaped."""
+    def spells_named_token(self, grammar: str) -> bool:
+        """Whether the text of a named token stands in `grammar`, as it is or escaped."""
         text = grammar.replace("\\", "")
         for first, (lengths, names) in self._names.items():
             place = text.find(first)

@@ -23,19 +23,20 @@ from contract.chat import (
     LarkFormat,
     RegexFormat,
     ResponseFormat,
+    ToolChoiceMode,
 )
 from contract.grammar import EnforcementReport
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.endless import Endless, needing_first_items, without_endless
 from tokenizer_svc.grammar.gbnf import gbnf_to_lark
-from tokenizer_svc.grammar.request import Built, GrammarRefused, GrammarRequest, WorkerReply
+from tokenizer_svc.grammar.request import Built, GrammarRefused, GrammarRequest, Reasoning, WorkerReply
 from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile_schema
 from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import MAX_REPAIRS, repair
 from tokenizer_svc.grammar.schema.unwritable import culprits, places
 from tokenizer_svc.grammar.tools import parameters_field, parameters_path, tool_grammars
-from tokenizer_svc.text.formats import THINK_CLOSE
+from tokenizer_svc.text.formats import THINK_CLOSE, THINK_OPEN
 
 # Turns on the flag that makes white space and comments of a regular expression layout.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
@@ -73,7 +74,7 @@ def _written(grammars: list[Grammar], backend: Backend, limits: PromptLimitsConf
     for _ in range(MAX_REPAIRS):
         try:
             payload = serialize(grammars)
-            if backend.spells_control_token(payload):
+            if backend.spells_named_token(payload):
                 payload = serialize(_unforced(grammars, backend))
         except UnicodeEncodeError:
             return "", "there is half a surrogate pair in it, which no text in UTF-8 holds"
@@ -273,18 +274,20 @@ def _grammars(
     else:
         assert answer is not None
         grammars = [{"name": "answer", **answer}]
-    if request.reasoning_open:
-        grammars = [_reasoning_first(grammars[0]["name"], token_ids), *grammars]
+    # Optional calls come after any text already, thoughts among it.
+    is_free = answer is None and request.tools is not None and request.tools.mode is ToolChoiceMode.AUTO
+    if request.reasoning is Reasoning.OPEN or (request.reasoning is Reasoning.OPTIONAL and not is_free):
+        grammars = [_reasoning_first(request.reasoning, grammars[0]["name"], token_ids), *grammars]
     return grammars, enforcement
 
 
 def _unforced(grammars: list[Grammar], backend: Backend) -> list[Grammar]:
-    """Text that spells a control token has to come in other tokens, but the library forces that one, and then
-    refuses it. Where such text is asked for it forces nothing.
+    """Text that spells a named token may come in other tokens, but the library forces tokens of its own
+    choice, and refuses control tokens then. Where such text is asked for it forces nothing.
     """
     asked = [each for each in grammars if each["name"] not in ("tool_calls", "reasoning")]
     first = grammars[0]
-    if not asked or not backend.spells_control_token(serialize(asked)):
+    if not asked or not backend.spells_named_token(serialize(asked)):
         return grammars
     if "lark_grammar" in first:
         return [{**first, "lark_grammar": _NO_FORCING + first["lark_grammar"]}, *grammars[1:]]
@@ -292,13 +295,17 @@ def _unforced(grammars: list[Grammar], backend: Backend) -> list[Grammar]:
     return [start, *grammars]
 
 
-def _reasoning_first(then: str, token_ids: Mapping[str, int]) -> Grammar:
+def _reasoning_first(reasoning: Reasoning, then: str, token_ids: Mapping[str, int]) -> Grammar:
     """Free text up to the end of the reasoning block, then the grammar called `then`."""
+    opens = f"<[{token_ids[THINK_OPEN]}]>" if THINK_OPEN in token_ids else f"/[ \\n]?{THINK_OPEN}/"
+    closes = f"<[{token_ids[THINK_CLOSE]}]>" if THINK_CLOSE in token_ids else json.dumps(THINK_CLOSE)
     if THINK_CLOSE in token_ids:
-        lark = f"start: TEXT <[{token_ids[THINK_CLOSE]}]> SPACE @{then}\nTEXT: /(.|\\n)*/\n"
+        escaped = THINK_CLOSE.replace("/", r"\/")
+        lark = f"thoughts: TEXT? {closes} SPACE\nTEXT: /(?s:.+)/ & ~/(?s:.*{escaped}.*)/\n"
     else:
-        lark = f'start: reasoning SPACE @{then}\nreasoning[lazy]: /(.|\\n)*/ "{THINK_CLOSE}"\n'
-    return {"name": "reasoning", "lark_grammar": lark + "SPACE: /[ \\n]{0,4}/\n"}
+        lark = f"thoughts: until_close SPACE\nuntil_close[lazy]: /(?s:.*)/ {closes}\n"
+    first = "thoughts" if reasoning is Reasoning.OPEN else f"({opens} thoughts)?"
+    return {"name": "reasoning", "lark_grammar": f"start: {first} @{then}\n{lark}SPACE: /[ \\n]{{0,4}}/\n"}
 
 
 def _answer(

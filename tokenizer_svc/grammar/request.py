@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ _BYTES = struct.Struct(">BI")
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the model may call; `parameters_json` is the schema of its arguments, "" for any object. A
+    """A tool that the model may call; `parameters_json` is the schema of its arguments, "" for none. A
     text, because numbers of JSON have any size and those of msgpack do not.
     """
 
@@ -35,7 +36,7 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> dict[str, Any] | None:
-        """The schema, read anew each time; None for any object."""
+        """The schema, read anew each time; None where there are none."""
         return json.loads(self.parameters_json) if self.parameters_json else None
 
 
@@ -49,13 +50,22 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     format: str
 
 
+class Reasoning(StrEnum):
+    """Whether free thoughts in `<think> … </think>` precede the constrained answer."""
+
+    NONE = "none"
+    # The prompt has opened the block.
+    OPEN = "open"
+    # The model may open one.
+    OPTIONAL = "optional"
+
+
 class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
     """Everything that a grammar depends on."""
 
     response_format: ResponseFormat | None = None
     tools: ToolRules | None = None
-    # The prompt leaves a <think> block open: free reasoning precedes the constrained answer.
-    reasoning_open: bool = False
+    reasoning: Reasoning = Reasoning.NONE
 
     @property
     def kind(self) -> str:

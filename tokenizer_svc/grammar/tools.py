@@ -178,11 +178,24 @@ def parameters_field(index: int) -> str:
     return f"tools[{index}].function.parameters"
 
 
+# Keywords beside which an empty list of properties means that there are none.
+_WITHOUT_ARGUMENTS = frozenset(
+    {"type", "properties", "required", "title", "description", "$schema", "strict"}
+)
+
+
 def _arguments_schema(
     tool: ToolSpec, index: int, max_depth: int, left_out: Mapping[str, str]
 ) -> tuple[object, EnforcementReport]:
     prefix = parameters_path(index)
-    schema = tool.parameters if tool.parameters is not None else {"type": "object"}
+    schema = tool.parameters or {"properties": {}}
+    if (
+        schema.get("properties") == {}
+        and not schema.get("required")
+        and _WITHOUT_ARGUMENTS.issuperset(schema)
+    ):
+        # The form in which clients say that there are no arguments; with others, models invent some.
+        schema = {**schema, "additionalProperties": False}
     if "type" not in schema and "$ref" not in schema:
         schema = {"type": "object", **schema}
     try:

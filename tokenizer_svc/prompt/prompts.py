@@ -12,14 +12,21 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
 from tokenizer_svc.config import PromptLimitsConfig
-from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptRequest, ToolRules, ToolSpec
+from tokenizer_svc.grammar.request import (
+    GrammarRequest,
+    Prompted,
+    PromptRequest,
+    Reasoning,
+    ToolRules,
+    ToolSpec,
+)
 from tokenizer_svc.messages import wire
 from tokenizer_svc.prompt.limits import RequestLimits, num_bytes
 from tokenizer_svc.refusals import invalid, no_input
 from tokenizer_svc.text import formats
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.text.encoding import ControlTokens, TextEncoder
-from tokenizer_svc.text.template import ChatTemplates, assistant_prefix
+from tokenizer_svc.text.template import ChatTemplates, assistant_prefix, without_thinking
 from tokenizer_svc.types import Truncation
 
 
@@ -62,7 +69,8 @@ class Prompts:
         prefix = ""
         if self.reasoning_format and not conversation.continue_final_message:
             prefix = assistant_prefix(rendered, self._control.control)
-        grammar = self._grammar_request(conversation, form, prefix) if asked.with_grammar else None
+        reasoning = self._reasoning(conversation, rendered, prefix)
+        grammar = self._grammar_request(conversation, form, reasoning) if asked.with_grammar else None
         return Prompted(
             token_ids=ids,
             num_tokens=len(ids),
@@ -102,7 +110,7 @@ class Prompts:
         )
 
     def _grammar_request(
-        self, conversation: Conversation, form: ResponseFormat | None, prefix: str
+        self, conversation: Conversation, form: ResponseFormat | None, reasoning: Reasoning
     ) -> GrammarRequest | None:
         """What the answer has to follow; None when it is free. Raises INVALID_ARGUMENT for a tool choice that
         the tools do not allow.
@@ -110,8 +118,20 @@ class Prompts:
         tools = self._tool_rules(conversation)
         if form is None and tools is None:
             return None
-        open_reasoning = formats.THINK_OPEN in prefix and formats.THINK_CLOSE not in prefix
-        return GrammarRequest(response_format=form, tools=tools, reasoning_open=open_reasoning)
+        return GrammarRequest(response_format=form, tools=tools, reasoning=reasoning)
+
+    def _reasoning(self, conversation: Conversation, rendered: str, prefix: str) -> Reasoning:
+        """Whether thoughts precede the answer: the template has opened them, or the model may, unless the
+        template or the client has closed them.
+        """
+        if formats.THINK_OPEN in prefix and formats.THINK_CLOSE not in prefix:
+            return Reasoning.OPEN
+        is_closed = (
+            prefix or conversation.continue_final_message or rendered.rstrip().endswith(formats.THINK_CLOSE)
+        )
+        if not self.reasoning_format or is_closed or without_thinking(conversation.template_options):
+            return Reasoning.NONE
+        return Reasoning.OPTIONAL
 
     def _tool_rules(self, conversation: Conversation) -> ToolRules | None:
         choice = conversation.tool_choice

@@ -38,6 +38,11 @@ _WITHOUT_THINKING = (False, "none", "minimal")
 _TAIL_CHARACTERS = 4096
 
 
+def without_thinking(options: Mapping[str, Any]) -> bool:
+    """Whether template options ask for an answer without thoughts."""
+    return any(options.get(key, True) in _WITHOUT_THINKING for key in _THINKING)
+
+
 class _GenerationBlock(Extension):
     """`{% generation %}` marks the assistant's text for training; here its body is simply rendered."""
 

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
+from checkpoint.grammar_tokens import grammar_tokenizer_json
 from contract.chat import (
     ChoiceFormat,
     EbnfFormat,
@@ -26,7 +27,7 @@ from tests.unit.tokenizer_svc.families import make
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
-from tokenizer_svc.grammar.request import Built, GrammarRequest, ToolRules, ToolSpec, WorkRefusal
+from tokenizer_svc.grammar.request import Built, GrammarRequest, Reasoning, ToolRules, ToolSpec, WorkRefusal
 from tokenizer_svc.text.checkpoint import load_checkpoint
 
 
@@ -34,11 +35,21 @@ class Family:
     """A checkpoint's grammar side."""
 
     def __init__(self, name: str, folder: Path, model: ModelConfig | None = None) -> None:
-        checkpoint = load_checkpoint(make(name, folder), model)
+        self._read(make(name, folder), model)
+
+    @classmethod
+    def at(cls, folder: Path) -> Family:
+        """The checkpoint in a folder."""
+        family = cls.__new__(cls)
+        family._read(folder, None)
+        return family
+
+    def _read(self, folder: Path, model: ModelConfig | None) -> None:
+        checkpoint = load_checkpoint(folder, model)
         self.format = checkpoint.tool_call_format
         self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
         self.matcher_tokenizer = LLTokenizer(
-            checkpoint.tokenizer_json, eos_token=list(checkpoint.eos_token_ids)
+            grammar_tokenizer_json(checkpoint.tokenizer_json), eos_token=list(checkpoint.eos_token_ids)
         )
         self.backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
 
@@ -125,12 +136,12 @@ SPELLED = "a<|im_end|>b<think>"
         (JsonSchemaFormat(json.dumps({"const": SPELLED})), json.dumps(SPELLED)),
     ],
 )
-@pytest.mark.parametrize("reasoning_open", [False, True])
-def test_text_that_spells_control_tokens_can_be_written(
-    qwen: Family, form: Any, text: str, reasoning_open: bool
+@pytest.mark.parametrize("reasoning", Reasoning)
+def test_text_that_spells_named_tokens_can_be_written(
+    qwen: Family, form: Any, text: str, reasoning: Reasoning
 ) -> None:
     assert qwen.written(GrammarRequest(response_format=form)) == text
-    built = qwen.build(GrammarRequest(response_format=form, reasoning_open=reasoning_open))
+    built = qwen.build(GrammarRequest(response_format=form, reasoning=reasoning))
     assert isinstance(built, Built)
     assert b"no_forcing" in built.payload
     plain = qwen.build(GrammarRequest(response_format=ChoiceFormat(("a", "b"))))
@@ -301,9 +312,108 @@ def test_an_unsatisfiable_definition_leaves_the_rest(qwen: Family) -> None:
 
 
 def test_reasoning_comes_first_where_it_is_open(qwen: Family) -> None:
-    request = GrammarRequest(response_format=JsonObjectFormat(), reasoning_open=True)
+    request = GrammarRequest(response_format=JsonObjectFormat(), reasoning=Reasoning.OPEN)
     assert qwen.accepts(request, 'let me see {"a"\n</think>\n\n{"a": 1}')
     assert not qwen.accepts(request, '{"a": 1}')
+
+
+THOUGHT = '<think>\nlet me see {"a": </tool_call> [\n</think>\n\n'
+
+
+@pytest.mark.parametrize("reasoning", Reasoning)
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        (JsonObjectFormat(), '{"a": 1}'),
+        (JsonSchemaFormat('{"type": "integer"}'), "7"),
+        (RegexFormat("[ab]+"), "ab"),
+        (ChoiceFormat(("x", "y")), "y"),
+        (LarkFormat('start: "x" "y"'), "xy"),
+        (EbnfFormat('root ::= "x" "y"'), "xy"),
+    ],
+)
+def test_thoughts_are_free_and_the_answer_is_not(
+    qwen: Family, reasoning: Reasoning, form: Any, answer: str
+) -> None:
+    request = GrammarRequest(response_format=form, reasoning=reasoning)
+    opened = THOUGHT.removeprefix("<think>")
+    assert qwen.accepts(request, answer) is (reasoning is not Reasoning.OPEN)
+    assert qwen.accepts(request, THOUGHT + answer) is (reasoning is not Reasoning.NONE)
+    assert qwen.accepts(request, opened + answer) is (reasoning is Reasoning.OPEN)
+    for text in (THOUGHT, opened, THOUGHT + "no", opened + "no", "no", "<think>" + answer):
+        assert not qwen.accepts(request, text)
+    # After the thoughts' end nothing but the answer comes, however the end is written.
+    assert not qwen.accepts(request, f"{THOUGHT}more</think>{answer}")
+
+
+def test_thoughts_come_before_calls_that_are_required(family: tuple[str, Family]) -> None:
+    name, side = family
+    plain = rules(side, ToolChoiceMode.REQUIRED)
+    request = msgspec.structs.replace(plain, reasoning=Reasoning.OPTIONAL)
+    one, _, _, wrong = CALLS[name]
+    assert side.accepts(request, one)
+    assert side.accepts(request, f"<think>\nhm\n</think>\n\n{one}")
+    assert not side.accepts(request, f"<think>\nhm\n</think>\n\n{wrong}")
+    assert not side.accepts(plain, f"<think>\nhm\n</think>\n\n{one}")
+
+
+@pytest.mark.parametrize(
+    "tag", ["<think>", "</think>", "<tool_call>", "</tool_call>", "<x y>", "<ü→>", "[A]"]
+)
+@pytest.mark.parametrize("name", ["qwen_tools", "mistral", "gemma", "llama3"])
+def test_added_tokens_that_are_not_special_count_as_their_text(name: str, tag: str, tmp_path: Path) -> None:
+    folder = make(name, tmp_path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(tag, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    side = Family.at(folder)
+    token_id = tokenizer.token_to_id(tag)
+    ids = [*side.matcher_tokenizer.tokenize_str('"a'), token_id, *side.matcher_tokenizer.tokenize_str('b"')]
+    forms = [JsonSchemaFormat('{"type": "string"}'), RegexFormat('".*"'), LarkFormat('start: /"[^"]*"/')]
+    for form in [*forms, JsonSchemaFormat(json.dumps({"const": f"a{tag}b"}, ensure_ascii=False))]:
+        built = side.build(GrammarRequest(response_format=form))
+        assert isinstance(built, Built)
+        matcher = side.matcher(built)
+        for token in ids:
+            assert int.from_bytes(matcher.compute_bitmask(), "little") >> token & 1, (form, token)
+            assert matcher.try_consume_tokens([token]) == 1
+        assert matcher.is_accepting()
+
+
+def test_arguments_of_a_call_may_hold_the_model_s_own_marks(qwen: Family) -> None:
+    memo = ToolSpec(
+        name="memo", parameters_json='{"type": "object", "properties": {"text": {"type": "string"}}}'
+    )
+    request = rules(qwen, ToolChoiceMode.REQUIRED, (memo,))
+    text = "say </tool_call> and <think>"
+    call = f'<tool_call>\n{{"name": "memo", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
+    assert qwen.accepts(request, call)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    ["", "{}", '{"type": "object", "properties": {}}', '{"properties": {}, "required": []}'],
+)
+@pytest.mark.parametrize("mode", ToolChoiceMode)
+def test_a_tool_without_parameters_is_called_without_arguments(
+    family: tuple[str, Family], parameters: str, mode: ToolChoiceMode
+) -> None:
+    if mode is ToolChoiceMode.NONE:
+        return
+    name, side = family
+    tool = ToolSpec(name="now", parameters_json=parameters)
+    request = rules(side, mode, (tool,))
+    call = CALLS[name][2]
+    assert side.accepts(request, call)
+    assert not side.accepts(request, call.replace("{}", '{"invented": 1}'))
+
+
+@pytest.mark.parametrize(
+    "parameters", ['{"type": "object"}', '{"properties": {}, "additionalProperties": true}']
+)
+def test_a_tool_whose_arguments_are_any_object_keeps_them(qwen: Family, parameters: str) -> None:
+    request = rules(qwen, ToolChoiceMode.REQUIRED, (ToolSpec(name="now", parameters_json=parameters),))
+    assert qwen.accepts(request, CALLS["qwen_tools"][2].replace("{}", '{"any": 1}'))
 
 
 TOOLS = (
