@@ -22,7 +22,7 @@ from gateway.auth.directory import KeyDirectory, Principal
 from gateway.auth.verifier import Arrival, CallerVerifier, context_of
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
-from gateway.types.caller import MAX_CLIENT_REQUEST_ID, Caller, Identity
+from gateway.types.request import MAX_CLIENT_REQUEST_ID, Caller, Identity
 from observability.emit import names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.tracing import RemoteSpan, Telemetry

@@ -24,14 +24,13 @@ from gateway.envoy.bootstrap import build
 from gateway.http.application import authorize, known
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.server import HttpServer
-from gateway.limits.counter import RequestCounter
-from gateway.limits.memory import MemoryLimitStore, unix_ms
-from gateway.limits.requests import RequestLimiter
+from gateway.limits.counter import RequestCounter, RequestLimiter
 from gateway.limits.servicer import RateLimitServicer
+from gateway.limits.store import MemoryLimitStore, unix_ms
 from gateway.pipeline.refusals import Refusals
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
-from gateway.types.caller import Caller
+from gateway.types.request import Caller
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -157,7 +156,7 @@ class Edge:
         )
         callers = HttpCallers(self._authorizer, verifier)
         self._face = known(callers, counter, self.faces.http)
-        ratelimit = RateLimitServicer(counter, Refusals(100).turn)
+        ratelimit = RateLimitServicer(counter, Refusals(100).throttle)
         self.grpc.add(
             rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
             ratelimit,

@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 import redis as sync_redis
 
-from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.store import (
     WINDOW_MS,
@@ -22,6 +21,7 @@ from gateway.limits.store import (
     LeaseReturn,
     LimitRefused,
     LimitStore,
+    MemoryLimitStore,
     MeterChange,
     MeterDemand,
     Settlement,
