@@ -244,7 +244,7 @@ async def test_many_at_once_never_pass_the_limit(store: LimitStore) -> None:
 
 async def test_short_windows_slide_in_real_time(store: LimitStore, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket_ms, num_buckets, limit = 10, 6, 40
-    for module in ("memory", "redis_store"):
+    for module in ("store", "redis_store"):
         monkeypatch.setattr(f"gateway.limits.{module}.BUCKET_MS", bucket_ms)
         monkeypatch.setattr(f"gateway.limits.{module}.NUM_BUCKETS", num_buckets)
     randomness = random.Random(1)

@@ -120,7 +120,7 @@ async def test_both_faces_tell_a_refusal_in_its_tenants_turn(monkeypatch: pytest
         tenants.append(tenant)
 
     async with deployed() as stack:
-        monkeypatch.setattr(stack.gateway._intake.refusals, "turn", turn)
+        monkeypatch.setattr(stack.gateway._intake.refusals, "throttle", turn)
         answer = await stack.chat(model="unknown")
         assert (answer.status_code, tenants) == (404, ["acme"])
         metadata = ((CONTEXT_HEADER, signed_context()), (TENANT_HEADER, "acme"))
@@ -141,7 +141,7 @@ async def test_a_refusal_that_waits_holds_nothing_large(monkeypatch: pytest.Monk
         await goes_on.wait()
 
     async with deployed() as stack:
-        monkeypatch.setattr(stack.gateway._intake.refusals, "turn", turn)
+        monkeypatch.setattr(stack.gateway._intake.refusals, "throttle", turn)
         url = f"http://127.0.0.1:{stack.gateway.http.port}/v1/chat/completions"
         # The client is a process of its own, so that what is held is the gateway's.
         client = await asyncio.create_subprocess_exec(
@@ -163,7 +163,7 @@ async def test_paths_that_are_not_served_wait_and_failures_of_this_side_do_not(
         told.append(tenant)
 
     async with deployed() as stack:
-        monkeypatch.setattr(stack.gateway._intake.refusals, "turn", turn)
+        monkeypatch.setattr(stack.gateway._intake.refusals, "throttle", turn)
         assert (await stack.http.post("/v1/embeddings", json={})).status_code == 404
         assert (await stack.http.get("/v1/chat/completions")).status_code == 405
         assert told == ["acme", "acme"]
