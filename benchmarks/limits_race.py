@@ -26,12 +26,12 @@ from benchmarks.engine.report import Row, options, publish
 from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory
 from gateway.config import LimitsConfig
+from gateway.limits.counter import RequestLimiter
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.prices import Prices
 from gateway.limits.redis_store import RedisLimitStore
-from gateway.limits.requests import RequestLimiter
 from gateway.settings import load_settings
-from gateway.types.caller import Identity
+from gateway.types.request import Identity
 
 REQUESTS_PER_MINUTE = 3000
 TOKENS_PER_MINUTE = 200_000

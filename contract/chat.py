@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-# What the id of an answer begins with at the OpenAI face; the request's id follows.
+# Beginnings of an answer's id at the OpenAI face; the request's id follows.
 CHAT_ID = "chatcmpl-"
 COMPLETION_ID = "cmpl-"
 

@@ -91,7 +91,7 @@ class Reason(StrEnum):
     INTERNAL = "INTERNAL", _BROKEN, "server_error"
 
 
-# What a client has sent is echoed up to here, in characters of a whole message.
+# Longest message, in characters: it may repeat what a client has sent, which has any length.
 MAX_MESSAGE = 2048
 MAX_FIELD = 256
 # Domain of google.rpc.ErrorInfo in every status of this suite.

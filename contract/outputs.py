@@ -57,7 +57,7 @@ class EngineTime(msgspec.Struct):
     decode_s: float = 0.0
     # Drafts that were verified and thrown away.
     speculative_waste_s: float = 0.0
-    # What was lost by preemptions and failed steps, and computed again.
+    # Time for computing again what preemptions and failed steps had lost.
     recompute_s: float = 0.0
 
     @property
@@ -80,9 +80,9 @@ class ChoiceStatistics(msgspec.Struct):
     accepted_tokens: int = 0
     decode_s: float = 0.0
     grammar_s: float = 0.0
-    # Of candidates and beams: computed for the request and not returned; told with its first choice.
+    # Tokens of candidates and beams, which are computed and not returned; reported with the first choice.
     candidate_tokens: int = 0
-    # Of the whole request, since a choice of it ended before.
+    # The whole request's, since the last choice before this one ended.
     engine_time: EngineTime = msgspec.field(default_factory=EngineTime)
     # Named cause to seconds lost.
     delayed_by_s: dict[str, float] = {}
@@ -95,5 +95,5 @@ class ChoiceStatistics(msgspec.Struct):
             self.delayed_by_s[cause] = self.delayed_by_s.get(cause, 0.0) + seconds
 
 
-# What is told of a choice; the causes of delay come last.
+# Numbers that an engine reports of a choice; the causes of delay come last.
 NUMBERS: tuple[str, ...] = ChoiceStatistics.__struct_fields__

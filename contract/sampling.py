@@ -18,7 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGIT_BIAS = 1024
 
-# What an option belongs to: how one token is drawn, one choice, or the request as a whole.
+# Scope of an option: how one token is drawn, one choice, or the request as a whole.
 Per: TypeAlias = Literal["token", "choice", "request"]
 
 
@@ -29,7 +29,7 @@ class Limits(msgspec.Struct, frozen=True):
     minimum: float = -math.inf
     maximum: float = math.inf
 
-    def hold(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Whether `value` is allowed; NaN is not."""
         return self.minimum <= value <= self.maximum
 
@@ -187,7 +187,7 @@ def check(options: SamplingOptions | SamplingParams, refuse: Refuse) -> None:
         raise refuse("logit_bias", f"{len(options.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}")
     bounds = OPTIONS["logit_bias"].limits
     for token_id, bias in options.logit_bias.items():
-        if not bounds.hold(bias):
+        if not bounds.contains(bias):
             raise refuse(
                 "logit_bias",
                 f"{bias:g} for token {token_id} is not between {bounds.minimum} and {bounds.maximum}",

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
 # How long a gateway that can serve waits for engines of further models before it says so.
 _ALL_MODELS_S = 10.0
-# What it may take to tell every client that its stream ends here.
+# Longest time to send every client the end of its stream.
 _FAREWELL_S = 2.0
 
 
@@ -68,7 +68,7 @@ class Gateway:
         self._tokenizer = TokenizerClient(
             self._config.tokenizer,
             silence_limit_s=settings.health.silence_limit_s,
-            pace=self._intake.pace,
+            pauses=self._intake.slices,
         )
         self._edge = Edge(settings, telemetry, metrics, self._intake.refusals, error_forms)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
@@ -214,16 +214,16 @@ class Gateway:
         await follow(self._lookup, self._fleet.set_targets, self._config.discovery_interval_s)
 
     async def _follow_readiness(self) -> None:
-        serving, told = False, set[str]()
+        serving, reported = False, set[str]()
         while True:
             ready = not self.not_ready()
             if ready is not serving:
                 await self.grpc.set_serving(ready)
                 serving = ready
             askable = self._catalog.askable
-            for key in told ^ askable:
+            for key in reported ^ askable:
                 await self.grpc.set_health(f"{MODEL_HEALTH}{key}", key in askable)
-            told = askable
+            reported = askable
             await self._fleet.wait_change(1.0)
 
     @property

@@ -58,8 +58,8 @@ class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt: NonNegativeFloat = 0.0
     cached_prompt: NonNegativeFloat = 0.0
     completion: NonNegativeFloat = 0.0
-    # What an hour of an engine costs you, in currency units: `millrace usage` shows what requests took of it
-    # beside what they were charged. Nobody is charged by it.
+    # Cost of an hour of an engine to you, in currency units: `millrace usage` shows the share of it that
+    # requests took beside what they were charged. Nobody is charged by it.
     engine_hour: NonNegativeFloat = 0.0
 
 

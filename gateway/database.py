@@ -52,7 +52,7 @@ def open_database(url: str, prepare: Callable[[Engine], None], *, key: str) -> E
         is_sqlite = parsed.get_backend_name() == "sqlite"
         if is_sqlite and parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        # What the URL says itself goes before.
+        # Options in the URL win over ours.
         patience = {name: value for name, value in _SILENCE.items() if name not in parsed.query}
         # A connection that the server closed meanwhile is replaced instead of failing the next write.
         engine = create_engine(
@@ -99,8 +99,7 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
     # because switching to the log takes the lock too.
     connection.execute("PRAGMA busy_timeout=5000")
     _use_write_ahead_log(connection)
-    # What is committed survives the death of the process; the last commits may be lost when the machine loses
-    # power.
+    # Commits survive the death of the process; the last ones may be lost when the machine loses power.
     connection.execute("PRAGMA synchronous=NORMAL")
 
 

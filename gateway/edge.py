@@ -17,16 +17,13 @@ from gateway.auth.key_watch import KeyWatch
 from gateway.config import LedgerConfig, LimitsConfig
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.writer import LedgerWriter
-from gateway.limits.counter import RequestCounter
-from gateway.limits.limiter import TokenLimiter
-from gateway.limits.memory import MemoryLimitStore
+from gateway.limits.counter import RequestCounter, RequestLimiter
+from gateway.limits.limiter import Charges, Reservation, TokenLimiter
 from gateway.limits.prices import Prices
 from gateway.limits.redis_store import RedisLimitStore
-from gateway.limits.requests import RequestLimiter
-from gateway.limits.reservation import Holds, Reservation
 from gateway.limits.resilient import ResilientLimitStore
 from gateway.limits.servicer import RateLimitServicer
-from gateway.limits.store import LimitStore
+from gateway.limits.store import LimitStore, MemoryLimitStore
 from gateway.pipeline.ports import FinishedRequest, Ledger, OpenEntry, Unkept
 from gateway.pipeline.refusals import Refusals
 from gateway.settings import Settings, priced
@@ -59,7 +56,7 @@ class Edge:
         self._key_watch = _key_watch(settings, self.directory)
         self.prices = Prices(priced(settings.gateway, settings.models))
         self.ledger = ledger(settings.gateway.ledger, self.prices, metrics)
-        # What is told of requests: spans, counters, ledger.
+        # Runs what records requests (spans, counters, ledger) after their answers have left.
         self.deferred = Deferred()
         self._store = limit_store(settings.gateway.limits, metrics, self._month_sums)
         self.limiter = TokenLimiter(self._store, self.directory, self.prices, settings.gateway.limits)
@@ -74,7 +71,7 @@ class Edge:
             error_forms,
         )
         self.counter = RequestCounter(RequestLimiter(self._store, self.directory), telemetry, metrics)
-        self._ratelimit = RateLimitServicer(self.counter, refusals.turn, error_forms)
+        self._ratelimit = RateLimitServicer(self.counter, refusals.throttle, error_forms)
         self._recovery: asyncio.Task[None] | None = None
 
     def register(self, server: GrpcServer) -> None:
@@ -132,8 +129,8 @@ class Edge:
         found = await asyncio.to_thread(ledger.recover)
         for left in found:
             for each in left.kept:
-                if each.holds is not None and isinstance(self._store, ResilientLimitStore):
-                    await Reservation(self.limiter, each.holds, 0).settle(
+                if each.charges is not None and isinstance(self._store, ResilientLimitStore):
+                    await Reservation(self.limiter, each.charges).settle(
                         each.request.prompt_tokens,
                         each.request.billed_tokens,
                         cached_prompt_tokens=each.request.cached_prompt_tokens,
@@ -161,7 +158,7 @@ class Edge:
 class NoLedger:
     """Keeps nothing; for deployments that set `gateway.ledger.url` to ""."""
 
-    def begin(self, request: FinishedRequest, holds: Holds) -> OpenEntry:
+    def begin(self, request: FinishedRequest, charges: Charges) -> OpenEntry:
         """Drops it."""
         return Unkept(request.entry_id)
 

@@ -10,7 +10,7 @@ import msgspec
 from contract.errors import MillraceError, Reason
 from gateway.config import TenantConfig, TierConfig
 from gateway.settings import OWN_TIER_ALIASES, Settings
-from gateway.types.caller import Identity
+from gateway.types.request import Identity
 
 _NO_TENANT = TenantConfig()
 

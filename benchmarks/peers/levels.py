@@ -1,4 +1,4 @@
-"""Holds peers to the level of instructions that ours is forced to (NATIVE_KERNELS_LEVEL).
+"""Charges peers to the level of instructions that ours is forced to (NATIVE_KERNELS_LEVEL).
 
 oneDNN, torch and MKL take a limit from the environment, and llama.cpp is built for a level. What a peer
 chooses by the processor itself cannot be held: `NOT_HELD` says so, and tables repeat it.
@@ -63,7 +63,7 @@ def held_variables() -> Mapping[str, str]:
 
 
 def hold_this_process() -> None:
-    """Holds torch here; to be called before its first product."""
+    """Charges torch here; to be called before its first product."""
     os.environ.update(held_variables())
 
 

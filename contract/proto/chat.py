@@ -36,9 +36,9 @@ _MODE_OF = {number: mode for mode, number in _MODES.items()}
 # Fields of a message that most messages do not have.
 _TURN_TEXTS = ("name", "tool_call_id", "reasoning")
 
-# Of documents and of template options. Protobuf reads no message that is nested more than a hundred levels
-# deep, of which each level here takes up to three: the reader would end the stream, and everybody's calls
-# with it. A value takes Python some microseconds.
+# Deepest nesting of documents and of template options. Protobuf reads no message that is nested more than a
+# hundred levels deep, of which each level here takes up to three: the reader would end the stream, and
+# everybody's calls with it. A value takes Python some microseconds.
 _MAX_NESTING = 16
 _MAX_VALUES = 16 * 1024
 
@@ -181,7 +181,7 @@ def _whole_numbers(value: Any) -> Any:
 def format_fields(form: ResponseFormat) -> dict[str, Any]:
     """The fields of a response format's message."""
     kind, fields = str(form.__struct_config__.tag), asdict(form)
-    # What is one text is that text in the message.
+    # Formats that consist of one text are that text in the message.
     return {kind: next(iter(fields.values())) if kind in ("regex", "lark", "ebnf") else fields}
 
 

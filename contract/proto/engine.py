@@ -49,7 +49,7 @@ def _exact(value: float) -> float:
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """Every option set, so that no default of the receiver's matters."""
     found: dict[str, Any] = dict(zip(SCALARS, scalars_of(params), strict=True))
-    # What 32 bits would round to 0, which no engine accepts, keeps the likeliest token just the same.
+    # The wire's 32 bits would round less to 0, which engines refuse; either keeps the likeliest token alone.
     found["top_p"] = max(params.top_p, _SMALLEST_FLOAT)
     found["logit_bias"] = params.logit_bias
     found["allowed_token_ids"] = params.allowed_token_ids

@@ -20,8 +20,8 @@ from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.auth.verifier import Arrival, CallerVerifier, context_of
 from gateway.tiers import Tiers
-from gateway.types.caller import MAX_CLIENT_REQUEST_ID, Caller, Identity
 from gateway.types.error_form import ErrorForms
+from gateway.types.request import MAX_CLIENT_REQUEST_ID, Caller, Identity
 from observability.emit import names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.tracing import RemoteSpan, Telemetry

@@ -99,7 +99,7 @@ class KeyDirectory:
         if entry.expires_unix_s is not None and self._clock() >= entry.expires_unix_s:
             raise _invalid(f"the API key {entry.id} has expired; use another one")
         if not self._may_use(entry.tenant, key.principal.tier):
-            # Of the store: the agreement is older than the configuration.
+            # The key was stored while its tenant had this tier, which the configuration has taken away since.
             raise MillraceError(
                 Reason.TIER_NOT_ALLOWED,
                 f"the API key {entry.id} is of tier {entry.tier!r}, which tenant {entry.tenant} may not use; "

@@ -84,11 +84,11 @@ class KeyWatch:
             return
         self._reading = None
         try:
-            self._take(reading.result())
+            self._apply(reading.result())
         except SQLAlchemyError as error:
             self._note_unread(str(error))
 
-    def _take(self, read: _Reading) -> None:
+    def _apply(self, read: _Reading) -> None:
         if read.entries is not None:
             self._directory.replace_stored(read.entries)
             self._revision = read.revision
@@ -110,7 +110,7 @@ class KeyWatch:
         future: asyncio.Future[_Reading] = loop.create_future()
         known = self._revision
 
-        def tell(read: _Reading | Exception) -> None:
+        def report(read: _Reading | Exception) -> None:
             if isinstance(read, Exception):
                 future.set_exception(read)
             else:
@@ -124,7 +124,7 @@ class KeyWatch:
                 read = error
             with contextlib.suppress(RuntimeError):
                 # The loop may have ended meanwhile.
-                loop.call_soon_threadsafe(tell, read)
+                loop.call_soon_threadsafe(report, read)
 
         threading.Thread(target=run, name="key-watch", daemon=True).start()
         return future

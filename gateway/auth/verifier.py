@@ -11,7 +11,7 @@ from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
 from gateway.tiers import Tier, Tiers
-from gateway.types.caller import MAX_CLIENT_REQUEST_ID, Caller, Identity
+from gateway.types.request import MAX_CLIENT_REQUEST_ID, Caller, Identity
 from observability.emit.tracing import RemoteSpan, RequestIdentity
 from runtime.config import SecurityConfig
 from runtime.context import CONTEXT_HEADER, from_header, sign, verify
@@ -69,7 +69,7 @@ def context_of(identity: Identity, tier: Tier, *, tenant_weight: float) -> conte
     return context
 
 
-# What is longer is no count of retries.
+# A count of retries: clients send it, so nothing longer is read as a number.
 _IS_COUNT = re.compile(r"[0-9]{1,4}").fullmatch
 
 
@@ -81,7 +81,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""
     tracestate: str = ""
     client_request_id: str = ""
-    # As SDKs count: a number in digits.
+    # The header in which SDKs count their retries: digits, or whatever a client sends.
     retries: str = ""
     # The client's own deadline, from now; the earlier of it and the edge's counts.
     timeout_s: float | None = None

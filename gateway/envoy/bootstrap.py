@@ -28,7 +28,7 @@ from runtime.errors import ConfigError
 
 Profile = Literal["local", "compose", "kubernetes"]
 
-# What differs between the places where Envoy runs; the file's own [envoy] table wins over these.
+# Settings of Envoy by where it runs; the file's own [envoy] table wins over these.
 _CONTAINER = {
     "listen": "0.0.0.0:8080",
     "metrics_listen": "0.0.0.0:9902",
@@ -131,7 +131,7 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-# What every expression of the template gives is written as JSON.
+# Values are written into the template as JSON, so that no text can end its field.
 _TEMPLATES = Environment(
     loader=PackageLoader("gateway.envoy", "."),
     finalize=_json,

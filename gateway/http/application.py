@@ -16,7 +16,7 @@ from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorize
 from gateway.http.errors import not_found, unexpected
 from gateway.http.exchange import Exchange, Handler, Receive, Send
 from gateway.limits.counter import RequestCounter, exceeded_headers
-from gateway.pipeline.intake import LARGE_BYTES, Hold, Intake
+from gateway.pipeline.intake import LARGE_BYTES, ByteLease, Intake
 from gateway.pipeline.refusals import is_the_callers
 from gateway.types.error_form import ErrorForms
 from observability.emit.metrics import Metrics
@@ -72,13 +72,13 @@ class AsgiApplication:
             await self._read(exchange, num_bytes, None)
         elif self._is_taken(exchange, self._callers, num_bytes):
             tenant = exchange.verified_caller.identity.tenant
-            with self._intake.hold(tenant) as hold:
+            with self._intake.lease(tenant) as hold:
                 await self._read(exchange, num_bytes, hold)
         else:
             exchange.refuse_body(num_bytes or 0)
             await self._handler(exchange)
 
-    async def _read(self, exchange: Exchange, num_bytes: int | None, hold: Hold | None) -> None:
+    async def _read(self, exchange: Exchange, num_bytes: int | None, hold: ByteLease | None) -> None:
         if num_bytes is not None and num_bytes > self._body_limit:
             exchange.refuse_body(num_bytes)
         else:
@@ -110,7 +110,7 @@ class AsgiApplication:
         if exchange.begun:
             return
         if exchange.caller is not None and is_the_callers(told):
-            await self._intake.refusals.turn(exchange.caller.identity.tenant)
+            await self._intake.refusals.throttle(exchange.caller.identity.tenant)
         await exchange.respond_error(told)
 
 

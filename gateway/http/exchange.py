@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from contract.errors import MillraceError, Reason, unsupported
 from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, HttpCallers, header_value
-from gateway.pipeline.intake import Hold
-from gateway.types.caller import Caller
+from gateway.pipeline.intake import ByteLease
 from gateway.types.error_form import ErrorForm
+from gateway.types.request import Caller
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 Headers: TypeAlias = list[tuple[bytes, bytes]]
@@ -104,10 +104,10 @@ class Exchange:
         """Whether more came, or was declared, than the limit of the body."""
         return self.num_body_bytes > self.body_limit
 
-    async def read_body(self, hold: Hold | None = None) -> None:
+    async def read_body(self, hold: ByteLease | None = None) -> None:
         """Reads the body to its end, or until it is too large; sets `client_gone` where there is no end.
 
-        Raises as `Hold.grow_by_body` does where there is no room for what comes.
+        Raises as `ByteLease.grow_by_body` does where there is no room for what comes.
         """
         more = True
         while more and not self.too_large:
@@ -126,7 +126,7 @@ class Exchange:
             self._closes = True
             self._body_follows = more
 
-    def _hold(self, hold: Hold, num_bytes: int) -> None:
+    def _hold(self, hold: ByteLease, num_bytes: int) -> None:
         try:
             hold.grow_by_body(num_bytes)
         except MillraceError:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.limits.reservation import Holds
+from gateway.limits.limiter import Charges
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Progress
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _ROOM_BYTES = 8 << 20
 _RETRY_S = 1.0
 # Passes by itself; whatever else keeps a file from being made is a matter of configuration.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# What a file begins with: how many requests its owner could not write down, and the database does not have.
+# Head of a file: how many requests its owner could not write down, and the database does not have.
 _MISSING = struct.Struct("<I")
 # Length of what follows it, and whether that is a whole row.
 _HEAD = struct.Struct("<IB")
@@ -53,7 +53,8 @@ class Kept(msgspec.Struct):
     """A request, and what it holds of the limits if it is not settled."""
 
     request: FinishedRequest
-    holds: Holds | None = None
+    # Files of earlier versions have it under this name.
+    charges: Charges | None = msgspec.field(default=None, name="holds")
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -63,21 +64,21 @@ _decode = msgspec.msgpack.Decoder(Kept).decode
 class JournalEntry:
     """A request in the journal that has not ended, or is not settled with the limits."""
 
-    __slots__ = ("_journal", "_kept", "_told", "entry_id", "has_ended", "is_settled", "offset")
+    __slots__ = ("_journal", "_kept", "_recorded", "entry_id", "has_ended", "is_settled", "offset")
 
     def __init__(self, journal: Journal, kept: Kept) -> None:
         self.entry_id = kept.request.entry_id
-        # Of the record in the file; -1 while it is not there.
+        # Where the record begins in the file; -1 while it is not there.
         self.offset = -1
         self.has_ended = self.is_settled = False
         self._journal = journal
         self._kept = kept
-        self._told = Progress()
+        self._recorded = Progress()
 
-    def told(self, progress: Progress) -> None:
+    def record(self, progress: Progress) -> None:
         """What the next chunk tells, before it leaves."""
-        if progress != self._told:
-            self._told = progress
+        if progress != self._recorded:
+            self._recorded = progress
             self._journal.overwrite(self)
 
     def extended(self) -> None:
@@ -90,7 +91,7 @@ class JournalEntry:
         self._journal.overwrite(self)
 
     @property
-    def record(self) -> bytes:
+    def encoded(self) -> bytes:
         """As it stands in the file."""
         payload = self.progress + _encode(self._kept)
         return _HEAD.pack(len(payload), 0) + payload
@@ -98,7 +99,7 @@ class JournalEntry:
     @property
     def progress(self) -> bytes:
         """What is told of it, as it stands behind the record's head."""
-        *tokens, outcome = self._told
+        *tokens, outcome = self._recorded
         return _PROGRESS.pack(*tokens, _OUTCOMES.get(outcome, 0), self.is_settled)
 
 
@@ -111,7 +112,7 @@ class Journal:
         # Requests that are open, and rows that the database does not have yet, by entry.
         self._open: dict[str, JournalEntry] = {}
         self._rows: dict[str, bytes] = {}
-        # What of them is not in the file.
+        # Entries that could not be written into the file.
         self._missing: set[str] = set()
         # The event loop adds, the ledger's thread forgets.
         self._lock = threading.Lock()
@@ -129,9 +130,9 @@ class Journal:
             self._cannot_write(error)
             self._borrow(folder)
 
-    def begin(self, request: FinishedRequest, holds: Holds) -> JournalEntry:
+    def begin(self, request: FinishedRequest, charges: Charges) -> JournalEntry:
         """Writes down a request that is accepted; what is known of it is what an interruption leaves."""
-        entry = JournalEntry(self, Kept(request, holds))
+        entry = JournalEntry(self, Kept(request, charges))
         self.add(entry)
         return entry
 
@@ -142,7 +143,7 @@ class Journal:
                 self._compact()
             self._open[entry.entry_id] = entry
             # One that is there stays, where there is no room for another.
-            entry.offset = max(entry.offset, self._append(entry, entry.record))
+            entry.offset = max(entry.offset, self._append(entry, entry.encoded))
 
     def overwrite(self, entry: JournalEntry) -> None:
         """Writes what is told of a request over what was."""
@@ -224,7 +225,7 @@ class Journal:
     def _compact(self) -> None:
         """Goes on with a new file that has what is still needed."""
         # A row counts more than what is before it.
-        records = [*(entry.record for entry in self._open.values()), *self._rows.values()]
+        records = [*(entry.encoded for entry in self._open.values()), *self._rows.values()]
         try:
             new = _write_anew(self._path, b"".join(records))
         except OSError as error:
@@ -338,7 +339,7 @@ def _interrupted(kept: Kept, progress: bytes, ended_unix_ms: int) -> Kept:
         completion_tokens=completion,
         candidate_tokens=candidates,
     )
-    return Kept(request, None if is_settled else kept.holds)
+    return Kept(request, None if is_settled else kept.charges)
 
 
 def _remove(path: Path) -> None:

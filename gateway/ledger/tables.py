@@ -35,7 +35,7 @@ REQUESTS = Table(
     Column("num_retries", Integer, nullable=False, server_default="0"),
     Column("guided", String(16), nullable=False, server_default=""),
     Column("adapter", String(256), nullable=False, server_default=""),
-    # What it took beside the plain way.
+    # See FinishedRequest.path.
     Column("path", String(80), nullable=False, server_default=""),
     Column("outcome", String(64), nullable=False),
     Column("prompt_tokens", Integer, nullable=False),

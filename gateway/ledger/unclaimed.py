@@ -1,6 +1,6 @@
-"""What engines computed for a gateway that is gone, beyond what it told: in the books, and charged to nobody.
+"""What engines computed for a gateway that is gone, beyond what it sent: in the books, and charged to nobody.
 
-Engines say it to every other gateway: how much there was of each request. How much of that was told is in the
+Engines say it to every other gateway: how much there was of each request. How much of that was sent is in the
 row that the journal leaves; whoever finds that row writes the difference, so it counts once however many do.
 """
 
@@ -15,9 +15,9 @@ from sqlalchemy import Engine, bindparam, select, update
 from gateway.ledger.tables import REQUESTS
 from gateway.pipeline.ports import INTERRUPTED
 
-# How long a row is looked for: most were written by a gateway that has told everything, and never come.
+# How long a row is looked for: most were written by a gateway that has sent everything, and never come.
 _KEPT_S = 120.0
-# Of one statement; databases have limits.
+# Most parameters in one statement; databases have limits.
 _MAX_PARAMETERS = 1000
 
 _C = REQUESTS.c
@@ -48,7 +48,7 @@ class UnclaimedTokens:
                 self._waiting[entry_id] = (max(known, num_tokens), until_s)
 
     def write(self) -> None:
-        """Writes what nobody was told of the requests whose rows are there; raises SQLAlchemyError."""
+        """Writes what nobody was sent of the requests whose rows are there; raises SQLAlchemyError."""
         now_s = time.monotonic()
         with self._lock:
             waiting = {entry_id: each for entry_id, each in self._waiting.items() if each[1] > now_s}
@@ -59,11 +59,11 @@ class UnclaimedTokens:
                 query = select(_C.entry_id, _TOLD).where(
                     _C.entry_id.in_(ids[first : first + _MAX_PARAMETERS]), _C.outcome == INTERRUPTED
                 )
-                told: dict[str, int] = {each[0]: each[1] for each in connection.execute(query)}
-                rows = [{"entry": each, "num_tokens": waiting[each][0] - told[each]} for each in told]
+                sent: dict[str, int] = {each[0]: each[1] for each in connection.execute(query)}
+                rows = [{"entry": each, "num_tokens": waiting[each][0] - sent[each]} for each in sent]
                 if rows:
                     connection.execute(_WRITE, rows)
-            self._forget({each: waiting[each] for each in told})
+            self._forget({each: waiting[each] for each in sent})
 
     def _forget(self, written: Mapping[str, tuple[int, float]]) -> None:
         with self._lock:

@@ -28,7 +28,7 @@ _BUCKET: ColumnElement[str] = case(
     else_=literal_column(f"'{length_bucket(LENGTH_BOUNDS[-1] + 1)}'"),
 )
 
-# What rows can be grouped by. Days are whole days since the epoch, in UTC.
+# Columns by which rows can be grouped. Days are whole days since the epoch, in UTC.
 DIMENSIONS: dict[str, ColumnElement[Any]] = {
     "tenant": REQUESTS.c.tenant,
     "tier": REQUESTS.c.tier,
@@ -41,13 +41,14 @@ DIMENSIONS: dict[str, ColumnElement[Any]] = {
     "adapter": REQUESTS.c.adapter,
     "retries": REQUESTS.c.num_retries,
     "client-request": REQUESTS.c.client_request_id,
-    # Of the prompt's length.
+    # Range of lengths that the prompt's falls into.
     "bucket": _BUCKET,
     "day": REQUESTS.c.ended_unix_ms - REQUESTS.c.ended_unix_ms % _DAY_MS,
 }
 
 _C = REQUESTS.c
-# What is shown of each group: times in milliseconds, cost in currency units. PostgreSQL's sums are decimals.
+# Numbers of each group: times in milliseconds, cost in currency units. The types are named, because
+# PostgreSQL's sums are decimals.
 NUMBERS: dict[str, tuple[ColumnElement[Any], Callable[[Any], int | float]]] = {
     "num_requests": (func.count(), int),
     # Prompt tokens that were computed; those from the prefix cache are in `cached_prompt_tokens`.

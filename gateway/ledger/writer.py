@@ -19,8 +19,8 @@ from gateway.ledger.journal import Journal, Left, left_behind
 from gateway.ledger.tables import REQUESTS
 from gateway.ledger.unclaimed import UnclaimedTokens
 from gateway.ledger.usage import month_sums
+from gateway.limits.limiter import Charges
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
-from gateway.limits.reservation import Holds
 from gateway.limits.store import month_of
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, OpenEntry, Unkept
 from observability.emit import names
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 # How long the process waits for the last entries to be written.
 _LAST_WRITE_S = 10.0
-# Of one statement; databases have limits.
+# Most parameters in one statement; databases have limits.
 _MAX_PARAMETERS = 1000
 
 
@@ -79,9 +79,9 @@ class LedgerWriter:
         self._thread = threading.Thread(target=self._write_forever, name="ledger", daemon=True)
         self._thread.start()
 
-    def begin(self, request: FinishedRequest, holds: Holds) -> OpenEntry:
+    def begin(self, request: FinishedRequest, charges: Charges) -> OpenEntry:
         """Puts a request that is accepted into the journal; called from the event loop."""
-        return Unkept(request.entry_id) if self._journal is None else self._journal.begin(request, holds)
+        return Unkept(request.entry_id) if self._journal is None else self._journal.begin(request, charges)
 
     def record(self, request: FinishedRequest) -> None:
         """Queues one entry; called from the event loop."""

@@ -1,18 +1,81 @@
-"""Requests per minute as both faces count them: with a span, and with what refusals tell."""
+"""Requests per minute of tenants and keys, as both faces count them: with a span, and with what refusals say.
+
+The sum admitted in any 60 s never passes the limit.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from contract.errors import MillraceError, Reason
-from gateway.limits.requests import RequestLimiter
+from gateway.limits.limiter import WindowView, window_headers
+from gateway.limits.refusals import limits_unavailable
+from gateway.limits.store import (
+    Demand,
+    LimitDirectory,
+    LimitRefused,
+    LimitStore,
+    Scope,
+    StoreLostError,
+    WindowDemand,
+    requests_key,
+    scopes_of,
+    unix_s,
+)
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
+
+
+class RequestLimiter:
+    """Counts each request once, against its tenant and its key, before anything else is spent on it."""
+
+    def __init__(
+        self, store: LimitStore, directory: LimitDirectory, *, clock: Callable[[], float] = unix_s
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._clock = clock
+
+    async def admit(self, tenant: str, key_id: str) -> dict[str, str]:
+        """Counts a request; returns its `x-ratelimit-*-requests` headers.
+
+        Raises REQUEST_RATE_EXCEEDED with the time after which one fits, whose metadata `limit` is the limit
+        that refused, and LIMITS_UNAVAILABLE when the store is lost and the policy is to refuse.
+        """
+        scopes = [
+            (scope, scope.limits.requests_per_minute)
+            for scope in scopes_of(self._directory, tenant, key_id)
+            if scope.limits.requests_per_minute is not None
+        ]
+        if not scopes:
+            return {}
+        windows = tuple(WindowDemand(requests_key(scope), limit, 1) for scope, limit in scopes)
+        try:
+            outcome = await self._store.acquire(Demand(windows=windows))
+        except StoreLostError as error:
+            raise limits_unavailable() from error
+        if isinstance(outcome, LimitRefused):
+            raise _refusal(outcome, *scopes[outcome.index])
+        now_s = self._clock()
+        sums = zip(windows, outcome.window_sums, strict=True)
+        views = [WindowView(window.limit, used, now_s) for window, used in sums]
+        return window_headers("requests", views, now_s)
+
+
+def _refusal(refused: LimitRefused, scope: Scope, limit: int) -> MillraceError:
+    wait_s = (refused.retry_after_ms or 1000) / 1000
+    return MillraceError(
+        Reason.REQUEST_RATE_EXCEEDED,
+        f"{scope} may send {limit} requests a minute and has sent {refused.used}; retry in {wait_s:.1f} s",
+        metadata={"limit": str(limit), "scope": str(scope)},
+        retry_after_s=wait_s,
+    )
 
 
 class RequestCounter:

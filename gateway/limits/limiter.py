@@ -24,10 +24,8 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.config import LimitsConfig
-from gateway.limits.memory import unix_s
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.limits.refusals import is_cost_meter, limits_unavailable, refusal, stream_limit_name
-from gateway.limits.reservation import Holds, MeterHold, Reservation
 from gateway.limits.store import (
     WINDOW_MS,
     Demand,
@@ -36,6 +34,7 @@ from gateway.limits.store import (
     LimitDirectory,
     LimitRefused,
     LimitStore,
+    MeterChange,
     MeterDemand,
     Scope,
     Settlement,
@@ -46,9 +45,111 @@ from gateway.limits.store import (
     month_of,
     requests_key,
     scopes_of,
+    unix_s,
 )
 from gateway.tiers import Tier
-from gateway.types.caller import Identity
+from gateway.types.request import Identity
+
+
+class MeterCharge(msgspec.Struct, frozen=True):
+    """A charge on a monthly meter, in the meter's unit (tokens or billionths of the currency unit)."""
+
+    key: str
+    limit: int
+    prompt_cost: int
+    cached_prompt_cost: int
+    completion_cost: int
+    # The sum of its charges so far.
+    charged: int
+
+
+class Charges(msgspec.Struct):
+    """Everything that a reservation has charged and will have to correct."""
+
+    # Id of the demand that charged it.
+    operation: str = ""
+    bucket: int = 0
+    windows: list[WindowDemand] = []
+    leases: list[LeaseReturn] = []
+    meters: list[MeterCharge] = []
+    # Completion tokens that are paid for, over all sequences.
+    completion_tokens: int = 0
+    # Sequences that are computed together, because their answers are chosen at the end.
+    num_sequences: int = 1
+    # The most that the request may generate by its own word; None when it does not say.
+    asked_tokens: int | None = None
+
+
+class Reservation:
+    """Tokens, slots of streams and budget, held until `settle` or `cancel`; the first of them counts."""
+
+    def __init__(self, limiter: TokenLimiter, charges: Charges) -> None:
+        self._limiter = limiter
+        self.charges = charges
+        self.is_open = True
+
+    def remaining_completion_budget(self) -> int | None:
+        """Completion tokens that are paid for, in all; None when the request cannot go beyond them.
+
+        A stream that gets there calls `extend`, and stops with finish reason BUDGET when that grants nothing.
+        """
+        charges = self.charges
+        if charges.asked_tokens is not None:
+            return charges.completion_tokens if self.is_short else None
+        return charges.completion_tokens if charges.windows or charges.meters else None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether less is paid for than was asked for."""
+        charges = self.charges
+        return charges.asked_tokens is not None and charges.completion_tokens < charges.asked_tokens
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """Completion tokens that are paid for of each of the sequences."""
+        return self.charges.completion_tokens // self.charges.num_sequences
+
+    async def extend(self) -> int:
+        """Reserves more for a stream that has used up what is paid for; returns the tokens added, 0 for none.
+
+        Tokens per minute are charged without asking, monthly limits only as far as they go.
+        """
+        return await self._limiter.extend_reservation(self) if self.is_open else 0
+
+    async def settle(self, prompt_tokens: int, billed_tokens: int, *, cached_prompt_tokens: int = 0) -> None:
+        """Replaces what was reserved by what was used and gives the slots of its streams back."""
+        if self.is_open:
+            self.is_open = False
+            used = self._correction(prompt_tokens, cached_prompt_tokens, billed_tokens)
+            await self._limiter.close_reservation(self, used)
+
+    async def cancel(self) -> None:
+        """Gives everything back: no engine has worked for the request."""
+        if self.is_open:
+            self.is_open = False
+            await self._limiter.close_reservation(self, self._correction(0, 0, 0))
+
+    def _correction(self, prompt_tokens: int, cached_tokens: int, billed_tokens: int) -> Settlement:
+        tokens = prompt_tokens + billed_tokens
+        windows = (
+            WindowChange(window.key, self.charges.bucket, tokens - window.amount)
+            for window in self.charges.windows
+        )
+        meters = (
+            MeterChange(
+                meter.key,
+                (prompt_tokens - cached_tokens) * meter.prompt_cost
+                + cached_tokens * meter.cached_prompt_cost
+                + billed_tokens * meter.completion_cost
+                - meter.charged,
+            )
+            for meter in self.charges.meters
+        )
+        return Settlement(
+            windows=tuple(change for change in windows if change.delta),
+            meters=tuple(change for change in meters if change.delta),
+        )
+
 
 # The `x-ratelimit-*` headers of OpenAI's API.
 
@@ -155,13 +256,13 @@ class TokenLimiter:
         scopes = list(scopes_of(self._directory, identity.tenant, identity.key_id))
         leases = _leases(scopes, tier, num_streams)
         demand = self._demand(scopes, prompt_tokens, (completion, num_sequences), leases, model)
-        holds = Holds(
+        charges = Charges(
             completion_tokens=completion * num_sequences,
             asked_tokens=None if max_completion_tokens is None else completion * num_sequences,
             num_sequences=num_sequences,
         )
         if not demand:
-            return Reservation(self, holds, prompt_tokens)
+            return Reservation(self, charges)
         if age_s is not None and leases:
             counted = [scope for scope in scopes if scope.limits.requests_per_minute is not None]
             demand = replace(demand, counted=tuple(map(requests_key, counted)), age_ms=round(age_s * 1000))
@@ -171,20 +272,20 @@ class TokenLimiter:
             raise limits_unavailable() from error
         if isinstance(outcome, LimitRefused):
             raise refusal(outcome, demand)
-        holds.operation, holds.bucket = demand.operation, outcome.bucket
-        holds.windows = list(demand.windows)
-        holds.leases = [lease.given_back for lease in demand.leases]
+        charges.operation, charges.bucket = demand.operation, outcome.bucket
+        charges.windows = list(demand.windows)
+        charges.leases = [lease.given_back for lease in demand.leases]
         for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
-            holds.completion_tokens = min(holds.completion_tokens, units * num_sequences)
-            holds.meters.append(self._hold(meter, units, model))
-        self._open_leases.update(holds.leases)
+            charges.completion_tokens = min(charges.completion_tokens, units * num_sequences)
+            charges.meters.append(self._charge(meter, units, model))
+        self._open_leases.update(charges.leases)
         for window, used in zip(demand.windows, outcome.window_sums, strict=True):
             self._views[window.key] = WindowView(window.limit, used, self._clock())
-        return Reservation(self, holds, prompt_tokens)
+        return Reservation(self, charges)
 
-    def unlimited(self, prompt_tokens: int) -> Reservation:
-        """A reservation that holds nothing and can be neither short nor spent."""
-        return Reservation(self, Holds(), prompt_tokens)
+    def unlimited(self) -> Reservation:
+        """A reservation that has charged nothing and can be neither short nor spent."""
+        return Reservation(self, Charges())
 
     def stream_limit(self, identity: Identity, tier: Tier) -> tuple[int, str] | None:
         """Most streams that one request may have, and which limit that is; None for any number."""
@@ -200,29 +301,29 @@ class TokenLimiter:
 
     async def extend_reservation(self, reservation: Reservation) -> int:
         """See Reservation.extend."""
-        holds = reservation.holds
+        charges = reservation.charges
         chunk = self._config.default_completion_tokens
-        if holds.asked_tokens is not None:
-            chunk = min(chunk, holds.asked_tokens - holds.completion_tokens)
+        if charges.asked_tokens is not None:
+            chunk = min(chunk, charges.asked_tokens - charges.completion_tokens)
         try:
-            granted = await self._extend_meters(holds, chunk)
+            granted = await self._extend_meters(charges, chunk)
         except StoreLostError as error:
             raise limits_unavailable() from error
-        # What a request asked for has been charged to the windows at once.
-        if granted and holds.asked_tokens is None and holds.windows:
-            changes = tuple(WindowChange(window.key, holds.bucket, granted) for window in holds.windows)
+        # Windows were charged at once with all that a request had asked for: only one without a bound adds.
+        if granted and charges.asked_tokens is None and charges.windows:
+            changes = tuple(WindowChange(window.key, charges.bucket, granted) for window in charges.windows)
             # While the store is lost, windows forget anyway: no reason to break a running stream.
             await self._settle(Settlement(windows=changes))
-            holds.windows = [replace(window, amount=window.amount + granted) for window in holds.windows]
-        holds.completion_tokens += granted
+            charges.windows = [replace(window, amount=window.amount + granted) for window in charges.windows]
+        charges.completion_tokens += granted
         return granted
 
     async def close_reservation(self, reservation: Reservation, settlement: Settlement) -> None:
         """See Reservation.settle. Completes even when the caller is cancelled meanwhile."""
-        self._open_leases.difference_update(reservation.holds.leases)
+        self._open_leases.difference_update(reservation.charges.leases)
         # Whoever settles it, this process or one after it: it counts once.
-        operation = f"{reservation.holds.operation}-end"
-        settlement = replace(settlement, leases=tuple(reservation.holds.leases), operation=operation)
+        operation = f"{reservation.charges.operation}-end"
+        settlement = replace(settlement, leases=tuple(reservation.charges.leases), operation=operation)
         if not settlement:
             return
         if self._store.is_immediate:
@@ -270,11 +371,11 @@ class TokenLimiter:
                 meters.append(MeterDemand(key, limit, prompt, cost * num_sequences, tokens))
         return Demand(tuple(windows), leases, tuple(meters))
 
-    def _hold(self, meter: MeterDemand, units: int, model: str) -> MeterHold:
+    def _charge(self, meter: MeterDemand, units: int, model: str) -> MeterCharge:
         prompt_cost, cached_cost, completion_cost = 1, 1, 1
         if is_cost_meter(meter.key):
             prompt_cost, cached_cost, completion_cost = self._prices.per_token_nanos(model)
-        return MeterHold(
+        return MeterCharge(
             key=meter.key,
             limit=meter.limit,
             prompt_cost=prompt_cost,
@@ -283,15 +384,15 @@ class TokenLimiter:
             charged=meter.base + units * meter.unit_cost,
         )
 
-    async def _extend_meters(self, holds: Holds, chunk: int) -> int:
-        if not holds.meters:
+    async def _extend_meters(self, charges: Charges, chunk: int) -> int:
+        if not charges.meters:
             return chunk
-        wanted = tuple(MeterDemand(m.key, m.limit, 0, m.completion_cost, chunk) for m in holds.meters)
+        wanted = tuple(MeterDemand(m.key, m.limit, 0, m.completion_cost, chunk) for m in charges.meters)
         outcome = await self._store.acquire(Demand(meters=wanted))
         if isinstance(outcome, LimitRefused):
             return 0
-        charged = zip(holds.meters, outcome.meter_units, strict=True)
-        holds.meters = [
+        charged = zip(charges.meters, outcome.meter_units, strict=True)
+        charges.meters = [
             replace(meter, charged=meter.charged + units * meter.completion_cost) for meter, units in charged
         ]
         return min(outcome.meter_units)

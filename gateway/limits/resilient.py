@@ -21,13 +21,13 @@ from typing import Literal, Protocol
 
 from msgspec.structs import replace
 
-from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.store import (
     Demand,
     Granted,
     LeaseReturn,
     LimitRefused,
     LimitStore,
+    MemoryLimitStore,
     MeterChange,
     Settlement,
     StoreLostError,
@@ -73,9 +73,9 @@ class ResilientLimitStore:
         self._on_change = on_change
         self._watch: asyncio.Task[None] | None = None
         self._meters_seen: dict[str, int] = {}
-        # What meters are known to have counted, for a store that has lost its data.
+        # Gives each meter's sum by the ledger: a store that has lost its data is filled from it.
         self._sums = sums
-        # What was charged to meters while the shared store was away.
+        # Charges to meters while the shared store was away, which it has not heard of.
         self._owed: dict[str, int] = {}
         # Sent and not answered, in order.
         self._unclear: deque[Demand | Settlement] = deque()
@@ -124,7 +124,7 @@ class ResilientLimitStore:
             else:
                 return
         elif settlement.leases:
-            # Of a stream that is older than the loss.
+            # The stream is older than the loss, so its lease is the shared store's.
             self._unclear.append(settlement)
         else:
             for meter in settlement.meters:
@@ -194,7 +194,7 @@ class ResilientLimitStore:
             await asyncio.sleep(_PROBE_INTERVAL_S)
             try:
                 await self._shared.ping()
-                # What is charged while a payment is under way is owed as well.
+                # Before `is_up`: charges that come while a payment is under way are owed as well.
                 await self._pay()
                 if not self.is_up:
                     await self._reconcile()

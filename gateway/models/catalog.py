@@ -13,7 +13,7 @@ from gateway.engines.fleet import Fleet
 from gateway.models.routes import pick, sticky_key
 from gateway.text.detokenizer import Vocabulary
 from gateway.tiers import Tiers
-from gateway.types.caller import Identity
+from gateway.types.request import Identity
 from runtime.config import ModelConfig
 from runtime.models import ADAPTER_SEPARATOR, Models
 

@@ -19,15 +19,14 @@ from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
-from gateway.limits.reservation import Holds, Reservation
+from gateway.limits.limiter import Charges, Reservation
 from gateway.models.catalog import Target
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Meter, Usage
+from gateway.pipeline.delta import AnswerInfo, AnswerReader, ChoiceDelta, ChoiceStream, Meter, Usage
+from gateway.pipeline.intake import Slices
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
-from gateway.pipeline.reading import AnswerReader, ChoiceStream
 from gateway.pipeline.transcript import Transcript
-from gateway.types.slices import Slices
 
 # Outputs after which it is asked whether others had better go on: some tenths of a millisecond.
 _IN_ONE_SLICE = 16
@@ -53,7 +52,7 @@ class AttemptBooks(Protocol):
         """What is told the seconds between every two outputs of an attempt."""
         ...
 
-    def open(self, attempt: Attempt, holds: Holds) -> OpenEntry:
+    def open(self, attempt: Attempt, charges: Charges) -> OpenEntry:
         """It goes to an engine."""
         ...
 
@@ -67,13 +66,13 @@ class AttemptBooks(Protocol):
 
 
 class Attempt:
-    """`take` until it returns nothing. Use as an async context manager: leaving it settles whatever
+    """`drain` until it returns nothing. Use as an async context manager: leaving it settles whatever
     happened.
     """
 
     # Its tokens, where another model's are compared with them afterwards.
     kept_ids: list[int] | None = None
-    # What came before it was asked for.
+    # Outputs that came while `refusal` waited, for the first `drain`.
     _first: Sequence[EngineOutput] = ()
     _refused: MillraceError | None = None
 
@@ -98,7 +97,7 @@ class Attempt:
         # The model that had no room for the call; "" where none was asked before.
         self.fallback_from = fallback_from
         self.info = info
-        # Of the model that answers.
+        # Makes text of tokens, for the model that answers.
         self.reader = reader
         self.meter = meter
         # Judges complete answers whose schema is not enforced wholly.
@@ -114,7 +113,7 @@ class Attempt:
         self._books = books
         self._deadline: asyncio.TimerHandle | None = None
         self._finish_reason: FinishReason | None = None
-        # Nothing more is paid for, and something came that is not told for that.
+        # Nothing more is paid for, and tokens came that are therefore not sent.
         self._is_spent = False
         self._settled = False
         # Nothing was generated, and no engine has worked on the prompt: nothing is charged.
@@ -122,7 +121,7 @@ class Attempt:
         stream.when_full(self.fall_behind)
         # Kept, so that it is not collected while it runs.
         self._settling: asyncio.Task[None] | None = None
-        self.entry = books.open(self, reservation.holds)
+        self.entry = books.open(self, reservation.charges)
 
     async def __aenter__(self) -> Attempt:
         return self
@@ -162,11 +161,11 @@ class Attempt:
         self._deadline = loop.call_later(delay_s, self._expire)
 
     def cancel(self) -> None:
-        """Ends the request because its client went away; `take` raises CANCELLED."""
+        """Ends the request because its client went away; `drain` raises CANCELLED."""
         self._interrupt(CancelReason.CLIENT, MillraceError(Reason.CANCELLED, "the client went away"))
 
     def end(self, error: MillraceError) -> None:
-        """Ends the request from this side; `take` raises `error`."""
+        """Ends the request from this side; `drain` raises `error`."""
         self._interrupt(CancelReason.CLIENT, error)
 
     def fall_behind(self) -> None:
@@ -184,7 +183,7 @@ class Attempt:
             self.meter.first_written_s = time.monotonic()
 
     def usage(self) -> Usage:
-        """Tokens so far; final once `take` has returned nothing."""
+        """Tokens so far; final once `drain` has returned nothing."""
         meter = self.meter
         candidate_tokens = meter.statistics.candidate_tokens
         return Usage(
@@ -201,7 +200,7 @@ class Attempt:
         return [call for choice in self._choices.values() for call in choice.text.tool_calls()]
 
     async def refusal(self) -> MillraceError | None:
-        """Waits until an engine works on the request, or refuses it; `take` goes on from there."""
+        """Waits until an engine works on the request, or refuses it; `drain` goes on from there."""
         if not self._first:
             try:
                 self._first = await self.stream.take()
@@ -221,7 +220,7 @@ class Attempt:
             self._deadline.cancel()
         self._books.supersede(self)
 
-    async def take(self) -> list[ChoiceDelta]:
+    async def drain(self) -> list[ChoiceDelta]:
         """Deltas of everything that has come, one per output; empty when all choices have ended.
 
         Raises the MillraceError that ended the request.
@@ -266,7 +265,7 @@ class Attempt:
         reason = self._finish_reason
         if not outcome and reason is not None and not self._open:
             outcome = reason.name.lower()
-        self.entry.told(
+        self.entry.record(
             Progress(
                 prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
                 cached_prompt_tokens=meter.first_token.cached_prompt_tokens,

@@ -20,15 +20,13 @@ from gateway.auth.verifier import CallerVerifier
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.types import Submission
-from gateway.limits.limiter import TokenLimiter
-from gateway.limits.reservation import Reservation
+from gateway.limits.limiter import Reservation, TokenLimiter
 from gateway.models.catalog import ServedModel, Target
 from gateway.pipeline.attempt import Attempt, AttemptBooks
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import AnswerInfo, Echo, Meter
+from gateway.pipeline.delta import AnswerInfo, AnswerReader, Echo, Meter
 from gateway.pipeline.intake import Intake
 from gateway.pipeline.judge import OutputJudge
-from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
 from gateway.pipeline.validate import (
     check_vocabulary,
@@ -43,12 +41,11 @@ from gateway.types.request import Prepared
 from observability.emit import names
 from observability.emit.metrics import Metrics
 
-# What waits at the engines. They decide whom they accept: each knows its own queue, and whose turn it is.
-
 
 def expected_wait_s(fleet: Fleet, model: str, pool: str) -> float:
     """Seconds that the prompts before a new request for a version of a model take, at the engine that is
-    through with them first, of `pool` if one is named; 0 while nothing was measured.
+    through with them first, of `pool` if one is named; 0 while nothing was measured. It decides nothing:
+    engines know their queues, and accept or refuse.
     """
     return min(
         (
@@ -199,7 +196,7 @@ class Attempts:
         self, call: Call, target: Target, num_prompt_tokens: int, sampling: SamplingParams, is_limited: bool
     ) -> Reservation:
         if not is_limited:
-            return self.limiter.unlimited(num_prompt_tokens)
+            return self.limiter.unlimited()
         asked, num_sequences = call.request.sampling.max_tokens, 1
         if sampling.ranks_at_the_end:
             # Nothing of them is seen before all is computed: all that they may take is reserved.

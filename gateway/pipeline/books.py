@@ -16,7 +16,7 @@ from opentelemetry.trace import Span
 
 from contract.chat import Conversation
 from contract.errors import MillraceError, Reason
-from gateway.limits.reservation import Holds
+from gateway.limits.limiter import Charges
 from gateway.models.catalog import Target
 from gateway.pipeline import span_attributes
 from gateway.pipeline.attempt import CANCELLED, Attempt, Outcome
@@ -25,8 +25,7 @@ from gateway.pipeline.delta import Usage
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Ledger, OpenEntry
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
-from gateway.types.caller import Caller
-from gateway.types.request import GenerationRequest
+from gateway.types.request import Caller, GenerationRequest
 from observability.emit import genai, names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import length_bucket
@@ -97,7 +96,7 @@ class Books:
         """See AttemptBooks."""
         return self.metrics.observer(names.ITL, model=target.told, tier=call.tier.name)
 
-    def open(self, attempt: Attempt, holds: Holds) -> OpenEntry:
+    def open(self, attempt: Attempt, charges: Charges) -> OpenEntry:
         """An attempt goes to an engine."""
         self.running.add(attempt)
         self._count_active(attempt.call.tier, 1)
@@ -108,7 +107,7 @@ class Books:
                 ended_unix_ms=time.time_ns() // 1_000_000,
                 outcome=INTERRUPTED,
             ),
-            holds,
+            charges,
         )
 
     def supersede(self, attempt: Attempt) -> None:
@@ -182,11 +181,13 @@ class Books:
         )
         if not span.is_recording():
             return
-        told = span_attributes.asked(self._telemetry, caller.identity, request)
-        told.attributes[names.OUTCOME] = reason
+        recorded = span_attributes.asked(self._telemetry, caller.identity, request)
+        recorded.attributes[names.OUTCOME] = reason
         if isinstance(error, MillraceError) and error.retry_after_s is not None:
-            told.details[names.RETRY_AFTER_S] = error.retry_after_s
-        self._telemetry.end(span, end_s=end_s, attributes=told.attributes, details=told.details, error=reason)
+            recorded.details[names.RETRY_AFTER_S] = error.retry_after_s
+        self._telemetry.end(
+            span, end_s=end_s, attributes=recorded.attributes, details=recorded.details, error=reason
+        )
 
     def _write(self, end: Ended) -> None:
         first_s = end.attempt.meter.first_output_s

@@ -11,8 +11,7 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from gateway.tiers import Tier
-from gateway.types.caller import Caller
-from gateway.types.request import GenerationRequest
+from gateway.types.request import Caller, GenerationRequest
 from observability.emit.names import SpanName
 from observability.emit.tracing import Telemetry, traceparent_of
 
@@ -22,7 +21,7 @@ class Call:
 
     __slots__ = (
         "_telemetry",
-        "_untold",
+        "_unrecorded",
         "caller",
         "entry_id",
         "is_closed",
@@ -46,21 +45,21 @@ class Call:
         # Whether its outcome is in the books.
         self.is_closed = False
         self.span = span
-        # Of its row in the ledger.
+        # Id of its row in the ledger.
         self.entry_id = secrets.token_hex(16)
-        # What other services do for it is below its span.
+        # Sent to other services, so that their spans of this request lie below its own.
         self.traceparent = traceparent_of(span)
         self._telemetry = telemetry
-        self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._unrecorded: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def later(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Has `work` called by `tell`: the next service, and the client, do not wait for it."""
-        self._untold.append((work, arguments))
+        """Has `work` called by `record`: the next service, and the client, do not wait for it."""
+        self._unrecorded.append((work, arguments))
 
-    def tell(self) -> None:
+    def record(self) -> None:
         """Tells of the steps, and counts what is counted of them."""
-        untold, self._untold = self._untold, []
-        for work, arguments in untold:
+        unrecorded, self._unrecorded = self._unrecorded, []
+        for work, arguments in unrecorded:
             work(*arguments)
 
     def step(self, name: SpanName) -> Step:

@@ -29,8 +29,7 @@ from gateway.pipeline.validate import check_streams, validate
 from gateway.settings import ANY_MODEL
 from gateway.text.detokenizer import detokenizer
 from gateway.tiers import Tier, Tiers
-from gateway.types.caller import Caller
-from gateway.types.request import GenerationRequest
+from gateway.types.request import Caller, GenerationRequest
 from observability.emit import names
 from observability.emit.tracing import Telemetry
 from runtime.deferred import Deferred
@@ -50,8 +49,8 @@ def is_overload(error: MillraceError) -> bool:
 async def in_a_row(open_first: Open, open_other: Open) -> tuple[Attempt, MillraceError | None]:
     """The attempt that answers, and what the first one was refused with where it is the other.
 
-    Where both are refused, what the first one said is told: by what is raised, or by the attempt that is
-    returned. What is left behind is closed.
+    Where both are refused, the client gets the first one's refusal: by what is raised, or by the attempt that
+    is returned. An attempt that is not returned is closed.
     """
     first, refusal = await _tried(open_first)
     if refusal is None:
@@ -125,12 +124,9 @@ def _has_ids(request: GenerationRequest) -> bool:
     return isinstance(request.prompt, TokenPrompt) or any(given)
 
 
-# What a face writes: one or several attempts that are begun together or not at all, and end together.
-
-
 class Answer:
-    """Attempts in the order in which they were asked for. Use as an async context manager: leaving it settles
-    them all, whatever happened.
+    """One or several attempts in the order in which they were asked for, begun together or not at all. Use as
+    an async context manager: leaving it settles them all, whatever happened.
     """
 
     def __init__(self, attempts: Sequence[Attempt]) -> None:
@@ -164,10 +160,10 @@ class Answer:
         Raises the MillraceError that ended one of them.
         """
         if len(self.attempts) == 1:
-            while deltas := await self.attempts[0].take():
+            while deltas := await self.attempts[0].drain():
                 yield 0, deltas
             return
-        running = {asyncio.ensure_future(each.take()): index for index, each in enumerate(self.attempts)}
+        running = {asyncio.ensure_future(each.drain()): index for index, each in enumerate(self.attempts)}
         try:
             while running:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +171,7 @@ class Answer:
                     index = running.pop(task)
                     if deltas := task.result():
                         yield index, deltas
-                        running[asyncio.ensure_future(self.attempts[index].take())] = index
+                        running[asyncio.ensure_future(self.attempts[index].drain())] = index
         finally:
             for task in running:
                 task.cancel()
@@ -207,7 +203,7 @@ class Pipeline:
         self.callers = attempts.callers
         # Refuses what is new; what runs goes on.
         self.draining = False
-        # What is told of requests.
+        # Runs what records requests after their answers have left.
         self._deferred = deferred
         self._tiers = tiers
         self._shadows = shadows
@@ -269,7 +265,7 @@ class Pipeline:
         """Text of token ids; raises INVALID_ARGUMENT below `field` for one that the model does not have."""
         size = served.vocabulary.size
         decoder, pieces = detokenizer(self.attempts.reader(served).texts), []
-        async with self.intake.turn(caller.identity.tenant) as slices:
+        async with self.intake.exclusive(caller.identity.tenant) as slices:
             for start in range(0, len(token_ids), _DECODED_AT_ONCE):
                 some = token_ids[start : start + _DECODED_AT_ONCE]
                 for index, token_id in enumerate(some):
@@ -311,12 +307,12 @@ class Pipeline:
             # A name for any other would keep it, with all of the request, until the collector comes by.
             if not isinstance(error, MillraceError):
                 raise
-            told = request.tell(error)
-            if told is error:
+            shown = request.tell(error)
+            if shown is error:
                 raise
-            raise told from error
+            raise shown from error
         # Not with the answer's end: what is expected of a queue would overwrite what was expected later.
-        self._deferred.call(call.tell)
+        self._deferred.call(call.record)
         return attempt
 
     def _checked(self, caller: Caller, request: GenerationRequest) -> Tier:
@@ -342,7 +338,7 @@ class Pipeline:
         error: BaseException,
     ) -> None:
         if call is not None:
-            self._deferred.call(call.tell)
+            self._deferred.call(call.record)
         if call is None or not call.is_closed:
             # A name that is not served is a client's own word.
             model = request.model if self.catalog.knows(request.model) else ""

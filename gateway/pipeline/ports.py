@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from contract.outputs import EngineTime
-from gateway.limits.reservation import Holds
+from gateway.limits.limiter import Charges
 
 # Outcome of a request whose gateway was killed.
 INTERRUPTED = "interrupted"
@@ -17,7 +17,7 @@ INTERRUPTED = "interrupted"
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is kept of a request that has ended, as the ledger calls it. Times in milliseconds."""
 
-    # Of its row; no two requests have the same.
+    # Id of the ledger's row; no two requests have the same.
     entry_id: str
     request_id: str
     ended_unix_ms: int
@@ -34,26 +34,26 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Kind of output constraint, "" without one; LoRA adapter, "" for the base model.
     guided: str = ""
     adapter: str = ""
-    # What the request took beside the plain way, for sums of cost; see books.path_of.
+    # Special ways that it was computed by (grammar, beams and so on), for sums of cost; see books.path_of.
     path: str = ""
     # Finish reason of the first choice in lower case, or a reason of the error table.
     outcome: str
     num_choices: int
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
-    # Of the answers that were returned, and of candidates and beams that were not.
+    # Tokens of the answers that were returned; then of candidates and beams, which were not.
     completion_tokens: int = 0
     candidate_tokens: int = 0
-    # Generated beyond them, which nobody was told and nobody pays for: on their way when the client left, or
-    # after the end of an answer.
+    # Generated beyond them, sent to nobody and paid for by nobody: they were on their way when the client
+    # left, or came after the end of an answer.
     unclaimed_tokens: int = 0
     reasoning_tokens: int = 0
     num_engines_lost: int = 0
-    # Of all choices, on every engine.
+    # Sums over all choices and engines.
     speculative_waste_tokens: int = 0
     recomputed_tokens: int = 0
     num_preemptions: int = 0
-    # Of all engines that have lived to tell it.
+    # Sum over the engines that reported it: one that died before has not.
     engine_time: EngineTime = msgspec.field(default_factory=EngineTime)
     grammar_ms: float = 0.0
     queue_ms: float = 0.0
@@ -83,7 +83,7 @@ class OpenEntry(Protocol):
     # The row is written under this id.
     entry_id: str
 
-    def told(self, progress: Progress) -> None:
+    def record(self, progress: Progress) -> None:
         """Keeps what the next chunk tells; to be called before it leaves."""
         ...
 
@@ -102,7 +102,7 @@ class Unkept:
     def __init__(self, entry_id: str) -> None:
         self.entry_id = entry_id
 
-    def told(self, progress: Progress) -> None:
+    def record(self, progress: Progress) -> None:
         """Drops it."""
 
     def extended(self) -> None:
@@ -115,7 +115,7 @@ class Unkept:
 class Ledger(Protocol):
     """Where requests are written; never blocks."""
 
-    def begin(self, request: FinishedRequest, holds: Holds) -> OpenEntry:
+    def begin(self, request: FinishedRequest, charges: Charges) -> OpenEntry:
         """Takes a request that is accepted, as it stands if nothing more is heard of it, and what it holds of
         the limits. Its `ended_unix_ms` is the moment at which it began.
         """

@@ -13,7 +13,7 @@ from itertools import islice
 
 from contract.errors import MillraceError
 
-# So long a refusal waits at most, and so much of a tenant's rate it may be told at once, in seconds.
+# Longest wait of a refusal, and how many seconds' worth of a tenant's rate are answered without one.
 LIMIT_S = 1.0
 _BURST_S = 1.0
 # Refusals of a tenant that wait at a time; further ones are told at once. Each holds a request's head, and
@@ -42,7 +42,7 @@ class Refusals:
         self._even_s: dict[str, float] = {}
         self._num_waiting: Counter[str] = Counter()
 
-    async def turn(self, tenant: str) -> None:
+    async def throttle(self, tenant: str) -> None:
         """Returns when one more refusal may be told: at once, or, beyond the rate, a second later at most."""
         now_s = self._clock()
         wait_s = self._even_s.get(tenant, now_s) - now_s - _BURST_S

@@ -21,8 +21,8 @@ from opentelemetry.trace import INVALID_SPAN
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError
 from gateway.config import TierConfig
+from gateway.limits.limiter import Charges
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
-from gateway.limits.reservation import Holds
 from gateway.models.catalog import Catalog, ServedModel, Target
 from gateway.models.routes import share
 from gateway.pipeline.attempt import Attempt, Outcome
@@ -40,7 +40,7 @@ from runtime.models import ShadowConfig
 
 _log = logging.getLogger(__name__)
 
-# Whose turn a copy takes, in the tokenizer service and in engines. No tenant has such a name.
+# Tenant of all copies in the tokenizer service and in engines. No tenant of a client has such a name.
 _TENANT = "(shadow)"
 _LOWEST = Tier("(shadow)", TierConfig(priority=-1000, weight=1e-6, admission="best_effort"))
 
@@ -53,7 +53,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Sequence[int]
     # Whether it ended by itself.
     is_complete: bool
-    # As the engine's: without what lies before it.
+    # Measured from the submission to the engine: the two answers were prepared at different times.
     ttft_s: float | None
     tpot_s: float | None
     usage: Usage
@@ -66,7 +66,7 @@ class NoBooks:
         """See AttemptBooks."""
         return lambda _: None
 
-    def open(self, attempt: Attempt, holds: Holds) -> OpenEntry:
+    def open(self, attempt: Attempt, charges: Charges) -> OpenEntry:
         """See AttemptBooks."""
         return Unkept(attempt.call.entry_id)
 
@@ -172,12 +172,12 @@ class Shadows:
             Target(served=served, told=served.name),
             NoBooks(),
             is_limited=False,
-            # What was drawn is drawn by the same numbers.
+            # Both models draw by the same random numbers, so that answers differ by the models alone.
             seed=live.stream.seed,
         )
         async with attempt:
             attempt.kept_ids, reason = [], None
-            while deltas := await attempt.take():
+            while deltas := await attempt.drain():
                 reason = deltas[-1].finish_reason
         return _answered(attempt, reason is not None and reason.name.lower() in COMPLETE)
 

@@ -25,8 +25,7 @@ from contract.chat import (
 from gateway.pipeline import transcript
 from gateway.pipeline.attempt import Attempt, Outcome
 from gateway.pipeline.delta import TimeToFirstToken, Usage
-from gateway.types.caller import Identity
-from gateway.types.request import GenerationRequest
+from gateway.types.request import GenerationRequest, Identity
 from observability.emit import genai, names
 from observability.emit.names import DELAYED_BY_MS, TTFT_PARTS, TtftPart
 from observability.emit.tracing import Telemetry

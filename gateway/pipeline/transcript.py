@@ -23,7 +23,7 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.ERROR: "error",
 }
 
-# Of one attribute, as UTF-8.
+# Longest attribute, as UTF-8.
 MAX_BYTES = 64 * 1024
 # Texts are cut to ever less; below this, messages and parts are left out.
 _SHORTEST_TEXT = 128
@@ -140,12 +140,12 @@ def _fewer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first message, which often says what all are about, and as many of the last as have room."""
     first, *others = messages
     marker = {**first, "parts": [*first["parts"], _text(f"[cut: {len(others)} more messages]")]}
-    room = MAX_BYTES - _num_bytes(json.dumps([marker], ensure_ascii=False))
+    space = MAX_BYTES - _num_bytes(json.dumps([marker], ensure_ascii=False))
     num_kept = 0
     for message in reversed(others):
         # Two for the comma and the space.
-        room -= _num_bytes(json.dumps(message, ensure_ascii=False)) + 2
-        if room < 0:
+        space -= _num_bytes(json.dumps(message, ensure_ascii=False)) + 2
+        if space < 0:
             break
         num_kept += 1
     num_left_out = len(others) - num_kept

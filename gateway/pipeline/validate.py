@@ -80,18 +80,18 @@ def token_limit(max_model_len: int, max_context_tokens: int | None) -> int:
 def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: int) -> int:
     """Tokens that may be generated per choice; raises CONTEXT_LENGTH_EXCEEDED with the numbers."""
     asked = request.sampling.max_tokens
-    room = limit - num_prompt_tokens
-    if room >= 1 and (asked is None or asked <= room):
-        return room if asked is None else asked
+    allowance = limit - num_prompt_tokens
+    if allowance >= 1 and (asked is None or asked <= allowance):
+        return allowance if asked is None else asked
     metadata = {"prompt_tokens": str(num_prompt_tokens), "max_context_tokens": str(limit)}
-    if room < 1:
+    if allowance < 1:
         field = request.field("prompt")
         problem = f"the prompt has {num_prompt_tokens} tokens, and the completion needs at least 1; "
         problem += "shorten the prompt"
     else:
         field, metadata["max_tokens"] = request.field("max_tokens"), str(asked)
         problem = f"the prompt has {num_prompt_tokens} tokens and {asked} more were asked for; "
-        problem += f"ask for at most {room}, or shorten the prompt"
+        problem += f"ask for at most {allowance}, or shorten the prompt"
     raise MillraceError(
         Reason.CONTEXT_LENGTH_EXCEEDED, context_length(limit, problem), field=field, metadata=metadata
     )
@@ -132,7 +132,7 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 MAX_PROMPT_CACHE_KEY = 256
-# Of tools and of schemas, as OpenAI has it.
+# Names of tools and of schemas, by OpenAI's rule.
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

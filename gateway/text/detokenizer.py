@@ -63,7 +63,7 @@ class TokenTexts:
     def __init__(self, vocabulary: Vocabulary, *, shown_ids: frozenset[int] = frozenset()) -> None:
         self.vocabulary = vocabulary
         self.hidden = vocabulary.special_ids - shown_ids
-        # What stands for a byte is text only together with the bytes around it, ASCII included.
+        # Byte tokens have no text alone, ASCII included: how a byte is shown depends on the bytes around it.
         self._texts: dict[int, str | None] = dict.fromkeys(vocabulary.byte_ids - self.hidden)
 
     def raw(self, token_id: int) -> bytes:

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import msgspec
@@ -25,7 +25,6 @@ from contract.vocabulary import DecoderKind
 from gateway.text.detokenizer import Vocabulary
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
 from gateway.types.request import Prepared
-from gateway.types.slices import Pace, Slices
 from runtime.channels import connect
 
 # Answers of the tokenizer service to domain types.
@@ -67,7 +66,7 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
-# So often a request is sent to a service that is lost before its answer.
+# Sendings of one request to a service that is lost before its answer.
 _MAX_SENT = 3
 # How long a request waits for a service that is gone to come back: as long as for an engine, by default.
 COMEBACK_S = 5.0
@@ -75,6 +74,14 @@ COMEBACK_S = 5.0
 PREPARE_TIMEOUT_S = 30.0
 # Texts beyond it take a millisecond or more each time that they are copied.
 _LARGE_CHARACTERS = 1024 * 1024
+
+
+class Pauses(Protocol):
+    """Between the parts of a long piece of work."""
+
+    async def rest(self) -> None:
+        """Lets others go on."""
+        ...
 
 
 class TokenizerClient:
@@ -86,14 +93,14 @@ class TokenizerClient:
         *,
         comeback_s: float = COMEBACK_S,
         silence_limit_s: float = math.inf,
-        pace: Pace | None = None,
+        pauses: Callable[[], Pauses] | None = None,
     ) -> None:
-        """Large prompts are put into messages at this pace."""
+        """`pauses` gives what lets others go on while a large prompt is put into a message."""
         self.target = target
         self._comeback_s = comeback_s
         self._channel = connect(target)
         self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
-        self._pace = pace
+        self._pauses = pauses
         self._prepare = PrepareStreams(target, silence_limit_s=silence_limit_s)
 
     async def close(self) -> None:
@@ -145,7 +152,7 @@ class TokenizerClient:
             case TokenPrompt(token_ids=ids):
                 parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
         if max_prompt_tokens:
-            # What cannot fit is refused before it is encoded.
+            # The service refuses what cannot fit before it spends time on encoding it.
             parts["max_prompt_tokens"] = max_prompt_tokens
         if response_format is not None:
             parts["response_format"] = format_fields(response_format)
@@ -165,15 +172,16 @@ class TokenizerClient:
 
     async def _wire(self, parts: dict[str, Any], prompt: Prompt) -> bytes:
         """The request's bytes, of which nothing but them is kept: it may be sent again."""
-        slices, is_large = Slices(self._pace), _num_characters(prompt) > _LARGE_CHARACTERS
+        is_large = _num_characters(prompt) > _LARGE_CHARACTERS
+        pauses = self._pauses() if self._pauses is not None and is_large else None
         request = tokenizer_pb2.PrepareRequest(**parts)
-        if is_large:
-            await slices.rest()
+        if pauses is not None:
+            await pauses.rest()
         # Not `ByteSize` first: protobuf writes a message to learn its size, too.
         wire = request.SerializeToString()
         del request
-        if is_large:
-            await slices.rest()
+        if pauses is not None:
+            await pauses.rest()
         return wire
 
     async def _answer(

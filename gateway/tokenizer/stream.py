@@ -20,18 +20,19 @@ from contract.proto.status import from_detail
 from runtime.channels import MAX_MESSAGE_BYTES
 from runtime.streams import Outbox, OutboxFull, run_stream
 
-# Room for calls that are under way to the tokenizer service, in bytes, shared among tenants.
-# What does not fit waits behind its own tenant's calls alone. A tenant may have as much as is left free
+# Bytes of calls that are under way to the tokenizer service are shared among tenants. A call that does not
+# fit waits behind its own tenant's calls alone. A tenant may have as much as is left free
 # after it (dynamic thresholds, Choudhury and Hahne 1998): one alone gets half, several get less each, and
 # there is always something left for whoever comes next.
 
-# Of one stream. Fewer than the service reads of one before it waits.
+# Bytes under way on one stream: fewer than the service reads of it before it stops reading.
 MAX_UNDER_WAY_BYTES = 32 * 1024 * 1024
-# Of one tenant half: more than the service takes from it within the time that a request has.
+# Bytes that wait for a stream, half of them one tenant's: more than the service gets through within the time
+# that a request has.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 
 
-class ByteShares:
+class TenantBytes:
     """Bytes of each tenant, under one limit."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -39,7 +40,7 @@ class ByteShares:
         self._num_bytes = 0
         self.of: dict[str, int] = {}
 
-    def take(self, tenant: str, num_bytes: int) -> bool:
+    def acquire(self, tenant: str, num_bytes: int) -> bool:
         """Whether there was room. One call alone fits, however large it is."""
         own = self.of.get(tenant, 0)
         if own + num_bytes > self._max_bytes - self._num_bytes and self._num_bytes:
@@ -48,30 +49,30 @@ class ByteShares:
         self._num_bytes += num_bytes
         return True
 
-    def give(self, tenant: str, num_bytes: int) -> None:
-        """Takes `take` back."""
+    def release(self, tenant: str, num_bytes: int) -> None:
+        """Undoes `acquire`."""
         self._num_bytes -= num_bytes
         self.of[tenant] -= num_bytes
         if not self.of[tenant]:
             del self.of[tenant]
 
 
-class Room:
-    """Use from one event loop."""
+class ByteBudget:
+    """Bytes that may be under way, shared among tenants. Use from one event loop."""
 
     def __init__(
         self, *, max_bytes: int = MAX_UNDER_WAY_BYTES, max_waiting_bytes: int = MAX_WAITING_BYTES
     ) -> None:
-        self._under_way = ByteShares(max_bytes)
-        self._waiting = ByteShares(max_waiting_bytes)
+        self._under_way = TenantBytes(max_bytes)
+        self._waiting = TenantBytes(max_waiting_bytes)
         # Calls of each tenant that wait; the first tenant in order is admitted next.
-        self._turns: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
 
     async def acquire(self, tenant: str, num_bytes: int) -> None:
-        """Waits for the tenant's turn. Raises QUEUE_LIMIT_EXCEEDED where as much of it waits as may."""
-        if tenant not in self._turns and self._under_way.take(tenant, num_bytes):
+        """Waits until the tenant is next. Raises QUEUE_LIMIT_EXCEEDED where as much of it waits as may."""
+        if tenant not in self._queues and self._under_way.acquire(tenant, num_bytes):
             return
-        if not self._waiting.take(tenant, num_bytes):
+        if not self._waiting.acquire(tenant, num_bytes):
             raise MillraceError(
                 Reason.QUEUE_LIMIT_EXCEEDED,
                 f"requests of this tenant with {self._waiting.of.get(tenant, 0)} bytes wait to be prepared, "
@@ -79,13 +80,13 @@ class Room:
                 field="input",
                 retry_after_s=1.0,
             )
-        turn = (num_bytes, asyncio.get_running_loop().create_future())
-        self._turns.setdefault(tenant, deque()).append(turn)
+        waiting = (num_bytes, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(tenant, deque()).append(waiting)
         try:
-            await turn[1]
+            await waiting[1]
         except asyncio.CancelledError:
-            if turn[1].cancelled():
-                self._leave(tenant, turn)
+            if waiting[1].cancelled():
+                self._leave(tenant, waiting)
                 self._admit()
             else:
                 self.release(tenant, num_bytes)
@@ -93,29 +94,29 @@ class Room:
 
     def release(self, tenant: str, num_bytes: int) -> None:
         """The call has ended, in whatever way."""
-        self._under_way.give(tenant, num_bytes)
+        self._under_way.release(tenant, num_bytes)
         self._admit()
 
     def _admit(self) -> None:
-        """Lets in what fits, one call of each tenant in turn."""
+        """Lets in what fits, one call of each tenant after another."""
         has_admitted = True
         while has_admitted:
             has_admitted = False
-            for tenant, turns in list(self._turns.items()):
-                num_bytes, waiter = turns[0]
+            for tenant, queue in list(self._queues.items()):
+                num_bytes, waiter = queue[0]
                 # One that is cancelled leaves by itself.
-                if not waiter.done() and self._under_way.take(tenant, num_bytes):
-                    self._leave(tenant, turns[0])
+                if not waiter.done() and self._under_way.acquire(tenant, num_bytes):
+                    self._leave(tenant, queue[0])
                     waiter.set_result(None)
                     has_admitted = True
 
-    def _leave(self, tenant: str, turn: tuple[int, asyncio.Future[None]]) -> None:
-        turns = self._turns.pop(tenant)
-        turns.remove(turn)
-        self._waiting.give(tenant, turn[0])
-        if turns:
+    def _leave(self, tenant: str, waiting: tuple[int, asyncio.Future[None]]) -> None:
+        queue = self._queues.pop(tenant)
+        queue.remove(waiting)
+        self._waiting.release(tenant, waiting[0])
+        if queue:
             # To the end: every other tenant comes before this one's next call.
-            self._turns[tenant] = turns
+            self._queues[tenant] = queue
 
 
 _log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ _METHOD = "/millrace.tokenizer.v1.TokenizerService/PrepareStream"
 _GRACE_S = 2.0
 # The service neither parses nor answers larger requests itself, but in workers.
 _LARGE_BYTES = 256 * 1024
-# What a message has beside a request and its trace context, at most: numbers, the time limit, tags.
+# Most bytes of a message beside a request and its trace context: numbers, the time limit, tags.
 _FRAMING_BYTES = 64
 # Fields of the proto that are put together by hand.
 _CALLS = tokenizer_pb2.PrepareStreamRequest.CALLS_FIELD_NUMBER
@@ -177,10 +178,12 @@ class PrepareStreams:
 class PrepareStream:
     """The stream, opened with the first call and again after it broke; calls open on it then fail."""
 
-    def __init__(self, target: str, room: Room | None = None, *, silence_limit_s: float = math.inf) -> None:
+    def __init__(
+        self, target: str, budget: ByteBudget | None = None, *, silence_limit_s: float = math.inf
+    ) -> None:
         self._target = target
         self._silence_limit_s = silence_limit_s
-        self._room = room or Room()
+        self._budget = budget or ByteBudget()
         self._ids = itertools.count(1)
         # The answers that are waited for, and the tickets of what asks for them.
         self._open: dict[int, tuple[asyncio.Future[tokenizer_pb2.PrepareResponse], int]] = {}
@@ -205,7 +208,8 @@ class PrepareStream:
         """The answer to a PrepareRequest in bytes, most of which are `field`'s, below the span (traceparent,
         tracestate).
 
-        Raises what the service refused, TOKENIZER_UNAVAILABLE, DEADLINE_EXCEEDED, and as `Room.acquire` does.
+        Raises what the service refused, TOKENIZER_UNAVAILABLE, DEADLINE_EXCEEDED, and as
+        `ByteBudget.acquire` does.
         """
         num_bytes = len(wire)
         if num_bytes + sum(map(len, trace)) + _FRAMING_BYTES > MAX_MESSAGE_BYTES:
@@ -214,11 +218,11 @@ class PrepareStream:
         begin_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
-                await self._room.acquire(tenant, num_bytes)
+                await self._budget.acquire(tenant, num_bytes)
                 try:
                     return await self._answer(wire, trace, timeout_s - (time.monotonic() - begin_s))
                 finally:
-                    self._room.release(tenant, num_bytes)
+                    self._budget.release(tenant, num_bytes)
         except TimeoutError as error:
             raise MillraceError(
                 Reason.DEADLINE_EXCEEDED, "the tokenizer service did not answer within the time limit"
@@ -276,7 +280,7 @@ class PrepareStream:
                 _METHOD,
                 self._outbox,
                 _joined,
-                self._take,
+                self._apply,
                 unavailable=Reason.TOKENIZER_UNAVAILABLE,
                 silence_limit_s=self._silence_limit_s,
             )
@@ -288,7 +292,7 @@ class PrepareStream:
         finally:
             self._ended(failure)
 
-    def _take(self, data: bytes) -> None:
+    def _apply(self, data: bytes) -> None:
         for each in tokenizer_pb2.PrepareStreamResponse.FromString(data).answers:
             answer, _ = self._open.get(each.id, (None, 0))
             if answer is None or answer.done():

@@ -159,7 +159,7 @@ def test_every_seed_of_64_bits_reaches_the_engine_as_one_without_a_sign(seed: in
 def test_what_asks_for_nothing_is_within_the_limits(name: str) -> None:
     option = OPTIONS[name]
     if isinstance(option.neutral, int | float):
-        assert option.limits.hold(option.neutral)
+        assert option.limits.contains(option.neutral)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class _Parser:
     async def parsed(self, message: Unparsed, tenant: str) -> Any:
         """The message, in the tenant's turn; its bytes are dropped."""
         kind = self._kind
-        async with self.intake.turn(tenant) as slices:
+        async with self.intake.exclusive(tenant) as slices:
             try:
                 for _ in counted(message.data, kind.DESCRIPTOR, self.intake.limits):
                     await slices.breathe()
@@ -107,7 +107,7 @@ def _unary(behavior: Callable[[Any, Any], Awaitable[Any]], parser: _Parser) -> C
         if not isinstance(request, Unparsed):
             return await behavior(request, context)
         tenant = parser.tenant(context)
-        with parser.intake.hold(tenant) as hold:
+        with parser.intake.lease(tenant) as hold:
             hold.grow_by_body(len(request))
             return await behavior(await parser.parsed(request, tenant), context)
 
@@ -119,7 +119,7 @@ def _streaming(
 ) -> Callable[[Any, Any], Any]:
     async def large(request: Unparsed, context: Any) -> AsyncIterator[Any]:
         tenant = parser.tenant(context)
-        with parser.intake.hold(tenant) as hold:
+        with parser.intake.lease(tenant) as hold:
             hold.grow_by_body(len(request))
             async for response in behavior(await parser.parsed(request, tenant), context):
                 yield response

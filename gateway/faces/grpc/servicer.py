@@ -14,9 +14,9 @@ from contract.proto.grammar import report_message
 from gateway.auth.verifier import Arrival
 from gateway.faces.grpc import convert
 from gateway.pipeline.delta import AnswerInfo, by_choice
+from gateway.pipeline.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
-from gateway.types.caller import Caller
-from gateway.types.slices import Slices
+from gateway.types.request import Caller
 from runtime.context import CONTEXT_HEADER
 
 # Ids of an answer that are written at once.
@@ -42,7 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with await pipeline.begin(caller, asked) as attempt:
             info, vocabulary = attempt.info, attempt.reader.vocabulary
             response = _response(inference_pb2.ChatResponse, info, info.enforcement)
-            while deltas := await attempt.take():
+            while deltas := await attempt.drain():
                 response.choices.extend(convert.chat_choice(delta, vocabulary) for delta in by_choice(deltas))
                 yield response
                 attempt.first_chunk_written()
@@ -60,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             echo = "" if info.echo is None else info.echo.text
             to_echo = dict.fromkeys(range(info.num_choices), echo)
             response = _response(inference_pb2.GenerateResponse, info, info.enforcement)
-            while deltas := await attempt.take():
+            while deltas := await attempt.drain():
                 response.choices.extend(
                     convert.generate_choice(delta, vocabulary, to_echo.pop(delta.index, ""))
                     for delta in by_choice(deltas)

@@ -18,7 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.faces.grpc.large import Unparsed
 from gateway.faces.grpc.servicer import FULL_NAME
 from gateway.pipeline.refusals import Refusals, is_the_callers
-from gateway.tokenizer.stream import Room
+from gateway.tokenizer.stream import ByteBudget
 from runtime.interceptors import ServerInterceptor, ServicerContext
 from runtime.server import GrpcServer
 
@@ -33,7 +33,7 @@ def grpc_server(config: GatewayConfig, refusals: Refusals) -> GrpcServer:
     async def before_refusal(context: ServicerContext, error: MillraceError) -> None:
         tenant = _tenant(context.invocation_metadata() or ())
         if tenant and is_the_callers(error):
-            await refusals.turn(tenant)
+            await refusals.throttle(tenant)
 
     return GrpcServer(
         config.grpc_listen,
@@ -53,7 +53,7 @@ class UnreadMessages(ServerInterceptor):
 
     def __init__(self, max_message_bytes: int, room_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
-        self._room = Room(max_bytes=room_bytes, max_waiting_bytes=sys.maxsize)
+        self._budget = ByteBudget(max_bytes=room_bytes, max_waiting_bytes=sys.maxsize)
 
     async def intercept_service(
         self,
@@ -65,7 +65,7 @@ class UnreadMessages(ServerInterceptor):
         if handler is None or not handler_call_details.method.startswith(f"/{FULL_NAME}/"):
             return handler
         tenant = _tenant(handler_call_details.invocation_metadata)
-        await self._room.acquire(tenant, self._max_message_bytes)
+        await self._budget.acquire(tenant, self._max_message_bytes)
         return handler._replace(request_deserializer=self._reading(tenant, handler.request_deserializer))
 
     def _reading(self, tenant: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -75,7 +75,7 @@ class UnreadMessages(ServerInterceptor):
             nonlocal num_held
             freed, num_held = num_held - num_bytes, num_bytes
             if freed:
-                self._room.release(tenant, freed)
+                self._budget.release(tenant, freed)
 
         def give(_: Any = None) -> None:
             shrink(0)

@@ -18,10 +18,9 @@ from gateway.faces.openai.requests import CommonBody, yielding
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange
 from gateway.pipeline.delta import ChoiceDelta
-from gateway.pipeline.intake import Hold
+from gateway.pipeline.intake import ByteLease, Slices
 from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.types.request import GenerationRequest
-from gateway.types.slices import Slices
 
 # Deltas whose events are written at once.
 _TOGETHER = 32
@@ -76,8 +75,8 @@ class GenerateEndpoints:
             if body.stream:
                 await _stream(exchange, answer, writers, body)
                 return
-            with pipeline.intake.hold(exchange.verified_caller.identity.tenant) as hold:
-                gathered = await _gathered(answer, writers, hold)
+            with pipeline.intake.lease(exchange.verified_caller.identity.tenant) as lease:
+                gathered = await _gathered(answer, writers, lease)
                 slices, choices = Slices(), []
                 for writer, deltas in zip(writers, gathered, strict=True):
                     for choice in writer.choices(deltas):
@@ -168,8 +167,10 @@ class _Accepted:
             self._answer.cancel()
 
 
-async def _gathered(answer: Answer, writers: Sequence[AnswerWriter], hold: Hold) -> list[list[ChoiceDelta]]:
-    """Everything, in one delta a choice; log-probabilities are kept by the writers, and count as held."""
+async def _gathered(
+    answer: Answer, writers: Sequence[AnswerWriter], lease: ByteLease
+) -> list[list[ChoiceDelta]]:
+    """Everything, in one delta a choice; log-probabilities are kept by the writers, their bytes leased."""
     gathered = [
         [ChoiceDelta(index=index) for index in range(each.info.num_choices)] for each in answer.attempts
     ]
@@ -178,7 +179,7 @@ async def _gathered(answer: Answer, writers: Sequence[AnswerWriter], hold: Hold)
         answer.attempts[index].first_chunk_written()
         for delta in deltas:
             for num_bytes in writers[index].keep(delta):
-                hold.grow(num_bytes)
+                lease.grow(num_bytes)
                 await slices.breathe()
             gathered[index][delta.index].absorb(delta)
     return gathered

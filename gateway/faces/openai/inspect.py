@@ -14,10 +14,10 @@ from gateway.config import RequestConfig
 from gateway.faces.openai import chat
 from gateway.faces.openai.large import read
 from gateway.http.exchange import Exchange
+from gateway.pipeline.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.validate import check_conversation
 from gateway.types.request import GenerationRequest
-from gateway.types.slices import Slices
 
 _encode = msgspec.json.Encoder().encode
 MODELS_PREFIX = "/v1/models/"

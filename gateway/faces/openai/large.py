@@ -108,7 +108,7 @@ async def read(
         body, names = decode_known(decoder, data)
         exchange.add_headers(ignored(names))
         return body, convert(body)
-    async with intake.turn(exchange.verified_caller.identity.tenant) as slices:
+    async with intake.exclusive(exchange.verified_caller.identity.tenant) as slices:
         shape = BodyShape(intake.limits)
         for start in range(0, len(data), SLICE_BYTES):
             shape.feed(data[start : start + SLICE_BYTES])

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, MetaData, inspect
 
 from runtime.errors import ConfigError
 
-# Of the ledger alone: the database may have other tables, with versions of their own.
+# Not alembic's default name: the database may have other tables, with versions of their own.
 VERSION_TABLE = "ledger_version"
 
 # The first statement of a transaction that makes steps: others wait for its end. PostgreSQL's number is any

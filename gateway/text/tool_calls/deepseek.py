@@ -29,7 +29,7 @@ class DeepSeekParser(ToolCallParser):
         self._step: Callable[[DeepSeekParser, str], None] | None = None
         self._in_calls = False
         self._header = ""
-        # What followed the first marker so far, given back when no call comes of it.
+        # Text behind the first marker, which becomes content when it turns out to be no call.
         self._raw = ""
         self._value = JsonValue()
 
@@ -111,7 +111,7 @@ class DeepSeekParser(ToolCallParser):
         return (rest.partition("\n")[0] if is_old else kind).strip()
 
     def _in_arguments(self, character: str) -> None:
-        _, ended = self._value.take(character)
+        _, ended = self._value.feed(character)
         self._sink.argue(character)
         if ended:
             self.num_complete += 1

@@ -50,7 +50,7 @@ class HermesParser(ToolCallParser):
 
     def _read_call(self, call: JsonCall, text: str) -> str:
         for position, character in enumerate(text):
-            call.take(character)
+            call.feed(character)
             if call.state is CallState.OPEN:
                 continue
             self._call = None

@@ -40,7 +40,7 @@ class JsonValue:
         self._escaped = False
         self._scalar = False
 
-    def take(self, character: str) -> tuple[bool, bool]:
+    def feed(self, character: str) -> tuple[bool, bool]:
         """(whether the character belongs to the value, whether the value has ended)."""
         if self._in_string:
             if self._escaped:
@@ -86,13 +86,13 @@ class JsonCall:
         self._early = ""
         # Characters of which the next one must be; "" where a value begins.
         self._expected = "{"
-        # Of the value that is read or comes next; None at a key.
+        # Key of the value that is read or comes next; None while a key is read.
         self._key: str | None = None
         # The key or value that is read, and its text so far.
         self._value: JsonValue | None = None
         self._text: list[str] = []
 
-    def take(self, character: str) -> None:
+    def feed(self, character: str) -> None:
         """Reads one character."""
         self.raw.append(character)
         if self._value is not None:
@@ -115,7 +115,7 @@ class JsonCall:
             self._read(self._value, character)
 
     def _read(self, value: JsonValue, character: str) -> None:
-        belongs, ended = value.take(character)
+        belongs, ended = value.feed(character)
         if belongs:
             self._text.append(character)
             if self._streams:

@@ -45,7 +45,7 @@ class Llama3Parser(ToolCallParser):
         before = self._held.lstrip(_BETWEEN)
         if character == "{" and before.rstrip(_BETWEEN) in ("", TAG):
             self._call = JsonCall(self._sink, needs_arguments=True)
-            self._call.take(character)
+            self._call.feed(character)
             return
         self._held += character
         before = (before + character).lstrip(_BETWEEN)
@@ -53,7 +53,7 @@ class Llama3Parser(ToolCallParser):
             self._give_up(self._held)
 
     def _in_call(self, call: JsonCall, character: str) -> None:
-        call.take(character)
+        call.feed(character)
         if call.state is CallState.OPEN:
             return
         self._call = None

@@ -21,7 +21,7 @@ class MistralParser(ToolCallParser):
         super().__init__(call_id)
         # Reads one character after the marker; None before it.
         self._step: Callable[[MistralParser, str], None] | None = None
-        # What followed the marker so far, given back when no call comes of it.
+        # Text behind the marker, which becomes content when it turns out to be no call.
         self._raw = ""
         self._name = ""
         self._call: JsonCall | None = None
@@ -67,7 +67,7 @@ class MistralParser(ToolCallParser):
     def _in_call(self, character: str) -> None:
         assert self._call is not None, "a call is open in this state"
         self._raw += character
-        self._call.take(character)
+        self._call.feed(character)
         if self._call.state is not CallState.OPEN:
             self.num_complete += self._call.state is CallState.DONE
             self._step = MistralParser._between_calls
@@ -83,14 +83,14 @@ class MistralParser(ToolCallParser):
         if not name:
             # Arguments of nothing: no call, and dropped like other text here.
             self._step = MistralParser._in_nothing
-            self._value.take(character)
+            self._value.feed(character)
             return
         self._sink.begin(name)
         self._step = MistralParser._in_arguments
         self._in_arguments(character)
 
     def _in_arguments(self, character: str) -> None:
-        _, ended = self._value.take(character)
+        _, ended = self._value.feed(character)
         self._sink.argue(character)
         if ended:
             self.num_complete += 1
@@ -98,5 +98,5 @@ class MistralParser(ToolCallParser):
 
     def _in_nothing(self, character: str) -> None:
         self._raw += character
-        if self._value.take(character)[1]:
+        if self._value.feed(character)[1]:
             self._step = MistralParser._in_name

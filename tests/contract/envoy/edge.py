@@ -25,15 +25,14 @@ from gateway.faces.error_forms import ERROR_FORMS
 from gateway.http.application import authorize, known
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.server import HttpServer
-from gateway.limits.counter import RequestCounter
-from gateway.limits.memory import MemoryLimitStore, unix_ms
-from gateway.limits.requests import RequestLimiter
+from gateway.limits.counter import RequestCounter, RequestLimiter
 from gateway.limits.servicer import RateLimitServicer
+from gateway.limits.store import MemoryLimitStore, unix_ms
 from gateway.pipeline.refusals import Refusals
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
-from gateway.types.caller import Caller
 from gateway.types.error_form import ErrorForms
+from gateway.types.request import Caller
 from observability.emit.config import ObservabilityConfig
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -162,7 +161,7 @@ class Edge:
         )
         callers = HttpCallers(self._authorizer, verifier)
         self._face = known(callers, counter, self.faces.http)
-        ratelimit = RateLimitServicer(counter, Refusals(100).turn, self._error_forms)
+        ratelimit = RateLimitServicer(counter, Refusals(100).throttle, self._error_forms)
         self.grpc.add(
             rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
             ratelimit,

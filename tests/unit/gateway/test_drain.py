@@ -17,7 +17,7 @@ from sqlalchemy import select
 from contract.errors import Reason
 from contract.proto.status import from_status
 from gateway.ledger.tables import REQUESTS, open_ledger
-from gateway.limits.memory import MemoryLimitStore
+from gateway.limits.store import MemoryLimitStore
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine

@@ -394,7 +394,7 @@ async def test_one_call_to_a_peer_that_falls_silent_is_given_up() -> None:
 
 
 async def _compute(request: bytes, context: Any) -> bytes:
-    """Holds event loop and interpreter, for many times as long as pings may stay without an answer."""
+    """Charges event loop and interpreter, for many times as long as pings may stay without an answer."""
     ends_s = time.monotonic() + 2.0
     while time.monotonic() < ends_s:
         pass

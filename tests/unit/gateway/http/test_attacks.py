@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.faces.openai import large
-from gateway.types import slices as slices_module
+from gateway.pipeline import intake as intake_module
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
@@ -136,7 +136,7 @@ async def test_a_packed_body_is_refused_before_it_is_read() -> None:
 
 
 async def test_a_large_body_is_worked_on_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices_module, "SLICE_S", 0.0)
+    monkeypatch.setattr(intake_module, "SLICE_S", 0.0)
     order: list[str] = []
     async with deployed() as stack:
         feed = large.BodyShape.feed

@@ -21,7 +21,7 @@ from gateway.ledger.journal import Journal, left_behind
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.usage import month_sums
 from gateway.ledger.writer import LedgerWriter
-from gateway.limits.reservation import Holds
+from gateway.limits.limiter import Charges
 from gateway.pipeline.ports import FinishedRequest, Progress
 from observability.analysis.scrape import parse
 from observability.emit import names
@@ -86,12 +86,12 @@ def said(folder: Path) -> dict[str, tuple[str, int]]:
 
 def _serve_and_die(url: str) -> None:
     ledger = writer(url, flush_interval_s=600, flush_entries=1000)
-    entries = [ledger.begin(begun(f"r{number}"), Holds()) for number in range(3)]
+    entries = [ledger.begin(begun(f"r{number}"), Charges()) for number in range(3)]
     for number in range(1, 8):
-        entries[1].told(progress(number))
-    entries[2].told(progress(10, candidate_tokens=30, outcome="stop"))
+        entries[1].record(progress(number))
+    entries[2].record(progress(10, candidate_tokens=30, outcome="stop"))
     last = begun("r3")
-    ledger.begin(last, Holds()).told(progress(1))
+    ledger.begin(last, Charges()).record(progress(1))
     ledger.record(finished("r3", entry_id=last.entry_id, completion_tokens=2))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -133,7 +133,7 @@ def test_rows_of_a_month_are_what_its_meters_begin_with(url: str) -> None:
 
 def test_a_journal_whose_owner_lives_is_left_to_it(url: str) -> None:
     ledger = writer(url)
-    ledger.begin(begun("r0"), Holds())
+    ledger.begin(begun("r0"), Charges())
     take_in(url)
     assert not rows(open_ledger(url))
     ledger.close()
@@ -142,7 +142,7 @@ def test_a_journal_whose_owner_lives_is_left_to_it(url: str) -> None:
 def test_a_database_that_is_away_to_the_end_gets_the_rows_from_the_next_process(tmp_path: Path) -> None:
     kept = Journal(tmp_path)
     request = begun("r0")
-    kept.begin(request, Holds())
+    kept.begin(request, Charges())
     kept.end(finished("r0", entry_id=request.entry_id))
     kept.close()
     (left,) = left_behind(tmp_path)
@@ -154,14 +154,14 @@ def test_a_long_life_keeps_what_is_open_and_no_more(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(journal, "_COMPACT_BYTES", 4000)
     monkeypatch.setattr(journal, "_ROOM_BYTES", 4000)
     kept = Journal(tmp_path)
-    first = kept.begin(begun("first"), Holds())
+    first = kept.begin(begun("first"), Charges())
     for number in range(500):
         request = begun(f"r{number}")
-        kept.begin(request, Holds()).settled()
+        kept.begin(request, Charges()).settled()
         kept.end(finished(request.request_id, entry_id=request.entry_id))
         if number != 450:
             kept.forget([request.entry_id])
-        first.told(progress(number))
+        first.record(progress(number))
     (path,) = tmp_path.glob("*.open")
     assert path.stat().st_size < 6000
     found = said(tmp_path)
@@ -173,7 +173,7 @@ def test_a_long_life_keeps_what_is_open_and_no_more(tmp_path: Path, monkeypatch:
 def test_a_record_that_was_cut_off_ends_the_file(tmp_path: Path) -> None:
     kept = Journal(tmp_path)
     for number in range(3):
-        kept.begin(begun(f"r{number}"), Holds())
+        kept.begin(begun(f"r{number}"), Charges())
     (path,) = tmp_path.glob("*.open")
     os.truncate(path, kept._end - 5)
     assert list(said(tmp_path)) == ["r0", "r1"]
@@ -203,15 +203,15 @@ def _lose_some(url: str) -> None:
         ledger = writer(url, flush_interval_s=600, flush_entries=1000)
         assert ledger._journal is not None
         known = begun("known")
-        entry = ledger.begin(known, Holds())
+        entry = ledger.begin(known, Charges())
         FullDisk(patch, ledger._journal._end)
-        ledger.begin(begun("lost"), Holds()).told(progress(1))
+        ledger.begin(begun("lost"), Charges()).record(progress(1))
         ledger.record(finished("lost, too"))
         written = begun("written")
-        ledger.begin(written, Holds())
+        ledger.begin(written, Charges())
         ledger._journal.forget([written.entry_id])
         # What is there is overwritten, and stays when there is no room for its row.
-        entry.told(progress(3, outcome="stop"))
+        entry.record(progress(3, outcome="stop"))
         ledger.record(finished("known", entry_id=known.entry_id, completion_tokens=3))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -233,13 +233,13 @@ def test_there_is_room_for_what_comes_while_the_disk_is_full(
     assert path.stat().st_blocks * 512 >= journal._ROOM_BYTES
     FullDisk(monkeypatch, journal._ROOM_BYTES)
     for number in range(1000):
-        kept.begin(begun(f"r{number}"), Holds()).told(progress(number))
+        kept.begin(begun(f"r{number}"), Charges()).record(progress(number))
     assert len(said(tmp_path)) == 1000
     assert not kept._missing
 
 
 def _leave_one(folder: str) -> None:
-    Journal(Path(folder)).begin(begun("first"), Holds()).told(progress(1))
+    Journal(Path(folder)).begin(begun("first"), Charges()).record(progress(1))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -248,7 +248,7 @@ def test_a_gateway_that_starts_on_a_full_disk_writes_behind_what_another_left(tm
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, journal._ROOM_BYTES)
         second = Journal(tmp_path)
-        second.begin(begun("second"), Holds()).told(progress(2))
+        second.begin(begun("second"), Charges()).record(progress(2))
         assert said(tmp_path) == {"first": ("interrupted", 1), "second": ("interrupted", 2)}
         # Nobody takes it in while it is used.
         assert not list(left_behind(tmp_path))

@@ -12,7 +12,7 @@ from gateway.ledger import unclaimed
 from gateway.ledger.journal import _read
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.unclaimed import UnclaimedTokens
-from gateway.limits.reservation import Holds
+from gateway.limits.limiter import Charges
 
 from .test_journal import begun, died, progress, take_in, url
 from .test_writer import finished, rows, writer
@@ -22,7 +22,7 @@ __all__ = ["url"]
 
 def _tell_seven_and_die(url: str) -> None:
     ledger = writer(url)
-    ledger.begin(begun("cut"), Holds()).told(progress(7, candidate_tokens=2))
+    ledger.begin(begun("cut"), Charges()).record(progress(7, candidate_tokens=2))
     ledger.record(finished("whole"))
     os.kill(os.getpid(), signal.SIGKILL)
 

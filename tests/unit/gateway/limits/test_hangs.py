@@ -14,7 +14,6 @@ from contract.errors import MillraceError
 from gateway.auth.directory import KeyDirectory
 from gateway.config import LimitsConfig
 from gateway.limits.limiter import TokenLimiter
-from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.resilient import Policy, ResilientLimitStore
@@ -22,6 +21,7 @@ from gateway.limits.store import (
     Demand,
     Granted,
     LimitRefused,
+    MemoryLimitStore,
     MeterChange,
     MeterDemand,
     Settlement,
@@ -29,7 +29,7 @@ from gateway.limits.store import (
     WindowDemand,
 )
 from gateway.settings import load_settings
-from gateway.types.caller import Identity
+from gateway.types.request import Identity
 from tests.redis_server import RedisServer
 
 SETTINGS = load_settings(

@@ -9,14 +9,13 @@ import pytest
 
 from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory, hash_key
+from gateway.limits.counter import RequestLimiter
 from gateway.limits.limiter import TokenLimiter
-from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
-from gateway.limits.requests import RequestLimiter
-from gateway.limits.store import Settlement, StoreLostError
+from gateway.limits.store import MemoryLimitStore, Settlement, StoreLostError
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
-from gateway.types.caller import Identity
+from gateway.types.request import Identity
 
 NOW_S = 1_790_000_000.0
 CHUNK = 100
@@ -284,7 +283,7 @@ async def test_sequences_that_are_computed_together_are_granted_as_much_each() -
     rig = Rig({"tokens_per_minute": 1000, "monthly_tokens": 101})
     reservation = await rig.limiter.reserve(rig.identity, 20, 30, num_sequences=4)
     assert (reservation.tokens_per_sequence, reservation.is_short) == (20, True)
-    assert [meter.charged for meter in reservation.holds.meters] == [100]
-    assert reservation.holds.windows[0].amount == 20 + 4 * 30
+    assert [meter.charged for meter in reservation.charges.meters] == [100]
+    assert reservation.charges.windows[0].amount == 20 + 4 * 30
     await reservation.settle(20, 77)
     assert list(rig.store._meters.values()) == [97]

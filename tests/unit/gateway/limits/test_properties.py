@@ -7,7 +7,6 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.store import (
     BUCKET_MS,
     WINDOW_MS,
@@ -15,6 +14,7 @@ from gateway.limits.store import (
     Granted,
     LeaseDemand,
     LeaseReturn,
+    MemoryLimitStore,
     MeterDemand,
     Settlement,
     WindowChange,

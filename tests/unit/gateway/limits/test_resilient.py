@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import redis
 
-from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.resilient import Policy, ResilientLimitStore
 from gateway.limits.store import (
@@ -19,6 +18,7 @@ from gateway.limits.store import (
     LeaseDemand,
     LeaseReturn,
     LimitRefused,
+    MemoryLimitStore,
     MeterChange,
     MeterDemand,
     Settlement,

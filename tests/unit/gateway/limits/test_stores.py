@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 import redis as sync_redis
 
-from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.store import (
     WINDOW_MS,
@@ -22,6 +21,7 @@ from gateway.limits.store import (
     LeaseReturn,
     LimitRefused,
     LimitStore,
+    MemoryLimitStore,
     MeterChange,
     MeterDemand,
     Settlement,
@@ -244,7 +244,7 @@ async def test_many_at_once_never_pass_the_limit(store: LimitStore) -> None:
 
 async def test_short_windows_slide_in_real_time(store: LimitStore, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket_ms, num_buckets, limit = 10, 6, 40
-    for module in ("memory", "redis_store"):
+    for module in ("store", "redis_store"):
         monkeypatch.setattr(f"gateway.limits.{module}.BUCKET_MS", bucket_ms)
         monkeypatch.setattr(f"gateway.limits.{module}.NUM_BUCKETS", num_buckets)
     randomness = random.Random(1)

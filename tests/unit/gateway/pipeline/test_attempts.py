@@ -10,8 +10,7 @@ from contract.chat import TextPrompt
 from contract.sampling import SamplingOptions
 from gateway.auth.verifier import Arrival
 from gateway.pipeline.attempt import Attempt
-from gateway.types.caller import Caller
-from gateway.types.request import GenerationRequest
+from gateway.types.request import Caller, GenerationRequest
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 
@@ -28,7 +27,7 @@ def nobody(rig: Deployment) -> Caller:
 
 async def text_of(attempt: Attempt) -> str:
     said = ""
-    while deltas := await attempt.take():
+    while deltas := await attempt.drain():
         said += "".join(delta.content for delta in deltas)
     return said
 

@@ -9,9 +9,8 @@ import pytest
 from contract.errors import MillraceError, Reason
 from gateway.config import RequestConfig
 from gateway.engines.mailbox import Backlog, Mailbox
-from gateway.pipeline.intake import Intake
-from gateway.types import slices as slices_module
-from gateway.types.slices import Pace, Slices
+from gateway.pipeline import intake as intake_module
+from gateway.pipeline.intake import Intake, Slices, SliceThrottle
 from runtime import memory
 
 
@@ -21,36 +20,36 @@ def intake() -> Intake:
 
 
 async def test_a_tenant_holds_as_much_as_is_left_free_after_it(intake: Intake) -> None:
-    with intake.hold("a") as first, intake.hold("a") as second:
+    with intake.lease("a") as first, intake.lease("a") as second:
         first.grow(400)
         with pytest.raises(MillraceError) as refused:
             second.grow(250)
         assert refused.value.reason is Reason.QUEUE_LIMIT_EXCEEDED
         assert "max_held_bytes" in refused.value.message
-        with intake.hold("b") as other:
+        with intake.lease("b") as other:
             other.grow(300)
-            with intake.hold("c") as third:
+            with intake.lease("c") as third:
                 third.grow(100)
                 # What is left is less than what comes: not this tenant's doing.
-                with intake.hold("d") as last, pytest.raises(MillraceError) as full:
+                with intake.lease("d") as last, pytest.raises(MillraceError) as full:
                     last.grow(250)
                 assert (full.value.reason, full.value.mapping.http_status) == (Reason.GATEWAY_FULL, 503)
-    with intake.hold("a") as again:
+    with intake.lease("a") as again:
         again.grow(500)
 
 
 async def test_bodies_that_come_bit_by_bit_are_held_bit_by_bit(intake: Intake) -> None:
-    with intake.hold("a") as hold:
+    with intake.lease("a") as hold:
         for _ in range(5):
             hold.grow(100)
         with pytest.raises(MillraceError):
             hold.grow(100)
-    with intake.hold("b") as other:
+    with intake.lease("b") as other:
         other.grow(500)
 
 
 async def test_a_body_counts_with_what_is_made_of_it(intake: Intake) -> None:
-    with intake.hold("a") as hold:
+    with intake.lease("a") as hold:
         hold.grow_by_body(250)
         with pytest.raises(MillraceError):
             hold.grow_by_body(1)
@@ -63,7 +62,7 @@ async def test_memory_is_given_back_once_large_requests_have_ended(
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(memory, "GIVE_BACK_AFTER_S", 0.0)
     monkeypatch.setattr(memory, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
-    with intake.hold("a") as hold:
+    with intake.lease("a") as hold:
         hold.grow(10)
     await asyncio.wait_for(given_back.wait(), 20)
 
@@ -73,7 +72,7 @@ async def test_a_tenant_has_one_large_request_in_work_and_others_their_own(intak
     proceed = asyncio.Event()
 
     async def work(tenant: str, name: str) -> None:
-        async with intake.turn(tenant):
+        async with intake.exclusive(tenant):
             order.append(name)
             await proceed.wait()
 
@@ -87,7 +86,7 @@ async def test_a_tenant_has_one_large_request_in_work_and_others_their_own(intak
 
 
 async def test_slices_let_everybody_else_go_on(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices_module, "SLICE_S", 0.0)
+    monkeypatch.setattr(intake_module, "SLICE_S", 0.0)
     turns = 0
 
     async def count() -> None:
@@ -97,7 +96,7 @@ async def test_slices_let_everybody_else_go_on(intake: Intake, monkeypatch: pyte
             await asyncio.sleep(0)
 
     counting = asyncio.ensure_future(count())
-    async with intake.turn("a") as slices:
+    async with intake.exclusive("a") as slices:
         for _ in range(100):
             await slices.breathe()
     counting.cancel()
@@ -111,8 +110,8 @@ async def test_large_requests_together_leave_three_quarters_of_the_time_to_other
     async def sleep(wait_s: float) -> None:
         waits_s.append(wait_s)
 
-    pace = Pace(clock=lambda: now_s, sleep=sleep)
-    one, other = Slices(pace), Slices(pace)
+    throttle = SliceThrottle(clock=lambda: now_s, sleep=sleep)
+    one, other = Slices(throttle), Slices(throttle)
     now_s = 0.001
     await one.breathe()
     assert not waits_s, "a slice is longer"

@@ -58,27 +58,27 @@ def refusals(time: Time) -> Refusals:
 
 async def test_a_tenant_that_repeats_at_once_is_held_to_its_rate(refusals: Refusals, time: Time) -> None:
     for _ in range(10):
-        await refusals.turn("a")
+        await refusals.throttle("a")
     assert not time.slept
     for _ in range(50):
-        await refusals.turn("a")
+        await refusals.throttle("a")
     # Sixty in all, ten of which may come at once.
     assert 4.8 <= time.now_s <= 5.0
 
 
 async def test_one_that_comes_below_its_rate_never_waits(refusals: Refusals, time: Time) -> None:
     for _ in range(100):
-        await refusals.turn("a")
+        await refusals.throttle("a")
         time.now_s += 0.11
     assert not time.slept
 
 
 async def test_others_do_not_wait(refusals: Refusals, time: Time) -> None:
     for _ in range(30):
-        await refusals.turn("a")
+        await refusals.throttle("a")
     num_slept = len(time.slept)
     assert num_slept
-    await refusals.turn("b")
+    await refusals.throttle("b")
     assert len(time.slept) == num_slept
 
 
@@ -92,14 +92,14 @@ async def test_no_refusal_waits_longer_than_a_second(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(refusals_module, "_MAX_WAITING", 100)
     refusals = Refusals(10, lambda: 0.0, sleep)
-    told = [asyncio.create_task(refusals.turn("a")) for _ in range(1000)]
+    told = [asyncio.create_task(refusals.throttle("a")) for _ in range(1000)]
     await asyncio.sleep(0)
     # Those that wait hold memory: so many of a tenant, and the others are told at once.
     assert len(slept) == 100
     assert max(slept) <= 1.0
     assert sum(each.done() for each in told) == 900
     # Another tenant's flood is held up all the same.
-    others = [asyncio.create_task(refusals.turn("b")) for _ in range(50)]
+    others = [asyncio.create_task(refusals.throttle("b")) for _ in range(50)]
     await asyncio.sleep(0)
     assert not all(each.done() for each in others)
     ends.set()
@@ -109,7 +109,7 @@ async def test_no_refusal_waits_longer_than_a_second(monkeypatch: pytest.MonkeyP
 
 async def test_what_tenants_of_the_past_were_told_is_forgotten(refusals: Refusals, time: Time) -> None:
     for number in range(100):
-        await refusals.turn(f"tenant-{number}")
+        await refusals.throttle(f"tenant-{number}")
         time.now_s += 1
     assert len(refusals._even_s) <= 2
 
@@ -121,7 +121,7 @@ async def test_both_faces_tell_a_refusal_in_its_tenants_turn(monkeypatch: pytest
         tenants.append(tenant)
 
     async with deployed() as stack:
-        monkeypatch.setattr(stack.gateway._intake.refusals, "turn", turn)
+        monkeypatch.setattr(stack.gateway._intake.refusals, "throttle", turn)
         answer = await stack.chat(model="unknown")
         assert (answer.status_code, tenants) == (404, ["acme"])
         metadata = ((CONTEXT_HEADER, signed_context()), (TENANT_HEADER, "acme"))
@@ -142,7 +142,7 @@ async def test_a_refusal_that_waits_holds_nothing_large(monkeypatch: pytest.Monk
         await goes_on.wait()
 
     async with deployed() as stack:
-        monkeypatch.setattr(stack.gateway._intake.refusals, "turn", turn)
+        monkeypatch.setattr(stack.gateway._intake.refusals, "throttle", turn)
         url = f"http://127.0.0.1:{stack.gateway.http.port}/v1/chat/completions"
         # The client is a process of its own, so that what is held is the gateway's.
         client = await asyncio.create_subprocess_exec(
@@ -164,7 +164,7 @@ async def test_paths_that_are_not_served_wait_and_failures_of_this_side_do_not(
         told.append(tenant)
 
     async with deployed() as stack:
-        monkeypatch.setattr(stack.gateway._intake.refusals, "turn", turn)
+        monkeypatch.setattr(stack.gateway._intake.refusals, "throttle", turn)
         assert (await stack.http.post("/v1/embeddings", json={})).status_code == 404
         assert (await stack.http.get("/v1/chat/completions")).status_code == 405
         assert told == ["acme", "acme"]

@@ -12,7 +12,7 @@ from millrace.inference.v1 import inference_pb2
 
 from contract.errors import Reason
 from contract.proto.status import from_rpc_error
-from gateway.limits.memory import MemoryLimitStore
+from gateway.limits.store import MemoryLimitStore
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine

@@ -13,7 +13,7 @@ from gateway.auth.verifier import write_tier
 from gateway.config import TierConfig
 from gateway.settings import load_settings
 from gateway.tiers import Tier, Tiers
-from gateway.types.caller import Identity
+from gateway.types.request import Identity
 from runtime.errors import ConfigError
 
 SETTINGS = load_settings(

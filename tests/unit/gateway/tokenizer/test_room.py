@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from contract.errors import MillraceError, Reason
-from gateway.tokenizer.stream import Room
+from gateway.tokenizer.stream import ByteBudget
 
 
 async def settled() -> None:
@@ -16,62 +16,62 @@ async def settled() -> None:
 
 
 async def test_a_tenant_alone_has_half_and_the_next_finds_room() -> None:
-    room = Room(max_bytes=100)
+    budget = ByteBudget(max_bytes=100)
     for _ in range(5):
-        await room.acquire("a", 10)
-    waiting = asyncio.ensure_future(room.acquire("a", 10))
+        await budget.acquire("a", 10)
+    waiting = asyncio.ensure_future(budget.acquire("a", 10))
     await settled()
     assert not waiting.done()
     # Another one does not wait for it.
-    await room.acquire("b", 25)
+    await budget.acquire("b", 25)
     # Nor does somebody whose call is small where others wait for more.
-    await room.acquire("c", 5)
-    room.release("a", 10)
+    await budget.acquire("c", 5)
+    budget.release("a", 10)
     await settled()
     assert not waiting.done()
     for tenant, num_bytes in (("b", 25), ("c", 5)):
-        room.release(tenant, num_bytes)
+        budget.release(tenant, num_bytes)
     await asyncio.wait_for(waiting, 10)
 
 
 async def test_one_call_fits_however_large() -> None:
-    room = Room(max_bytes=100)
-    await room.acquire("a", 1000)
-    waiting = asyncio.ensure_future(room.acquire("b", 1000))
+    budget = ByteBudget(max_bytes=100)
+    await budget.acquire("a", 1000)
+    waiting = asyncio.ensure_future(budget.acquire("b", 1000))
     await settled()
     assert not waiting.done()
-    room.release("a", 1000)
+    budget.release("a", 1000)
     await asyncio.wait_for(waiting, 10)
 
 
 async def test_tenants_are_admitted_in_turn() -> None:
-    room = Room(max_bytes=10)
-    await room.acquire("x", 10)
+    budget = ByteBudget(max_bytes=10)
+    await budget.acquire("x", 10)
     admitted: list[str] = []
 
     async def ask(tenant: str) -> None:
-        await room.acquire(tenant, 10)
+        await budget.acquire(tenant, 10)
         admitted.append(tenant)
         await settled()
-        room.release(tenant, 10)
+        budget.release(tenant, 10)
 
     asked = [asyncio.ensure_future(ask(tenant)) for tenant in "aaabc"]
     await settled()
-    room.release("x", 10)
+    budget.release("x", 10)
     await asyncio.wait_for(asyncio.gather(*asked), 10)
     assert admitted == ["a", "b", "c", "a", "a"]
 
 
 async def test_what_waits_is_bounded_and_the_others_may_still_wait() -> None:
-    room = Room(max_bytes=10, max_waiting_bytes=100)
-    await room.acquire("x", 10)
-    waiting = [asyncio.ensure_future(room.acquire("a", 10)) for _ in range(5)]
+    budget = ByteBudget(max_bytes=10, max_waiting_bytes=100)
+    await budget.acquire("x", 10)
+    waiting = [asyncio.ensure_future(budget.acquire("a", 10)) for _ in range(5)]
     await settled()
     with pytest.raises(MillraceError) as refused:
-        await room.acquire("a", 10)
+        await budget.acquire("a", 10)
     assert (refused.value.reason, refused.value.field) == (Reason.QUEUE_LIMIT_EXCEEDED, "input")
     assert "50 bytes wait" in refused.value.message
-    waiting.append(asyncio.ensure_future(room.acquire("b", 10)))
+    waiting.append(asyncio.ensure_future(budget.acquire("b", 10)))
     await settled()
     assert not any(each.done() for each in waiting)
     for each in waiting:
@@ -81,16 +81,16 @@ async def test_what_waits_is_bounded_and_the_others_may_still_wait() -> None:
 
 @pytest.mark.parametrize("is_admitted", [False, True])
 async def test_whoever_gives_up_leaves_its_room_to_others(is_admitted: bool) -> None:
-    room = Room(max_bytes=10)
-    await room.acquire("x", 10)
-    given_up = asyncio.ensure_future(room.acquire("a", 10))
-    kept = asyncio.ensure_future(room.acquire("b", 10))
+    budget = ByteBudget(max_bytes=10)
+    await budget.acquire("x", 10)
+    given_up = asyncio.ensure_future(budget.acquire("a", 10))
+    kept = asyncio.ensure_future(budget.acquire("b", 10))
     await settled()
     if is_admitted:
         # Admitted, and cancelled before it runs.
-        room.release("x", 10)
+        budget.release("x", 10)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
     if not is_admitted:
-        room.release("x", 10)
+        budget.release("x", 10)
     await asyncio.wait_for(kept, 10)

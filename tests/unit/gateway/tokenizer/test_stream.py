@@ -15,7 +15,7 @@ from contract.chat import TextPrompt
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
 from gateway.tokenizer.client import TokenizerClient
-from gateway.tokenizer.stream import PrepareStream, PrepareStreams, Room
+from gateway.tokenizer.stream import ByteBudget, PrepareStream, PrepareStreams
 from runtime.channels import MAX_MESSAGE_BYTES
 from runtime.server import GrpcServer
 from runtime.streams import run_stream
@@ -194,9 +194,9 @@ async def test_a_call_without_an_answer_ends_in_time_and_leaves_nothing_behind(
 
 
 async def test_a_tenant_whose_calls_wait_holds_up_nobody_else() -> None:
-    room = Room(max_bytes=1_000_000)
+    budget = ByteBudget(max_bytes=1_000_000)
     async with streaming() as (service, _):
-        crowded = PrepareStream(service.target, room)
+        crowded = PrepareStream(service.target, budget)
 
         async def ask(text: str, tenant: str) -> list[int]:
             answer = await crowded.call(wire(text), ("", ""), 20.0, tenant)
