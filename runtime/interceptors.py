@@ -60,7 +60,7 @@ class CallInterceptor(ServerInterceptor):
             raise error
         if isinstance(error, MillraceError):
             # Where it was raised, and what led to it, hold what stood there, too.
-            forget_places(error)
+            forget_traceback(error)
             if self._before_refusal is not None:
                 await self._before_refusal(context, error)
             await abort(context, error)
@@ -168,9 +168,9 @@ def _wrap_stream(behavior: Callable[..., Any], fail: _Fail) -> Callable[..., Any
     return call
 
 
-def forget_places(error: BaseException | None) -> None:
-    """Drops where an error was raised, and what led to it: the calls on the way hold it themselves, with all
-    of the request, which would stay until the garbage collector comes by.
+def forget_traceback(error: BaseException | None) -> None:
+    """Drops an error's traceback and causes, because the frames in them refer to the error and to all of the
+    request, which would stay until the garbage collector comes by.
     """
     while error is not None:
         # One that was raised from itself, in other words, is its own cause.

@@ -20,7 +20,7 @@ from gateway.pipeline.intake import LARGE_BYTES, Hold, Intake
 from gateway.pipeline.refusals import is_the_callers
 from observability.emit.metrics import Metrics
 from runtime.deferred import Deferred
-from runtime.interceptors import forget_places
+from runtime.interceptors import forget_traceback
 
 # The ASGI application: reads a request within its bounds, has a handler answer it, and answers what that
 # raises.
@@ -49,7 +49,7 @@ class AsgiApplication:
             # The client left while its request was being accepted: nobody reads an answer.
             if not exchange.client_gone:
                 raise
-            forget_places(error)
+            forget_traceback(error)
         except Exception as error:
             await self._tell(exchange, error)
 
@@ -97,7 +97,7 @@ class AsgiApplication:
                 "unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error
             )
         # Its places hold all of the request, which has no room to wait in.
-        forget_places(error)
+        forget_traceback(error)
         exchange.drop_body()
         if exchange.begun:
             return
