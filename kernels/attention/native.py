@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
 from kernels.attention.ragged import AttentionOptions, RaggedBatch
-from kernels.native import NativeLibrary, Op, load_native
-from kernels.native.library import StepStruct
+from kernels.native.library import NativeLibrary, Op, StepStruct, load_native
 from kernels.paged_cache.native import describe
 from kernels.paged_cache.store import LayerCache
 

@@ -20,8 +20,7 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
 from engine.types import ScheduledSequence
-from kernels.native import Op
-from kernels.native.library import Program
+from kernels.native.library import Op, Program
 from kernels.native.mirror import structure
 from kernels.sampling.native import NativeDraws, sampling_library
 from kernels.sampling.rows import Drawn, SamplingRows

@@ -18,7 +18,7 @@ from kernels.experts.routing import Routing
 from kernels.linear.formats import DenseWeight
 from kernels.linear.native import NativePacker
 from kernels.linear.rows import ROW_MULTIPLE
-from kernels.native import NativeLibrary
+from kernels.native.library import NativeLibrary
 from tests.kernels.drawn import weight_of
 from tests.kernels.routings import ROUTINGS
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kernels.activation.native import KINDS, ActivationArgs, SoftCapArgs
 from kernels.activation.reference import GATES, gate
-from kernels.native import NativeLibrary, Op
-from kernels.native.library import StepStruct
+from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.norm.reference import rms_norm
 from kernels.paged_cache.native import describe
