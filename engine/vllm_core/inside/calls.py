@@ -42,7 +42,6 @@ class CoreCall:
     # Where this choice's events go.
     request_id: int = 0
     choice_index: int = 0
-    num_known_output: int = 0
     prompt_logprobs: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
 
@@ -78,7 +77,6 @@ def calls_of(request: dict[str, Any], max_model_len: int, eos_token_ids: tuple[i
                 grammar=_grammar(request),
                 request_id=request["request_id"],
                 choice_index=index,
-                num_known_output=len(request["output_token_ids"]),
                 prompt_logprobs=sampling.get("prompt_logprobs"),
                 stop_token_ids=frozenset(sampling["stop_token_ids"]),
             )

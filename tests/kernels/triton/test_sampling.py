@@ -13,11 +13,10 @@ from triton.runtime import interpreter
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
 from kernels.sampling import triton_filters
-from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from kernels.sampling.native import NativeDraws, sampling_library
 from kernels.sampling.noise import row_keys
 from kernels.sampling.on_device import sample_on_device
-from kernels.sampling.reference import sample_by_torch
+from kernels.sampling.reference import apply_min_p, apply_top_k_top_p, sample_by_torch
 from kernels.sampling.rows import SamplingRows
 from kernels.sampling.triton_filters import borders
 from kernels.sampling.triton_sampling import RowOptions, compile_draw, draw, process
