@@ -39,7 +39,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # keep a step near this time, as measured, or near twice the time of a step for one answer where that is
     # longer: many prompts at once must not hold up who is being answered, or has a short one. 0 sets no time.
     step_target_ms: float = 75.0
-    # After so many preemptions a sequence keeps its place until it ends.
+    # After so many preemptions a sequence keeps its batch slot until it ends.
     max_preemptions: int = 3
     # Part of the blocks that admission leaves free, so that running sequences can grow.
     watermark: float = 0.02
@@ -125,7 +125,7 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 class PeakConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine.peak]`: what the device can do, for metrics of the share reached. 0 is the data sheet's of
-    GPUs that are known by name, and else unknown: then no share is told.
+    GPUs that are known by name, and else unknown: then no share is reported.
     """
 
     # Dense operations in the serving type.

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import torch
 
-from kernels import activation, linear, norm, rope, sampling
-from kernels.activation import Gate
+from kernels import sampling
+from kernels.activation import backends as gates
 from kernels.config import KernelsConfig, triton_interprets
-from kernels.linear import LinearBackend
-from kernels.norm import NormBackend
-from kernels.rope import RopeBackend
+from kernels.linear import backends as products
+from kernels.norm import backends as norms
+from kernels.rope import backends as rotations
 
 OPERATIONS: Mapping[str, Mapping[str, str]] = {
-    "norm": norm.BACKENDS,
-    "rope": rope.BACKENDS,
-    "activation": activation.BACKENDS,
-    "linear": linear.BACKENDS,
+    "norm": norms.BACKENDS,
+    "rope": rotations.BACKENDS,
+    "activation": gates.BACKENDS,
+    "linear": products.BACKENDS,
     "sampling": sampling.BACKENDS,
 }
 """Operation, as `[engine.kernels]` names it, to its back ends: "module:name" by name, imported at need."""
@@ -37,10 +37,10 @@ class Kernels:
     """What a model computes with."""
 
     names: Mapping[str, str]
-    norm: NormBackend
-    rope: RopeBackend
-    gate: Gate
-    linear: LinearBackend
+    norm: norms.NormBackend
+    rope: rotations.RopeBackend
+    gate: gates.Gate
+    linear: products.LinearBackend
 
     def __str__(self) -> str:
         return ", ".join(f"{operation} {name}" for operation, name in self.names.items())

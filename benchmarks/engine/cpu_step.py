@@ -63,8 +63,7 @@ from engine.runner.base import PendingStep
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.types import ScheduledSequence, SchedulerOutput, TokenEvent
-from kernels.native import Op
-from kernels.native.library import Program
+from kernels.native.library import Op, Program
 from runtime.config import ModelConfig
 
 _NUM_TOKENS = 24

@@ -24,8 +24,7 @@ from benchmarks.gpu.compile_ahead import AbsentGpu
 from engine.model.experts import feed_sparse
 from engine.model.records import Linear, SparseFeedForward
 from kernels.experts.routing import Routing
-from kernels.linear import DenseWeight
-from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.formats import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
 from kernels.linear.triton_backend import TritonLinear
 from kernels.selection import Kernels
 

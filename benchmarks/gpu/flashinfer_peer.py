@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.device import Gpu, Timing, Work
-from kernels.paged_cache import LayerCache
+from kernels.paged_cache.store import LayerCache
 
 WORKSPACE_BYTES = 128 << 20
 Tables = np.ndarray[Any, np.dtype[np.int64]]

@@ -16,9 +16,9 @@ from benchmarks.gpu import flashinfer_peer
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu, Roofs, Work
 from benchmarks.gpu.report import Report
 from benchmarks.in_process import DRAWS
-from kernels.attention import AttentionOptions, RaggedBatch
+from kernels.attention.ragged import AttentionOptions, RaggedBatch
 from kernels.attention.triton_attention import TritonAttention
-from kernels.paged_cache import LayerCache, allocate_layer
+from kernels.paged_cache.store import LayerCache, allocate_layer
 
 TITLE = "Attention and row kernels"
 # Llama-3.1-8B: query heads, kv heads, head dim.

@@ -16,9 +16,9 @@ import torch
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu
 from benchmarks.gpu.kernels import DTYPES, filled_cache, ragged
 from benchmarks.gpu.report import Report
+from engine.runner.block_transfers import HostArena
 from engine.runner.cuda.recorder import CudaGraphRecorder
-from engine.runner.host_memory import HostArena
-from kernels.attention import AttentionOptions, DecodeBatch
+from kernels.attention.ragged import AttentionOptions, DecodeBatch
 from kernels.attention.reference import ReferenceAttention
 from kernels.attention.triton_attention import TritonAttention
 from kernels.linear.formats import Fp8Weight, Int8Weight, WeightFormat

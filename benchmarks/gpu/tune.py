@@ -18,11 +18,11 @@ from torch import Tensor
 from benchmarks.gpu.device import BLOCK_SIZE, Gpu, Work
 from benchmarks.gpu.kernels import DTYPES, filled_cache, ragged
 from benchmarks.gpu.report import Report
-from kernels.attention import AttentionOptions, RaggedBatch
 from kernels.attention.launch_shape import launch_shape
+from kernels.attention.ragged import AttentionOptions, RaggedBatch
 from kernels.attention.triton_attention import TritonAttention
 from kernels.attention.tuning import Shape, arch_of, forced, key_of
-from kernels.paged_cache import LayerCache
+from kernels.paged_cache.store import LayerCache
 
 TITLE = "Launch shapes of the attention kernel"
 # Query heads, kv heads, head dim: Llama-3.1-8B and Qwen3, Llama-3.1-70B, gpt-oss and the like, Gemma.

@@ -29,7 +29,7 @@ from kernels.linear.triton_backend import InvariantLinear, TritonLinear
 from kernels.linear.triton_rows import GroupedRows
 from kernels.linear.triton_scaled import quantize_rows
 from kernels.norm.triton_norm import rms_norm
-from kernels.paged_cache import allocate_layer
+from kernels.paged_cache.store import allocate_layer
 from kernels.paged_cache.triton_blocks import move_blocks
 from kernels.rope.triton_rope import rope_and_store
 from kernels.sampling.triton_sampling import compile_draw

@@ -29,8 +29,7 @@ from benchmarks.peers.loads import Load
 from kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
 from kernels.linear.native import NativePacker
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
-from kernels.native import NativeLibrary, Op, load_native
-from kernels.native.library import Program
+from kernels.native.library import NativeLibrary, Op, Program, load_native
 from kernels.native.mirror import structure
 
 _REPEATS = 5

@@ -110,7 +110,7 @@ class ProgressReport:
 
 
 def serve_core(connection: CoreSocket) -> int:
-    """Loads and steps until told to stop; returns the exit code. Raises PeerGone when the front ends."""
+    """Loads and steps until a command stops it; the exit code. Raises PeerGone when the front ends."""
     (start,) = _first_messages(connection)
     config, model = start.config, start.model
     builder = _builder(config)

@@ -163,7 +163,7 @@ class EngineLoop:
         self.broken = False
 
     def run(self) -> None:
-        """Steps until told to stop, or until the runner breaks."""
+        """Steps until a command stops it, or until the runner breaks."""
         while not self.stopped:
             self.step()
 

@@ -55,7 +55,7 @@ class BlockTable:
         return self.num_given_up
 
     def drain_unsent(self) -> tuple[int, ...]:
-        """Blocks appended since the runner was last told, and from now on counted as told."""
+        """Blocks appended since the last call, which the runner has not been sent."""
         unsent = tuple(self.block_ids[self.num_sent :])
         self.num_sent = len(self.block_ids)
         return unsent

@@ -21,7 +21,7 @@ from engine.model.native_decoder import NativeDecoder, why_not_lowered
 from engine.model.plan import num_logit_rows
 from engine.model.records import ModelRecord
 from engine.model.spec import ModelSpec
-from kernels.native import NativeLibrary, NativeUnavailableError, UnknownLevelError, load_native
+from kernels.native.library import NativeLibrary, NativeUnavailableError, UnknownLevelError, load_native
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)

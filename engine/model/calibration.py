@@ -28,9 +28,12 @@ from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from engine.quantization.at_load import quantize
-from kernels.attention import BACKENDS, RaggedBatch
-from kernels.linear import ROW_MULTIPLE, DenseWeight, Product
-from kernels.paged_cache import allocate_layer
+from kernels.attention.backends import BACKENDS
+from kernels.attention.ragged import RaggedBatch
+from kernels.linear.formats import DenseWeight
+from kernels.linear.reference import Product
+from kernels.linear.rows import ROW_MULTIPLE
+from kernels.paged_cache.store import allocate_layer
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)

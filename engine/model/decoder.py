@@ -31,9 +31,9 @@ from engine.model.records import LatentAttention, Layer, Linear, ModelRecord, No
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import adapter_step
-from kernels.attention import AttentionBackend
+from kernels.attention.backends import AttentionBackend
 from kernels.host import on_device
-from kernels.paged_cache import LayerCache
+from kernels.paged_cache.store import LayerCache
 from kernels.selection import Kernels
 
 # Placement to the names of norms (before attention, before feed-forward), (after attention, after

@@ -12,8 +12,7 @@ from engine.model.layers import read_feed_forward, read_floats
 from engine.model.records import FeedForward, Linear, SparseFeedForward
 from engine.model.spec import ExpertSpec, ModelSpec
 from engine.model.weights import WeightReader
-from kernels.linear import DenseWeight
-from kernels.linear.formats import WeightFormat, rows_of
+from kernels.linear.formats import DenseWeight, WeightFormat, rows_of
 
 
 def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> SparseFeedForward:

@@ -18,7 +18,7 @@ from engine.model.layers import feed, multiply
 from engine.model.records import FeedForward, SparseFeedForward
 from kernels.adapters.backends import AdapterStep
 from kernels.experts.reference import route
-from kernels.linear import ROW_MULTIPLE
+from kernels.linear.rows import ROW_MULTIPLE
 from kernels.selection import Kernels
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from engine.model.layers import StepContext, multiply, read_floats, read_linear
 from engine.model.records import LatentAttention
 from engine.model.spec import INNER_NORM_EPS, ModelSpec
 from engine.model.weights import WeightReader
-from kernels.attention import AttentionOptions
-from kernels.paged_cache import LayerCache
-from kernels.rope import rotate
+from kernels.attention.ragged import AttentionOptions
+from kernels.paged_cache.store import LayerCache
+from kernels.rope.reference import rotate
 
 
 def read_latents(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> LatentAttention:

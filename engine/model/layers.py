@@ -17,10 +17,12 @@ from engine.model.records import Attention, FeedForward, Linear, Norm
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import AdapterStep
-from kernels.attention import AttentionBackend, AttentionOptions
-from kernels.linear import QuantizedRows, QuantizingProduct
-from kernels.norm import QuantizingNorm
-from kernels.paged_cache import LayerCache
+from kernels.attention.backends import AttentionBackend
+from kernels.attention.ragged import AttentionOptions
+from kernels.linear.backends import QuantizingProduct
+from kernels.norm.backends import QuantizingNorm
+from kernels.paged_cache.store import LayerCache
+from kernels.rows import QuantizedRows
 from kernels.selection import Kernels
 
 

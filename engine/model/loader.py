@@ -37,8 +37,7 @@ from engine.model.records import Linear, ModelRecord, host_arrays
 from engine.model.spec import CheckpointError
 from kernels.host import empty
 from kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
-from kernels.native import NativeLibrary
-from kernels.native.library import load_level
+from kernels.native.library import NativeLibrary, load_level
 from runtime.errors import ConfigError
 from runtime.memory import keep_freed_memory, one_heap
 

@@ -23,8 +23,7 @@ from kernels.activation.native import SoftCapArgs
 from kernels.adapters.rows import AdapterRows
 from kernels.host import HOST, address_of, empty
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
-from kernels.native import NativeLibrary, Op
-from kernels.native.library import Program, StepStruct
+from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.paged_cache.native import Storage
 

@@ -32,7 +32,7 @@ from engine.model.spec import ModelSpec
 from engine.model.weight_memory import WeightCount, count_weights, quantizes_head
 from engine.types import MemoryPlan
 from kernels.linear.packed import FLOAT12_LEVELS
-from kernels.native import likely_level
+from kernels.native.library import likely_level
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 

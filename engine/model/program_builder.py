@@ -27,8 +27,7 @@ from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
 from kernels.host import Values, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
-from kernels.native import NativeLibrary, Op
-from kernels.native.library import StepStruct
+from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.paged_cache.native import Storage, describe
 from kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs

@@ -14,7 +14,7 @@ from engine.model.records import Linear, ModelRecord
 from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import Progress, WeightReader
-from kernels.linear import DenseWeight
+from kernels.linear.formats import DenseWeight
 from kernels.linear.native import NativePacker
 from kernels.selection import Kernels, torch_kernels
 

@@ -29,8 +29,7 @@ from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.scheme import FLOAT_TYPES
 from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, MXFP4_NAN, mxfp4_weight, read_weight
-from kernels.linear import DenseWeight, WeightFormat
-from kernels.linear.formats import is_finite, scales_of, stack
+from kernels.linear.formats import DenseWeight, WeightFormat, is_finite, scales_of, stack
 from kernels.paged_cache.memory import empty_on_huge_pages
 from kernels.selection import Kernels
 

@@ -1,4 +1,4 @@
-"""Which requests are accepted at all, and what those that are not are told.
+"""Which requests are accepted at all, and the refusals of those that are not.
 
 This is the only door: nothing is accepted before it, and nothing that passed it is dropped. What can never
 fit is judged by the same memory plan that start-up allocated.

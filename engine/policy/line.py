@@ -36,7 +36,7 @@ class Waiter(NamedTuple):
 
     sequence_id: int
     request: Request
-    # That of arrival; the second number tells beams of one request apart.
+    # Order of arrival; the second number is the beam's within one request.
     order: tuple[int, int]
     num_slots: int
     # Tokens that it will compute, and how long its prompt takes.

@@ -88,12 +88,12 @@ class Tickets:
         self._lines: dict[Account, _Line] = {}
 
     def is_back(self, account: Account, prompt: int, now: float) -> bool:
-        """Whether this request was told to come now."""
+        """Whether this request's return was announced for now."""
         line = self._lines.get(account)
         return line is not None and line.due(prompt, now) is not None
 
     def open_slots(self, priority: int, now: float) -> dict[str, float]:
-        """Slots that requests of the tier take that were told to come now, and will, by tenant."""
+        """Slots that requests of the tier take that were to return by now, and will, by tenant."""
         found = {}
         for account, line in list(self._lines.items()):
             line.advance(now)

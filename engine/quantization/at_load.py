@@ -20,8 +20,16 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.quantization.scheme import group_size_for
-from kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
-from kernels.linear.formats import FP8_LIMIT, INT4_MIDDLE, pack_levels
+from kernels.linear.formats import (
+    FP8_LIMIT,
+    INT4_MIDDLE,
+    DenseWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    WeightFormat,
+    pack_levels,
+)
 
 SMOOTHING_STRENGTH = 0.5
 # Parts of a group's range that levels may span; weights beyond are clipped.

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from engine.quantization.scheme import FLOAT_TYPES, Group, Scheme
-from kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
-from kernels.linear.formats import FP8_BLOCK, pack_levels
+from kernels.linear.formats import (
+    FP8_BLOCK,
+    DenseWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    WeightFormat,
+    pack_levels,
+)
 from runtime.errors import ConfigError
 
 # Column of each four-bit field of an AWQ word, lowest bits first.

@@ -8,13 +8,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.model.spec import ModelSpec
-from kernels.attention import (
-    AttentionBackend,
-    AttentionFacts,
-    UnsuitableBackendError,
-    available_backends,
-    choose_backend,
-)
+from kernels.attention.backends import AttentionBackend, available_backends
+from kernels.attention.choice import AttentionFacts, UnsuitableBackendError, choose_backend
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from runtime.memory import keep_freed_memory, one_heap
 
 if TYPE_CHECKING:
     from engine.model.decoder import Decoder
-    from kernels.attention import AttentionBackend
+    from kernels.attention.backends import AttentionBackend
 
 # The cache's memory is had from the system for so many full steps ahead of its use.
 _AHEAD_STEPS = 2

@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.runner.block_transfers import BlockTransfers
-    from kernels.paged_cache import LayerCache
+    from kernels.paged_cache.store import LayerCache
 
 
 class KvStorage:
@@ -199,7 +199,7 @@ class KvStorage:
 def _torch_layer(shape: dict[str, int], kv_dtype: str, device: torch.device) -> LayerCache:
     import torch
 
-    from kernels.paged_cache import allocate_layer
+    from kernels.paged_cache.store import allocate_layer
 
     dtype = torch.float8_e4m3fn if kv_dtype == "fp8" else getattr(torch, kv_dtype)
     return allocate_layer(**shape, dtype=dtype, device=device)

@@ -119,7 +119,7 @@ class Matcher:
         self.rollback(moved)
 
     def copy(self) -> Matcher:
-        """An independent matcher at the same place."""
+        """An independent matcher in the same state."""
         copied = Matcher(self._inner.deep_copy(), self._finder, self._limit)
         copied._output, copied._marks = list(self._output), list(self._marks)
         return copied
@@ -188,7 +188,7 @@ class GrammarEngine:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     def read_ahead(self) -> threading.Thread:
-        """Reads the tokenizer in a thread; what it cannot read is told to the requests that need it."""
+        """Reads the tokenizer in a thread; what it cannot read fails the requests that need it."""
 
         def read() -> None:
             with contextlib.suppress(GrammarError):

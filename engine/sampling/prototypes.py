@@ -28,7 +28,7 @@ _Key: TypeAlias = tuple[str, bytes]
 
 class Prototypes:
     """By payload, which is the grammar itself, so nobody's word for a digest is taken; and by digest, in
-    which the tokenizer service tells tenants apart that must not learn of each other by time.
+    which the tokenizer service separates tenants that must not learn of each other by time.
     """
 
     def __init__(self, build: Build) -> None:

@@ -197,7 +197,7 @@ class Sequence:
         self.fork_parent: Sequence | None = None
         # Whom it waits for, while it has no slot.
         self.awaited: Awaited | None = None
-        # Order of submission; the second number tells beams of one request apart.
+        # Order of submission; the second number is the beam's within one request.
         self.order = (sequence_id, 0)
         # Whether the runner has state for it.
         self.is_introduced = False

@@ -309,7 +309,7 @@ class SchedulerState:
         self._end_group(group)
 
     def _emit(self, group: RequestGroup, first: TokenEvent, *others: TokenEvent) -> None:
-        """Sends events out. The end of a choice, or of all, tells what was spent on the request so far."""
+        """Sends events out. The end of a choice, or of all, carries what was spent on the request so far."""
         if first.statistics is not None:
             first.statistics.engine_time = group.drain_engine_time()
         self.events += (first, *others)

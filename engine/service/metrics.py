@@ -54,7 +54,7 @@ class RequestTrace:
         )
         self._engine_id = engine_id
         self._recent = recent
-        # Its own place in the batch, once it had one.
+        # Its own batch slot, once it had one.
         self._place: Work | None = None
         self._first: FirstTokenTimings | None = None
         self.num_output_tokens = 0

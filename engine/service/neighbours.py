@@ -16,8 +16,8 @@ from engine.types import BlocksStored, KvEvent
 from observability.emit import names
 from observability.emit.names import Cause
 
-# The prefix blocks that the engine holds, as its KV events told: late gateways hear of them all.
-# Kept in the front, so that a snapshot costs the core nothing.
+# The prefix blocks that the engine holds, as its KV events reported: gateways that attach late are sent them
+# all. Kept in the front, so that a snapshot costs the core nothing.
 
 # Hashes in one event of a snapshot, and in all of it.
 _HASHES_PER_EVENT = 4096

@@ -79,7 +79,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 # The next one may be far away.
                 del message
         except Exception as error:
-            # The stream ends with it, and whoever wraps the handler tells the gateway.
+            # The stream ends with it, and the interceptor reports the error to the gateway.
             stream.end(error)
         else:
             stream.end()

@@ -79,7 +79,7 @@ class FrontDoor:
         return None
 
     def passes(self, step: StepDone, now: float) -> None:
-        """Takes note of what the core tells."""
+        """Records what the core reports."""
         self._rate.full_prefill_tokens_per_s = step.load.prefill_tokens_per_s
         for event in step.events:
             self._note(event, now)

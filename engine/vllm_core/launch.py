@@ -12,7 +12,7 @@ from engine.vllm_core.environment import find_python
 from engine.vllm_core.install import inherited
 from runtime.resources import num_cores
 
-# The name of `inside` there, and of the distribution that tells vLLM of its plugin.
+# The name of `inside` there, and of the distribution by which vLLM finds its plugin.
 _PACKAGE = "millrace_vllm"
 _INSIDE = Path(__file__).parent / "inside"
 # These are about the environment of the front.

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.activation.reference import GATES, gate
-
 
 class Gate(Protocol):
     """A gated activation of one back end."""
@@ -20,5 +18,3 @@ BACKENDS = {
     "torch": "kernels.activation.reference:gate",
     "triton": "kernels.activation.triton_activation:gate",
 }
-
-__all__ = ["BACKENDS", "GATES", "Gate", "gate"]

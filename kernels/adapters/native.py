@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kernels.adapters.low_rank import Change
 from kernels.host import address_of, empty
-from kernels.native import NativeLibrary, Op
+from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
 # Widths are multiples of this.

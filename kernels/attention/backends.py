@@ -9,13 +9,12 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.attention.choice import AttentionChoice, AttentionFacts, UnsuitableBackendError, choose_backend
 from kernels.attention.native import NativeAttention
 from kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from kernels.attention.reference import ReferenceAttention
 from kernels.attention.tiled import TiledAttention
 from kernels.config import triton_interprets
-from kernels.paged_cache import LayerCache
+from kernels.paged_cache.store import LayerCache
 
 
 class AttentionBackend(Protocol):
@@ -81,21 +80,3 @@ def available_backends() -> Mapping[str, type[Any]]:
 
             found["flash"] = FlashAttention
     return found
-
-
-__all__ = [
-    "BACKENDS",
-    "AttentionBackend",
-    "AttentionChoice",
-    "AttentionFacts",
-    "AttentionOptions",
-    "CapturedAttention",
-    "DecodeBatch",
-    "NativeAttention",
-    "RaggedBatch",
-    "ReferenceAttention",
-    "TiledAttention",
-    "UnsuitableBackendError",
-    "available_backends",
-    "choose_backend",
-]

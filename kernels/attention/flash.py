@@ -27,8 +27,7 @@ from torch import Tensor
 from kernels.attention.flash_library import FlashLibrary, Span, find_library
 from kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from kernels.host import on_device
-from kernels.paged_cache import LayerCache, PlainCache, QuantizedCache
-from kernels.paged_cache.store import as_bytes
+from kernels.paged_cache.store import LayerCache, PlainCache, QuantizedCache, as_bytes
 
 FEW_ROWS = 16
 # Positions of one call whose history is gathered; sequences with longer ones stay with the other back end.

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
 from kernels.attention.ragged import AttentionOptions, RaggedBatch
-from kernels.native import NativeLibrary, Op, load_native
-from kernels.native.library import StepStruct
-from kernels.paged_cache import LayerCache
+from kernels.native.library import NativeLibrary, Op, StepStruct, load_native
 from kernels.paged_cache.native import describe
+from kernels.paged_cache.store import LayerCache
 
 
 class _Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from ctypes import c_int64, c_void_p
 
-from kernels.native import NativeLibrary
+from kernels.native.library import NativeLibrary
 from kernels.native.mirror import structure
 
 AttentionPlanArgs = structure("AttentionPlanArgs")

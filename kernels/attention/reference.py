@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.ragged import AttentionOptions, RaggedBatch
-from kernels.paged_cache import LayerCache
+from kernels.paged_cache.store import LayerCache
 
 
 class ReferenceAttention:

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention.ragged import AttentionOptions, RaggedBatch
-from kernels.linear import ROW_MULTIPLE, batched_product
-from kernels.paged_cache import LayerCache
+from kernels.linear.batched import batched_product
+from kernels.linear.rows import ROW_MULTIPLE
+from kernels.paged_cache.store import LayerCache
 
 HISTORY_CHUNK = 256
 # Ends of the first chunks of a history without a window: short ones, so that short prompts do little in vain.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.experts.routing import Routing
 from kernels.experts.triton_experts import combine, route
-from kernels.linear import GroupedProduct
+from kernels.linear.backends import GroupedProduct
 
 
 class ExpertsTogether:

@@ -24,7 +24,7 @@ from kernels.linear.packed import (
     make_workspace,
     product_ops,
 )
-from kernels.native import NativeLibrary, Op
+from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
 SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}

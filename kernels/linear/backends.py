@@ -7,16 +7,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from kernels.linear.batched import batched_product
-from kernels.linear.formats import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.formats import WeightFormat
 from kernels.linear.reference import (
-    PackedProduct,
-    PlainProduct,
     Product,
-    TiledProduct,
-    pack_linear,
 )
-from kernels.linear.rows import ROW_MULTIPLE
 from kernels.rows import Quantized, QuantizedRows
 
 
@@ -78,23 +72,3 @@ BACKENDS = {
     "triton": "kernels.linear.triton_backend:TritonLinear",
     "invariant": "kernels.linear.triton_backend:InvariantLinear",
 }
-
-__all__ = [
-    "BACKENDS",
-    "ROW_MULTIPLE",
-    "DenseWeight",
-    "Fp8Weight",
-    "GroupedProduct",
-    "Int4Weight",
-    "Int8Weight",
-    "LinearBackend",
-    "PackedProduct",
-    "PlainProduct",
-    "Product",
-    "QuantizedRows",
-    "QuantizingProduct",
-    "TiledProduct",
-    "WeightFormat",
-    "batched_product",
-    "pack_linear",
-]

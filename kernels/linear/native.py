@@ -31,7 +31,7 @@ from kernels.linear.packed import (
     make_workspace,
     product_ops,
 )
-from kernels.native import NativeLibrary, Op
+from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
 # Groups of inputs must be a multiple of this, by packed format.

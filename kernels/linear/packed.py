@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.host import empty
-from kernels.native import NativeLibrary, Op
+from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
 FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12 = range(7)

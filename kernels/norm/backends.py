@@ -41,5 +41,3 @@ BACKENDS = {
     "torch": "kernels.norm.reference:TorchNorm",
     "triton": "kernels.norm.triton_norm:TritonNorm",
 }
-
-__all__ = ["BACKENDS", "NormBackend", "QuantizingNorm"]

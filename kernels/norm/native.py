@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from kernels.native import NativeLibrary, Op
+from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
 NormArgs = structure("RmsNormArgs")

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from kernels.paged_cache.memory import empty_on_huge_pages
 
-__all__ = ["LayerCache", "PlainCache", "QuantizedCache", "allocate_layer"]
-
 # Largest magnitude of each type that quantized keys and values are stored in.
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 

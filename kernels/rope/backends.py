@@ -6,8 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.paged_cache import LayerCache
-from kernels.rope.reference import rotate
+from kernels.paged_cache.store import LayerCache
 
 
 class RopeBackend(Protocol):
@@ -34,5 +33,3 @@ BACKENDS = {
     "torch": "kernels.rope.reference:rotate_and_store",
     "triton": "kernels.rope.triton_rope:rope_and_store",
 }
-
-__all__ = ["BACKENDS", "RopeBackend", "rotate"]

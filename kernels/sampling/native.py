@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.host import Values, as_array, empty
-from kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
-from kernels.native.library import Program
+from kernels.native.library import NativeLibrary, NativeUnavailableError, Op, Program, load_native
 from kernels.native.mirror import structure
 from kernels.sampling.noise import row_keys, sequence_streams
 from kernels.sampling.rows import NO_ROW, OPTIONS, SamplingRows, Tables

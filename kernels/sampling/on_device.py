@@ -90,13 +90,13 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     if penalized and rows.draft_rows.size:
         counts, seen, count_row = with_drafts(table, rows, options, device)
     columns = {name: options[name] for name in _COLUMNS} | {"count_row": count_row, "mask_row": mask_row}
-    asked = _carried(rows, options, columns, device) | {"filters": _filtered(options)}
+    asked = carried(rows, options, columns, device) | {"filters": _filtered(options)}
     asked |= {"output_counts": counts, "seen": seen} if penalized else {"count_row": None}
     asked |= {"biases": table.biases.tensor} if biased else {"bias_row": None}
     return asked | ({"masks": masks} if masks is not None else {"mask_row": None})
 
 
-def _carried(
+def carried(
     rows: SamplingRows, options: NDArray[np.void], columns: dict[str, NDArray[Any]], device: torch.device
 ) -> dict[str, Any]:
     """Keys [R] int64 and columns [R] of four bytes each, on the device after one copy. Each begins at a

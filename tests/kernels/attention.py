@@ -14,9 +14,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from kernels.attention import AttentionOptions, RaggedBatch
+from kernels.attention.ragged import AttentionOptions, RaggedBatch
 from kernels.attention.reference import ReferenceAttention
-from kernels.paged_cache import LayerCache, PlainCache, QuantizedCache, allocate_layer
+from kernels.paged_cache.store import LayerCache, PlainCache, QuantizedCache, allocate_layer
 
 CPU = torch.device("cpu")
 # History of each sequence, and new tokens of each.

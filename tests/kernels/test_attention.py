@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention import BACKENDS
+from kernels.attention.backends import BACKENDS
 from kernels.attention.reference import ReferenceAttention
-from kernels.native import NativeUnavailableError, load_native
+from kernels.native.library import NativeUnavailableError, load_native
 from tests.kernels.attention import HEADS, OPTIONS, PROMPTS, SHAPES, assert_bits_in_any_mix, compare, draw
 
 TILED = BACKENDS["torch"]

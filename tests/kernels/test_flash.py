@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention import AttentionFacts, UnsuitableBackendError, choose_backend
 from kernels.attention import flash as flash_module
-from kernels.attention.choice import why_not
+from kernels.attention.choice import AttentionFacts, UnsuitableBackendError, choose_backend, why_not
 from kernels.attention.flash import FlashAttention, FlashPlan
 from kernels.attention.flash_library import FlashUnavailableError, find_library
 from kernels.attention.reference import ReferenceAttention

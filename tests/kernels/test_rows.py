@@ -5,17 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.activation import GATES, gate
-from kernels.linear import (
-    PackedProduct,
-    PlainProduct,
-    Product,
-    TiledProduct,
-    batched_product,
-    pack_linear,
-)
+from kernels.activation.reference import GATES, gate
+from kernels.linear.batched import batched_product
+from kernels.linear.reference import PackedProduct, PlainProduct, Product, TiledProduct, pack_linear
 from kernels.norm.reference import rms_norm
-from kernels.rope import rotate
+from kernels.rope.reference import rotate
 
 TYPES = [torch.float32, torch.bfloat16]
 

@@ -25,7 +25,8 @@ from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan
 from kernels.adapters.backends import captures_adapters
-from kernels.attention import AttentionBackend, CapturedAttention, RaggedBatch
+from kernels.attention.backends import AttentionBackend, CapturedAttention
+from kernels.attention.ragged import RaggedBatch
 from kernels.host import on_device
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,9 @@ from engine.model.decoder import Decoder
 from engine.runner.cuda.device_table import DeviceTable
 from engine.runner.cuda.recorder import GraphRecorder, Recording
 from engine.runner.cuda.staging import Staging
-from kernels.attention import CapturedAttention, DecodeBatch
-from kernels.paged_cache import LayerCache
+from kernels.attention.backends import CapturedAttention
+from kernels.attention.ragged import DecodeBatch
+from kernels.paged_cache.store import LayerCache
 
 # Rows of the staged inputs.
 _TOKENS, _POSITIONS, _SLOTS, _BEHIND_DRAFTS = range(4)

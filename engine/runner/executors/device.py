@@ -39,7 +39,7 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import LogitRows, Sampled, logit_rows, sampling_rows
 from engine.sampling.table import sample
 from engine.types import ScheduledSequence
-from kernels.attention import AttentionBackend
+from kernels.attention.backends import AttentionBackend
 from kernels.host import on_device
 from kernels.sampling.noise import row_keys
 from kernels.sampling.on_device import DeviceDrawn, sample_on_device

@@ -20,14 +20,13 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
 from engine.types import ScheduledSequence
-from kernels.native import Op
-from kernels.native.library import Program
+from kernels.native.library import Op, Program
 from kernels.native.mirror import structure
 from kernels.sampling.native import NativeDraws, sampling_library
 from kernels.sampling.rows import Drawn, SamplingRows
 
 # A decode step that follows another of the same sequences, in one native call: inputs, model, logits, draw,
-# and the drawn tokens' place in the table of sequences.
+# and the drawn tokens' index in the table of sequences.
 # Most steps are of this kind. Between two of them lies what the host does alone, upon caches that the
 # weights have passed through: so it costs by how much code and data it touches. Here it touches none of the
 # arrays. Whatever else may happen in a step has it put together as a whole, which gives the same.

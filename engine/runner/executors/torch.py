@@ -13,7 +13,7 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
 from engine.types import ScheduledSequence
-from kernels.attention import AttentionBackend
+from kernels.attention.backends import AttentionBackend
 
 
 class TorchExecutor(Executor):

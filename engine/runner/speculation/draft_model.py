@@ -28,7 +28,7 @@ from kernels.linear.rows import ROW_MULTIPLE
 from kernels.sampling.rows import SamplingRows
 
 if TYPE_CHECKING:
-    from kernels.attention import AttentionBackend
+    from kernels.attention.backends import AttentionBackend
 
 # Tokens that are read in one forward, so that a long prompt does not hold up everybody's next step.
 MAX_READ_TOKENS = 512

@@ -42,7 +42,6 @@ class CoreCall:
     # Where this choice's events go.
     request_id: int = 0
     choice_index: int = 0
-    num_known_output: int = 0
     prompt_logprobs: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
 
@@ -65,7 +64,7 @@ def calls_of(request: dict[str, Any], max_model_len: int, eos_token_ids: tuple[i
     for index in range(first, first + count):
         sampling = _sampling(request, index, max_model_len, eos_token_ids)
         if index > first:
-            # The first choice tells of the prompt.
+            # The first choice reports the prompt.
             sampling.pop("prompt_logprobs", None)
         calls.append(
             CoreCall(
@@ -78,7 +77,6 @@ def calls_of(request: dict[str, Any], max_model_len: int, eos_token_ids: tuple[i
                 grammar=_grammar(request),
                 request_id=request["request_id"],
                 choice_index=index,
-                num_known_output=len(request["output_token_ids"]),
                 prompt_logprobs=sampling.get("prompt_logprobs"),
                 stop_token_ids=frozenset(sampling["stop_token_ids"]),
             )
@@ -94,7 +92,7 @@ def _sampling(
     capacity = min(limit, max_model_len) - len(request["prompt_token_ids"])
     stops = list(options["stop_token_ids"])
     if request["grammar"] is not None:
-        # A grammar ends a choice whatever ignore_eos says; vLLM tells its end by the stop token.
+        # A grammar ends a choice whatever ignore_eos says; vLLM recognizes its end by the stop token.
         stops += [each for each in eos_token_ids if each not in stops]
     # The others have vLLM's own names, and mean the same.
     chosen = {name: value for name, value in options.items() if name not in _OF_OURS}

@@ -2,7 +2,7 @@
 
 1. Its structured output takes the suite's serialized llguidance grammars as they are, and one that another
    engine has begun goes on where it stopped.
-2. The engine core tells its own books.
+2. The engine core reports its own books.
 3. Processes end with their parent, however that ends.
 4. On CPUs an adapter changes the answers of those alone who asked for it (vllm-project/vllm#48421).
 5. On CPUs a prompt that is computed in parts does not end the engine where its answer is drawn by a seed.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.native import NativeLibrary, NativeUnavailableError
 from kernels.native.build import EMULATED, machine_levels
-from kernels.native.library import load_level
+from kernels.native.library import NativeLibrary, NativeUnavailableError, load_level
 
 LEVELS = machine_levels()
 

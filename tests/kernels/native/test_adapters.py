@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from kernels.adapters.native import NativeChanges
 from kernels.adapters.rows import NO_ADAPTER, AdapterRows
-from kernels.native import NativeLibrary
-from kernels.native.library import StepStruct
+from kernels.native.library import NativeLibrary, StepStruct
 from tests.kernels.adapters_cases import SHAPES, expected, fill, some_rows
 
 

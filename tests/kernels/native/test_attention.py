@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from kernels.attention import NativeAttention
+from kernels.attention.native import NativeAttention
 from kernels.attention.reference import ReferenceAttention
-from kernels.native import NativeLibrary
+from kernels.native.library import NativeLibrary
 from tests.kernels.attention import (
     HEADS,
     PROMPTS,

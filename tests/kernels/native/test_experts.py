@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.activation import gate
+from kernels.activation.reference import gate
 from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
 from kernels.experts.reference import route
 from kernels.experts.routing import Routing
-from kernels.linear import ROW_MULTIPLE
 from kernels.linear.formats import DenseWeight
 from kernels.linear.native import NativePacker
-from kernels.native import NativeLibrary
+from kernels.linear.rows import ROW_MULTIPLE
+from kernels.native.library import NativeLibrary
 from tests.kernels.drawn import weight_of
 from tests.kernels.routings import ROUTINGS
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.linear.formats import DenseWeight
 from kernels.linear.native import NativePacker, NativeProduct
 from kernels.linear.packed import BFLOAT16, FLOAT12, PackedWeight
-from kernels.native import NativeLibrary
+from kernels.native.library import NativeLibrary
 from tests.kernels.native.test_fp16 import LEVEL as FLOAT16_LEVEL
 from tests.kernels.native.test_fp16 import product, stored
 

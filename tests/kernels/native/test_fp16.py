@@ -10,9 +10,8 @@ from kernels.linear import native as linear_native
 from kernels.linear.formats import DenseWeight
 from kernels.linear.native import NativePacker, NativeProduct
 from kernels.linear.packed import BFLOAT16
-from kernels.native import NativeLibrary, NativeUnavailableError
 from kernels.native.build import machine_levels
-from kernels.native.library import load_level
+from kernels.native.library import NativeLibrary, NativeUnavailableError, load_level
 
 LEVEL = "avx512_fp16"
 LARGEST = torch.finfo(torch.bfloat16).max

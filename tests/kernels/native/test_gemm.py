@@ -13,8 +13,9 @@ from kernels.linear import self_check
 from kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
 from kernels.linear.native import NativePacker, NativeProduct
 from kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
-from kernels.native import NativeLibrary, NativeUnavailableError, library
+from kernels.native import library
 from kernels.native.build import machine_levels
+from kernels.native.library import NativeLibrary, NativeUnavailableError
 from tests.kernels.drawn import weight_of
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
-from kernels.native import NativeLibrary, NativeUnavailableError, Op, UnknownLevelError, build, library
-from kernels.native.library import StepStruct
+from kernels.native import build, library
+from kernels.native.library import NativeLibrary, NativeUnavailableError, Op, StepStruct, UnknownLevelError
 
 
 @pytest.mark.parametrize("name", TABLE_TYPES)

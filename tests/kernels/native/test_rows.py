@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.activation import GATES, gate
 from kernels.activation.native import KINDS, ActivationArgs, SoftCapArgs
-from kernels.native import NativeLibrary, Op
-from kernels.native.library import StepStruct
+from kernels.activation.reference import GATES, gate
+from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.norm.reference import rms_norm
-from kernels.paged_cache import LayerCache
 from kernels.paged_cache.native import describe
-from kernels.rope import rotate
+from kernels.paged_cache.store import LayerCache
 from kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
+from kernels.rope.reference import rotate
 from tests.kernels.attention import poisoned_cache
 
 EPS = 1e-6

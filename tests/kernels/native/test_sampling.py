@@ -8,7 +8,7 @@ import torch
 
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
-from kernels.native import NativeLibrary
+from kernels.native.library import NativeLibrary
 from kernels.sampling.native import NativeDraws, native_logprobs
 from kernels.sampling.reference import logprobs_by_torch, sample_by_torch
 from kernels.sampling.rows import SamplingRows

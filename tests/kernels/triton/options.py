@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from kernels.sampling.noise import gumbel, row_keys
+from kernels.sampling.reference import apply_min_p, apply_top_k_top_p
 from kernels.sampling.triton_sampling import RowOptions
 
 ROWS = 6

@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from kernels.attention import CapturedAttention, DecodeBatch
+from kernels.attention.backends import CapturedAttention
+from kernels.attention.ragged import DecodeBatch
 from kernels.attention.triton_attention import TritonAttention
 from tests.kernels.attention import SHAPES, assert_bits_alone, compare, draw
 from tests.kernels.places import INTERPRETED

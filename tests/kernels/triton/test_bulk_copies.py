@@ -14,7 +14,7 @@ import torch
 
 from kernels.attention import triton_attention
 from kernels.attention.triton_attention import TritonAttention
-from kernels.paged_cache import PlainCache, QuantizedCache
+from kernels.paged_cache.store import PlainCache, QuantizedCache
 from tests.kernels.attention import Step, assert_bits_alone, compare, draw
 
 OPTIONS: tuple[dict[str, Any], ...] = (

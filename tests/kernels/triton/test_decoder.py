@@ -16,7 +16,7 @@ from engine.model import layers
 from engine.model.decoder import Decoder
 from engine.types import SamplingParams
 from kernels.config import KernelsConfig
-from kernels.linear import DenseWeight, Fp8Weight
+from kernels.linear.formats import DenseWeight, Fp8Weight
 from kernels.linear.triton_backend import TritonLinear
 from kernels.norm.triton_norm import TritonNorm
 from tests.unit.engine.checkpoints import make_checkpoint

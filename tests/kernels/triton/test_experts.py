@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.activation import gate
+from kernels.activation.reference import gate
 from kernels.experts import reference
 from kernels.experts.grouped import ExpertsTogether
 from kernels.experts.routing import Routing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.activation import GATES
+from kernels.activation.reference import GATES
 from kernels.activation.reference import gate as reference_gate
 from kernels.activation.triton_activation import gate
 from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, pack_levels

@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from kernels.attention import DecodeBatch
+from kernels.attention.ragged import DecodeBatch
 from kernels.attention.triton_attention import TritonAttention
 from tests.kernels.attention import assert_bits_alone, compare, draw
 

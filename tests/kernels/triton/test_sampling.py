@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ from triton.runtime import interpreter
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
 from kernels.sampling import triton_filters
-from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from kernels.sampling.native import NativeDraws, sampling_library
 from kernels.sampling.noise import row_keys
-from kernels.sampling.on_device import sample_on_device
-from kernels.sampling.reference import sample_by_torch
+from kernels.sampling.on_device import carried, sample_on_device
+from kernels.sampling.reference import apply_min_p, apply_top_k_top_p, sample_by_torch
 from kernels.sampling.rows import SamplingRows
 from kernels.sampling.triton_filters import borders
 from kernels.sampling.triton_sampling import RowOptions, compile_draw, draw, process
@@ -249,6 +249,23 @@ def test_tokens_are_those_of_torch_and_of_the_native_sampler_for_the_same_seeds(
     library = sampling_library()
     if library is not None:
         assert found.tokens.tolist() == NativeDraws(library).draw(logits, table, rows)[0].tolist()
+
+
+@pytest.mark.parametrize("num_columns", [1, 6, 7])
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_any_number_of_options_goes_to_the_device_by_name(num_columns: int, count: int) -> None:
+    table, rows = table_and_rows(count)
+    values = np.arange(count) + 0.5
+    columns: dict[str, Any] = {
+        str(number): (values + number).astype(np.float32 if number % 2 else np.int64)
+        for number in range(num_columns)
+    }
+    found = carried(rows, table.options[rows.slots], columns, torch.device("cpu"))
+    assert set(found) == {*columns, "noise_keys"}
+    for name, wanted in columns.items():
+        assert found[name][:count].tolist() == wanted.tolist()
+        # Kernels are compiled anew for pointers that lie otherwise.
+        assert (found[name].data_ptr() - found["noise_keys"].data_ptr()) % 16 == 0
 
 
 def test_a_row_draws_the_same_token_alone_as_in_a_batch() -> None:

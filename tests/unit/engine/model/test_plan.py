@@ -23,7 +23,7 @@ from engine.model.plan_command import AskedLoad, decoding_blocks
 from engine.model.plan_command import main as print_plan
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
-from kernels.linear import DenseWeight
+from kernels.linear.formats import DenseWeight
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint

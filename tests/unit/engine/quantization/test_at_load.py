@@ -15,7 +15,8 @@ from engine.quantization import at_load
 from engine.quantization.at_load import int4_weight, int8_weight, quantize, rounding_weight
 from engine.quantization.scheme import group_size_for
 from engine.types import SamplingParams
-from kernels.linear import DenseWeight, Int4Weight, Int8Weight, pack_linear
+from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight
+from kernels.linear.reference import pack_linear
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantization.writers import stored_bytes
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.plan import make_plan, plan_input
-from kernels.linear import DenseWeight, Int4Weight, Int8Weight
+from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from services.supervisor import checkpoint

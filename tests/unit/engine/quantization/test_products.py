@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_linear
-from kernels.linear.formats import pack_levels, rows_of, stack
+from kernels.linear.formats import (
+    DenseWeight,
+    Int4Weight,
+    Int8Weight,
+    WeightFormat,
+    pack_levels,
+    rows_of,
+    stack,
+)
 from kernels.linear.quantized import quantize_rows
+from kernels.linear.reference import pack_linear
 
 SHAPES = [(7, 64), (33, 96), (199, 1024)]
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.quantization.scheme import read_scheme
 from engine.types import SamplingParams
-from kernels.linear import DenseWeight, Int4Weight, Int8Weight
+from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.quantization import writers

@@ -25,7 +25,7 @@ from engine.model.spec import CheckpointError
 from engine.runner.build import build, build_here
 from engine.runner.runner import ModelRunner
 from engine.types import GrammarSpec, Request, SamplingParams
-from kernels.native import NativeUnavailableError, load_native
+from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of

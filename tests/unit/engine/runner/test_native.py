@@ -21,9 +21,8 @@ from engine.model.program_builder import ProgramBuilder
 from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams, SchedulerOutput
 from kernels.linear.native import NativeProduct
-from kernels.native import NativeUnavailableError, load_native
 from kernels.native.build import machine_levels
-from kernels.native.library import Program, StepStruct, load_level
+from kernels.native.library import NativeUnavailableError, Program, StepStruct, load_level, load_native
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES, DEEPSEEK, YARN

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.model.native_decoder import NativeDecoder
 from engine.types import SamplingParams
-from kernels.native import NativeUnavailableError, load_native
+from kernels.native.library import NativeUnavailableError, load_native
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantization.test_stored import CASES, SIZES
 from tests.unit.engine.quantization.writers import rewrite

@@ -16,7 +16,7 @@ from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
-from kernels.native import NativeUnavailableError, load_native
+from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
 from tests.unit.engine.driver import memory_plan

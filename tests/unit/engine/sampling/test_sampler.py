@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from engine.sampling.table import SamplingTable, sample
 from engine.types import SamplingParams
-from kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from kernels.sampling.noise import gumbel, row_keys
-from kernels.sampling.reference import sample_by_torch
+from kernels.sampling.reference import apply_min_p, apply_top_k_top_p, sample_by_torch
 from kernels.sampling.rows import Drawn, SamplingRows
 
 torch.set_num_threads(1)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.attention import AttentionOptions, DecodeBatch, RaggedBatch, TiledAttention
-from kernels.paged_cache import LayerCache
+from kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
+from kernels.attention.tiled import TiledAttention
+from kernels.paged_cache.store import LayerCache
 
 # What makes the host wait for the device: reading a number, or a shape that depends on values.
 FORBIDDEN = (

@@ -19,7 +19,7 @@ from engine.runner.cuda.build import (
     why_not_captured,
 )
 from engine.runner.kv_storage import KvStorage
-from kernels.attention import TiledAttention
+from kernels.attention.tiled import TiledAttention
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.cuda.doubles import CapturableAttention
