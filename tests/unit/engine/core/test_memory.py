@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from engine.core.memory import MemoryWatch
+from engine.core.memory import MemoryWatch, _own_bytes
 from tests.unit.engine.driver import memory_plan
 
 MEGABYTE = 1 << 20
@@ -34,6 +34,18 @@ def test_growth_is_booked_under_its_part() -> None:
     assert after.kv_cache_bytes == 10 * plan.block_size * plan.kv_bytes_per_token
     # A peak that is over still counts.
     assert 25 * MEGABYTE < after.workspace_bytes - before.workspace_bytes < 45 * MEGABYTE
+
+
+def test_what_was_freed_between_pieces_in_use_goes_back_now_and_then() -> None:
+    watch = MemoryWatch()
+    pieces: list[bytearray | None] = [bytearray(b"w" * 60_000) for _ in range(500)]
+    for index in range(len(pieces)):
+        if index % 10:
+            pieces[index] = None
+    before = _own_bytes()
+    for _ in range(6):
+        watch.use(memory_plan(num_blocks=64, block_size=4), 0)
+    assert before - _own_bytes() > 15 * MEGABYTE
 
 
 def test_what_is_packed_after_the_last_tensor_was_read_is_a_weight() -> None:
