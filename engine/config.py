@@ -185,7 +185,7 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     data_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     # Experts are spread over the ranks, whole.
     expert_parallel: bool = False
-    # Who starts the ranks: "mp" on one machine, "ray" on several; empty is vLLM's own choice.
+    # Launcher of the ranks: "mp" on one machine, "ray" on several; empty is vLLM's own choice.
     launcher: Literal["", "mp", "ray"] = ""
     # Tokens per KV block; 0 is vLLM's own choice (128 on a CPU).
     block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -207,7 +207,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_listen: str = ""
     # Label that gateways route by (tiers.<name>.pool, gateway.routing.long_lane); "" is none.
     pool: str = ""
-    # Who computes: this suite's own core, or vLLM's (see [engine.vllm]).
+    # Make of the core that computes: this suite's own, or vLLM's (see [engine.vllm]).
     make: Literal["millrace", "vllm"] = "millrace"
     # Serve deterministic tokens without weights.
     simulated: bool = False

@@ -21,7 +21,7 @@ struct Places {
   alignas(64) float value_scales[kPartTokens];
 };
 
-// What a thread needs from unit to unit.
+// Buffers that a thread keeps from unit to unit.
 struct Scratch {
   ProductScratch products;
   Buffer running;
@@ -70,7 +70,7 @@ float exp_of_negative(float x) {
 // A maximum to subtract: 0 where a row has seen nothing, so that its weights are 0 and not NaN.
 float base_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// Of sums whose weights were made with `maximum`, beside those made with `joint`.
+// Factor of sums whose weights were made with `maximum`, beside those made with `joint`.
 float weight_beside(float maximum, float joint) {
   const float above = maximum - base_of(joint);
   return above == 0.0f ? 1.0f : exp_of_negative(above);
@@ -205,7 +205,7 @@ class Worker {
     return args_.window && position >= args_.window ? position - args_.window + 1 : 0;
   }
 
-  // What a unit sees of a part: positions [begin, end) of it.
+  // Positions [begin, end) of a part that a unit sees.
   Range seen(const Unit& unit, int64_t part) const {
     const Positions queries = span(unit);
     const int64_t origin = part * kPartTokens;
@@ -254,7 +254,7 @@ class Worker {
     }
   }
 
-  // What is computed two panels later: a part's keys, its values, then the next part's keys.
+  // Memory needed two panels later: a part's keys, its values, then the next part's keys.
   Ahead ahead(int64_t step, int64_t panels) {
     const Places& now = here();
     const Places& later = there();

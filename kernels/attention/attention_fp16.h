@@ -19,7 +19,7 @@ constexpr int64_t kHalves = 32;
 constexpr int kValueExponent = 4;
 // Bits of 32.
 constexpr int kLeastWild = 0x4200;
-// Of bfloat16's exponents and float16's, where bfloat16 has it.
+// Difference of bfloat16's and float16's exponents, at bfloat16's position of them.
 constexpr int kExponentsApart = (127 - 15 - kValueExponent) << 7;
 // Columns that are packed side by side.
 constexpr int64_t kHalfGroup = 4 * kHalves;
@@ -127,7 +127,7 @@ inline bool few_halves(const float* weights, const Strided& values, int64_t coun
   return true;
 }
 
-// As `few_halves`, with any lines: wild ones go to `wild_sums`.
+// Like `few_halves`, with any lines: wild ones go to `wild_sums`.
 inline void few_lines(int64_t rows, const float* weights, const float* exact, const Strided& values, int64_t count,
                       int64_t line_at, int64_t lines, uint16_t* sums, float* wild_sums, int64_t stride, bool fresh) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -212,7 +212,7 @@ class HalfValues : public FloatProducts<Float32Math, Bfloat16Cache> {
   }
 
  private:
-  // What few rows of a head add a chunk with.
+  // Arguments with which few rows of a head add a chunk.
   struct Few {
     const float *weights, *exact;
     Strided values;

@@ -17,14 +17,14 @@ struct IntegerMath {
 
 #if defined(__AVX512VNNI__)
 
-// Of a weight. 65535 * 128 * 256 is less than 2^31.
+// Largest level of a weight, because 65535 * 128 * 256 is less than 2^31.
 constexpr float kMostLevel = 65535.0f;
 constexpr int64_t kLineBytes = 64;
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
 
 inline __m512i dot_bytes(__m512i total, __m512i no_signs, __m512i with_signs) {
-  // As inline assembly, since GCC 12 moves the sums of the intrinsic from register to register.
+  // Inline assembly, because GCC 12 moves the sums of the intrinsic from register to register.
   asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(no_signs), "v"(with_signs));
   return total;
 }

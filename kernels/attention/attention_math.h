@@ -217,7 +217,7 @@ struct Float32Cache {
   static void expand(Vec words, Vec* out) {
     out[0] = words;
   }
-  // Of the words' elements those that are the `at`th of a word.
+  // The `at`th element of each word.
   static Vec element(Vec words, int) { return words; }
   static Vec values(const char* p) { return load(reinterpret_cast<const float*>(p)); }
   static Vec values(const char* p, Mask m) { return load(reinterpret_cast<const float*>(p), m); }

@@ -58,7 +58,7 @@ struct ProductSizes {
 template <typename Math, typename Cache>
 class FloatProducts {
  public:
-  // Of a head, whose sums are brought once; longer runs of memory are better.
+  // Chunks of one head, all in a row, because its sums are loaded once and longer runs of memory are faster.
   static constexpr int64_t kChunksOfValues = 1;
   using CacheType = Cache;
 

@@ -1,4 +1,4 @@
-// What a unit of few rows reads, in the order in which it lies in memory, and asked for ahead of its use.
+// The memory that a unit of few rows reads, in the order of its addresses, prefetched ahead of its use.
 //
 // Such a unit takes several neighbouring heads, as their pieces of a block are neighbours in memory, and goes through
 // it block by block. A core holds too few misses of its own to keep the memory busy, but its prefetcher adds some
@@ -18,7 +18,7 @@ namespace millrace {
 constexpr int64_t kChunk = 16;
 // Runs of memory that are worth taking heads together for.
 constexpr int64_t kRunBytes = 16 << 10;
-// What is asked for lies so far ahead of what is in use.
+// Distance between the bytes that are prefetched and those in use.
 constexpr int64_t kLeadBytes = 32 << 10;
 
 inline int64_t lead_of(int64_t row_bytes) {
@@ -73,7 +73,7 @@ class Stream {
     has_next_ = true;
   }
 
-  // What to ask for beside the next chunk; `instead` where nothing follows.
+  // Address to prefetch beside the next chunk; `instead` where nothing follows.
   const char* ahead(const char* instead) {
     const auto& here = lists_[turn_];
     const auto& there = lists_[!turn_];

@@ -9,7 +9,7 @@ namespace {
 
 // A thread takes panels by pieces of about so many bytes.
 constexpr int64_t kPieceBytes = 256 << 10;
-// What the rows of a piece take of the second cache.
+// Bytes of the second cache that the rows of a piece may use.
 constexpr int64_t kNearBytes = int64_t{1536} << 10;
 // Rows of so many elements together are converted by every thread for itself, which saves a barrier.
 constexpr int64_t kPrivateElements = 16 << 10;

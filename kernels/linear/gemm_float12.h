@@ -17,7 +17,7 @@ namespace millrace {
 
 // Inputs that share their words, and how many words these are.
 constexpr int64_t kSharing = 4, kShared = 3;
-// Of an output's weights, one in so many may be rounded; where more would be, the weight stays in 16 bits.
+// One in so many weights of an output may be rounded; with more the weight stays in 16 bits.
 constexpr int64_t kMostRounded = 16;
 
 // Whether 12 bits lose too much of one output's weights (bfloat16).
@@ -78,7 +78,7 @@ inline void float12_tile(const uint32_t* rows, int64_t row_stride, const uint16_
   const char* bases[kBases];
   UNROLLED for (int b = 0; b < kBases; ++b) bases[b] = reinterpret_cast<const char*>(rows) + 3 * b * row_bytes;
   for (int64_t input = 0; input < kChunk; input += kSharing) {
-    // As text: compilers make one pointer for each row else, which are more than there are registers.
+    // Hidden from the compiler, which would make one pointer for each row, more than there are registers.
     UNROLLED for (int b = 0; b < kBases; ++b) asm("" : "+r"(bases[b]));
     UNROLLED for (int v = 0; v < NV; ++v) {
       __m512i words[kShared], columns[kSharing];

@@ -26,7 +26,7 @@ namespace millrace {
 // Exponents as float32 stores them, less which they are powers of two; of an output's largest weight, and of a row's
 // largest magnitude.
 constexpr int kBias = 127, kTopExponent = 15, kRowExponent = 239;
-// What rounding may take of any output's weights, squared: a quarter of what bfloat16 took of them, about 2^-10.
+// Largest squared error of an output's rounded weights: a quarter of bfloat16's own, which is about 2^-10.
 constexpr double kMostLost = 1.0 / (1 << 24);
 
 // --- packing ---
@@ -137,14 +137,14 @@ struct Float12Kind : FloatSums {
       const Vec pairs = _mm256_castsi256_ps(last_pairs(from));
       return part == 6 ? lower_half(pairs) : upper_half(pairs);
     }
-    // As text: compilers keep the words for inputs 6 and 7 else, for which registers are too few.
+    // Hidden from the compiler, which would keep the words for inputs 6 and 7, for which registers are too few.
     asm("" : "+r"(from));
     // The lower half of a word is the upper one of what begins two bytes before.
     const __m256i words = load_words(from, part / 2, part % 2 ? 0 : -2);
     return _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(0x87FF0000)));
   }
   static Sum step(Sum sum, Vec row, Vec column) {
-    // As text: compilers move the sums from register to register else.
+    // Inline assembly, because compilers move the sums from register to register otherwise.
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(row), "x"(column));
     return sum;
   }

@@ -19,7 +19,7 @@
 namespace millrace {
 
 constexpr int64_t kChunk = 64;
-// What rows are scaled to: 2^kRowExponent <= largest magnitude < 2^(kRowExponent + 1).
+// Rows are scaled to 2^kRowExponent <= largest magnitude < 2^(kRowExponent + 1).
 constexpr int kRowExponent = 7;
 // Rows of one tile: 24 sums, two vectors of columns and an input fill the registers.
 constexpr int64_t kFp16TileRows = 12;
@@ -35,7 +35,7 @@ inline float exponent_of(uint32_t magnitude) {
   return static_cast<float>(exponent < -118 ? -118 : exponent);
 }
 
-// As that of floats (gemm_micro.h), of bfloat16.
+// Like that of floats (gemm_micro.h), for bfloat16.
 inline uint32_t largest_of(const uint16_t* from, int64_t count) {
   uint16_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -104,7 +104,7 @@ inline void fp16_tile(const uint32_t* rows, int64_t row_stride, const uint16_t* 
   const char* bases[kBases];
   UNROLLED for (int b = 0; b < kBases; ++b) bases[b] = reinterpret_cast<const char*>(rows) + 3 * b * row_bytes;
   for (int64_t input = 0; input < kChunk; input += kUnrolled) {
-    // As text: compilers make one pointer for each row else, which are more than there are registers.
+    // Hidden from the compiler, which would make one pointer for each row, more than there are registers.
     UNROLLED for (int b = 0; b < kBases; ++b) asm("" : "+r"(bases[b]));
     UNROLLED for (int u = 0; u < kUnrolled; ++u) {
       __m512h columns[NV];

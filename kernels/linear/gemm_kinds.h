@@ -51,7 +51,7 @@ struct HalfKind : FloatSums {
   }
   static __m512i column(const Weight* from, int) { return _mm512_loadu_si512(from); }
   static Sum step(Sum sum, __m512i row, __m512i column) {
-    // As text: compilers move the sums of the intrinsic from register to register in every step.
+    // Inline assembly, because compilers move the intrinsic's sums from register to register in every step.
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column));
     return sum;
   }
@@ -232,7 +232,7 @@ struct ByteKind : ByteSums {
     return part ? _mm256_srli_epi16(bytes, 8) : _mm256_and_si256(bytes, _mm256_set1_epi16(0xFF));
   }
   static Sum step(Sum sum, __m256i row, __m256i column) {
-    // As text: compilers add products up before they add them to a sum, for which registers are too few.
+    // Inline assembly, because compilers would add products up first, for which registers are too few.
     const __m256i products = _mm256_madd_epi16(row, column);
     asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
     return sum;

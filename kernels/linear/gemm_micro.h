@@ -23,7 +23,7 @@ constexpr int64_t kFewRows = 6;
 // How far ahead of its use a weight that is streamed once is asked for, in bytes.
 constexpr int64_t kAhead = 4096;
 
-// What is asked for while rows are multiplied: the weights that come next, and the lines that results go to.
+// Memory to prefetch while rows are multiplied: the weights that come next, and the lines that results go to.
 struct Fetch {
   const char* next;  // null where nothing comes next
   int64_t bytes;

@@ -32,7 +32,7 @@ void put_panel(const PackedWeight& weight, int64_t first, int64_t width, Read re
 }
 
 #if defined(__AVX512FP16__)
-// As put_panel, in float16 and with a scale for each output (gemm_fp16.h).
+// Like put_panel, in float16 and with a scale for each output (gemm_fp16.h).
 template <class Source>
 void put_fp16_panel(const PackedWeight& weight, const Source* source, int64_t first, int64_t width) {
   const bool short_ones = weight.format == kFloat12;

@@ -89,7 +89,7 @@ inline void finish_row(const float* totals, float scale, const float* scales, co
 
 // --- a panel against a block of rows ---
 
-// What is asked for while inputs [begin, begin + count) of a panel are multiplied, `line` bytes each: those that
+// Prefetched while inputs [begin, begin + count) of a panel are multiplied, `line` bytes each: those that
 // come kFarAhead later in what the thread reads, be it in the panel that it takes next.
 inline const char* far_ahead(const Fetch& fetch, const char* panel, int64_t begin, int64_t line,
                              int64_t distance = kFarAhead) {
@@ -288,7 +288,7 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
     if (by.scales) fetch_scales(by, width);
     if (block + 1 == blocks.count) fetch_results(fetch, 0, num_rows);
     const int64_t bytes = count * width / density;
-    // What lies so far ahead in the stream is asked for: not less than a block, as some rows pass it several times.
+    // Prefetched so far ahead in the stream: at least a block, because some rows pass it several times.
     const char* next = here + std::max(num_rows <= kFewRows ? kAhead : kFarAhead, bytes);
     if (four && num_rows <= kRowsOfLevels) {
       few_levels(some, num_rows, weights, width, count / 4, by, totals, block == 0, scratch.sums, next,

@@ -91,7 +91,7 @@ inline void settle_row(int32_t* totals, int32_t row_sum, int32_t middle, int64_t
 // A row is all upper halves, then all lower ones.
 inline void store_wide(WideRow* row, int64_t padded, const int32_t* levels, int64_t count) {
   for (int64_t i = 0; i < count; ++i) row[i] = static_cast<int8_t>((levels[i] + 128) >> 8);
-  // What is left is the lowest byte, with its sign.
+  // The rest is the lowest byte, with its sign.
   for (int64_t i = 0; i < count; ++i) row[padded + i] = static_cast<int8_t>(levels[i]);
 }
 
@@ -197,7 +197,7 @@ inline void store_wide(WideRow* row, int64_t, const int32_t* levels, int64_t cou
   ByteKind::arrange(row, (count + 3) / 4 * 4);
 }
 
-// As `multiply_wide`, of weights of Kind.
+// Like `multiply_wide`, for weights of Kind.
 template <class Kind>
 inline void multiply_words(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width, int64_t groups,
                            const BlockScales& by, float* totals, bool first, int32_t* sums, const char* next,

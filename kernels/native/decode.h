@@ -10,7 +10,7 @@ namespace millrace {
 
 // Shape letters: S sequences, C block columns of the step, N slots of the runner's table, L token and B block columns.
 struct DecodeArgs {
-  // Of the step before, and moved on by one position.
+  // Inputs of the step before, moved on by one position.
   int64_t* token_ids;     // [S]
   int64_t* positions;     // [S]
   int64_t* slots;         // [S] where keys and values go
@@ -25,7 +25,7 @@ struct DecodeArgs {
   // Draws whose keys follow; null where nobody needs noise.
   SampleRow* draws;         // [S]
   const uint64_t* streams;  // [S] noise of a sequence, before its output position is mixed in
-  // What was drawn.
+  // Outcome of the draw.
   const int64_t* drawn;    // [S]
   const uint8_t* finite;   // [S]
   const uint8_t* allowed;  // [S]

@@ -47,7 +47,7 @@ class Arena {
     // Advice only: a kernel without transparent huge pages serves small ones.
     madvise(base, bytes, MADV_HUGEPAGE);
     mappings_.push_back({base, static_cast<size_t>(bytes)});
-    // What lies just before a piece can be read, too.
+    // Bytes just before a piece can be read, too.
     aligned_ = reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(base) + kAlignment, kHugePage));
     used_ = 0;
     limit_ = bytes - kHugePage;

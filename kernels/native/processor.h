@@ -1,4 +1,4 @@
-// What processors do beside arithmetic, each architecture in its own words.
+// Instructions of processors beside arithmetic, each architecture in its own words.
 #pragma once
 
 #include <atomic>

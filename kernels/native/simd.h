@@ -9,7 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
-// Of a loop over what must become registers, whose number of turns is a constant.
+// For a loop over values that must become registers, with a constant number of iterations.
 #define UNROLLED _Pragma("GCC unroll 16")
 
 #if defined(__AVX512F__)

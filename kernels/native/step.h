@@ -1,4 +1,4 @@
-// What changes from step to step. One Step lives as long as its program; ops hold a pointer to it.
+// Values that change from step to step. One Step lives as long as its program; ops hold a pointer to it.
 //
 // Shape letters: T tokens of all sequences on one axis (no padding), S sequences, C block columns, R rows
 // whose logits are wanted, A rows of adapters, B blocks of these.

@@ -44,7 +44,7 @@ Best most_likely(const float* x, int64_t count) {
   return {most, place_of(most, x, count)};
 }
 
-// As `most_likely`, where all are finite; false where one is not.
+// Like `most_likely`, where all are finite; false where one is not.
 bool find_finite(const float* x, int64_t count, Best& best) {
   constexpr int kChains = 4;
   Vec most[kChains], poison[kChains];
@@ -131,7 +131,7 @@ void process(const SampleArgs& args, const SampleRow& row, const float* logits, 
 
 // --- filters: the smallest logit that stays ---
 
-// Of the values sorted best first, the last before which less than top_p of their mass lies.
+// The last of the values, sorted best first, before which less than top_p of their mass lies.
 float last_within(const float* sorted, int64_t count, double top_p, double before, double total, double most) {
   float last = sorted[0];
   for (int64_t i = 0; i < count; ++i) {
@@ -177,7 +177,7 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 // No value lies further below the largest than this and still has a share.
 constexpr float kDeepest = 128.0f;
 
-// Of shares (or ones, where there are none) the sum over the values at or above `edge`.
+// Sum of the shares (or ones, where there are none) of the values at or above `edge`.
 double mass_above(const float* x, const float* shares, int64_t count, float edge) {
   double total = 0.0;
   const Vec bound = set1(edge);

@@ -5,7 +5,7 @@
 
 namespace millrace {
 
-// What one row of logits must respect. The order of application is that of engine/sampling/table.py.
+// Options of one row of logits. The order of application is that of engine/sampling/table.py.
 struct SampleRow {
   int64_t key;            // stream of the row's noise (engine/sampling/noise.row_keys)
   int64_t top_k;          // 0 keeps all

@@ -23,7 +23,7 @@ from . import engine, plugin
 from .bridge import Bridge, EngineDied
 
 _CHUNK_BYTES = 1 << 20
-# As in engine.core: 2 is a configuration error, 70 a runner that broke.
+# Exit codes, the same as engine.core's: 2 is a configuration error, 70 a runner that broke.
 _EXIT_CONFIG, _EXIT_BROKEN = 2, 70
 
 
