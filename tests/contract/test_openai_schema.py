@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import jsonschema_rs
@@ -25,6 +26,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.faces.openai.openapi import EXAMPLES, document
+from gateway.faces.openai.routes import routes
 from runtime.context import CONTEXT_HEADER
 from tests.clients.python.beyond_schema import only_beyond_schema, served
 from tests.unit.gateway.rig.deployment import deployed, signed_context
@@ -98,6 +100,23 @@ def test_nothing_undocumented_is_answered(address: str, method: str, path: str, 
 def test_the_document_lists_every_operation(address: str) -> None:
     paths = httpx.get(f"{address}/openapi.json").json()["paths"]
     assert sorted(OPERATIONS) == sorted((method, path) for path in paths for method in paths[path])
+
+
+def test_every_route_is_documented() -> None:
+    """Adapters are for operators, who find them in docs/reference.md."""
+    served, paths = routes(_no_pipeline), json.loads(document())["paths"]
+    documented = {(method.upper(), path) for path in paths for method in paths[path]}
+    assert {path for _, path in served.exact.keys() - documented} == {
+        "/v1/lora_adapters",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+    for beginning, (method, _) in served.below.items():
+        assert any(path.startswith(beginning) and method == asked for asked, path in documented), beginning
+
+
+def _no_pipeline() -> NoReturn:
+    raise AssertionError("nothing is asked")
 
 
 def test_the_document_lists_what_is_served(address: str) -> None:
