@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from typing import NamedTuple
 
 import msgspec
@@ -235,9 +236,7 @@ class ChoiceStream:
         ended. Ids behind a stop string are taken out of the output.
         """
         delta = ChoiceDelta(index=self.index, token_ids=output.token_ids)
-        if self._with_logprobs:
-            self._feed_with_logprobs(output, delta)
-        elif len(output.token_ids) > 1 and self.text.may_end:
+        if self._with_logprobs or (len(output.token_ids) > 1 and self.text.may_end):
             self._feed_one_by_one(output, delta)
         else:
             self.text.feed(output.token_ids, delta)
@@ -258,23 +257,17 @@ class ChoiceStream:
         self._end(delta, reason)
         return delta
 
-    def _feed_with_logprobs(self, output: EngineOutput, delta: ChoiceDelta) -> None:
-        for number, (token_id, logprob) in enumerate(
-            zip(output.token_ids, output.logprobs, strict=False), start=1
-        ):
-            self._logprobs.append((self.text.num_decoded, logprob))
+    def _feed_one_by_one(self, output: EngineOutput, delta: ChoiceDelta) -> None:
+        """The text may end at any token, and each has its log-probability."""
+        logprobs = output.logprobs if self._with_logprobs else repeat(None)
+        for number, (token_id, logprob) in enumerate(zip(output.token_ids, logprobs, strict=False), start=1):
+            if logprob is not None:
+                self._logprobs.append((self.text.num_decoded, logprob))
             self.text.feed((token_id,), delta)
             if self.text.ended:
                 del output.token_ids[number:]
                 break
         self._release_logprobs(delta)
-
-    def _feed_one_by_one(self, output: EngineOutput, delta: ChoiceDelta) -> None:
-        for number, token_id in enumerate(output.token_ids, start=1):
-            self.text.feed((token_id,), delta)
-            if self.text.ended:
-                del output.token_ids[number:]
-                break
 
     def _release_logprobs(self, delta: ChoiceDelta) -> None:
         text = self.text
