@@ -98,6 +98,8 @@ class Echo(NamedTuple):
     text: str
     # Has read the prompt's tokens. Copies of it read the answer's, which may complete that character.
     reader: Detokenizer
+    # Token id that the prompt begins with; -1 where a text has become no token.
+    first_id: int
 
 
 class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,7 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     created_unix_s: int
     # Tier that the request is really served under.
     service_tier: str
-    prompt_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
     num_choices: int
     enforcement: EnforcementReport | None = None
     # Where it was asked for.
@@ -318,7 +320,9 @@ class AnswerReader:
             return None
         reader = detokenizer(self.texts)
         text = reader.feed(prepared.token_ids)
-        return Echo(request.prompt.text if isinstance(request.prompt, TextPrompt) else text, reader)
+        if isinstance(request.prompt, TextPrompt):
+            text = request.prompt.text
+        return Echo(text, reader, next(iter(prepared.token_ids), -1))
 
     def choices(
         self,
