@@ -187,7 +187,7 @@ class Attempt:
         meter = self.meter
         candidate_tokens = meter.statistics.candidate_tokens
         return Usage(
-            prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
+            prompt_tokens=0 if self._is_refunded else self.info.num_prompt_tokens,
             completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
             candidate_tokens=0 if self._discard_tokens else candidate_tokens,
             cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
@@ -267,7 +267,7 @@ class Attempt:
             outcome = reason.name.lower()
         self.entry.record(
             Progress(
-                prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
+                prompt_tokens=0 if self._is_refunded else self.info.num_prompt_tokens,
                 cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
                 completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
                 candidate_tokens=0 if self._discard_tokens else candidate_tokens,

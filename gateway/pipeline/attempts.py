@@ -273,7 +273,7 @@ def _info(
         adapter=target.adapter,
         created_unix_s=int(time.time()),
         service_tier=call.tier.name,
-        prompt_token_ids=prepared.token_ids,
+        num_prompt_tokens=len(prepared.token_ids),
         num_choices=sampling.n,
         enforcement=prepared.enforcement,
         echo=echo,

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from typing import NamedTuple
 
 import msgspec
@@ -97,6 +98,8 @@ class Echo(NamedTuple):
     text: str
     # Has read the prompt's tokens. Copies of it read the answer's, which may complete that character.
     reader: Detokenizer
+    # Token id that the prompt begins with; -1 where a text has become no token.
+    first_id: int
 
 
 class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +114,7 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     created_unix_s: int
     # Tier that the request is really served under.
     service_tier: str
-    prompt_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
     num_choices: int
     enforcement: EnforcementReport | None = None
     # Where it was asked for.
@@ -235,9 +238,7 @@ class ChoiceStream:
         ended. Ids behind a stop string are taken out of the output.
         """
         delta = ChoiceDelta(index=self.index, token_ids=output.token_ids)
-        if self._with_logprobs:
-            self._feed_with_logprobs(output, delta)
-        elif len(output.token_ids) > 1 and self.text.may_end:
+        if self._with_logprobs or (len(output.token_ids) > 1 and self.text.may_end):
             self._feed_one_by_one(output, delta)
         else:
             self.text.feed(output.token_ids, delta)
@@ -258,23 +259,17 @@ class ChoiceStream:
         self._end(delta, reason)
         return delta
 
-    def _feed_with_logprobs(self, output: EngineOutput, delta: ChoiceDelta) -> None:
-        for number, (token_id, logprob) in enumerate(
-            zip(output.token_ids, output.logprobs, strict=False), start=1
-        ):
-            self._logprobs.append((self.text.num_decoded, logprob))
+    def _feed_one_by_one(self, output: EngineOutput, delta: ChoiceDelta) -> None:
+        """The text may end at any token, and each has its log-probability."""
+        logprobs = output.logprobs if self._with_logprobs else repeat(None)
+        for number, (token_id, logprob) in enumerate(zip(output.token_ids, logprobs, strict=False), start=1):
+            if logprob is not None:
+                self._logprobs.append((self.text.num_decoded, logprob))
             self.text.feed((token_id,), delta)
             if self.text.ended:
                 del output.token_ids[number:]
                 break
         self._release_logprobs(delta)
-
-    def _feed_one_by_one(self, output: EngineOutput, delta: ChoiceDelta) -> None:
-        for number, token_id in enumerate(output.token_ids, start=1):
-            self.text.feed((token_id,), delta)
-            if self.text.ended:
-                del output.token_ids[number:]
-                break
 
     def _release_logprobs(self, delta: ChoiceDelta) -> None:
         text = self.text
@@ -325,7 +320,9 @@ class AnswerReader:
             return None
         reader = detokenizer(self.texts)
         text = reader.feed(prepared.token_ids)
-        return Echo(request.prompt.text if isinstance(request.prompt, TextPrompt) else text, reader)
+        if isinstance(request.prompt, TextPrompt):
+            text = request.prompt.text
+        return Echo(text, reader, next(iter(prepared.token_ids), -1))
 
     def choices(
         self,

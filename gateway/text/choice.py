@@ -90,8 +90,8 @@ class StopStrings:
         self._answer.finish(delta)
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        found = ((start, each) for each in self._patterns if (start := text.find(each)) >= 0)
-        return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
+        found = [(start, each) for each in self._patterns if (start := text.find(each)) >= 0]
+        return min(found, key=lambda match: (match[0] + len(match[1]), match[0])) if found else None
 
 
 class ChoiceText:

@@ -23,8 +23,9 @@ def longest_partial_suffix(text: str, patterns: Sequence[str]) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of one of the patterns."""
     longest = 0
     for pattern in patterns:
-        for length in range(min(len(pattern) - 1, len(text)), longest, -1):
-            if text.endswith(pattern[:length]):
-                longest = length
-                break
+        start = text.find(pattern[0], max(0, len(text) - len(pattern) + 1))
+        while 0 <= start < len(text) - longest:
+            if pattern.startswith(text[start:]):
+                longest = len(text) - start
+            start = text.find(pattern[0], start + 1)
     return longest

@@ -141,9 +141,13 @@ class TokenizerClient:
 
         Raises what the service refused, or TOKENIZER_UNAVAILABLE.
         """
-        parts: dict[str, Any] = {"model": model}
-        if context is not None:
-            parts["context"] = {"payload": context.payload, "signature": context.signature}
+        parts: dict[str, Any] = {
+            "model": model,
+            "context": context,
+            # The service refuses what cannot fit before it spends time on encoding it.
+            "max_prompt_tokens": max_prompt_tokens or None,
+            "response_format": None if response_format is None else format_fields(response_format),
+        }
         match prompt:
             case Conversation():
                 parts["conversation"] = conversation_fields(prompt)
@@ -151,11 +155,6 @@ class TokenizerClient:
                 parts["text"] = text
             case TokenPrompt(token_ids=ids):
                 parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
-        if max_prompt_tokens:
-            # The service refuses what cannot fit before it spends time on encoding it.
-            parts["max_prompt_tokens"] = max_prompt_tokens
-        if response_format is not None:
-            parts["response_format"] = format_fields(response_format)
         wire = await self._wire(parts, prompt)
         del parts
         try:

@@ -207,7 +207,7 @@ class CompletionWriter(AnswerWriter):
         # They come with one of the choices. Where the prompt is cached, others can be there before it: their
         # text begins with the prompt's tokens too, so it waits for these.
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self._waits = info.echo is not None and self._with_logprobs and len(info.prompt_token_ids) > 1
+        self._waits = info.echo is not None and self._with_logprobs and info.num_prompt_tokens > 1
         self._waiting: list[ChoiceDelta] = []
         # What reads each choice's tokens again, for where their texts begin: a token alone may be a part of a
         # character.
@@ -244,7 +244,7 @@ class CompletionWriter(AnswerWriter):
         text, earlier, echo = delta.content, None, self._info.echo
         if echo is not None and delta.index not in self._begun:
             text, earlier = echo.text + text, self._no_logprobs(detokenizer(self._texts))
-            earlier.lead(self._info.prompt_token_ids[0])
+            earlier.lead(echo.first_id)
             earlier.add(self._prompt_logprobs)
         logprobs = None
         if self._with_logprobs:
