@@ -38,6 +38,7 @@ _VALUES = (
     *(word[:length] for word in _WORDS for length in range(len(word), 0, -1)),
     *(b'"', b"[", b"{", b".", b"-"),
 )
+_THOUGHTS, _THOUGHTS_END = b"<think>", b"</think>"
 # Varies from digit to digit, so that a number comes to any multiple and away from zero.
 _DIGITS = (b"1", b"0", b"5", b"2", b"3", b"4", b"6", b"7", b"8", b"9")
 
@@ -108,6 +109,11 @@ class EndFinder:
             b"" if tokenizer.is_special_token(token) else bytes(tokenizer.decode_bytes([token]))
             for token in range(min(vocab_size, tokenizer.vocab_size))
         ]
+        self._thoughts_end = tuple(
+            token
+            for token in range(len(self._texts))
+            if bytes(tokenizer.decode_bytes([token])) == _THOUGHTS_END
+        )[:1]
         by_text: dict[bytes, int] = {}
         for token, text in enumerate(self._texts):
             by_text.setdefault(text, token)
@@ -131,14 +137,23 @@ class EndFinder:
         """Tokens that complete the grammar after `output`, where `matcher` stands, or None when no end of at
         most `limit` tokens was found.
         """
-        quoted, escaped = _lexed(bytes(self._tokenizer.decode_bytes(list(output))), False, False)
+        text = bytes(self._tokenizer.decode_bytes(list(output)))
+        quoted, escaped = _lexed(text.rpartition(_THOUGHTS_END)[2], False, False)
         limit = min(limit, MAX_END)
         # Far with each token; then by way of every punctuation mark. Text that is not JSON may hold any
         # number of quotes.
-        tries = ((quoted, escaped, False), (quoted, escaped, True), (not quoted, False, True))
-        for start in tries:
+        tries = [
+            ((quoted, escaped, False), ()),
+            ((quoted, escaped, True), ()),
+            ((not quoted, False, True), ()),
+        ]
+        if self._thoughts_end and _THOUGHTS_END not in text:
+            # Thoughts end first. Where none was begun by the model, the prompt may have begun some.
+            tries.insert(0 if text.startswith(_THOUGHTS) else 3, ((False, False, False), self._thoughts_end))
+        for start, first in tries:
             walk = _Walk(matcher.deep_copy(), limit, *start)
-            if self._ends(walk):
+            walk.end += first
+            if walk.matcher.try_consume_tokens(walk.end) == len(first) and self._ends(walk):
                 return tuple(walk.end)
         return None
 

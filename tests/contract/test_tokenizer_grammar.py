@@ -14,7 +14,7 @@ from engine.sampling import grammar as engine_grammar
 from engine.types import GrammarSpec
 from tests.unit.checkpoint.sentencepiece_models import model_of
 from tests.unit.tokenizer_svc.families import make
-from tokenizer_svc.config import PromptLimitsConfig
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar import request as service
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
@@ -100,5 +100,35 @@ def test_both_read_a_converted_vocabulary_alike(tmp_path: Path) -> None:
         assert engine.matcher(spec, ()).accept(right) == len(right)
         with pytest.raises(engine_grammar.GrammarError, match="doesn't satisfy the grammar"):
             engine.matcher(spec, ()).accept(wrong)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("reasoning", [service.Reasoning.OPEN, service.Reasoning.OPTIONAL])
+def test_an_answer_whose_thoughts_take_their_time_ends_validly_within_its_limit(
+    reasoning: service.Reasoning,
+) -> None:
+    checkpoint = load_checkpoint(BUNDLED_CHECKPOINT)
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
+    asked = service.GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema)), reasoning=reasoning)
+    reply = build(asked, Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids), LIMITS)
+    assert reply.built is not None
+    tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
+    vocab_size = len(checkpoint.vocabulary.tokens)
+    engine = engine_grammar.GrammarEngine(BUNDLED_CHECKPOINT, vocab_size, checkpoint.eos_token_ids)
+    try:
+        spec = GrammarSpec(digest="d", payload=reply.built.payload, backend=service.BACKEND)
+        output = tokenizer.encode("hm [" if reasoning is service.Reasoning.OPEN else "<think>hm [").ids
+        matcher = engine.matcher(spec, output, 120)
+        more = tokenizer.encode(" and", add_special_tokens=False).ids[0]
+        while len(output) < 120 and not matcher.finished:
+            row = engine.fill([(matcher, ())]).result(timeout=30).masks[0].view(np.uint32)
+            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            # It thinks as long as it may.
+            output.append(more if more in allowed else int(allowed[0]))
+            matcher.accept(output[-1:])
+        assert len(output) > 60
+        answer = tokenizer.decode(output, skip_special_tokens=True).rpartition("</think>")[2]
+        assert isinstance(json.loads(answer)["x"], str)
     finally:
         engine.close()
