@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, SpanKind
 
 from contract.chat import Conversation
 from contract.errors import MillraceError, Reason
@@ -179,6 +179,7 @@ class Books:
         self.metrics.observe(
             names.GEN_AI_DURATION, end_s - caller.received_s, span=NO_EXEMPLAR, **labels, error_type=reason
         )
+        span = self._kept(span, caller)
         if not span.is_recording():
             return
         recorded = span_attributes.asked(self._telemetry, caller.identity, request)
@@ -210,8 +211,8 @@ class Books:
         self._observe_gen_ai(end)
         self._count_tokens(end)
         self._count_calls(end)
-        self._judge(end)
-        self._end_span(end)
+        kept_its_promise = self._judge(end)
+        self._end_span(end, is_notable=end.outcome.is_failure or not kept_its_promise)
         end.attempt.stream.when_told(lambda: self._ledger.record(_entry(end)))
         self.when_written(end)
 
@@ -292,7 +293,8 @@ class Books:
             valid = str(name in offered and _is_object(arguments)).lower()
             self.metrics.add(names.TOOL_CALLS, model=end.attempt.info.model, valid=valid)
 
-    def _judge(self, end: Ended) -> None:
+    def _judge(self, end: Ended) -> bool:
+        """Counts which targets of its tier a request met; whether it met all that apply."""
         targets, ttft, completed = end.call.tier.config, end.usage.ttft, end.group == "ok"
         labels = {"tier": end.call.tier.name, "tenant": end.call.caller.identity.tenant}
         all_met: list[bool] = []
@@ -308,9 +310,19 @@ class Books:
         if all_met and end.group != "cancelled":
             model, kept = end.attempt.info.model, str(all(all_met)).lower()
             self.metrics.add(names.GOODPUT, tier=end.call.tier.name, model=model, met=kept)
+        return all(all_met)
 
-    def _end_span(self, end: Ended) -> None:
-        if not end.call.span.is_recording():
+    def _kept(self, span: Span, caller: Caller) -> Span:
+        """The request's span; one that is kept where its trace is not recorded."""
+        if span.is_recording():
+            return span
+        return self._telemetry.keep(
+            names.GATEWAY_REQUEST, parent=caller.trace, kind=SpanKind.SERVER, start_s=caller.received_s
+        )
+
+    def _end_span(self, end: Ended, *, is_notable: bool) -> None:
+        span = self._kept(end.call.span, end.call.caller) if is_notable else end.call.span
+        if not span.is_recording():
             return
         asked = span_attributes.asked(self._telemetry, end.call.caller.identity, end.call.request)
         answered = span_attributes.answered(
@@ -322,7 +334,7 @@ class Books:
             tpot_s=end.tpot_s,
         )
         self._telemetry.end(
-            end.call.span,
+            span,
             end_s=end.monotonic_s,
             attributes=asked.attributes | answered.attributes,
             details=asked.details | answered.details,

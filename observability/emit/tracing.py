@@ -41,6 +41,7 @@ from opentelemetry.trace import (
     SpanKind,
     Status,
     StatusCode,
+    TraceFlags,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
@@ -136,6 +137,7 @@ class Telemetry:
         # Generation of the GenAI attribute names.
         self.semconv = config.semconv_generation()
         self._provider = provider
+        self._keeps = provider is not None and config.sampled_share() > 0
         # Steps of the spans that are open.
         self._steps: weakref.WeakKeyDictionary[Span, list[tuple[str, int, float, Attributes]]] = (
             weakref.WeakKeyDictionary()
@@ -173,6 +175,18 @@ class Telemetry:
             attributes = {**identity, **(attributes or {})}
         start_ns = None if start_s is None else unix_ns(start_s)
         return self.tracer.start_span(name, context, kind, attributes, links, start_ns)
+
+    def keep(self, name: SpanName, *, parent: Span, kind: SpanKind, start_s: float) -> Span:
+        """A span that is recorded although its trace is not, for what somebody will look for all the same: a
+        refusal, a request that was slow. `parent` itself where this process records nothing at all.
+        """
+        above = parent.get_span_context()
+        if not self._keeps or not above.is_valid:
+            return parent
+        sampled = TraceFlags(above.trace_flags | TraceFlags.SAMPLED)
+        chosen = SpanContext(above.trace_id, above.span_id, True, sampled, above.trace_state)
+        context = trace.set_span_in_context(NonRecordingSpan(chosen), Context())
+        return self.tracer.start_span(name, context, kind, _identity_of(parent), (), unix_ns(start_s))
 
     def end(
         self,

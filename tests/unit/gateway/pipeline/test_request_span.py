@@ -12,6 +12,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import SpanKind, StatusCode
 
 from contract.chat import Conversation, Message, Role, TokenPrompt, ToolCall
@@ -226,3 +227,36 @@ def test_captured_content_that_fits_is_whole() -> None:
 def test_a_model_that_nobody_knows_is_told_in_part() -> None:
     asked = genai.of_generation({genai.REQUEST_MODEL: "x" * 1_000_000}, "both")
     assert asked[genai.REQUEST_MODEL] == "x" * 256
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+@pytest.mark.parametrize(
+    ("body", "target_ms", "kept"),
+    [
+        ({}, 60_000, False),
+        ({}, 1, True),
+        ({"temperature": 9}, 60_000, True),
+        ({"max_tokens": 0.5}, 60_000, False),
+    ],
+    ids=["plain", "slow", "refused", "unreadable"],
+)
+async def test_a_refusal_and_a_slow_request_are_kept_of_a_trace_that_is_not_recorded(
+    exporter: InMemorySpanExporter, body: dict[str, Any], target_ms: int, kept: bool, share: float
+) -> None:
+    provider = TracerProvider(sampler=ParentBasedTraceIdRatio(1.0))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    telemetry = Telemetry("gateway", ObservabilityConfig(sample_ratio=share), provider)
+    tables = {"tier": {"ttft_target_ms": target_ms}}
+    async with deployed(ScriptedEngine(step_s=0.02), tables=tables, telemetry=telemetry) as stack:
+        stack.http.headers["traceparent"] = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
+        await stack.chat(**body)
+    found = [span for span in exporter.get_finished_spans() if span.name == names.GATEWAY_REQUEST]
+    assert bool(found) == (kept and share > 0)
+    for span in found:
+        assert span.parent is not None
+        assert (span.parent.trace_id, span.parent.span_id) == (
+            0x4BF92F3577B34DA6A3CE929D0E0E4736,
+            0xF067AA0BA902B7,
+        )
+        assert _attributes(span)[names.TENANT] == "acme"
+        assert _attributes(span).get(names.OUTCOME) == ("INVALID_ARGUMENT" if body else None)
