@@ -99,7 +99,7 @@ ERROR_DOMAIN = "millrace"
 
 
 class MillraceError(Exception):
-    """A refusal or failure that the caller is told about in full.
+    """A refusal or failure that the caller gets in full.
 
     `message` says what happened, the limit and the remedy. `field` is the request field at fault in the
     caller's own terms, or "". `metadata` holds the numbers for programs. `retry_after_s` is set only when a

@@ -1,4 +1,4 @@
-"""Compiled output constraints, and what is told about them."""
+"""Compiled output constraints, and what is reported about them."""
 
 from __future__ import annotations
 

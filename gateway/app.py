@@ -48,7 +48,7 @@ _FAREWELL_S = 2.0
 
 
 class Gateway:
-    """One process. `start`, `wait_ready`, serve until told otherwise, `drain`, `stop`."""
+    """One process. `start`, `wait_ready`, serve, `drain`, `stop`."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Gateway:
 
     async def drain(self) -> None:
         """Says that it leaves, and takes requests until that is known; then refuses what is new and waits for
-        what runs; tells clients whose time is up that it is.
+        what runs; ends the streams of clients whose time is up.
         """
         self._leaving = True
         await self.grpc.set_serving(False)

@@ -108,7 +108,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # Log-probabilities, alternatives included, of answers that are chosen among more at their end; those
     # whose length was not asked for end there.
     max_ranked_logprobs: PositiveInt = 128 * 1024
-    # Refusals that a tenant is told a second, and at once as many more; further ones wait, up to a second.
+    # Refusals sent to a tenant a second, and at once as many more; further ones wait, up to a second.
     refusals_per_s: PositiveInt = 100
 
 

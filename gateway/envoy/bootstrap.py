@@ -77,7 +77,7 @@ def build(
         # Whether an answer of Envoy's own is for a page that may read it.
         from_pages=[True, False] if config.cors_origins else [False],
         edge_timeout=f"{config.authorization_timeout_ms / 1000:g}s",
-        # A refusal may wait for its tenant's turn.
+        # A refusal may wait so long for its throttle (pipeline.refusals).
         count_timeout=f"{config.authorization_timeout_ms / 1000 + LIMIT_S:g}s",
         local_reply_config=local_reply_config(gateway.max_body_bytes, error_forms),
         export=export,

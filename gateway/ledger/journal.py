@@ -1,12 +1,12 @@
 """What is open, in a file that outlives this process: what a killed gateway has answered is in the ledger.
 
-A request is written down when it is accepted, with room for what is told of it; that is overwritten in place
+A request is written down when it is accepted, with space for its progress, which is overwritten in place
 before its chunk leaves; and its row is added when it has ended, until the database has it. The kernel keeps
 what was written when the process is killed (not when the machine loses power). Each process has a file of its
 own and holds a lock on it, so that others see whose owner is gone.
 
-A file has its room from the beginning: a disk that is full later takes none of it. Where it is full at the
-start, the room behind what a process that is gone has left is used.
+A file has its space from the beginning: a disk that is full later takes none of it. Where it is full at the
+start, the space behind what a process that is gone has left is used.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class JournalEntry:
         self._recorded = Progress()
 
     def record(self, progress: Progress) -> None:
-        """What the next chunk tells, before it leaves."""
+        """See OpenEntry."""
         if progress != self._recorded:
             self._recorded = progress
             self._journal.overwrite(self)
@@ -98,7 +98,7 @@ class JournalEntry:
 
     @property
     def progress(self) -> bytes:
-        """What is told of it, as it stands behind the record's head."""
+        """Its progress, as it stands behind the record's head."""
         *tokens, outcome = self._recorded
         return _PROGRESS.pack(*tokens, _OUTCOMES.get(outcome, 0), self.is_settled)
 
@@ -142,11 +142,11 @@ class Journal:
             if self._end > self._compact_at and time.monotonic() >= self._retry_at_s:
                 self._compact()
             self._open[entry.entry_id] = entry
-            # One that is there stays, where there is no room for another.
+            # One that is there stays, where there is no space for another.
             entry.offset = max(entry.offset, self._append(entry, entry.encoded))
 
     def overwrite(self, entry: JournalEntry) -> None:
-        """Writes what is told of a request over what was."""
+        """Writes a request's progress over its earlier one."""
         with self._lock:
             if entry.offset >= 0:
                 with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ class Journal:
                 self._note_missing(entry_id, is_missing=False)
 
     def make_room(self) -> None:
-        """Gives a borrowed file back, or makes the one that could not be made, when the disk has room."""
+        """Gives a borrowed file back, or makes the one that could not be made, when the disk has space."""
         with self._lock:
             if self._file < 0 or self._borrowed_from:
                 self._compact()
@@ -194,7 +194,7 @@ class Journal:
         self._file = -1
 
     def _append(self, entry: JournalEntry, record: bytes) -> int:
-        """Offset of a record of this request; -1 where there is no room for it."""
+        """Offset of a record of this request; -1 where there is no space for it."""
         offset = self._end
         try:
             written = os.pwrite(self._file, record, offset)
@@ -312,7 +312,7 @@ def _read(data: bytes, ended_unix_ms: int) -> tuple[list[Kept], int]:
         length, is_row = _HEAD.unpack_from(data, start)
         body = data[start + _HEAD.size : start + _HEAD.size + length]
         if not length or len(body) < length:
-            # The rest is room, or its owner was killed while it wrote.
+            # The rest is space, or its owner was killed while it wrote.
             break
         start += _HEAD.size + length
         kept = _decode(body if is_row else body[_PROGRESS.size :])
@@ -352,7 +352,7 @@ def _new_path(path: Path) -> Path:
 
 
 def _write_anew(path: Path, records: bytes) -> int:
-    """A locked file with these records and room for as many again, in place of what is at `path`."""
+    """A locked file with these records and space for as many again, in place of what is at `path`."""
     new = _new_path(path)
     file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

@@ -43,8 +43,8 @@ REQUESTS = Table(
     Column("completion_tokens", Integer, nullable=False, info=_SUMMED),
     # Computed for candidates and beams, and not returned; they cost as completion tokens do.
     Column("candidate_tokens", Integer, nullable=False, info=_SUMMED),
-    # Generated, and told nobody: on their way to a client that left, after an answer's end, or for a gateway
-    # that was killed. They cost nothing.
+    # Generated and sent to nobody: on their way to a client that left, after an answer's end, or for a
+    # gateway that was killed. They cost nothing.
     Column("unclaimed_tokens", Integer, nullable=False, server_default="0", info=_SUMMED),
     Column("reasoning_tokens", Integer, nullable=False),
     # Tokens drafted and thrown away.

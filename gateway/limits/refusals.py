@@ -1,4 +1,4 @@
-"""What a caller is told when a limit refuses: whose limit, how much, and when to come back."""
+"""Refusals of limits: whose limit, how much, and when to come back."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class AttemptBooks(Protocol):
-    """What is told of attempts: when one begins, and once when it has ended."""
+    """Records attempts: when one begins, and once when it has ended."""
 
     def gap_observer(self, call: Call, target: Target) -> Callable[[float], None]:
-        """What is told the seconds between every two outputs of an attempt."""
+        """Called with the seconds between every two outputs of an attempt."""
         ...
 
     def open(self, attempt: Attempt, charges: Charges) -> OpenEntry:
@@ -94,7 +94,7 @@ class Attempt:
     ) -> None:
         self.call = call
         self.target = target
-        # The model that had no room for the call; "" where none was asked before.
+        # The model that refused the call for its load; "" where none was asked before.
         self.fallback_from = fallback_from
         self.info = info
         # Makes text of tokens, for the model that answers.
@@ -259,7 +259,7 @@ class Attempt:
         return deltas
 
     def _note_progress(self, outcome: str = "") -> None:
-        """Before the next chunk leaves: a killed gateway's ledger has what it told."""
+        """Before the next chunk leaves: a killed gateway's ledger has what it sent."""
         meter = self.meter
         candidate_tokens = meter.statistics.candidate_tokens + meter.withheld_tokens
         reason = self._finish_reason
@@ -288,7 +288,7 @@ class Attempt:
         if reason is FinishReason.CANCELLED:
             raise MillraceError(Reason.CANCELLED, "the engine was told to cancel the request")
         if reason is FinishReason.LENGTH and self._reservation.is_short:
-            # An engine that ranks answers was told how long they may be paid for.
+            # An engine that ranks answers got the length that is paid for as their limit.
             reason = output.finish_reason = FinishReason.BUDGET
         if self._discard_tokens:
             output.token_ids, output.logprobs = [], ()

@@ -53,7 +53,7 @@ def expected_wait_s(fleet: Fleet, model: str, pool: str) -> float:
             if (load := attachment.load).prefill_tokens_per_s
             else 0.0
             for attachment in fleet.ready
-            # An engine is ready after it has told what it is.
+            # An engine is ready after it has reported what it is.
             if (info := attachment.info) is not None and info.model_key == model and pool in ("", info.pool)
         ),
         default=0.0,
@@ -283,7 +283,7 @@ def _info(
 async def _let_go(stream: ContinuousStream) -> None:
     """Lets the submission leave: what is left to do is done while the engine works."""
     try:
-        # Submissions are written in the next turn of the event loop.
+        # Submissions are written in the next iteration of the event loop.
         await asyncio.sleep(0)
     except BaseException:
         stream.cancel(CancelReason.CLIENT)

@@ -116,7 +116,7 @@ class Books:
         self._count_active(attempt.call.tier, -1)
 
     def close(self, attempt: Attempt, outcome: Outcome, usage: Usage) -> None:
-        """An attempt has ended. The call is told of by it."""
+        """An attempt has ended; it is what is recorded of its call."""
         self.supersede(attempt)
         attempt.call.is_closed = True
         if attempt.stream.num_losses:
@@ -132,7 +132,7 @@ class Books:
         self._deferred.call(self._write, ended)
 
     def fell_back(self, taken: Attempt, refusal: MillraceError) -> None:
-        """A cheaper model answers what another one had no room for."""
+        """A cheaper model answers what another one refused for its load."""
         self.metrics.add(
             names.FALLBACKS,
             model=taken.fallback_from,

@@ -1,4 +1,4 @@
-"""One request on its way through the pipeline: what its steps share, and what is told of them later."""
+"""One request on its way through the pipeline: what its steps share, and what is recorded of them later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from observability.emit.tracing import Telemetry, traceparent_of
 
 
 class Call:
-    """What the steps of one request share, and what is told of them once it is accepted or refused."""
+    """What the steps of one request share, and what is recorded of them once it is accepted or refused."""
 
     __slots__ = (
         "_telemetry",
@@ -63,7 +63,7 @@ class Call:
             work(*arguments)
 
     def step(self, name: SpanName) -> Step:
-        """Around a block that is a step of this request; its trace has it when it is told."""
+        """Around a block that is a step of this request; its trace has it once it is recorded."""
         return Step(self, name)
 
     def end(self, step: Step, failure: BaseException | None) -> None:

@@ -125,7 +125,7 @@ class Meter:
     """Counts tokens and time along the life of one request, and sums what its engines report. Moments are
     monotonic seconds.
 
-    `observe_gap` is told the time between every two outputs that have tokens.
+    `observe_gap` is called with the time between every two outputs that have tokens.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Meter:
         self.completion_tokens = 0
         self.longest_gap_s = 0.0
         self.statistics = ChoiceStatistics()
-        # Computed so far of answers that are told at the end, until they are.
+        # Tokens computed so far of answers that are chosen at the end, until they are sent.
         self.withheld_tokens = 0
 
     def count(self, output: EngineOutput, now_s: float) -> None:
@@ -230,7 +230,7 @@ class ChoiceStream:
         self._with_logprobs = with_logprobs
         # (characters decoded before the token, its log-probability), held back as long as the text is.
         self._logprobs: deque[tuple[int, TokenLogprobs]] = deque()
-        # Ids of outputs of which nothing could be told yet.
+        # Ids of outputs of which nothing could be sent yet.
         self._held_ids: list[int] = []
 
     def feed(self, output: EngineOutput) -> ChoiceDelta | None:

@@ -1,4 +1,4 @@
-"""What requests that are large or refused may take of the process that everybody shares: memory, and turns on
+"""What requests that are large or refused may take of the process that everybody shares: memory, and time of
 its event loop.
 """
 

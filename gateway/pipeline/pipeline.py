@@ -41,7 +41,7 @@ _OVERLOAD = frozenset({Reason.QUEUE_LIMIT_EXCEEDED, Reason.ENGINE_UNAVAILABLE, R
 
 
 def is_overload(error: MillraceError) -> bool:
-    """Whether another model may have room where this one has none."""
+    """Whether another model may accept what this one refuses for its load."""
     # A field at fault is one everywhere.
     return error.reason in _OVERLOAD and not error.field
 
@@ -215,7 +215,7 @@ class Pipeline:
         return len(self.books.running)
 
     def end_all(self, error: MillraceError) -> None:
-        """Ends what still runs with `error`, which each client is told."""
+        """Ends what still runs with `error`, which each client gets."""
         for attempt in list(self.books.running):
             attempt.end(error)
 

@@ -84,7 +84,7 @@ class OpenEntry(Protocol):
     entry_id: str
 
     def record(self, progress: Progress) -> None:
-        """Keeps what the next chunk tells; to be called before it leaves."""
+        """Keeps what has been used once the next chunk is sent; to be called before it leaves."""
         ...
 
     def extended(self) -> None:

@@ -1,5 +1,5 @@
-"""How fast a tenant is told refusals. Each costs little, but a client that repeats at once what was refused
-lives at its neighbours' expense: it is answered later instead (a tarpit).
+"""How fast refusals are sent to a tenant. Each costs little, but a client that repeats at once what was
+refused lives at its neighbours' expense: it is answered later instead (a tarpit).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contract.errors import MillraceError
 # Longest wait of a refusal, and how many seconds' worth of a tenant's rate are answered without one.
 LIMIT_S = 1.0
 _BURST_S = 1.0
-# Refusals of a tenant that wait at a time; further ones are told at once. Each holds a request's head, and
+# Refusals of a tenant that wait at a time; further ones are sent at once. Each holds a request's head, and
 # over gRPC its message: some 20 KB, and 64 KB at most.
 _MAX_WAITING = 1024
 
 
 def is_the_callers(error: MillraceError) -> bool:
-    """Whether it is the caller's doing, and not a failure of this side, which is told at once."""
+    """Whether it is the caller's doing, and not a failure of this side, which is sent at once."""
     return error.mapping.http_status < HTTPStatus.INTERNAL_SERVER_ERROR
 
 
@@ -38,12 +38,12 @@ class Refusals:
         self._interval_s = 1 / per_s
         self._clock = clock
         self._sleep = sleep
-        # When the rate of what a tenant was told so far is over. Entries of the past say nothing.
+        # When the refusals sent to a tenant are within its rate again. Moments of the past say nothing.
         self._even_s: dict[str, float] = {}
         self._num_waiting: Counter[str] = Counter()
 
     async def throttle(self, tenant: str) -> None:
-        """Returns when one more refusal may be told: at once, or, beyond the rate, a second later at most."""
+        """Returns when one more refusal may be sent: at once, or, beyond the rate, a second later at most."""
         now_s = self._clock()
         wait_s = self._even_s.get(tenant, now_s) - now_s - _BURST_S
         if wait_s < LIMIT_S:

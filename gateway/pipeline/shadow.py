@@ -60,7 +60,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoBooks:
-    """Of attempts that nobody is told of."""
+    """For attempts that are recorded nowhere."""
 
     def gap_observer(self, call: Call, target: Target) -> Callable[[float], None]:
         """See AttemptBooks."""

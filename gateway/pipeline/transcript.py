@@ -17,7 +17,7 @@ from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.text.delta import ToolCallDelta
 
-# The conventions' own words; what they have none for is told as it is.
+# The conventions' own words; for other reasons our own names.
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.TOOL_CALLS: "tool_call",
     FinishReason.ERROR: "error",
@@ -137,7 +137,7 @@ def _fewer_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fewer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first message, which often says what all are about, and as many of the last as have room."""
+    """The first message, which often says what all are about, and as many of the last as fit."""
     first, *others = messages
     marker = {**first, "parts": [*first["parts"], _text(f"[cut: {len(others)} more messages]")]}
     space = MAX_BYTES - _num_bytes(json.dumps([marker], ensure_ascii=False))

@@ -137,7 +137,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class SizedConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of what a conversation has, told before anything is made of it."""
+    """How many of what a conversation has, counted before anything is made of it."""
 
     num_messages: int
     num_parts: int = 0

@@ -127,7 +127,7 @@ class PieceDetokenizer:
     they are characters, so that at most three wait for a fourth.
 
     Hugging Face's ByteFallback decodes a run of them as a whole or, when it is not valid UTF-8, shows one
-    U+FFFD per byte. Nobody could be told anything of a run before its end: here, what is valid at its
+    U+FFFD per byte. Nothing of a run could be streamed before its end: here, what is valid at its
     beginning is shown, and each byte from the first invalid one on becomes U+FFFD.
     """
 

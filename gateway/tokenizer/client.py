@@ -111,7 +111,7 @@ class TokenizerClient:
     async def wait_for_vocabulary(
         self, model: str, failed: Callable[[str], None] = lambda why: None
     ) -> Vocabulary:
-        """The vocabulary, as soon as the service answers; tries until it does. `failed` is told why not."""
+        """The vocabulary, as soon as the service answers; tries until it does. `failed` gets why not."""
         failure = ""
         while True:
             try:
@@ -137,7 +137,7 @@ class TokenizerClient:
         timeout_s: float = PREPARE_TIMEOUT_S,
         max_prompt_tokens: int = 0,
     ) -> Prepared:
-        """Renders, encodes and compiles, below the span (traceparent, tracestate), in the tenant's turn.
+        """Renders, encodes and compiles, below the span (traceparent, tracestate), in the tenant's queue.
 
         Raises what the service refused, or TOKENIZER_UNAVAILABLE.
         """

@@ -41,7 +41,7 @@ class TenantBytes:
         self.of: dict[str, int] = {}
 
     def acquire(self, tenant: str, num_bytes: int) -> bool:
-        """Whether there was room. One call alone fits, however large it is."""
+        """Whether there was space. One call alone fits, however large it is."""
         own = self.of.get(tenant, 0)
         if own + num_bytes > self._max_bytes - self._num_bytes and self._num_bytes:
             return False
@@ -76,7 +76,7 @@ class ByteBudget:
             raise MillraceError(
                 Reason.QUEUE_LIMIT_EXCEEDED,
                 f"requests of this tenant with {self._waiting.of.get(tenant, 0)} bytes wait to be prepared, "
-                "and there is no room for more; send fewer at a time",
+                "and there is no space for more; send fewer at a time",
                 field="input",
                 retry_after_s=1.0,
             )
@@ -149,7 +149,7 @@ class Unanswered(MillraceError):
 
 class PrepareStreams:
     """Small and large requests on streams, and so connections, of their own: nobody waits behind a request of
-    megabytes, neither for its way nor for room.
+    megabytes, neither for its way nor for space.
     """
 
     def __init__(self, target: str, *, silence_limit_s: float = math.inf) -> None:

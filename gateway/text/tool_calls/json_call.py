@@ -67,14 +67,14 @@ class JsonValue:
 
 
 class JsonCall:
-    """One call, told to `sink`: its name once, then each piece of its arguments.
+    """One call, streamed to `sink`: its name once, then each piece of its arguments.
 
     With `needs_arguments` an object without arguments is no call, and its name waits for them.
     """
 
     def __init__(self, sink: CallSink, *, needs_arguments: bool = False) -> None:
         self.state = CallState.OPEN
-        # Whether the name has been told.
+        # Whether the name has been streamed.
         self.named = False
         # Everything read, to be given back as content when this turns out not to be a call.
         self.raw: list[str] = []

@@ -14,7 +14,7 @@ _BETWEEN = " \t\r\n;"
 
 
 class Llama3Parser(ToolCallParser):
-    """Calls are told as their arguments come."""
+    """Calls are streamed as their arguments come."""
 
     MARKERS = (TAG,)
 
