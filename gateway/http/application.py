@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -114,6 +114,14 @@ class AsgiApplication:
         await exchange.respond_error(told)
 
 
+class HealthPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether requests are served, what is missing, and how the shared limit store is, where there is one."""
+
+    status: Literal["ok", "unavailable"]
+    missing: str | msgspec.UnsetType = msgspec.UNSET
+    limit_store: str | msgspec.UnsetType = msgspec.UNSET
+
+
 @dataclass(frozen=True, kw_only=True)
 class Routes:
     """What a face serves. All of it asks who calls, save for what is `public`."""
@@ -210,17 +218,22 @@ def build_app(
     metrics: Metrics,
     deferred: Deferred,
     not_ready: Callable[[], str],
-    details: Callable[[], dict[str, str]],
+    limit_store: Callable[[], str],
 ) -> Application:
     """The application of one gateway process.
 
-    `not_ready` says what is missing to serve, "" for nothing; `details` is shown on the health page.
+    `not_ready` says what is missing to serve, "" for nothing; `limit_store` how the shared limit store is, ""
+    where there is none.
     """
 
     async def health(exchange: Exchange) -> None:
         missing = not_ready()
-        state = {"status": "unavailable", "missing": missing} if missing else {"status": "ok"}
-        await exchange.respond(503 if missing else 200, msgspec.json.encode({**state, **details()}))
+        page = HealthPage(
+            status="unavailable" if missing else "ok",
+            missing=missing or msgspec.UNSET,
+            limit_store=limit_store() or msgspec.UNSET,
+        )
+        await exchange.respond(503 if missing else 200, msgspec.json.encode(page))
 
     async def expose(exchange: Exchange) -> None:
         # A page shows whatever ended before it was asked for.

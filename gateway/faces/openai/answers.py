@@ -12,6 +12,7 @@ import msgspec
 
 from contract.chat import CHAT_ID, COMPLETION_ID
 from contract.outputs import FinishReason, TokenLogprobs
+from gateway.faces.openai.answer_types import CachedTokens, Enforcement, ReasoningTokens, UsageBody
 from gateway.faces.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
@@ -98,15 +99,15 @@ class AnswerWriter:
         """What was held back and comes before the end."""
         return b""
 
-    def count(self, usage: dict[str, Any]) -> None:
+    def count(self, usage: UsageBody) -> None:
         """Sets the usage that the next events tell."""
         self._tail = b'],"usage":' + _encode(usage) + b"}\n\n"
 
-    def usage_event(self, usage: dict[str, Any]) -> bytes:
+    def usage_event(self, usage: UsageBody) -> bytes:
         """The chunk with usage and without choices."""
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
 
-    def body(self, choices: Iterable[bytes], usage: dict[str, Any]) -> bytes:
+    def body(self, choices: Iterable[bytes], usage: UsageBody) -> bytes:
         """A whole answer."""
         end = {"usage": usage, **_enforcement(self._info)}
         head = _encode(self._identity(self.OBJECT))[:-1] + b',"choices":['
@@ -259,24 +260,24 @@ class CompletionWriter(AnswerWriter):
         return self._kept[index].add(logprobs)
 
 
-def usage_body(usages: Sequence[Usage], *, timing: bool) -> dict[str, Any]:
+def usage_body(usages: Sequence[Usage], *, timing: bool) -> UsageBody:
     """`usage` over the request's prompts; with the parts of the first one's time to first token when asked
     for.
     """
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.billed_tokens for usage in usages)
-    body: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_prompt_tokens for usage in usages)},
-        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
-    }
-    ttft = usages[0].ttft
-    if timing and ttft is not None:
+    times: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
+    if timing and (ttft := usages[0].ttft) is not None:
         parts = msgspec.structs.asdict(ttft).items()
-        body["time_to_first_token"] = {f"{name.removesuffix('_s')}_ms": value * 1000 for name, value in parts}
-    return body
+        times = {f"{name.removesuffix('_s')}_ms": value * 1000 for name, value in parts}
+    return UsageBody(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=CachedTokens(sum(usage.cached_prompt_tokens for usage in usages)),
+        completion_tokens_details=ReasoningTokens(sum(usage.reasoning_tokens for usage in usages)),
+        time_to_first_token=times,
+    )
 
 
 def _tool_call(call: ToolCallDelta, *, whole: bool) -> dict[str, Any]:
@@ -292,4 +293,4 @@ def _enforcement(info: AnswerInfo) -> dict[str, Any]:
     report = info.enforcement
     if report is None or report.exact:
         return {}
-    return {"enforcement": {"approximated": report.approximated, "unenforced": report.unenforced}}
+    return {"enforcement": Enforcement(report.approximated, report.unenforced)}
