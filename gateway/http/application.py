@@ -99,19 +99,19 @@ class AsgiApplication:
         return True
 
     async def _tell(self, exchange: Exchange, error: Exception) -> None:
-        told = error if isinstance(error, MillraceError) else unexpected()
-        if told is not error:
+        answered = error if isinstance(error, MillraceError) else unexpected()
+        if answered is not error:
             _log.error(
                 "unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error
             )
-        # Its places hold all of the request, which has no room to wait in.
+        # The frames of its traceback refer to the whole request, whose memory would be kept while this waits.
         forget_places(error)
         exchange.drop_body()
         if exchange.begun:
             return
-        if exchange.caller is not None and is_the_callers(told):
+        if exchange.caller is not None and is_the_callers(answered):
             await self._intake.refusals.turn(exchange.caller.identity.tenant)
-        await exchange.respond_error(told)
+        await exchange.respond_error(answered)
 
 
 class HealthPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class HealthPage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """What a face serves. All of it asks who calls, save for what is `public`."""
+    """The handlers of a face. All of them need a caller, save for those that are `public`."""
 
     # By method and path.
     exact: Mapping[tuple[str, str], Handler]
@@ -176,8 +176,8 @@ class Application:
     ) -> None:
         """`below` has a method ("" for any) and a handler for all paths that begin in one way.
 
-        `wrap` makes of a handler one that asks who calls: what there is, and what not, is told to callers,
-        save for `public` paths.
+        `wrap` makes of a handler one that needs a caller. Without one, nobody learns which paths there are,
+        save for `public` ones.
         """
         self._routes = routes
         self._below = below

@@ -21,7 +21,7 @@ End: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetail(Struct, frozen=True):
-    """What happened, the limit and the remedy; `reason` is the error table's own name of it."""
+    """`message` tells what happened, the limit and the remedy; `reason` is the error table's own name."""
 
     message: str
     type: str
@@ -127,7 +127,7 @@ class _Choice(Struct, frozen=True, kw_only=True):
     finish_reason: End
     # The stop string that ended the choice.
     stop_reason: str | None
-    # Of complete answers whose schema was not enforced wholly.
+    # Only in complete answers whose schema was not enforced wholly.
     verdict: Verdict | UnsetType = UNSET
 
 
@@ -170,7 +170,7 @@ class _Generated(Struct, frozen=True, kw_only=True):
     created: Natural
     model: str
     service_tier: str
-    # Of answers whose response format is not enforced exactly.
+    # Only in answers whose response format is not enforced exactly.
     enforcement: Enforcement | UnsetType = UNSET
 
 

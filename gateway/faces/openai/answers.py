@@ -39,10 +39,10 @@ class AnswerWriter:
     """
 
     ID_PREFIX: ClassVar[str]
-    # Of whole bodies, and of events.
+    # `object` of whole bodies, and of events.
     OBJECT: ClassVar[str]
     CHUNK_OBJECT: ClassVar[str]
-    # What stands before and behind the text in the event of a choice that goes on.
+    # JSON before and behind the text in the event of a choice that has begun and goes on.
     PLAIN: ClassVar[tuple[bytes, bytes]]
 
     def __init__(
@@ -72,13 +72,13 @@ class AnswerWriter:
         self._plain = {
             index: (self._head + before % (first_index + index), after) for index in range(info.num_choices)
         }
-        # Choices of which something was told.
+        # Indices of choices of which something was written.
         self._begun: set[int] = set()
-        # What is written of a token in every place.
+        # JSON before and behind a token's log-probability, by token id: the same wherever it occurs.
         self._pieces: dict[int, tuple[bytes, bytes]] = {}
 
     def begin(self) -> bytes:
-        """What comes before the first delta."""
+        """The bytes before the first delta: an event that names unenforced keywords, or nothing."""
         enforcement = _enforcement(self._info)
         return self._head + b"]," + _encode(enforcement)[1:] + b"\n\n" if enforcement else b""
 
@@ -96,7 +96,7 @@ class AnswerWriter:
         return self._head + _encode(choice) + self._tail
 
     def rest(self) -> bytes:
-        """What was held back and comes before the end."""
+        """Events of deltas that waited for others, written before the stream ends."""
         return b""
 
     def count(self, usage: UsageBody) -> None:
@@ -149,7 +149,7 @@ class AnswerWriter:
         return choice
 
     def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], msgspec.Raw | None]:
-        """What the endpoint calls the text, and the log-probabilities."""
+        """A choice's text under the endpoint's own key, and its log-probabilities."""
         raise NotImplementedError
 
     def _keep(self, index: int, logprobs: Sequence[TokenLogprobs]) -> int:
@@ -229,7 +229,7 @@ class CompletionWriter(AnswerWriter):
         return super().event(delta) + self.rest()
 
     def rest(self) -> bytes:
-        """What waits still; nothing does afterwards."""
+        """Events of deltas that still wait for the prompt's log-probabilities; none waits afterwards."""
         self._waits = False
         waiting, self._waiting = self._waiting, []
         return b"".join(map(super().event, waiting))
@@ -289,7 +289,7 @@ def _tool_call(call: ToolCallDelta, *, whole: bool) -> dict[str, Any]:
 
 
 def _enforcement(info: AnswerInfo) -> dict[str, Any]:
-    """What of a response format is not enforced exactly; part of answers that used one which is not."""
+    """The keywords of a response format that are not enforced exactly; {} where all are."""
     report = info.enforcement
     if report is None or report.exact:
         return {}

@@ -46,7 +46,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str | None = None
 
 
-# What only says something about messages.
+# Fields that have an effect on messages alone.
 _OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)

@@ -32,7 +32,7 @@ _ALWAYS = (
     *_EDGE,
     Reason.MISSING_CREDENTIALS,
     Reason.INVALID_CREDENTIALS,
-    # Of tokens whose claims name a tenant or tier that is not there.
+    # Raised for tokens whose claims name a tenant or tier that is not there.
     Reason.TENANT_NOT_ALLOWED,
     Reason.TIER_NOT_ALLOWED,
     Reason.REQUEST_RATE_EXCEEDED,
@@ -181,7 +181,7 @@ def _answer_schemas() -> dict[str, dict[str, Any]]:
     """The schema of every type that an answer is made of, by the type's name."""
     _, found = msgspec.json.schema_components((*answers.ANSWERS, HealthPage), ref_template=REF)
     for schema in found.values():
-        # What a field with a default has is written, too.
+        # Fields with a default are required, because they are always written.
         properties = schema.get("properties", {}).items()
         filled = [name for name, each in properties if each.pop("default", None) is not None]
         schema["required"] = [*schema.get("required", ()), *filled]
@@ -253,7 +253,7 @@ def _refusals(reasons: Iterable[Reason]) -> dict[str, Any]:
     statuses: dict[str, list[Reason]] = {}
     for reason in reasons:
         statuses.setdefault(str(reason.mapping.http_status), []).append(reason)
-    return {status: _refusal(status, told) for status, told in sorted(statuses.items())}
+    return {status: _refusal(status, those) for status, those in sorted(statuses.items())}
 
 
 def _refusal(status: str, reasons: Iterable[Reason]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from gateway.pipeline.validate import (
 REF = "#/components/schemas/{name}"
 _BODIES = (chat.ChatBody, completions.CompletionBody, TokenizeBody, DetokenizeBody, LoadBody, UnloadBody)
 
-# What no schema can say: by the error's reason, and by its `param` as a regular expression.
+# Rules that no schema can state: by the error's reason, and by its `param` as a regular expression.
 BEYOND_REASONS: Mapping[Reason, str] = {
     Reason.CONTEXT_LENGTH_EXCEEDED: "prompt and answer fit into the model's context",
     Reason.NEVER_FITS: "they fit into the engines' memory",
