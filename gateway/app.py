@@ -125,7 +125,7 @@ class Gateway:
                 self._metrics,
                 edge.deferred,
                 self.not_ready,
-                edge.health,
+                edge.limit_store_health,
             ),
             self._config.http_listen,
             max_body_bytes=self._config.max_body_bytes,

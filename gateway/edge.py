@@ -148,11 +148,11 @@ class Edge:
         if isinstance(self.ledger, LedgerWriter):
             self.ledger.unclaimed.note(computed)
 
-    def health(self) -> dict[str, str]:
-        """Details for the health page: how the shared limit store is, where there is one."""
+    def limit_store_health(self) -> str:
+        """How the shared limit store is; "" where there is none."""
         if not isinstance(self._store, ResilientLimitStore):
-            return {}
-        return {"limit_store": "up" if self._store.is_up else f"lost, policy {self._store.policy} applies"}
+            return ""
+        return "up" if self._store.is_up else f"lost, policy {self._store.policy} applies"
 
 
 class NoLedger:

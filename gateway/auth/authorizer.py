@@ -59,7 +59,7 @@ _decode_claims = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class EdgeAnswer(msgspec.Struct, frozen=True):
-    """What Envoy is told: 200 with headers for the request, or the refusal as the client will read it."""
+    """The answer to Envoy: 200 with headers for the request, or the refusal as the client will read it."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -96,8 +96,8 @@ class Authorizer:
             identity = self.authenticate(headers)
         except MillraceError as error:
             form = self._error_forms.of(path, _text(headers, CONTENT_TYPE_HEADER.encode()))
-            told = [(name.encode(), value.encode()) for name, value in form.headers(error).items()]
-            return EdgeAnswer(error.mapping.http_status, told, form.body(error))
+            refused = [(name.encode(), value.encode()) for name, value in form.headers(error).items()]
+            return EdgeAnswer(error.mapping.http_status, refused, form.body(error))
         return self._allowed(identity)
 
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Identity:
@@ -106,9 +106,9 @@ class Authorizer:
         try:
             principal = self._principal(headers)
         except MillraceError as error:
-            self._deferred.call(self._tell, headers, started_s, time.monotonic(), None, error.reason.value)
+            self._deferred.call(self._record, headers, started_s, time.monotonic(), None, error.reason.value)
             raise
-        self._deferred.call(self._tell, headers, started_s, time.monotonic(), principal, "")
+        self._deferred.call(self._record, headers, started_s, time.monotonic(), principal, "")
         return Identity(
             request_id=_text(headers, b"x-request-id"),
             tenant=principal.tenant,
@@ -120,7 +120,7 @@ class Authorizer:
             tracestate=_text(headers, b"tracestate"),
         )
 
-    def _tell(
+    def _record(
         self,
         headers: Mapping[bytes, bytes],
         started_s: float,
@@ -136,7 +136,7 @@ class Authorizer:
             of=RemoteSpan(_text(headers, b"traceparent"), _text(headers, b"tracestate")),
             start_s=started_s,
             end_s=ended_s,
-            attributes=_told(headers, principal, refusal),
+            attributes=_recorded(headers, principal, refusal),
             error=refusal,
         )
 
@@ -176,7 +176,7 @@ class Authorizer:
         return any(limit.requests_per_minute is not None for limit in limits)
 
 
-def _told(
+def _recorded(
     headers: Mapping[bytes, bytes], principal: Principal | None, refusal: str
 ) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {names.REQUEST_ID: _text(headers, b"x-request-id")}
@@ -212,7 +212,7 @@ def _claims(text: bytes) -> dict[str, Any]:
         ) from error
 
 
-# Who sends an HTTP request: the context that somebody in front has signed, or the credentials themselves.
+# The caller of an HTTP request is read from a context that somebody in front has signed, or from credentials.
 # Envoy asks about gRPC calls before it sends them on (`authorizer`). An HTTP request it sends at once, with
 # its credentials: the question would cost the gateway and Envoy more than most of what follows.
 

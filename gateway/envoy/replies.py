@@ -11,7 +11,7 @@ from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import NO_CREDENTIALS
 from gateway.types.error_form import ErrorForm, ErrorForms
 
-# What needs no key: Envoy itself says who asks too often.
+# Paths that need no key. Envoy limits how often they are asked for.
 PUBLIC_PATHS = ("/health", "/openapi.json", "/grpc.health.v1.Health/Check")
 _TOO_OFTEN = "this is asked for too often, by all clients together; ask less often"
 _NO_GATEWAY = "no gateway is ready: none answers, or they lack an engine or the tokenizer; retry shortly"
@@ -22,11 +22,11 @@ _IS_GRPC: dict[str, Any] = {
     }
 }
 
-# What Envoy refuses with a 403 of its own; others with this status are the gateway's, with its body.
+# Envoy refuses upgrades with a 403 of its own; others with this status are the gateway's, with its body.
 _IS_UPGRADE: dict[str, Any] = {"header_filter": {"header": {"name": "upgrade", "present_match": True}}}
 _NO_UPGRADE = "HTTP/1.1, HTTP/2 and gRPC are spoken here, and no WebSockets; use stream: true"
 
-# What Envoy says by its response flags (%RESPONSE_FLAGS% in its documentation), as the suite says it.
+# Reasons and messages for Envoy's response flags (%RESPONSE_FLAGS% in its documentation).
 # Not here: UAEX and RL, whose bodies the gateway wrote itself.
 _BY_FLAG: tuple[tuple[tuple[str, ...], Reason, str], ...] = (
     (("UH", "UF", "UC", "LR", "UR"), Reason.ENGINE_UNAVAILABLE, _NO_GATEWAY),
@@ -96,7 +96,7 @@ def _grpc_mapper(when: dict[str, Any], error: MillraceError, form: ErrorForm) ->
 
 
 def _http_mapper(when: dict[str, Any], error: MillraceError, form: ErrorForm) -> dict[str, Any]:
-    # What passes by itself is worth another try.
+    # Another try helps where the state passes by itself.
     more = {429: [_header("retry-after", "1")], 503: [_header("retry-after", "1")]}
     more[401] = [_header("www-authenticate", "Bearer")]
     status = error.mapping.http_status

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -99,24 +99,32 @@ class AsgiApplication:
         return True
 
     async def _tell(self, exchange: Exchange, error: Exception) -> None:
-        told = error if isinstance(error, MillraceError) else unexpected()
-        if told is not error:
+        answered = error if isinstance(error, MillraceError) else unexpected()
+        if answered is not error:
             _log.error(
                 "unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error
             )
-        # Its places hold all of the request, which has no room to wait in.
+        # The frames of its traceback refer to the whole request, whose memory would be kept while this waits.
         drop_traceback(error)
         exchange.drop_body()
         if exchange.begun:
             return
-        if exchange.caller is not None and is_the_callers(told):
+        if exchange.caller is not None and is_the_callers(answered):
             await self._intake.refusals.throttle(exchange.caller.identity.tenant)
-        await exchange.respond_error(told)
+        await exchange.respond_error(answered)
+
+
+class HealthPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether requests are served, what is missing, and how the shared limit store is, where there is one."""
+
+    status: Literal["ok", "unavailable"]
+    missing: str | msgspec.UnsetType = msgspec.UNSET
+    limit_store: str | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """What a face serves. All of it asks who calls, save for what is `public`."""
+    """The handlers of a face. All of them need a caller, save for those that are `public`."""
 
     # By method and path.
     exact: Mapping[tuple[str, str], Handler]
@@ -168,8 +176,8 @@ class Application:
     ) -> None:
         """`below` has a method ("" for any) and a handler for all paths that begin in one way.
 
-        `wrap` makes of a handler one that asks who calls: what there is, and what not, is told to callers,
-        save for `public` paths.
+        `wrap` makes of a handler one that needs a caller. Without one, nobody learns which paths there are,
+        save for `public` ones.
         """
         self._routes = routes
         self._below = below
@@ -210,17 +218,22 @@ def build_app(
     metrics: Metrics,
     deferred: Deferred,
     not_ready: Callable[[], str],
-    details: Callable[[], dict[str, str]],
+    limit_store: Callable[[], str],
 ) -> Application:
     """The application of one gateway process.
 
-    `not_ready` says what is missing to serve, "" for nothing; `details` is shown on the health page.
+    `not_ready` says what is missing to serve, "" for nothing; `limit_store` how the shared limit store is, ""
+    where there is none.
     """
 
     async def health(exchange: Exchange) -> None:
         missing = not_ready()
-        state = {"status": "unavailable", "missing": missing} if missing else {"status": "ok"}
-        await exchange.respond(503 if missing else 200, msgspec.json.encode({**state, **details()}))
+        page = HealthPage(
+            status="unavailable" if missing else "ok",
+            missing=missing or msgspec.UNSET,
+            limit_store=limit_store() or msgspec.UNSET,
+        )
+        await exchange.respond(503 if missing else 200, msgspec.json.encode(page))
 
     async def expose(exchange: Exchange) -> None:
         # A page shows whatever ended before it was asked for.

@@ -8,7 +8,7 @@ from contract.errors import MillraceError, Reason
 
 
 def unexpected() -> MillraceError:
-    """What a client is told of a failure that nobody foresaw."""
+    """INTERNAL, for a failure that nobody foresaw."""
     return MillraceError(
         Reason.INTERNAL, "an unexpected failure; the gateway's log has the details under this request's id"
     )

@@ -78,7 +78,7 @@ class Exchange:
 
     @property
     def verified_caller(self) -> Caller:
-        """Who calls, once that was looked for; raises why nobody is known."""
+        """The caller, once `identify` has looked for it; raises why there is none."""
         if self.caller is None:
             assert self.caller_error is not None, "identify sets one of the two"
             raise self.caller_error
@@ -107,7 +107,7 @@ class Exchange:
     async def read_body(self, hold: ByteLease | None = None) -> None:
         """Reads the body to its end, or until it is too large; sets `client_gone` where there is no end.
 
-        Raises as `ByteLease.grow_by_body` does where there is no room for what comes.
+        Raises as `ByteLease.grow_by_body` does where the tenant's or the gateway's bytes are used up.
         """
         more = True
         while more and not self.too_large:

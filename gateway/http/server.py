@@ -19,7 +19,7 @@ from runtime import tls
 from runtime.errors import ConfigError
 
 _BACKLOG = 4096
-# What may still be said when the server stops, and how long handlers may take to hear that they are cut off.
+# How long answers may still be written when the server stops, and how long handlers that are cut off may end.
 _FAREWELL_S = 1
 # Idle connections are kept for longer than any peer keeps them: Envoy closes its own after an hour, and one
 # closed under it would race with its next request. Peers that are dead without having said so are found by
@@ -65,7 +65,7 @@ class HttpServer:
             date_header=False,
             server_header=False,
             log_config=None,
-            # What uvicorn warns of is what clients send.
+            # uvicorn warns of what clients send, which is no fault of this process.
             log_level="error",
             backlog=_BACKLOG,
             timeout_keep_alive=_IDLE_S,
@@ -110,5 +110,5 @@ class HttpServer:
             for task in running:
                 task.cancel()
             if running:
-                # What they still do for those that cancelled them (the books) is done before the rest closes.
+                # They still write their books, which has to be done before ledger and limits close.
                 await asyncio.wait(running, timeout=_FAREWELL_S)

@@ -31,11 +31,11 @@ class ErrorForm(Protocol):
 class ErrorForms:
     """The form of every path."""
 
-    # Of gRPC calls, whatever their path.
+    # The form of gRPC calls, whatever their path.
     grpc: ErrorForm
-    # Of paths that begin so; the first one that fits.
+    # The forms of paths that begin so; the first one that fits is used.
     by_prefix: Mapping[str, ErrorForm] = field(default_factory=dict)
-    # Of all other paths, and of what has none.
+    # The form of all other paths, and of bytes that have none.
     default: ErrorForm
 
     def of(self, path: str, content_type: str = "") -> ErrorForm:

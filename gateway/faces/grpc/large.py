@@ -73,7 +73,7 @@ def _if_small(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 class _Parser:
-    """Of one kind of request."""
+    """Parses large requests of one kind."""
 
     def __init__(self, kind: Any, servicer: InferenceServicer, intake: Intake) -> None:
         self._kind = kind
@@ -81,7 +81,7 @@ class _Parser:
         self.intake = intake
 
     def tenant(self, context: Any) -> str:
-        """Who calls."""
+        """The tenant of the call."""
         return self._servicer.caller(context).identity.tenant
 
     async def parsed(self, message: Unparsed, tenant: str) -> Any:

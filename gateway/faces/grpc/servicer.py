@@ -123,7 +123,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return response
 
     def caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-        """Who calls; raises MISSING_CREDENTIALS or CONTEXT_SIGNATURE_INVALID."""
+        """The caller of a call; raises MISSING_CREDENTIALS or CONTEXT_SIGNATURE_INVALID."""
         metadata = {
             key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
         }

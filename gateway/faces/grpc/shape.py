@@ -1,4 +1,4 @@
-"""What a large message holds, counted on the wire before it is parsed, as `http.shape` does with JSON."""
+"""Counts what a large message holds before it is parsed, as `faces/openai/shape.py` does with JSON."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _IN_ONE_SLICE = 1024
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # The last byte of every number is below it.
 _CONTINUED = bytes(range(128, 256))
-# What holds them, as they have no name.
+# The name under which fields without a known name are counted.
 _UNKNOWN = "the request"
-# Parts of a name that are told: "conversation.messages".
+# Parts of a name that an error shows: "conversation.messages".
 _MAX_PARTS = 2
 
 
 class _Reader:
-    """A place in the bytes of a message."""
+    """Reads the bytes of a message from an offset on."""
 
-    __slots__ = ("data", "place")
+    __slots__ = ("data", "offset")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.place = 0
+        self.offset = 0
 
     def number(self) -> int:
         """A varint; raises IndexError where the bytes end before it."""
-        data, place, value, shift = self.data, self.place, 0, 0
-        while (byte := data[place]) >= 128:
+        data, offset, value, shift = self.data, self.offset, 0, 0
+        while (byte := data[offset]) >= 128:
             value |= (byte & 127) << shift
             shift += 7
-            place += 1
+            offset += 1
             if shift > 63:
                 raise IndexError
-        self.place = place + 1
+        self.offset = offset + 1
         return value | byte << shift
 
     def skip(self, wire: int) -> int:
@@ -46,17 +46,17 @@ class _Reader:
         match wire:
             case 0:
                 self.number()
-                return self.place
+                return self.offset
             case 1:
-                self.place += 8
+                self.offset += 8
             case 5:
-                self.place += 4
+                self.offset += 4
             case 2:
                 length = self.number()
-                return self.place + length
+                return self.offset + length
             case _:
                 raise IndexError
-        return self.place
+        return self.offset
 
 
 def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[None]:
@@ -71,8 +71,8 @@ def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[No
     try:
         while inside:
             message, end, path = inside[-1]
-            if reader.place >= end:
-                if reader.place > end:
+            if reader.offset >= end:
+                if reader.offset > end:
                     raise IndexError
                 inside.pop()
                 continue
@@ -83,18 +83,18 @@ def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[No
                 raise IndexError
             name = path
             if field is None:
-                # Of fields of another version protobuf keeps the bytes, which nobody reads.
+                # Protobuf keeps the bytes of fields that another version has, though nobody reads them.
                 _add(counts, _UNKNOWN, 1, limits.max_values, "fields that this version does not know")
             else:
                 name = _named(path, field, len(inside))
-                packed = data[reader.place : ends] if _is_packed(field, tag) else None
+                packed = data[reader.offset : ends] if _is_packed(field, tag) else None
                 _count(counts, name, field, packed, limits)
             if field is not None and field.message_type is not None and tag & 7 == _BYTES:
                 inside.append((field.message_type, ends, name))
                 if len(inside) > limits.max_depth:
                     raise invalid(name, f"nested more than {limits.max_depth} levels deep; nest less")
             else:
-                reader.place = ends
+                reader.offset = ends
             num_fields += 1
             if num_fields % _IN_ONE_SLICE == 0:
                 yield

@@ -11,6 +11,7 @@ import msgspec
 
 from contract.errors import MillraceError, Reason, invalid
 from gateway.engines.adapters import add_adapter, list_adapters, remove_adapter
+from gateway.faces.openai.answer_types import AdapterCard, AdapterList, Done
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
 from gateway.models.catalog import ServedModel
@@ -65,14 +66,14 @@ class AdapterEndpoints:
     async def list(self, exchange: Exchange) -> None:
         """GET /v1/lora_adapters."""
         self._check(exchange)
-        found: list[dict[str, Any]] = []
+        found: list[AdapterCard] = []
         for served in self._pipeline().catalog.served.values():
             adapters = await list_adapters(self._engines(served))
             found += [
-                {"id": f"{served.name}{ADAPTER_SEPARATOR}{name}", "parent": served.name, "root": path}
+                AdapterCard(id=f"{served.name}{ADAPTER_SEPARATOR}{name}", parent=served.name, root=path)
                 for name, path in sorted(adapters.items())
             ]
-        await exchange.respond(200, _encode({"object": "list", "data": found}))
+        await exchange.respond(200, _encode(AdapterList(data=found)))
 
     def _check(self, exchange: Exchange) -> None:
         identity = exchange.verified_caller.identity
@@ -97,5 +98,4 @@ class AdapterEndpoints:
         return self._pipeline().attempts.fleet.of(served.key)
 
     async def _done(self, exchange: Exchange, served: ServedModel, name: str, what: str) -> None:
-        told = f"adapter {served.name}{ADAPTER_SEPARATOR}{name} {what}"
-        await exchange.respond(200, _encode({"message": told}))
+        await exchange.respond(200, _encode(Done(f"adapter {served.name}{ADAPTER_SEPARATOR}{name} {what}")))

@@ -12,6 +12,7 @@ import msgspec
 
 from contract.chat import CHAT_ID, COMPLETION_ID
 from contract.outputs import FinishReason, TokenLogprobs
+from gateway.faces.openai.answer_types import CachedTokens, Enforcement, ReasoningTokens, UsageBody
 from gateway.faces.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
@@ -38,10 +39,10 @@ class AnswerWriter:
     """
 
     ID_PREFIX: ClassVar[str]
-    # Of whole bodies, and of events.
+    # `object` of whole bodies, and of events.
     OBJECT: ClassVar[str]
     CHUNK_OBJECT: ClassVar[str]
-    # What stands before and behind the text in the event of a choice that goes on.
+    # JSON before and behind the text in the event of a choice that has begun and goes on.
     PLAIN: ClassVar[tuple[bytes, bytes]]
 
     def __init__(
@@ -67,13 +68,13 @@ class AnswerWriter:
         self._plain = {
             index: (self._head + before % (first_index + index), after) for index in range(info.num_choices)
         }
-        # Choices of which something was told.
+        # Indices of choices of which something was written.
         self._begun: set[int] = set()
-        # What is written of a token in every place.
+        # JSON before and behind a token's log-probability, by token id: the same wherever it occurs.
         self._pieces: dict[int, tuple[bytes, bytes]] = {}
 
     def begin(self) -> bytes:
-        """What comes before the first delta."""
+        """The bytes before the first delta: an event that names unenforced keywords, or nothing."""
         enforcement = _enforcement(self._info)
         return self._head + b"]," + _encode(enforcement)[1:] + b"\n\n" if enforcement else b""
 
@@ -91,18 +92,18 @@ class AnswerWriter:
         return self._head + _encode(choice) + self._tail
 
     def rest(self) -> bytes:
-        """What was held back and comes before the end."""
+        """Events of deltas that waited for others, written before the stream ends."""
         return b""
 
-    def count(self, usage: dict[str, Any]) -> None:
+    def count(self, usage: UsageBody) -> None:
         """Sets the usage that the next events tell."""
         self._tail = b'],"usage":' + _encode(usage) + b"}\n\n"
 
-    def usage_event(self, usage: dict[str, Any]) -> bytes:
+    def usage_event(self, usage: UsageBody) -> bytes:
         """The chunk with usage and without choices."""
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
 
-    def body(self, choices: Iterable[bytes], usage: dict[str, Any]) -> bytes:
+    def body(self, choices: Iterable[bytes], usage: UsageBody) -> bytes:
         """A whole answer."""
         end = {"usage": usage, **_enforcement(self._info)}
         head = _encode(self._identity(self.OBJECT))[:-1] + b',"choices":['
@@ -144,7 +145,7 @@ class AnswerWriter:
         return choice
 
     def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], msgspec.Raw | None]:
-        """What the endpoint calls the text, and the log-probabilities."""
+        """A choice's text under the endpoint's own key, and its log-probabilities."""
         raise NotImplementedError
 
     def _keep(self, index: int, logprobs: Sequence[TokenLogprobs]) -> int:
@@ -230,7 +231,7 @@ class CompletionWriter(AnswerWriter):
         return super().event(delta) + self.rest()
 
     def rest(self) -> bytes:
-        """What waits still; nothing does afterwards."""
+        """Events of deltas that still wait for the prompt's log-probabilities; none waits afterwards."""
         self._waits = False
         waiting, self._waiting = self._waiting, []
         return b"".join(map(super().event, waiting))
@@ -262,24 +263,24 @@ class CompletionWriter(AnswerWriter):
         return self._kept[index].add(logprobs)
 
 
-def usage_body(usages: Sequence[Usage], *, timing: bool) -> dict[str, Any]:
+def usage_body(usages: Sequence[Usage], *, timing: bool) -> UsageBody:
     """`usage` over the request's prompts; with the parts of the first one's time to first token when asked
     for.
     """
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.billed_tokens for usage in usages)
-    body: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_prompt_tokens for usage in usages)},
-        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
-    }
-    ttft = usages[0].ttft
-    if timing and ttft is not None:
+    times: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
+    if timing and (ttft := usages[0].ttft) is not None:
         parts = msgspec.structs.asdict(ttft).items()
-        body["time_to_first_token"] = {f"{name.removesuffix('_s')}_ms": value * 1000 for name, value in parts}
-    return body
+        times = {f"{name.removesuffix('_s')}_ms": value * 1000 for name, value in parts}
+    return UsageBody(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=CachedTokens(sum(usage.cached_prompt_tokens for usage in usages)),
+        completion_tokens_details=ReasoningTokens(sum(usage.reasoning_tokens for usage in usages)),
+        time_to_first_token=times,
+    )
 
 
 def _tool_call(call: ToolCallDelta, *, whole: bool) -> dict[str, Any]:
@@ -291,8 +292,8 @@ def _tool_call(call: ToolCallDelta, *, whole: bool) -> dict[str, Any]:
 
 
 def _enforcement(info: AnswerInfo) -> dict[str, Any]:
-    """What of a response format is not enforced exactly; part of answers that used one which is not."""
+    """The keywords of a response format that are not enforced exactly; {} where all are."""
     report = info.enforcement
     if report is None or report.exact:
         return {}
-    return {"enforcement": {"approximated": report.approximated, "unenforced": report.unenforced}}
+    return {"enforcement": Enforcement(report.approximated, report.unenforced)}

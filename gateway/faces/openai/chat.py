@@ -32,7 +32,7 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was called."""
+    """The called function, with its arguments as JSON."""
 
     name: str
     arguments: str = "{}"
@@ -58,7 +58,7 @@ class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    # What SDKs copy from answers; nothing else than null is accepted.
+    # SDKs copy these from answers; nothing else than null is accepted.
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
@@ -78,7 +78,7 @@ class ToolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: str
     function: FunctionBody | None = None
-    # What tools of the type "custom" have, which are refused by type.
+    # Tools of the type "custom" have it, and are refused by their type.
     custom: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
@@ -132,7 +132,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 DECODER = msgspec.json.Decoder(with_unserved(ChatBody))
-# What a conversation's fields are called in a body.
+# The names that fields of a conversation have in a body.
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 
 
@@ -161,7 +161,7 @@ def _sized(messages: Sequence[MessageBody], tools: Sequence[ToolBody] | None) ->
 
 
 def conversation(body: ChatBody, *, reasons: bool, limits: RequestConfig) -> Conversation:
-    """What the template renders."""
+    """The conversation that the template renders."""
     check_counts(_sized(body.messages, body.tools), limits)
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ()))
     tools, tool_choice = _chosen(tools, body.tool_choice)

@@ -7,6 +7,7 @@ from http import HTTPStatus
 import msgspec
 
 from contract.errors import MillraceError
+from gateway.faces.openai.answer_types import Error, ErrorDetail
 from gateway.types.error_form import retry_headers
 
 _encode = msgspec.json.Encoder().encode
@@ -21,14 +22,15 @@ class OpenAiErrors:
         """JSON of `{"error": {message, type, param, code, reason}}`, whose `reason` is the error table's own
         name; numbers for programs are added as `metadata`.
         """
-        detail = {
-            "message": error.message,
-            "type": error.mapping.openai_type,
-            "param": error.field or None,
-            "code": error.reason.openai_code,
-            "reason": error.reason.value,
-        }
-        return _encode({"error": {**detail, **({"metadata": error.metadata} if error.metadata else {})}})
+        detail = ErrorDetail(
+            message=error.message,
+            type=error.mapping.openai_type,
+            param=error.field or None,
+            code=error.reason.openai_code,
+            reason=error.reason,
+            metadata=error.metadata or msgspec.UNSET,
+        )
+        return _encode(Error(detail))
 
     def headers(self, error: MillraceError) -> dict[str, str]:
         """Content type, when to come back, and the scheme of credentials where they are asked for."""

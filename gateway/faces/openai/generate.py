@@ -10,6 +10,7 @@ from typing import Any
 
 from contract.errors import MillraceError
 from gateway.faces.openai import chat, completions
+from gateway.faces.openai.answer_types import UsageBody
 from gateway.faces.openai.answers import DONE, AnswerWriter, ChatWriter, CompletionWriter, usage_body
 from gateway.faces.openai.errors import error_event
 from gateway.faces.openai.fields import WARNING_HEADER, check_unserved
@@ -90,7 +91,7 @@ def _warn(exchange: Exchange, body: CommonBody) -> None:
         exchange.add_headers({WARNING_HEADER: warning})
 
 
-def _usage(answer: Answer, body: CommonBody) -> dict[str, Any]:
+def _usage(answer: Answer, body: CommonBody) -> UsageBody:
     return usage_body(answer.usages(), timing=bool(body.include_timing))
 
 

@@ -12,6 +12,7 @@ from contract.chat import TextPrompt
 from contract.errors import invalid
 from gateway.config import RequestConfig
 from gateway.faces.openai import chat
+from gateway.faces.openai.answer_types import DetokenizedText, ModelCard, ModelList, Tokens
 from gateway.faces.openai.large import read
 from gateway.http.exchange import Exchange
 from gateway.pipeline.intake import Slices
@@ -45,7 +46,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str | None = None
 
 
-# What only says something about messages.
+# Fields that have an effect on messages alone.
 _OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
@@ -60,8 +61,7 @@ class InspectEndpoints:
     async def models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
         names = self._pipeline().catalog.names(exchange.verified_caller.identity)
-        models = [self._model(name) for name in names]
-        await exchange.respond(200, _encode({"object": "list", "data": models}))
+        await exchange.respond(200, _encode(ModelList(data=list(map(self._model, names)))))
 
     async def model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}."""
@@ -73,16 +73,14 @@ class InspectEndpoints:
         self._pipeline().catalog.check(exchange.verified_caller.identity, name)
         await exchange.respond(200, _encode(self._model(name)))
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> ModelCard:
         pipeline = self._pipeline()
         served = pipeline.catalog.any_of(name)
-        return {
-            "id": name,
-            "object": "model",
-            "created": 0 if served is None else served.created_unix_s,
-            "owned_by": "millrace",
-            "max_model_len": (pipeline.max_model_len(served) if served else 0) or None,
-        }
+        return ModelCard(
+            id=name,
+            created=0 if served is None else served.created_unix_s,
+            max_model_len=(pipeline.max_model_len(served) if served else 0) or None,
+        )
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
@@ -91,14 +89,16 @@ class InspectEndpoints:
         body, request = await read(exchange, pipeline.intake, _TOKENIZE, convert)
         served = pipeline.model(caller, body.model)
         ids = await pipeline.encode(caller, served, request, body.add_special_tokens)
-        parts = [b'"tokens":[' + await _encoded(ids, list) + b"]"]
-        if body.return_token_strs:
-            text_of = served.vocabulary.token_text
-            parts.append(
-                b'"token_strs":[' + await _encoded(ids, lambda some: list(map(text_of, some))) + b"]"
-            )
-        head = _encode({"count": len(ids), "max_model_len": pipeline.max_model_len(served) or None})
-        await exchange.respond(200, b",".join([head[:-1], *parts]) + b"}")
+        text_of = served.vocabulary.token_text
+        answer = Tokens(
+            count=len(ids),
+            max_model_len=pipeline.max_model_len(served) or None,
+            tokens=await _encoded(ids, list),
+            token_strs=await _encoded(ids, lambda some: list(map(text_of, some)))
+            if body.return_token_strs
+            else msgspec.UNSET,
+        )
+        await exchange.respond(200, _encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
@@ -108,17 +108,17 @@ class InspectEndpoints:
         caller = exchange.verified_caller
         served = pipeline.model(caller, body.model)
         text = await pipeline.decode(caller, served, body.tokens, "tokens")
-        await exchange.respond(200, _encode({"prompt": text}))
+        await exchange.respond(200, _encode(DetokenizedText(text)))
 
 
-async def _encoded(ids: Sequence[int], shown: Callable[[Iterable[int]], list[Any]]) -> bytes:
-    """The items of a JSON array, made while others go on: a long text has a million tokens."""
+async def _encoded(ids: Sequence[int], shown: Callable[[Iterable[int]], list[Any]]) -> Any:
+    """A JSON array as msgspec.Raw, made while others go on, because a long text has a million tokens."""
     slices = Slices()
     parts = []
     for start in range(0, len(ids), _TOGETHER):
         parts.append(_encode(shown(ids[start : start + _TOGETHER]))[1:-1])
         await slices.breathe()
-    return b",".join(parts)
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
 def _check_num_ids(body: DetokenizeBody, *, limits: RequestConfig) -> None:

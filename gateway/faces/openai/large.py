@@ -31,13 +31,13 @@ from gateway.pipeline.intake import LARGE_BYTES, Intake
 # Response header that names them.
 IGNORED_HEADER = "x-millrace-ignored"
 
-# So many are named, each with so many characters.
+# Strange keys that the header names, and characters of each.
 _MAX_NAMES = 8
 _MAX_NAME = 64
 # Fields of a body whose items may have strange keys.
 FIELDS: Mapping[str, type[msgspec.Struct]] = {"messages": MessageBody, "tools": ToolBody}
 _STRANGE = tuple(f"{field}[" for field in FIELDS)
-# What is inside of each, by the key that holds it.
+# Types of the objects inside of each, by the key that holds them.
 INSIDE: Mapping[type[msgspec.Struct], Mapping[str, type[msgspec.Struct]]] = {
     MessageBody: {"content": ContentPart, "tool_calls": ToolCallBody},
     ToolCallBody: {"function": FunctionCallBody},

@@ -10,11 +10,14 @@ import msgspec
 
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import API_KEY_HEADERS
+from gateway.faces.openai import answer_types as answers
 from gateway.faces.openai.errors import ERRORS
 from gateway.faces.openai.fields import WARNING_HEADER
 from gateway.faces.openai.large import IGNORED_HEADER
-from gateway.faces.openai.openapi_answers import ANSWERS, INTEGER, STRING, events
 from gateway.faces.openai.openapi_bodies import BEYOND, BEYOND_REASONS, REF, body_schemas
+from gateway.http.application import HealthPage
+
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer", "minimum": 0}
 
 # Reasons by which a request may be refused, per endpoint. The edge has its own for every path: what is no
 # valid HTTP, headers beyond its limit, too many connections, too slow a client, no gateway.
@@ -29,7 +32,7 @@ _ALWAYS = (
     *_EDGE,
     Reason.MISSING_CREDENTIALS,
     Reason.INVALID_CREDENTIALS,
-    # Of tokens whose claims name a tenant or tier that is not there.
+    # Raised for tokens whose claims name a tenant or tier that is not there.
     Reason.TENANT_NOT_ALLOWED,
     Reason.TIER_NOT_ALLOWED,
     Reason.REQUEST_RATE_EXCEEDED,
@@ -45,13 +48,13 @@ _GENERATES = (*_WITH_BODY, Reason.ENGINE_LOST, Reason.CANCELLED)
 # Headers of responses: statuses that may have them (none means all), what they say, and how.
 _COUNTED = ("200", "400", "403", "404", "413", "429", "499", "500", "503", "504")
 _HEADERS: Mapping[str, tuple[tuple[str, ...], str, Mapping[str, Any]]] = {
-    "x-request-id": ((), "Id of the request in logs, traces and the ledger.", STRING),
-    ERRORS.elapsed_header: ((), "Milliseconds from the request's head to the response's.", INTEGER),
-    "retry-after": (("429", "503"), "Seconds after which another try may help.", INTEGER),
-    "retry-after-ms": (("429", "503"), "The same in milliseconds.", INTEGER),
-    "www-authenticate": (("401",), "The scheme that is asked for.", STRING),
-    WARNING_HEADER: (("200",), "A field that has no effect, or less than it says.", STRING),
-    IGNORED_HEADER: ((), "Unknown keys of messages and tools, which were ignored.", STRING),
+    "x-request-id": ((), "Id of the request in logs, traces and the ledger.", _STRING),
+    ERRORS.elapsed_header: ((), "Milliseconds from the request's head to the response's.", _INTEGER),
+    "retry-after": (("429", "503"), "Seconds after which another try may help.", _INTEGER),
+    "retry-after-ms": (("429", "503"), "The same in milliseconds.", _INTEGER),
+    "www-authenticate": (("401",), "The scheme that is asked for.", _STRING),
+    WARNING_HEADER: (("200",), "A field that has no effect, or less than it says.", _STRING),
+    IGNORED_HEADER: ((), "Unknown keys of messages and tools, which were ignored.", _STRING),
     **{
         f"x-ratelimit-{part}-{unit}": (
             _COUNTED,
@@ -60,9 +63,9 @@ _HEADERS: Mapping[str, tuple[tuple[str, ...], str, Mapping[str, Any]]] = {
         )
         for unit in ("requests", "tokens")
         for part, meaning, schema in (
-            ("limit", "Most", INTEGER),
-            ("remaining", "What is left of", INTEGER),
-            ("reset", "Time, as 1m0s, until all are there again of", STRING),
+            ("limit", "Most", _INTEGER),
+            ("remaining", "What is left of", _INTEGER),
+            ("reset", "Time, as 1m0s, until all are there again of", _STRING),
         )
     },
 }
@@ -77,6 +80,7 @@ there, and
 _TAGS = {
     "generation": "Text and tool calls, whole or as server-sent events.",
     "models": "What the key may use.",
+    "adapters": "LoRA adapters, for the tenants that operate the service.",
     "tokens": "Texts to token ids and back.",
     "operation": "Whether requests are served.",
 }
@@ -85,9 +89,13 @@ _SUMMARIES: Mapping[str, tuple[str, str]] = {
     "createCompletion": ("generation", "Continue texts or token ids"),
     "listModels": ("models", "List the models that the key may use"),
     "retrieveModel": ("models", "Describe one model"),
+    "listAdapters": ("adapters", "List the adapters that are served"),
+    "loadAdapter": ("adapters", "Serve an adapter"),
+    "unloadAdapter": ("adapters", "Serve an adapter no longer"),
     "tokenize": ("tokens", "Show the tokens of a text or a conversation"),
     "detokenize": ("tokens", "Show the text of token ids"),
     "health": ("operation", "Tell whether requests are served"),
+    "describe": ("operation", "Show this document"),
 }
 _MODEL, _HELLO = {"model": "millrace-nano"}, [{"role": "user", "content": "Hello!"}]
 _PERSON = {
@@ -132,6 +140,8 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     },
     "tokenize": {"text": {"prompt": "Hello!"}, "conversation": {"messages": _HELLO}},
     "detokenize": {"ids": {"tokens": [300, 301]}},
+    "loadAdapter": {"adapter": {"lora_name": "millrace-nano:pirate", "lora_path": "/adapters/pirate"}},
+    "unloadAdapter": {"adapter": {"lora_name": "millrace-nano:pirate"}},
 }
 
 
@@ -152,7 +162,7 @@ def _document() -> dict[str, Any]:
         "tags": [{"name": name, "description": about} for name, about in _TAGS.items()],
         "paths": _paths(),
         "components": {
-            "schemas": {**body_schemas(), **ANSWERS},
+            "schemas": {**body_schemas(), **_answer_schemas()},
             "examples": {reason.value: {"value": _example(reason)} for reason in _GENERATES},
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
@@ -167,30 +177,57 @@ def _document() -> dict[str, Any]:
     }
 
 
+def _answer_schemas() -> dict[str, dict[str, Any]]:
+    """The schema of every type that an answer is made of, by the type's name."""
+    _, found = msgspec.json.schema_components((*answers.ANSWERS, HealthPage), ref_template=REF)
+    for schema in found.values():
+        # Fields with a default are required, because they are always written.
+        properties = schema.get("properties", {}).items()
+        filled = [name for name, each in properties if each.pop("default", None) is not None]
+        schema["required"] = [*schema.get("required", ()), *filled]
+    return found
+
+
 def _paths() -> dict[str, Any]:
-    model = {"name": "model", "in": "path", "required": True, "schema": STRING, "example": "millrace-nano"}
+    model = {"name": "model", "in": "path", "required": True, "schema": _STRING, "example": "millrace-nano"}
     tokenize = _operation("tokenize", _json("Tokens"), _WITH_BODY, "TokenizeBody")
-    detokenize = _operation("detokenize", _json("Text"), _WITH_BODY, "DetokenizeBody")
-    retrieve = _operation("retrieveModel", _json("Model"), _WITH_MODEL)
+    detokenize = _operation("detokenize", _json("DetokenizedText"), _WITH_BODY, "DetokenizeBody")
+    retrieve = _operation("retrieveModel", _json("ModelCard"), _WITH_MODEL)
+    itself = _operation("describe", {"application/json": {"schema": {"type": "object"}}}, _EDGE)
     return {
         "/v1/chat/completions": {"post": _generate("createChatCompletion", "ChatBody", "ChatCompletion")},
         "/v1/completions": {"post": _generate("createCompletion", "CompletionBody", "Completion")},
+        "/v1/lora_adapters": {"get": _operation("listAdapters", _json("AdapterList"), _ALWAYS)},
+        "/v1/load_lora_adapter": {"post": _operation("loadAdapter", _json("Done"), _WITH_BODY, "LoadBody")},
+        "/v1/unload_lora_adapter": {
+            "post": _operation("unloadAdapter", _json("Done"), _WITH_BODY, "UnloadBody")
+        },
         "/v1/models": {"get": _operation("listModels", _json("ModelList"), _ALWAYS)},
         "/v1/models/{model}": {"get": {**retrieve, "parameters": [model]}},
         "/tokenize": {"post": tokenize},
         "/detokenize": {"post": detokenize},
         "/health": {"get": _health()},
+        "/openapi.json": {"get": {**itself, "security": []}},
     }
 
 
 def _generate(operation: str, body: str, answer: str) -> dict[str, Any]:
-    return _operation(operation, {**_json(answer), **events(f"{answer}Chunk")}, _GENERATES, body)
+    """Events have the answer's chunks or an error as JSON in their data."""
+    chunks = _json(f"{answer}Chunk", "Error")["application/json"]["schema"]
+    piece = {**_STRING, "contentMediaType": "application/json", "contentSchema": chunks}
+    data = {
+        "description": "The last event's is [DONE], unless an error ended the stream.",
+        "anyOf": [{"const": "[DONE]"}, piece],
+    }
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    events = {"text/event-stream": {"schema": {"description": "One event.", **event}}}
+    return _operation(operation, {**_json(answer), **events}, _GENERATES, body)
 
 
 def _health() -> dict[str, Any]:
-    health = _operation("health", _json("Health"), _EDGE)
+    health = _operation("health", _json("HealthPage"), _EDGE)
     health["responses"]["200"]["description"] = "Requests are served."
-    missing = _response("503", "Something is missing, or no gateway answers.", _json("Health", "Error"))
+    missing = _response("503", "Something is missing, or no gateway answers.", _json("HealthPage", "Error"))
     return {**health, "security": [], "responses": {**health["responses"], "503": missing}}
 
 
@@ -216,7 +253,7 @@ def _refusals(reasons: Iterable[Reason]) -> dict[str, Any]:
     statuses: dict[str, list[Reason]] = {}
     for reason in reasons:
         statuses.setdefault(str(reason.mapping.http_status), []).append(reason)
-    return {status: _refusal(status, told) for status, told in sorted(statuses.items())}
+    return {status: _refusal(status, those) for status, those in sorted(statuses.items())}
 
 
 def _refusal(status: str, reasons: Iterable[Reason]) -> dict[str, Any]:

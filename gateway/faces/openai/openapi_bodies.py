@@ -20,6 +20,7 @@ from contract.sampling import (
     RANGES,
 )
 from gateway.faces.openai import chat, completions
+from gateway.faces.openai.adapters import LoadBody, UnloadBody
 from gateway.faces.openai.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT, remedy
 from gateway.faces.openai.inspect import DetokenizeBody, TokenizeBody
 from gateway.faces.openai.large import FIELDS, INSIDE
@@ -42,9 +43,9 @@ from gateway.pipeline.validate import (
 )
 
 REF = "#/components/schemas/{name}"
-_BODIES = (chat.ChatBody, completions.CompletionBody, TokenizeBody, DetokenizeBody)
+_BODIES = (chat.ChatBody, completions.CompletionBody, TokenizeBody, DetokenizeBody, LoadBody, UnloadBody)
 
-# What no schema can say: by the error's reason, and by its `param` as a regular expression.
+# Rules that no schema can state: by the error's reason, and by its `param` as a regular expression.
 BEYOND_REASONS: Mapping[Reason, str] = {
     Reason.CONTEXT_LENGTH_EXCEEDED: "prompt and answer fit into the model's context",
     Reason.NEVER_FITS: "they fit into the engines' memory",
@@ -66,6 +67,7 @@ BEYOND: Mapping[str, str] = {
     r"reasoning_effort": "it is for models that reason",
     r"(documents|chat_template_kwargs)([.\[].*)?": "the template reads it, and reasoning_effort agrees",
     r"messages\[\d+\]\.name": "the checkpoint's template writes names of this role",
+    r"(lora_)?(name|path)": "the name is model:adapter, and engines find an adapter at the path",
     r"(continue_final_message|template_name)": "the last message and the checkpoint's templates allow it",
 }
 

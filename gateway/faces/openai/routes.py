@@ -1,4 +1,4 @@
-"""What of OpenAI's API is served, and under which paths."""
+"""The endpoints of OpenAI's API that are served, and their paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a large body holds, counted before it is parsed.
+"""Counts what a large body holds before it is parsed.
 
 A parser makes objects of everything that a client has sent before anybody can see that it is too much, and
 nothing else goes on meanwhile. Counting needs no objects: texts are left out, and in what remains a comma or
@@ -13,12 +13,12 @@ from contract.errors import MillraceError, Reason, invalid
 from gateway.config import RequestConfig
 from gateway.pipeline.validate import MAX_METADATA
 
-# So much is counted at a time: at worst two milliseconds of work.
+# Bytes that are counted at a time: at worst two milliseconds of work.
 SLICE_BYTES = 8 * 1024
 _NOT_BRACKETS = bytes(each for each in range(256) if each not in b"[]{}")
-# What each bracket does to the depth, as a signed byte.
+# Change of the depth at each bracket, as a signed byte.
 _AS_STEPS = bytes.maketrans(b"[]{}", b"\x01\xff\x01\xff")
-# Names are told up to here.
+# Characters of a name that an error shows.
 _MAX_NAME = 64
 # A body has some eighty fields.
 _MAX_FIELDS = 1024
@@ -27,7 +27,7 @@ _ID_FIELDS = frozenset({"prompt", "tokens", "allowed_token_ids", "stop_token_ids
 
 
 class BodyShape:
-    """Of JSON that comes in slices. What is no JSON is left to the parser."""
+    """Counts the values of JSON that comes in slices. What is no JSON is left to the parser."""
 
     def __init__(self, limits: RequestConfig) -> None:
         self._limits = limits

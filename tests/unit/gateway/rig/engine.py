@@ -181,8 +181,12 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             piece = tokens[done : min(done + self.tokens_per_step, limit)]
             output = engine_pb2.RequestOutput(handle=submit.handle, choice_index=choice, token_ids=piece)
             if submit.sampling.HasField("logprobs"):
+                drawn = [output_pb2.TokenLogprob(token_id=token, logprob=-0.5) for token in piece]
+                # Where alternatives are asked for, a token is the only one of its own.
+                tops = [[each] if submit.sampling.logprobs else [] for each in drawn]
                 output.logprobs.extend(
-                    output_pb2.TokenLogprob(token_id=token, logprob=-0.5) for token in piece
+                    output_pb2.TokenLogprob(token_id=each.token_id, logprob=-0.5, top=top)
+                    for each, top in zip(drawn, tops, strict=True)
                 )
             if not any_told:
                 output.first_token.queue_s = 0.001
