@@ -16,11 +16,9 @@ from tokenizer_svc.config import BUNDLED_CHECKPOINT, PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
+from tokenizer_svc.prompt.limits import MAX_CHARACTER_BYTES
 from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import load_checkpoint, locate
-
-# The longest character of UTF-8 in bytes.
-_MAX_CHARACTER_BYTES = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,9 +49,9 @@ def _text(path: Path) -> str:
     """What the file, or standard input, holds; raises MillraceError for what no request could carry."""
     most = PromptLimitsConfig().max_grammar_bytes
     with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
-        data = file.read(_MAX_CHARACTER_BYTES * most + 1)
+        data = file.read(MAX_CHARACTER_BYTES * most + 1)
     too_large = invalid(f"{path} has more than {most} characters, the limit of the service", "file")
-    if len(data) > _MAX_CHARACTER_BYTES * most:
+    if len(data) > MAX_CHARACTER_BYTES * most:
         raise too_large
     try:
         # Editors mark UTF-8 with bytes that are no JSON.

@@ -211,7 +211,7 @@ class Client:
     async def _send(self, request: bytes, record: RequestRecord) -> _Connection:
         """Sends on a connection that is kept, or on a new one when the server has closed that meanwhile."""
         while True:
-            connection, is_new = await self._take()
+            connection, is_new = await self._acquire()
             try:
                 await connection.send(request, record)
             except OSError:
@@ -250,7 +250,7 @@ class Client:
         for connection in self._idle:
             connection.close()
 
-    async def _take(self) -> tuple[_Connection, bool]:
+    async def _acquire(self) -> tuple[_Connection, bool]:
         """A connection, and whether it is new."""
         while self._idle:
             connection = self._idle.pop()

@@ -61,7 +61,7 @@ fi
 mount --rbind "$scratch" /tmp
 [ "$mode" = rw ] || mount -o remount,bind,ro /tmp
 mount -o remount,bind,ro "$root"
-# What a container engine makes writable on a read-only root as well: /dev, with its shm, and /proc.
+# Paths that a container engine makes writable on a read-only root as well: /dev, with its shm, and /proc.
 while read -r _ _ _ _ point _; do
     case $point in
         /dev|/dev/*|/proc|/proc/*|/sys|/sys/*|/tmp|/tmp/*) ;;
@@ -127,7 +127,7 @@ class Image:
         packages = root / "opt/venv/packages"
         lay_out_packages(dockerfile.requirements(), packages)
         self._install_metadata(packages)
-        # What `python` means in the image: this interpreter, with the image's packages and no others.
+        # `python` in the image is this interpreter, with the image's packages and no others.
         python = root / "opt/venv/bin/python"
         python.parent.mkdir(parents=True)
         python.write_text(

@@ -25,7 +25,7 @@ OURS = ("configure", "gateway", "tokenizer", "engine")
 # Their images say how they are checked.
 CHECKED = (*OURS, "engine-second")
 _HASH = "0" * 64
-# What the overlays demand.
+# Variables that the overlays require.
 VARIABLES = {"API_KEY_SHA256": _HASH, "CERTIFICATES_GID": "1000"}
 FILES = {
     "plain": ("docker-compose.yml",),

@@ -67,7 +67,7 @@ def test_extra_arguments_of_pip_reach_the_install_of_torch_alone() -> None:
     """They name PyTorch's own index, which lacks versions of what torch needs."""
     lines = "\n".join(part.read_text() for part in MAKEFILES).splitlines()
     installs = [line for line in lines if "$(PIP_ARGS)" in line and " install " in line]
-    # Of the environment, and of the one that renews its constraints.
+    # One in the environment's rule, one in the rule that renews the constraints.
     assert len(installs) == 2
     for line in installs:
         assert "--no-deps" in line.split(), line

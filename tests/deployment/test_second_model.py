@@ -19,7 +19,7 @@ from tests.deployment.manifests import K8S, containers, stage, validate, variabl
 
 CONFIG = K8S / "components/second-model/millrace.toml"
 SETS = ("engine", "engine-second")
-# What tells an engine its model.
+# Variables that give an engine its model.
 TOLD = {"MILLRACE_MODEL__NAME", "MILLRACE_MODEL__PATH"}
 
 

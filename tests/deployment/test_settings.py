@@ -57,7 +57,7 @@ def test_each_table_that_is_mentioned_is_read() -> None:
 @pytest.mark.parametrize("setting", [path for path, kind in SETTINGS.items() if kind is None])
 def test_each_key_is_read(setting: str) -> None:
     key = setting.rpartition(".")[2]
-    # As an attribute; some are read by a name in a list of such.
+    # Read as an attribute; some are read by a name from a list of names.
     read = re.compile(rf"\.{key}\b|\"{key}\"")
     assert any(read.search(text) for text in (*sources(".py").values(), *sources(".j2").values())), (
         f"nobody reads {setting}"

@@ -36,7 +36,7 @@ for each in one two; do image "$each" kind; done
     [
         ("answers", "", "", ["pull: one", "pull: two"]),
         ("silent", "", "", ["stand in: one", "stand in: two"]),
-        # What stood in gives way as soon as it can, and stays as long as it must.
+        # A stand-in is replaced once its image can be pulled, and stays while the registry is silent.
         ("answers", "one true\ntwo <no value>", "", ["pull: one"]),
         ("silent", "one true\ntwo <no value>", "", []),
         # A pull that takes too long says nothing of the next one.

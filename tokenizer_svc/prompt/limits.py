@@ -73,7 +73,7 @@ def _is_large_conversation(conversation: chat_pb2.Conversation) -> bool:
 # Unicode composition (NFC) makes UTF-8 at most this much shorter (UAX 15).
 _COMPOSITION = 3
 # The longest character of UTF-8; also more than the bytes around an option on the wire.
-_MAX_CHARACTER_BYTES = 4
+MAX_CHARACTER_BYTES = 4
 
 
 class RequestLimits:
@@ -127,7 +127,7 @@ class RequestLimits:
 
         Raises like `conversation`, `text_size` and `format`, which look closer.
         """
-        if num_format_bytes > _MAX_CHARACTER_BYTES * self._config.max_grammar_bytes:
+        if num_format_bytes > MAX_CHARACTER_BYTES * self._config.max_grammar_bytes:
             self.grammar_size(num_format_bytes, "response_format")
         if kind == "conversation":
             self.whole(num_input_bytes, 0, 0)

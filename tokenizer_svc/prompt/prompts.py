@@ -63,7 +63,7 @@ class Prompts:
         begin_s = time.monotonic()
         rendered = self.templates.render(conversation)
         rendered_s = time.monotonic()
-        ids = self.encoder.encode_rendered(rendered, tenant=asked.tenant).token_ids
+        ids = self.encoder.encode_rendered(rendered, tenant=asked.tenant)
         self.limits.length(len(ids), asked.length, "messages")
         encoded_s = time.monotonic()
         prefix = ""

@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 
 from tokenizer_svc.text.checkpoint import Checkpoint
@@ -178,13 +177,6 @@ class _Beginnings:
         )
 
 
-class Encoded(msgspec.Struct, frozen=True):
-    """Token ids, and how many of them came from the turn cache."""
-
-    token_ids: list[int]
-    num_cached: int = 0
-
-
 class TurnCache:
     """Ids of turns, least recently used dropped first. Keys carry the tenant, so that nothing is told apart
     by timing across tenants. Safe under threads."""
@@ -246,23 +238,22 @@ class TextEncoder:
         num_kept = max(0, max_tokens - len(front))
         return (front + ids[len(ids) - num_kept :])[:max_tokens]
 
-    def encode_rendered(self, rendered: str, *, tenant: str) -> Encoded:
+    def encode_rendered(self, rendered: str, *, tenant: str) -> list[int]:
         """What a template wrote, markers included."""
         if len(rendered) >= _MIN_CACHED_CHARACTERS:
             return self._encode_turns(rendered, tenant)
         if self._control.mark in rendered:
-            return Encoded(self._protected.encode(rendered))
-        return Encoded(ids_of(self._tokenizer, rendered))
+            return self._protected.encode(rendered)
+        return ids_of(self._tokenizer, rendered)
 
-    def _encode_turns(self, rendered: str, tenant: str) -> Encoded:
+    def _encode_turns(self, rendered: str, tenant: str) -> list[int]:
         turns = self._split(rendered)
         found = [self._cache.get(tenant, turn) for turn in turns]
-        num_cached = sum(len(ids) for ids in found if ids is not None)
         missing = [index for index, ids in enumerate(found) if ids is None]
         for index, ids in zip(missing, self._encode_all([turns[each] for each in missing]), strict=True):
             found[index] = ids
             self._cache.put(tenant, turns[index], ids)
-        return Encoded([token_id for ids in found for token_id in ids or ()], num_cached)
+        return [token_id for ids in found for token_id in ids or ()]
 
     def _encode_all(self, turns: list[str]) -> list[list[int]]:
         marked = [self._control.mark in turn for turn in turns]

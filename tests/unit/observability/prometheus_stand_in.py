@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, parse_qs
 from observability.analysis.scrape import Reading
 from tests.unit.observability.stand_in_server import serving
 
-# What each instance said at a moment, in Unix seconds.
+# The readings of each instance at a moment, in Unix seconds.
 Said = Callable[[float], Mapping[str, Reading]]
 
 

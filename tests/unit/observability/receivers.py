@@ -20,7 +20,7 @@ class Received(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.endpoint = ""
         self.messages: list[trace_service_pb2.ExportTraceServiceRequest] = []
-        # Of the last message.
+        # Headers and path of the last message.
         self.headers: dict[str, str] = {}
         self.path = ""
 

@@ -69,7 +69,7 @@ def test_genai_attributes_in_each_generation() -> None:
     old, new = genai.of_generation(asked, "v1.36"), genai.of_generation(asked, "latest")
     common = {genai.INPUT_TOKENS: 7, genai.OUTPUT_TOKENS: 0}
     assert old == {genai.SYSTEM: "millrace", **common}
-    # What was not given is left out, not invented.
+    # Attributes without a value are left out, not invented.
     assert new == {genai.PROVIDER_NAME: "millrace", genai.CACHED_TOKENS: 3, **common}
     assert genai.of_generation(asked, "both") == old | new
 

@@ -47,7 +47,7 @@ async def _running(store: Path, **more: str) -> AsyncIterator[tuple[asyncio.subp
 
 
 def _telemetry(service: str, address: str) -> Telemetry:
-    # As tracing.setup makes it, without the process-wide provider that only one test could set.
+    # Made like tracing.setup's, without the process-wide provider that only one test could set.
     config = ObservabilityConfig(store_endpoint=address)
     return Telemetry(service, config, make_provider(service, config))
 
@@ -85,7 +85,7 @@ async def test_two_services_become_one_trace_and_a_sigterm_loses_nothing(tmp_pat
     # A short step travels as an attribute and is read as a span.
     assert (step.name, step.parent_id, step.request_id) == (names.GATEWAY_ROUTE, parent.span_id, "r-1")
     assert step.duration_ms == pytest.approx(2.0)
-    # So do details, which are read as attributes.
+    # Details are stored in one attribute, too, and are read as attributes.
     assert parent.attributes[names.FACE] == "http"
     assert parent.attributes[names.TTFT_PARTS[names.TtftPart.QUEUE]] == 1.5
     assert {names.STEPS, names.DETAILS}.isdisjoint({**parent.attributes, **step.attributes})
@@ -138,7 +138,7 @@ async def test_senders_are_told_when_the_queue_is_full(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = trace_service_pb2_grpc.TraceServiceStub(channel)
-            # What holds no spans takes no room.
+            # A message without spans occupies no space.
             await stub.Export(_request(0))
             taken = await stub.Export(_request(3))
             refused = await stub.Export(_request(2))

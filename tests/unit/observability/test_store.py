@@ -37,7 +37,7 @@ def test_a_trace_is_found_by_request_id_trace_id_and_as_the_last(path: Path) -> 
         (first[0].trace_id, first),
         ("r-2", second),
         ("last", second),
-        # As clients read it in their answers.
+        # The id in the form in which clients read it in their answers.
         ("chatcmpl-r-1", first),
         ("cmpl-r-2", second),
     ):

@@ -108,7 +108,7 @@ async def test_work_of_children_is_work_of_who_waits_for_them(start: Callable[[s
 async def test_a_process_whose_children_come_and_go_is_left_alone(
     start: Callable[[str], ChildProcess],
 ) -> None:
-    # As a compiler's do: what each has wanted is gone with it.
+    # Short children, like a compiler's: the processor time of each is gone with it.
     part = start(
         "import subprocess, sys\n"
         "print('ready part', flush=True)\n"

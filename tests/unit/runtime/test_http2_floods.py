@@ -19,7 +19,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _FRAME_HEADERS, _FRAME_RESET, _FRAME_SETTINGS, _FRAME_CONTINUATION = 1, 3, 4, 9
 _END_HEADERS = 4
 _CANCEL = (8).to_bytes(4, "big")
-# What is sent at most, and what the process may grow by meanwhile: what is read is not kept.
+# Bytes sent at most, and growth of the process that is allowed meanwhile: bytes that are read are not kept.
 _FLOOD_BYTES = 1024 * 1024 * 1024
 _MAX_GROWTH_BYTES = _FLOOD_BYTES // 2
 

@@ -161,7 +161,7 @@ def test_a_peer_that_was_gone_when_its_answer_was_written_leaves_no_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     core = logging.getLogger("grpc._cython.cygrpc")
-    # As gRPC's own writer of streams logs it.
+    # gRPC's own writer of streams logs in this form.
     for failure in (cygrpc.ExecuteBatchError("execute_batch", ()), RuntimeError("another")):
         core.error("raised in core", exc_info=failure)
     (record,) = caplog.records

@@ -35,7 +35,7 @@ def test_what_is_loaded_lies_on_huge_pages_and_is_what_it_was() -> None:
     if not moved_kb:
         pytest.skip("this kernel has no huge pages to give")
     assert moved_kb > resident_kb // 4
-    # What is half empty stays as it is.
+    # Memory that is half empty stays as it is.
     assert more_kb < resident_kb // 4
 
 
@@ -56,7 +56,7 @@ def resident_kb():
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
-# As services do that use large pieces again and again: freed ones are kept.
+# Services that use large pieces again and again set this: freed pieces are kept.
 libc.mallopt(-3, 32 << 20)
 libc.mallopt(-1, 512 << 20)
 pieces = [libc.malloc(1 << 20) for _ in range(96)]

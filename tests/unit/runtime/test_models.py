@@ -109,7 +109,7 @@ async def test_a_changed_file_is_followed_and_one_that_cannot_be_used_changes_no
     try:
         await asyncio.sleep(0)
         file.write_text('[models.a]\npath = "x"\n[routes]\nb = {c = 1}\n')
-        # As a ConfigMap is exchanged: another file in its place.
+        # A ConfigMap is exchanged in this way: another file replaces it.
         while seen.empty():
             beside = tmp_path / "new"
             beside.write_text('[models.a]\npath = "x"\n[models.b]\npath = "y"\n')

@@ -142,7 +142,7 @@ async def test_streams_need_the_same_certificates(certificates: Path, tmp_path: 
     await server.start()
     address = f"127.0.0.1:{server.port}"
     assert await _stream(address) is None
-    # Of another authority, of the edge's, and without TLS.
+    # Clients with a certificate of another authority, of the edge's, and without TLS.
     for security in (theirs, _security(certificates, "tls", "ca"), SecurityConfig()):
         tls.use(security)
         assert await _stream(address) is not None

@@ -270,7 +270,7 @@ def test_conversation_ends_with_its_input(conversation: tuple[ChatSession, io.St
 
 
 def test_doctor_finds_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of a stack that runs beside the tests it says something else.
+    # With a stack that runs beside the tests, the output differs.
     monkeypatch.setenv("MILLRACE_STATE_DIR", str(tmp_path))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output

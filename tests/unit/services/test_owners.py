@@ -59,7 +59,7 @@ def test_named_file_wins_over_the_places_of_a_local_stack(
     arguments, environment = configured(asked, environ(state))
     assert arguments == asked
     assert read_tables(deployed, environment)["keys"]["store"] == "postgresql://keys"
-    # What the file does not say.
+    # The ledger's default, because the file names none.
     assert environment[LEDGER] == f"sqlite:///{state}/ledger.sqlite"
 
 

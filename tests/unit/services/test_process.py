@@ -133,7 +133,7 @@ def test_the_loop_hears_of_what_was_killed_before_it_ends(
 
     asyncio.run(main())
     for thread in threading.enumerate():
-        # Of asyncio: it waits for the process, and tells the loop.
+        # asyncio's own thread, which waits for the process and wakes the loop.
         if thread.name.startswith("asyncio-waitpid"):
             thread.join(LIMIT_S)
     assert not caplog.records

@@ -31,7 +31,7 @@ class Text:
 
     def ids(self, conversation: Conversation, tenant: str = "t") -> list[int]:
         """Rendered and encoded."""
-        return self.encoder.encode_rendered(self.templates.render(conversation), tenant=tenant).token_ids
+        return self.encoder.encode_rendered(self.templates.render(conversation), tenant=tenant)
 
 
 def conversation(

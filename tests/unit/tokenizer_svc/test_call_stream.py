@@ -118,7 +118,7 @@ async def test_answers_of_any_size_are_those_of_their_calls() -> None:
     found: dict[int, list[int]] = {}
     async for message in CallStream(answer).serve(calls()):
         answers = token_ids(message)
-        # What would hold others up goes alone.
+        # An answer that would delay others is sent alone.
         assert len(answers) == 1 or len(message) <= 256 * 1024
         found |= answers
     assert found == {number: [number] * (300_000 if number % 2 else 300) for number in range(5)}

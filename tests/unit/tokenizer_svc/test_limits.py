@@ -65,7 +65,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_being_encoded(
     assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
     with pytest.raises(MillraceError, match="at least"):
         limits.conversation(conversation([{"role": "user", "content": "word " * 10_000}]), length)
-    # What a template may leave out does not count.
+    # Text that a template may leave out does not count.
     thoughts = [{"role": "assistant", "content": "word " * 10_000}, {"role": "user", "content": "q"}]
     limits.conversation(conversation(thoughts), length)
 

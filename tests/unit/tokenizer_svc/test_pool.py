@@ -287,7 +287,7 @@ async def test_others_do_not_wait_for_the_same_grammar_of_a_tenant_in_debt(pool:
     for task in (theirs, ours):
         with pytest.raises(MillraceError, match="takes longer"):
             await task
-    # What a tenant in debt was refused for want of time says nothing to others.
+    # The refusal of a tenant in debt, for want of time, is not kept as the grammar's for others.
     pool._accounts.charge("debtor", 60.0)
     with pytest.raises(MillraceError, match="takes longer"):
         await compiler.compile(slow(9), tenant="debtor")
@@ -373,7 +373,7 @@ async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
 
     monkeypatch.setattr(Worker, "stop", stop_once_it_has_answered)
     async with started(workers=2, time_limit_s=30.0) as pool:
-        # As if other long work of the tenant's were before it.
+        # Other long work of the tenant's came before it.
         pool._max_long = 0
         pool._accounts.charge("a", 0.5)
         inner = {"type": "object", "properties": {f"b{each}": {"type": "integer"} for each in range(20)}}
@@ -414,7 +414,7 @@ async def test_new_workers_have_their_priority_from_the_start() -> None:
     for lowest, policy in ((False, os.SCHED_BATCH), (True, os.SCHED_IDLE)):
         worker = await fork_server.worker(lowest=lowest)
         assert os.sched_getscheduler(worker.pid) == policy
-        # What it rehearses at a low priority leaves its own as it was.
+        # A rehearsal at a low priority leaves the process's own priority as it was.
         assert os.getpriority(os.PRIO_PROCESS, worker.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         assert (worker.yielding, worker.lowest) == (lowest, lowest)
         worker.kill()

@@ -90,7 +90,7 @@ async def test_a_version_that_is_replaced_is_found_by_its_own_name_for_a_while()
     await shelf.apply(Models(models={"chat": new}))
     assert shelf.find("chat").fingerprint == "/new"
     assert (shelf.find("chat@1").fingerprint, shelf.find("chat@2").fingerprint) == ("/old", "/new")
-    # What says nothing of the checkpoint loads nothing.
+    # Another alias alone leaves the checkpoint as it is, so nothing is loaded.
     renamed = ModelConfig(name="chat", path="/new", revision="2", aliases=("talk",))
     await shelf.apply(Models(models={"chat": renamed}))
     assert shelf.find("talk").fingerprint == "/new"

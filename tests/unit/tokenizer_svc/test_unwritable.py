@@ -84,7 +84,7 @@ def test_what_it_stops_at_in_a_tool_is_named_or_left_out() -> None:
     assert built is not None
     assert built.enforcement is not None
     assert [each.path for each in built.enforcement.unenforced] == [f"/tools/1/parameters{place}"]
-    # What the other one asks for is still there.
+    # The other tool's requirements are still there.
     assert b'"pattern":"^a$"' in built.payload
 
 

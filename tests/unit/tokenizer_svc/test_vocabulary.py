@@ -85,7 +85,7 @@ _REPLACE, _BYTES, _FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(),
 def with_added_pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Text:
     tokenizer = metaspace(GEMMA)
     tokenizer.decoder = request.param
-    # As Gemma has them: runs of spaces that are added tokens as well.
+    # Gemma has such tokens: runs of spaces that are added tokens as well.
     pieces = ("▁▁", "▁▁▁", "\n\n", "a▁b", "_é", "<0x0a>")
     tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in pieces])
     return Text(write(tmp_path_factory.mktemp("pieces"), tokenizer))
