@@ -128,7 +128,7 @@ def num_built(compiler: Path) -> int:
 
 
 def test_several_processes_build_at_once(compiler: Path, tmp_path: Path) -> None:
-    code = "from kernels.native import load_native; print(load_native().path)"
+    code = "from kernels.native.library import load_native; print(load_native().path)"
     folder = tmp_path / "cache"
     environment = with_compiler(compiler, folder)
     command = [sys.executable, "-c", code]
@@ -147,7 +147,7 @@ def test_several_processes_build_at_once(compiler: Path, tmp_path: Path) -> None
 
 def test_no_compiler_is_said(tmp_path: Path) -> None:
     code = (
-        "from kernels.native import *\ntry:\n    load_native()\n"
+        "from kernels.native.library import *\ntry:\n    load_native()\n"
         "except NativeUnavailableError as error:\n    print(error)"
     )
     environment = {**os.environ, "NATIVE_KERNELS_CACHE": str(tmp_path), "PATH": "", "CXX": ""}
@@ -212,7 +212,7 @@ def test_a_cache_that_cannot_be_written(
 
 def test_a_library_that_is_not_whole_is_built_anew(compiler: Path, tmp_path: Path) -> None:
     """Loading it would end the process, even where its head is in order."""
-    code = "from kernels.native import load_native; print(load_native().path)"
+    code = "from kernels.native.library import load_native; print(load_native().path)"
     folder = tmp_path / "cache"
     environment = with_compiler(compiler, folder)
 
