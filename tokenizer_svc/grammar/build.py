@@ -369,4 +369,4 @@ def _schema_answer(
         )
     except SchemaRefused as refused:
         raise GrammarRefused(str(refused), field, refused.enforcement) from refused
-    return {"json_schema": compiled.schema}, compiled.enforcement
+    return compiled.grammar, compiled.enforcement
