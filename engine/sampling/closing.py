@@ -199,7 +199,7 @@ class EndFinder:
             if token is not None:
                 walk.tried.add(token)
                 return token
-        # What has just become possible leads on: an address goes on with @ after its first letter.
+        # Tokens that have just become possible lead on: an address goes on with @ after its first letter.
         fresh = mask if walk.before is None else mask & ~walk.before
         for words in (fresh, mask):
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))

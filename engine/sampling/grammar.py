@@ -46,7 +46,7 @@ class Matcher:
         self._finder = finder if limit else None
         self._limit = limit
         self._output: list[int] = []
-        # What was found of the end, by position; the last one holds.
+        # The ends that were found, by position; the last one holds.
         self._marks = [first_mark(limit)]
 
     @property
@@ -152,7 +152,7 @@ class Matcher:
         if spare <= 0:
             self._marks.append(ClosingMark(position, 0, end))
         else:
-            # What comes until then may lengthen the end by twice as much.
+            # The tokens until then may lengthen the end by twice as much.
             self._marks.append(ClosingMark(position, left - max(1, spare // 3)))
 
     def _end(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import llguidance
 
-# What is kept: so many, of so many bytes together as they came (a matcher takes some times that).
+# Prototypes that are kept, and the bytes of their payloads together (a matcher takes some times that).
 _MAX_KEPT = 256
 _MAX_BYTES = 16 * 1024 * 1024
 
@@ -37,7 +37,7 @@ class Prototypes:
         # Least recently used first; what was raised stands in place of a matcher.
         self._made: OrderedDict[_Key, llguidance.LLMatcher | Exception] = OrderedDict()
         self._num_bytes = 0
-        # Who is to be served next comes first.
+        # Tenants in the order in which they are served.
         self._wanted: OrderedDict[str, deque[_Key]] = OrderedDict()
         self._queued: set[tuple[str, _Key]] = set()
         self._thread: threading.Thread | None = None

@@ -39,7 +39,7 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     bare: bool = False
 
 
-# What Mistral's templates take for the id of a call.
+# The form of a call's id that Mistral's templates accept.
 _CALL_ID = "/[a-zA-Z0-9]{9}/"
 LAYOUTS: Mapping[str, _Layout] = {
     formats.HERMES: _Layout(

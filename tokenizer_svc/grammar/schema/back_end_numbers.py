@@ -18,7 +18,7 @@ _MAX_WHOLE = 2**53
 _MAX_EXPONENT = 22
 # The largest floating-point number below 2^63, and the largest whole number that the back end reads.
 _LARGEST, _LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
-# What stands for "more than 0": smaller ones have too many places for the back end's expressions.
+# Stands for "more than 0": smaller numbers have too many places for the back end's expressions.
 _SMALLEST = 1e-30
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 _BOUNDED = frozenset(BOUNDS)

@@ -24,7 +24,7 @@ from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, list_of, type
 MAX_NODES = 60_000
 _MAX_LOOK = 8
 _NUMERIC = frozenset({"const", "enum", *BOUNDS})
-# What tells types beside the keyword itself.
+# Keywords beside `type` that tell which types a value may have.
 _NARROWING = frozenset({"const", "enum", "$ref", "allOf", "anyOf", "oneOf"})
 
 
@@ -68,7 +68,7 @@ class Place(msgspec.Struct, eq=False, gc=False):
 
 
 class _Met(msgspec.Struct):
-    """Of a keyword: its first path and how often it occurs."""
+    """Where a keyword stands first, and how often it occurs."""
 
     path: str
     count: int = 1
@@ -259,7 +259,7 @@ class SchemaPart(msgspec.Struct):
     node: dict[str, Any]
     place: Place
     types: frozenset[str]
-    # What is written of it so far, and schemas that hold besides.
+    # The keywords that are written so far, and schemas that hold besides.
     out: dict[str, Schema] = {}
     extra: list[Schema] = []
 

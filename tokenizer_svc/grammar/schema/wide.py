@@ -267,7 +267,7 @@ def _between(first: int | None, last: int | None) -> Iterator[str]:
 
 
 def _unit_intervals(low: int | None, high: int | None) -> Iterator[str]:
-    """What stands before the point of fractions between two whole numbers."""
+    """Expressions for the digits before the point of all fractions that lie between two whole numbers."""
     if low is None or low < 0:
         smallest = 0 if high is None or high >= 0 else -high
         largest = None if low is None else -low - 1
@@ -287,11 +287,9 @@ def _digits(first: int, last: int | None) -> Iterator[str]:
         yield f"[1-9][0-9]{{{size},}}"
         return
     while first <= last:
-        # As many digits at the end as may be anything.
+        # The number of digits at the end that may be any digits.
         free = 0
-        while free < len(str(first)) - (first < 10 ** len(str(first))) and (
-            first % 10 ** (free + 1) == 0 and first + 10 ** (free + 1) - 1 <= last and first > 0
-        ):
+        while first > 0 and first % 10 ** (free + 1) == 0 and first + 10 ** (free + 1) - 1 <= last:
             free += 1
         head = first // 10**free
         upper = min(head // 10 * 10 + 9, (last + 1) // 10**free - 1)
