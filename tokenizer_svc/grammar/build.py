@@ -244,7 +244,7 @@ def _told(error: str, form: ResponseFormat | None) -> str:
     """The back end's error for the sender: without places and names of what was written for the back end."""
     lines = error.strip().splitlines() or ["the grammar cannot be compiled"]
     line = lines[0] if isinstance(form, LarkFormat) else _PLACE.sub("", lines[0])
-    # Of a regular expression's error the last line has the reason.
+    # The last line of a regular expression's error has the reason.
     detail = next((each for each in lines[1:] if each.startswith("error: ")), "")
     if detail:
         line = f"{line} {detail.removeprefix('error: ')}"
@@ -369,4 +369,4 @@ def _schema_answer(
         )
     except SchemaRefused as refused:
         raise GrammarRefused(str(refused), field, refused.enforcement) from refused
-    return {"json_schema": compiled.schema}, compiled.enforcement
+    return compiled.grammar, compiled.enforcement

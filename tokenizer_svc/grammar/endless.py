@@ -36,7 +36,7 @@ def without_endless(grammars: list[Grammar], backend: Backend) -> bool:
     for grammar in grammars:
         if "json_schema" in grammar:
             changed |= _without_endless_definitions(grammar, backend)
-        elif grammar["name"] == "answer":
+        elif grammar["name"] not in ("tool_calls", "reasoning"):
             rules, _ = backend.endless_rules(grammar)
             if rules:
                 raise Endless(grammar["name"], _as_written(rules))

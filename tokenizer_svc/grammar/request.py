@@ -19,7 +19,7 @@ from tokenizer_svc.types import Compiled, LengthLimit
 
 # Library and payload version, as the engine checks it.
 BACKEND = "llguidance/1"
-# Of msgpack: no bytes, and what stands before bytes of any number.
+# How msgpack writes no bytes, and how it begins any number of bytes.
 _NO_BYTES = b"\xc4\x00"
 _BYTES_MARK = 0xC6
 _BYTES = struct.Struct(">BI")
@@ -169,7 +169,7 @@ class WorkRefusal(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     # Budget that ran over ("time" or "memory"), and with it the worker; "" when the grammar is at fault.
     overrun: str = ""
-    # What of a schema could have been enforced.
+    # The keywords of a schema that could have been enforced.
     enforcement: EnforcementReport | None = None
     reason: Reason = Reason.GRAMMAR_REFUSED
     metadata: dict[str, str] = {}

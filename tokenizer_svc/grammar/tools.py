@@ -39,7 +39,7 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     bare: bool = False
 
 
-# What Mistral's templates take for the id of a call.
+# The form of a call's id that Mistral's templates accept.
 _CALL_ID = "/[a-zA-Z0-9]{9}/"
 LAYOUTS: Mapping[str, _Layout] = {
     formats.HERMES: _Layout(
@@ -109,9 +109,9 @@ def tool_grammars(
     reports: list[EnforcementReport] = []
     alternatives = []
     for index, tool in enumerate(rules.tools):
-        schema, report = _arguments_schema(tool, index, max_schema_depth, left_out or {})
+        grammar, report = _arguments_grammar(tool, index, max_schema_depth, left_out or {})
         reports.append(report)
-        grammars.append({"name": f"arguments_{index}", "json_schema": schema})
+        grammars.append({"name": f"arguments_{index}", **grammar})
         before = layout.before.replace("{name}", json.dumps(tool.name, ensure_ascii=False))
         before = before.replace("{raw}", tool.name)
         alternatives.append(
@@ -184,9 +184,9 @@ _WITHOUT_ARGUMENTS = frozenset(
 )
 
 
-def _arguments_schema(
+def _arguments_grammar(
     tool: ToolSpec, index: int, max_depth: int, left_out: Mapping[str, str]
-) -> tuple[object, EnforcementReport]:
+) -> tuple[Grammar, EnforcementReport]:
     prefix = parameters_path(index)
     schema = tool.parameters or {"properties": {}}
     if (
@@ -208,7 +208,7 @@ def _arguments_schema(
     except SchemaRefused as refused:
         message = f"tool {tool.name!r}: {refused}"
         raise GrammarRefused(message, parameters_field(index), refused.enforcement) from refused
-    return compiled.schema, _under(prefix, compiled.enforcement)
+    return compiled.grammar, _under(prefix, compiled.enforcement)
 
 
 def _under(prefix: str, report: EnforcementReport) -> EnforcementReport:

@@ -35,7 +35,7 @@ _MAX_REFUSALS = 4096
 # Bookkeeping of an entry beside its payload, in bytes.
 _ENTRY_BYTES = 512
 
-# What is asked for, and for whom: "" is everybody.
+# A request's content address, and the tenant that its grammar belongs to: "" is everybody.
 _Asked: TypeAlias = tuple[bytes, str]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 # Processor time that a tenant may use for long work at a time, and that grows back per second.
 _ALLOWANCE_S = 0.25
-# Of that, what it may use at a priority that is not the lowest.
+# The part of it that a tenant may use at a priority that is not the lowest.
 _GENTLE_S = 0.05
 _REFILL = 0.1
 # A tenant is out of debt after a minute at the latest.
@@ -19,7 +19,7 @@ class Accounts:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # What was left, and when. Tenants that have all of it are not listed.
+        # The processor time that each tenant had left, and when. Tenants that have all of it are not listed.
         self._left: dict[str, tuple[float, float]] = {}
 
     def left_s(self, tenant: str) -> float:

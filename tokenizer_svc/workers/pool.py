@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 # Nearly all grammars are done by then, in processor time; one that is not gives way to them.
 _PATIENCE_S = 0.01
-# What was killed is charged this much: the tenant is in debt for a while.
+# A job whose worker was killed is charged this much: its tenant is in debt for a while.
 _OVERRUN_CHARGE_S = 6.0
 # The limit counts processor time, of which a busy machine gives little; in wall time it is this much longer.
 _MAX_STRETCH = 4.0
@@ -57,7 +57,7 @@ class _Job(msgspec.Struct, eq=False):
     field: str
     what: str
     advice: str
-    # What is at fault when it is too much.
+    # The reason of the refusal when it takes too much.
     reason: Reason
     done: asyncio.Future[WorkerReply]
     # Whether it has lost its ordinary priority, or is done.
@@ -90,7 +90,7 @@ class WorkerPool:
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         self._num_waiting = 0
         self._running: dict[str, int] = {}
-        # Of those, jobs that compute at ordinary priority still, and how many a tenant may have of them: at
+        # Running jobs that still compute at ordinary priority, and how many of them a tenant may have: at
         # most half of the machine.
         self._fresh: dict[str, int] = {}
         self._max_fresh = max(1, (os.cpu_count() or 1) // 2)
@@ -125,7 +125,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Starts all workers; raises when they cannot load the vocabulary."""
         self._idle = [await self._new() for _ in range(self._config.workers)]
-        # What came before there was a worker.
+        # Jobs that came before there was a worker.
         self._dispatch()
 
     async def close(self) -> None:
@@ -181,7 +181,7 @@ class WorkerPool:
         return any(job.payload[0] is request.payload for job in self._waiting.get(tenant, ()))
 
     def _withdraw(self, job: _Job) -> None:
-        """What nobody waits for makes room in the queue at once."""
+        """Takes a job that nobody waits for out of the queue at once."""
         queue = self._waiting.get(job.tenant, ())
         if job in queue:
             queue.remove(job)

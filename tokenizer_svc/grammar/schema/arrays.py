@@ -14,7 +14,7 @@ from tokenizer_svc.grammar.schema.strings import listed
 _MAX_ARRANGEMENTS = 400
 _MAX_POSITIONS = 8
 _MAX_DEPTH = 8
-# What evaluates items beside the keywords of arrays, or only some of them.
+# Keywords that may evaluate some of the items, depending on the value.
 _EVALUATING = frozenset(
     {"allOf", "anyOf", "oneOf", "not", "if", "contains", "$ref", "$dynamicRef", "$recursiveRef"}
 )

@@ -18,10 +18,11 @@ _MAX_WHOLE = 2**53
 _MAX_EXPONENT = 22
 # The largest floating-point number below 2^63, and the largest whole number that the back end reads.
 _LARGEST, _LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
-# What stands for "more than 0": smaller ones have too many places for the back end's expressions.
+# Stands for "more than 0": smaller numbers have too many places for the back end's expressions.
 _SMALLEST = 1e-30
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 _BOUNDED = frozenset(BOUNDS)
+MOVED = "the bound is moved to the next number that the back end has"
 BEYOND = "no number of 64 bits is there"
 
 
@@ -36,6 +37,13 @@ def is_rounded(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(is_rounded, value))
     return isinstance(value, dict) and any(map(is_rounded, value.values()))
+
+
+def is_wide(value: Any) -> bool:
+    """Whether a bound or divisor is one that the back end would take for another."""
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and _MAX_WHOLE <= abs(value) < math.inf
+    )
 
 
 def _is_short(number: Decimal) -> bool:
@@ -55,6 +63,14 @@ def is_beyond(keyword: str, value: Any) -> bool:
     if not abs(value) < math.inf:
         return False
     return bool(-BOUNDS[keyword] * value < -_LARGEST)
+
+
+def is_moved(keyword: str, value: Any) -> bool:
+    """Whether `with_bounds` leaves out numbers beside a bound, or admits some beyond it."""
+    if not is_wide(value):
+        return False
+    is_exact = abs(value) <= _LARGEST and int(float(value)) == value
+    return keyword.startswith("exclusive") or not is_exact
 
 
 def with_bounds(node: dict[str, Any], *, has_fractions: bool) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _is_set(item: str) -> bool:
 def _written(ranges: list[tuple[int, int]], sets: list[str], *, negated: bool) -> str:
     def holds(code: int) -> bool:
         return any(low <= code <= high for low, high in ranges) or any(
-            # Of properties of characters nothing is known: what is safe is taken.
+            # Nothing is known of the characters that have a property: the safe choice is taken.
             each[1] in "DWS" or (negated and each[1] in "pP")
             for each in sets
         )

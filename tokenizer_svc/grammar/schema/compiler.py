@@ -19,11 +19,17 @@ from tokenizer_svc.grammar.schema.finished import Contents, with_change, without
 from tokenizer_svc.grammar.schema.negative import negative
 from tokenizer_svc.grammar.schema.positive import positive
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema
+from tokenizer_svc.grammar.schema.wide import as_lark
 
-# White space in an answer: a space after a colon or comma, or none. Wherever more is allowed, a name's
-# closing quote alone is a token to be drawn, which no model has seen without its colon, and a weak one gets
-# lost.
-LAYOUT = {"whitespace_flexible": False, "item_separator": r",\x20?", "key_separator": r":\x20?"}
+# White space in an answer: a space or none after a colon or comma, and between any two parts one line break
+# with an indentation, or none. Models that write JSON in lines end their lists early where they may not;
+# where more is allowed, weak ones get lost in it.
+LAYOUT = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"\n\x20{0,32}",
+    "item_separator": r",\x20?",
+    "key_separator": r":\x20?",
+}
 
 _META = jsonschema_rs.Draft202012Validator({"$ref": "https://json-schema.org/draft/2020-12/schema"})
 # Keywords whose values have the same shape in every draft; elsewhere older forms are understood.
@@ -43,12 +49,19 @@ class SchemaRefused(Exception):
 
 
 class CompiledSchema(msgspec.Struct, frozen=True, kw_only=True):
-    """A schema for llguidance, and what it enforces of the one that was asked for."""
+    """A grammar for llguidance, and what it enforces of the schema that was asked for."""
 
+    # A schema, or where this is not empty, Lark.
     schema: Schema
+    lark: str = ""
     enforcement: EnforcementReport
     # JSON pointers of what its definitions were made from, by their names.
     locations: Mapping[str, str]
+
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """As a grammar without its name."""
+        return {"lark_grammar": self.lark} if self.lark else {"json_schema": self.schema}
 
 
 def compile_schema(
@@ -62,7 +75,7 @@ def compile_schema(
         raise SchemaRefused("a JSON schema is an object or a boolean")
     try:
         with _no_collections():
-            context, rewritten, contents = _rewritten(schema, max_depth, left_out)
+            context, rewritten, contents, lark = _rewritten(schema, max_depth, left_out)
     except TooLarge as error:
         raise SchemaRefused(str(error)) from error
     except RecursionError as error:
@@ -82,6 +95,7 @@ def compile_schema(
         )
     return CompiledSchema(
         schema=_assembled(rewritten, context.definitions, contents),
+        lark=lark,
         enforcement=report,
         locations=context.locations(),
     )
@@ -103,22 +117,28 @@ def _no_collections() -> Iterator[None]:
 
 def _rewritten(
     schema: Any, max_depth: int, left_out: Mapping[str, str] | None
-) -> tuple[Context, Schema, Contents]:
+) -> tuple[Context, Schema, Contents, str]:
     document = SchemaDocument(schema, max_depth=max_depth)
     _check_shapes(schema)
+    place = Place("", document.base)
     context = Context(document, positive=positive, negative=negative, left_out=left_out)
-    rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)
+    rewritten = context.positive(schema, place, ALL_TYPES)
     contents = Contents(rewritten, context.definitions)
+    lark = None
+    if contents.is_rounded or contents.is_wide:
+        exact = Context(document, positive=positive, negative=negative, left_out=left_out, keeps_numbers=True)
+        lark = as_lark(exact.positive(schema, place, ALL_TYPES), exact.definitions, LAYOUT)
+        context = context if lark is None else exact
     if contents.is_rounded:
         rewritten = with_change(rewritten, without_rounded)
         for name, definition in context.definitions.items():
             context.definitions[name] = with_change(definition, without_rounded)
-        if not context.approximated:
-            context.approximate("enum", Place("", document.base), ROUNDED)
+        if not context.approximated and not lark:
+            context.approximate("enum", place, ROUNDED)
     endless = document.endless_reference()
     if endless:
         raise SchemaRefused(f"$ref {endless!r} leads back to itself without end; give it something to match")
-    return context, rewritten, contents
+    return context, rewritten, contents, lark or ""
 
 
 def _check_shapes(schema: Any) -> None:

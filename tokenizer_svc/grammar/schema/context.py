@@ -8,7 +8,15 @@ from typing import Any
 import msgspec
 
 from contract.grammar import KeywordStatus
-from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, BOUNDS, ROUNDED, is_beyond, is_rounded
+from tokenizer_svc.grammar.schema.back_end_numbers import (
+    BEYOND,
+    BOUNDS,
+    MOVED,
+    ROUNDED,
+    is_beyond,
+    is_moved,
+    is_rounded,
+)
 from tokenizer_svc.grammar.schema.document import RefTarget, SchemaDocument
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, list_of, type_of_value, types_of_keyword
 
@@ -16,7 +24,7 @@ from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, list_of, type
 MAX_NODES = 60_000
 _MAX_LOOK = 8
 _NUMERIC = frozenset({"const", "enum", *BOUNDS})
-# What tells types beside the keyword itself.
+# Keywords beside `type` that tell which types a value may have.
 _NARROWING = frozenset({"const", "enum", "$ref", "allOf", "anyOf", "oneOf"})
 
 
@@ -60,7 +68,7 @@ class Place(msgspec.Struct, eq=False, gc=False):
 
 
 class _Met(msgspec.Struct):
-    """Of a keyword: its first path and how often it occurs."""
+    """Where a keyword stands first, and how often it occurs."""
 
     path: str
     count: int = 1
@@ -84,8 +92,11 @@ class Context:
         positive: Rewriter,
         negative: Rewriter,
         left_out: Mapping[str, str] | None = None,
+        keeps_numbers: bool = False,
     ) -> None:
+        """`keeps_numbers`: those that the back end would round stay as they are, and are not noted."""
         self.document = document
+        self._keeps_numbers = keeps_numbers
         # Paths of keywords that are left out, with the note that the report shall have.
         self._left_out = left_out or {}
         # Finished and open definitions by name; open ones are None.
@@ -150,13 +161,13 @@ class Context:
         return set(notes)
 
     def approximate(self, keyword: str, place: Place, note: str) -> None:
-        """Notes that more is accepted than `keyword` says."""
+        """Notes that not the same is accepted as `keyword` says."""
         path = f"{place.path}/{keyword}"
         self.approximated.setdefault((keyword, path), KeywordStatus(keyword, path, note))
 
     def look_for_rounded(self, node: dict[str, Any], place: Place) -> None:
-        """Notes listed values that the back end would change, and bounds that it has no numbers for."""
-        if _NUMERIC.isdisjoint(node):
+        """Notes listed values and bounds that the back end would change, or has no numbers for."""
+        if self._keeps_numbers or _NUMERIC.isdisjoint(node):
             return
         for keyword in ("const", "enum"):
             if keyword in node and is_rounded(node[keyword]):
@@ -164,6 +175,8 @@ class Context:
         for keyword in BOUNDS:
             if keyword in node and is_beyond(keyword, node[keyword]):
                 self.give_up(keyword, place, BEYOND)
+            elif keyword in node and is_moved(keyword, node[keyword]):
+                self.approximate(keyword, place, MOVED)
 
     def resolve(self, reference: str, place: Place) -> RefTarget | None:
         """The target; None when there is none."""
@@ -246,7 +259,7 @@ class SchemaPart(msgspec.Struct):
     node: dict[str, Any]
     place: Place
     types: frozenset[str]
-    # What is written of it so far, and schemas that hold besides.
+    # The keywords that are written so far, and schemas that hold besides.
     out: dict[str, Schema] = {}
     extra: list[Schema] = []
 

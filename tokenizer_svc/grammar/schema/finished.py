@@ -9,7 +9,7 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any
 
-from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
+from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_moved, is_rounded
 from tokenizer_svc.grammar.schema.shapes import NUMBERS, Schema, all_of, any_of, type_of_value
 
 _REFERENCE = "#/$defs/"
@@ -29,6 +29,8 @@ class Contents:
         # Whether a listed value is a number that the back end would round, and a bound is no whole number.
         self.is_rounded = False
         self.has_fractions = False
+        # Whether a bound is one that the back end would take for another.
+        self.is_wide = False
         self._definitions = definitions
         pending = [schema]
         while pending:
@@ -52,8 +54,11 @@ class Contents:
                     self.is_rounded = self.is_rounded or is_rounded(value)
             elif keyword == "$ref":
                 self._follow(value, pending)
-            elif isinstance(value, float) and keyword in BOUNDS:
-                self.has_fractions = self.has_fractions or not value.is_integer()
+            elif keyword in BOUNDS:
+                self.is_wide = self.is_wide or is_moved(keyword, value)
+                self.has_fractions = self.has_fractions or (
+                    isinstance(value, float) and not value.is_integer()
+                )
         if "const" in node:
             self.is_rounded = self.is_rounded or is_rounded(node["const"])
 

@@ -20,7 +20,7 @@ def one_of(part: SchemaPart) -> None:
     places = [part.place.at("oneOf", index) for index in range(len(value))]
     branches = [part.beside(each, "oneOf", index) for index, each in enumerate(value)]
     live = [index for index, branch in enumerate(branches) if branch is not False]
-    # What stands around the branches holds for each of them.
+    # The keywords beside oneOf hold for each of its branches.
     around = ({key: each for key, each in part.node.items() if key not in _UNIONS}, part.place)
     options = []
     for index in live:

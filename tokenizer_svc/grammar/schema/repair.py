@@ -51,7 +51,7 @@ def without_definition(schema: dict[str, Any], name: str) -> Schema:
 
 
 def _parted(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What stands beside a schema, and the schema itself."""
+    """The keywords that are no constraints (definitions, options), and the schema without them."""
     body = {key: value for key, value in schema.items() if key not in _ASIDE}
     return {key: value for key, value in schema.items() if key in _ASIDE}, body
 

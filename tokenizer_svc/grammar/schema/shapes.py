@@ -18,7 +18,7 @@ ALL_TYPES = frozenset({"null", "boolean", "integer", FRACTION, "string", "array"
 NUMBERS = frozenset({"integer", FRACTION})
 # An exponent, in what `_encoded` writes.
 _EXPONENT = re.compile(rb"e[0-9]")
-# What numbers that are not finite are written as there, and null itself.
+# The word null, which stands there for numbers that are not finite as well.
 _NULL = re.compile(rb"(?<!\")null")
 _encoded = msgspec.json.Encoder(order="sorted").encode
 _NAMES = ("null", "boolean", "string", "array", "object")
