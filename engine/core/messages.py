@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from engine.config import EngineConfig
@@ -28,6 +30,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
     config: EngineConfig
     model: ModelConfig
+    # checkpoint.vocabulary.TokenIds as plain data, for a core that cannot read them.
+    token_ids: dict[str, Any] = {}
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
