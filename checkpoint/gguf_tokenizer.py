@@ -112,6 +112,14 @@ def eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))
 
 
+def used_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Ids by text, without those that converters fill the vocabulary up with."""
+    texts = metadata.get("ggml.tokens") or []
+    kinds = _kinds(metadata, len(texts))
+    pairs = zip(texts, kinds, strict=False)
+    return {text: place for place, (text, kind) in enumerate(pairs) if kind != PieceKind.UNUSED}
+
+
 def converted(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer. Raises ConfigError that says what to put beside the file."""
     model = metadata.get("ggml.model")

@@ -27,8 +27,36 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_json: str
     # tokenizer_config.json, over what a GGUF file or tokenizer.model says of the same keys.
     config: dict[str, Any]
-    # Those that a GGUF file names beside eos_token.
-    eos_token_ids: tuple[int, ...] = ()
+
+
+class TokenIds(msgspec.Struct, frozen=True, kw_only=True):
+    """The ids that a checkpoint's files give to tokens: the engine's, and the tokenizer service's."""
+
+    # One above the highest id that a token has; rows of the head beyond it are padding. 0: no tokenizer.
+    count: int = 0
+    # The same of tokens that text is encoded to, without the special ones.
+    num_of_text: int = 0
+    # Every id that ends an answer, whoever of the files names it.
+    end: tuple[int, ...] = ()
+
+
+class _Token(msgspec.Struct):
+    """An entry of `added_tokens` in tokenizer.json."""
+
+    id: int
+    content: str
+    special: bool = False
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _Tokenizer(msgspec.Struct):
+    """What of tokenizer.json names ids."""
+
+    model: _Model
+    added_tokens: list[_Token] = []
 
 
 def checkpoint_fingerprint(path: str | Path) -> str:
@@ -44,10 +72,9 @@ def read_tokenizer(path: str | Path) -> TokenizerFiles:
     checkpoint = find(str(path))
     folder, file = folder_of(checkpoint), tokenizer_file(checkpoint)
     config: dict[str, Any] = {}
-    eos_token_ids: tuple[int, ...] = ()
     if is_gguf(checkpoint):
         metadata = gguf_tokenizer.read(checkpoint)
-        config, eos_token_ids = gguf_tokenizer.config(metadata), gguf_tokenizer.eos_token_ids(metadata)
+        config = gguf_tokenizer.config(metadata)
     declared = read_json(folder / "tokenizer_config.json") or {}
     try:
         if is_gguf(file):
@@ -69,8 +96,70 @@ def read_tokenizer(path: str | Path) -> TokenizerFiles:
     return TokenizerFiles(
         tokenizer_json=_with_added(text, config.get(_ADDED_TOKENS, {}), file),
         config=config,
-        eos_token_ids=eos_token_ids,
     )
+
+
+def read_token_ids(checkpoint: Path) -> TokenIds:
+    """The ids of a checkpoint that `find` found, read without building its tokenizer. Raises ConfigError that
+    names the file at fault.
+    """
+    folder = folder_of(checkpoint)
+    ends = [*_ends_in(folder / "generation_config.json"), *_ends_in(folder / "config.json")]
+    config: dict[str, Any] = {}
+    if is_gguf(checkpoint):
+        metadata = gguf_tokenizer.read(checkpoint)
+        config = gguf_tokenizer.config(metadata)
+        ends += gguf_tokenizer.eos_token_ids(metadata)
+    try:
+        file = tokenizer_file(checkpoint)
+    except ConfigError:
+        return TokenIds(end=tuple(dict.fromkeys(ends)))
+    special: set[str] = set()
+    if is_gguf(file):
+        ids = gguf_tokenizer.used_ids(metadata)
+    elif file.suffix == ".model":
+        from checkpoint import sentencepiece
+
+        model = sentencepiece.read(file)
+        config = sentencepiece.config(model, folder)
+        ids = {each.piece: token_id for token_id, each in enumerate(model.pieces)}
+    else:
+        ids, special = _ids_in(file)
+    config |= read_json(folder / "tokenizer_config.json") or {}
+    for token_id, token in config.get(_ADDED_TOKENS, {}).items():
+        ids.setdefault(token["content"], int(token_id))
+        special |= {token["content"]} if token.get("special") else set()
+    end_text = config.get("eos_token")
+    end_text = end_text.get("content") if isinstance(end_text, dict) else end_text
+    ends += [ids[end_text]] if end_text in ids else []
+    count = 1 + max(ids.values(), default=-1)
+    return TokenIds(
+        count=count,
+        num_of_text=1 + max((token_id for text, token_id in ids.items() if text not in special), default=-1),
+        # An id without a token cannot be written.
+        end=tuple(dict.fromkeys(token_id for token_id in ends if token_id < count or not count)),
+    )
+
+
+def _ids_in(file: Path) -> tuple[dict[str, int], set[str]]:
+    """Ids by text in a tokenizer.json, and the texts of special tokens."""
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: not a tokenizer: {error}") from error
+    vocab = found.model.vocab
+    ids = vocab if isinstance(vocab, dict) else {text: place for place, (text, _) in enumerate(vocab)}
+    ids |= {token.content: token.id for token in found.added_tokens}
+    return ids, {token.content for token in found.added_tokens if token.special}
+
+
+def _ends_in(file: Path) -> list[int]:
+    """`eos_token_id` of a file, which may name one, several or none."""
+    value = (read_json(file) or {}).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        raise ConfigError(f"{file}: eos_token_id = {value!r} is not a token id, or a list of them")
+    return ids
 
 
 def whole_tokenizer_json(path: str | Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from queue import Empty, Queue
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
     config: EngineConfig
     model: ModelConfig
+    # checkpoint.vocabulary.TokenIds as plain data, for a core that cannot read them.
+    token_ids: dict[str, Any] = {}
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

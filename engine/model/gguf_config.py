@@ -66,7 +66,6 @@ def gguf_reader(path: Path) -> ConfigReader:
     values["vocab_size"] = file.header("model.embed_tokens.weight").shape[0]
     values["tie_word_embeddings"] = "lm_head.weight" not in file.headers
     values["torch_dtype"] = {"F32": "float32", "F16": "float16"}.get(_main_type(file), "bfloat16")
-    values["eos_token_id"] = _end_tokens(file)
     values["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in file.headers
     values["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in file.headers
     if scaling := _rope_scaling(file):
@@ -87,11 +86,6 @@ def gguf_scheme(path: Path) -> Scheme | None:
 
 def _main_type(file: GgufFile) -> str:
     return file.header("model.layers.0.self_attn.o_proj.weight").dtype
-
-
-def _end_tokens(file: GgufFile) -> list[int]:
-    found = [file.tokenizer_field(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 
 def _rope_scaling(file: GgufFile) -> dict[str, Any]:

@@ -96,7 +96,6 @@ class GgufFile:
             for name, field in fields.items()
             if not name.startswith("tokenizer.ggml.")
         }
-        self._fields = fields
         self.architecture = str(self.metadata.get("general.architecture", ""))
         if self.architecture not in NAMES:
             raise CheckpointError(
@@ -108,11 +107,6 @@ class GgufFile:
         for tensor in self.stored.values():
             self._enter(tensor)
         self.headers = {name: self._header(entry) for name, entry in self._entries.items()}
-
-    def tokenizer_field(self, name: str) -> Any:
-        """A field of the embedded tokenizer (`tokenizer.ggml.` + name), or None."""
-        field = self._fields.get(f"tokenizer.ggml.{name}")
-        return None if field is None else self._contents(field)
 
     def header(self, name: str) -> TensorHeader:
         """The header of a tensor that every model has. Raises CheckpointError."""

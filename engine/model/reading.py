@@ -55,7 +55,7 @@ def read_model(
             # Some multiply by an order of their own.
             linear.weight = getattr(linear.product, "kept", linear.weight)
 
-    shape = (spec.vocab_size, spec.hidden_size)
+    shape = (spec.num_embeddings, spec.hidden_size)
     embedding = weights.keep("model.embed_tokens.weight", shape)
     calibration = Calibration(weights, spec, embedding, max_model_len) if weights.calibrates else None
     layers = []
@@ -69,9 +69,9 @@ def read_model(
     norm = read_norm(weights, "model.norm", spec.hidden_size, spec)
     if spec.tied_embeddings:
         weights.discard("lm_head.weight")
-        head = weights.quantized_head(DenseWeight(values=embedding))
+        head = weights.quantized_head(DenseWeight(values=embedding[: spec.vocab_size]))
     else:
-        head = weights.head("lm_head", shape)
+        head = weights.head("lm_head", shape, spec.vocab_size)
     record = ModelRecord(
         spec=spec,
         max_model_len=max_model_len,

@@ -8,7 +8,7 @@ a memory plan can be printed before anything is loaded.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -50,6 +50,31 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     interleaved: bool = False
     parameters: dict[str, float | bool | list[float] | None] = {}
 
+    @property
+    def usable_positions(self) -> int:
+        """Context length that the rotation reaches, in tokens. YaRN stretches the original length by its
+        factor, which transformers takes for what `max_position_embeddings` leaves unsaid.
+        """
+        if self.kind != "yarn":
+            return self.max_positions
+        original = self.parameters.get("original_max_position_embeddings") or self.max_positions
+        return max(self.max_positions, self._stretched(original))
+
+    @property
+    def longest_positions(self) -> int:
+        """The most that `engine.max_model_len` may ask for: the factor of linear and dynamic scaling may be
+        contained in `max_position_embeddings` or not, which checkpoints do not say.
+        """
+        if self.kind in ("linear", "dynamic"):
+            return self._stretched(self.max_positions)
+        return self.usable_positions
+
+    def _stretched(self, length: Any) -> int:
+        factor = self.parameters.get("factor")
+        numbers = all(isinstance(each, int | float) for each in (length, factor))
+        # What is no number is refused by name where angles are computed.
+        return int(length * max(1.0, cast("float", factor))) if numbers else self.max_positions
+
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent holds keys and values."""
@@ -81,7 +106,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     # Its name in `architectures`, which `families.read_spec` adds.
     architecture: str = ""
+    # Ids that are read and drawn: all that have a token.
     vocab_size: int
+    # Rows of the embedding and of the head, of which the last ones may be padding.
+    num_embeddings: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -93,7 +121,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int
     # Element type of the checkpoint, for example "bfloat16".
     dtype: str
-    eos_token_ids: tuple[int, ...]
+    # Every id that ends an answer, which `families.read_spec` finds.
+    eos_token_ids: tuple[int, ...] = ()
     tied_embeddings: bool = False
     activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"] = "silu"
     # Which linear layers have biases.

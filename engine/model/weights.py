@@ -29,7 +29,15 @@ from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.scheme import FLOAT_TYPES
 from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, MXFP4_NAN, mxfp4_weight, read_weight
-from kernels.linear.formats import DenseWeight, WeightFormat, is_finite, scales_of, stack
+from kernels.linear.formats import (
+    DenseWeight,
+    Fp8Weight,
+    WeightFormat,
+    is_finite,
+    rows_of,
+    scales_of,
+    stack,
+)
 from kernels.paged_cache.memory import empty_on_huge_pages
 from kernels.selection import Kernels
 
@@ -184,9 +192,14 @@ class WeightReader:
         """The weight of the linear layer `name` as a dense tensor, however it is stored."""
         return self._layer(name, *shape).dequantize().to(dtype)
 
-    def head(self, name: str, shape: tuple[int, int]) -> WeightFormat:
-        """The weight of the layer `name` that makes logits."""
-        return self.quantized_head(self._layer(name, *shape))
+    def head(self, name: str, shape: tuple[int, int], num_rows: int) -> WeightFormat:
+        """The first rows of the weight of the layer `name` that makes logits: those behind them are padding,
+        which is never drawn.
+        """
+        weight = self._layer(name, *shape)
+        if isinstance(weight, Fp8Weight) and weight.blocked:
+            weight = DenseWeight(values=weight.dequantize().to(self.dtype))
+        return self.quantized_head(rows_of(weight, slice(num_rows)))
 
     def quantized_head(self, weight: WeightFormat) -> WeightFormat:
         """A head as `engine.quantization.head` asks for."""

@@ -29,7 +29,7 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
     multiplied = given.num_weights
     if not spec.tied_embeddings:
         # Looked up, not multiplied; where they are tied the head is multiplied with them.
-        multiplied -= spec.vocab_size * spec.hidden_size
+        multiplied -= spec.num_embeddings * spec.hidden_size
     if spec.experts is not None:
         idle = spec.experts.num_experts - spec.experts.num_active
         per_expert = 3 * spec.hidden_size * spec.experts.intermediate_size

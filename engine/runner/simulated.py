@@ -13,7 +13,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
+
+from checkpoint.files import find
+from checkpoint.vocabulary import read_token_ids
 from engine.config import EngineConfig, SimulatedConfig
 from engine.runner.base import Progress, RunnerBroken
 from engine.types import (
@@ -29,6 +34,7 @@ from engine.types import (
     TokenLogprobs,
 )
 from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 
 # Log-probability reported for every token.
 _LOGPROB = math.log(0.5)
@@ -176,7 +182,7 @@ class SimulatedRunner:
             tokens.append(self.token(state, first + len(tokens)))
         state.num_tokens += len(tokens)
         count = state.sampling.logprobs
-        logprobs = () if count is None else tuple(_logprob(token, count) for token in tokens)
+        logprobs = () if count is None else tuple(self._logprob(token, count) for token in tokens)
         return SequenceResult(
             row.sequence_id,
             tuple(tokens),
@@ -186,23 +192,23 @@ class SimulatedRunner:
             num_accepted=len(tokens) - 1,
         )
 
-    @staticmethod
-    def _prompt_logprobs(row: ScheduledSequence, state: SimulatedSequence) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, row: ScheduledSequence, state: SimulatedSequence) -> tuple[TokenLogprobs, ...]:
         count = state.sampling.prompt_logprobs
         if count is None:
             return ()
         # The logits of position p are about token p + 1.
         ids = state.prompt[row.start + 1 : row.start + row.num_tokens + 1]
-        return tuple(_logprob(token, count) for token in ids)
+        return tuple(self._logprob(token, count) for token in ids)
 
-
-def _logprob(token_id: int, count: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id,
-        _LOGPROB,
-        tuple(token_id + offset for offset in range(count)),
-        tuple(_LOGPROB * (offset + 1) for offset in range(count)),
-    )
+    def _logprob(self, token_id: int, count: int) -> TokenLogprobs:
+        # Alternatives are the ids that follow, or at the vocabulary's end those before.
+        step = 1 if token_id + count <= self._config.vocab_size else -1
+        return TokenLogprobs(
+            token_id,
+            _LOGPROB,
+            tuple(token_id + step * offset for offset in range(count)),
+            tuple(_LOGPROB * (offset + 1) for offset in range(count)),
+        )
 
 
 def _no_progress(stage: str, fraction: float) -> None:
@@ -238,4 +244,18 @@ def build(
         device="none",
         num_layers=0,
     )
-    return SimulatedRunner(simulation), memory, facts
+    return SimulatedRunner(_with_tokens(simulation, model)), memory, facts
+
+
+def _with_tokens(simulation: SimulatedConfig, model: ModelConfig) -> SimulatedConfig:
+    """What draws only ids that have a token, where the model's files are there. Raises ConfigError."""
+    if not Path(model.path).exists():
+        return simulation
+    count = read_token_ids(find(model.path, weights=False)).count
+    vocab_size = min(simulation.vocab_size, count or simulation.vocab_size)
+    if simulation.first_token_id >= vocab_size:
+        raise ConfigError(
+            f"engine.simulation.first_token_id = {simulation.first_token_id}: must be below the {count} ids "
+            f"of the tokenizer of model.path = {model.path!r}"
+        )
+    return msgspec.structs.replace(simulation, vocab_size=vocab_size)

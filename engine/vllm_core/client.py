@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from checkpoint.files import find
+from checkpoint.vocabulary import read_token_ids
 from engine.core import messages
 from engine.service.core_client import CoreClient
 from engine.types import TokenEvent
@@ -24,7 +26,8 @@ class VllmClient(CoreClient):
     unsupported_options = REFUSED
 
     def __init__(self, start: messages.Start, *, log_level: str = "info") -> None:
-        super().__init__(start, log_level=log_level)
+        ids = msgspec.to_builtins(read_token_ids(find(start.model.path)))
+        super().__init__(msgspec.structs.replace(start, token_ids=ids), log_level=log_level)
         self._config = start.config
         copies = start.config.vllm.data_parallel_size
         num_slots = start.config.scheduler.max_num_seqs * copies

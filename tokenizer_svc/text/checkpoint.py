@@ -10,7 +10,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from checkpoint.files import find, folder_of, read_json, tokenizer_file
-from checkpoint.vocabulary import TokenizerFiles, checkpoint_fingerprint, read_tokenizer
+from checkpoint.vocabulary import TokenizerFiles, checkpoint_fingerprint, read_token_ids, read_tokenizer
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
@@ -83,7 +83,7 @@ def load_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
         tool_call_format=model.tool_call_parser or formats.tool_call_format(templates, added),
         reasoning_format=model.reasoning_parser or formats.reasoning_format(templates, added),
         special_tokens=special_tokens,
-        eos_token_ids=_eos_ids(special_tokens, ids, folder, files.eos_token_ids),
+        eos_token_ids=read_token_ids(path).end,
         bos_token_id=ids.get(special_tokens.get("bos_token", "")),
         generation_config_json=json.dumps(generation) if generation else "",
     )
@@ -138,14 +138,3 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             found[name] = text
     return found
-
-
-def _eos_ids(
-    special_tokens: dict[str, str], ids: dict[str, int], folder: Path, beside: tuple[int, ...]
-) -> tuple[int, ...]:
-    model = read_json(folder / "config.json") or {}
-    generation = read_json(folder / "generation_config.json") or {}
-    declared = generation.get("eos_token_id", model.get("eos_token_id"))
-    listed = declared if isinstance(declared, list) else [declared]
-    named = ids.get(special_tokens.get("eos_token", ""))
-    return tuple(dict.fromkeys(each for each in (*listed, named, *beside) if isinstance(each, int)))

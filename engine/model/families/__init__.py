@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.files import is_gguf
+from checkpoint.files import is_gguf, tokenizer_file
+from checkpoint.vocabulary import read_token_ids
 from engine.model.config_reader import ConfigReader
 from engine.model.families import (  # noqa: F401
     deepseek,
@@ -37,8 +38,27 @@ def read_spec(folder: Path) -> ModelSpec:
     for name in architectures:
         if name in FAMILIES:
             scheme = gguf_scheme(folder) if is_gguf(folder) else read_scheme(reader.values, reader.source)
-            return msgspec.structs.replace(FAMILIES[name](reader), architecture=name, quantization=scheme)
+            spec = _with_ids(FAMILIES[name](reader), folder)
+            return msgspec.structs.replace(spec, architecture=name, quantization=scheme)
     raise CheckpointError(
         f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "
         f"{', '.join(sorted(FAMILIES))}"
     )
+
+
+def _with_ids(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """The spec with the ids that the checkpoint's tokenizer has, where it has one."""
+    ids, rows = read_token_ids(folder), spec.num_embeddings
+    if ids.num_of_text > rows:
+        raise CheckpointError(
+            f"{tokenizer_file(folder)}: the tokenizer has {ids.num_of_text} ids, but the model has only "
+            f"{rows} rows for them (vocab_size); take the tokenizer that the model was trained with"
+        )
+    beyond = [token_id for token_id in ids.end if token_id >= rows]
+    if beyond:
+        raise CheckpointError(
+            f"{folder}: eos_token_id {beyond[0]} is beyond the model's {rows} rows (vocab_size); correct it "
+            "in generation_config.json, config.json or tokenizer_config.json"
+        )
+    vocab_size = min(ids.count, rows) if ids.count else rows
+    return msgspec.structs.replace(spec, vocab_size=vocab_size, eos_token_ids=ids.end)

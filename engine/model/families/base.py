@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from engine.model.config_reader import ConfigReader
@@ -43,6 +41,7 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         )
     fields: dict[str, Any] = {
         "vocab_size": config.count("vocab_size"),
+        "num_embeddings": config.count("vocab_size"),
         "hidden_size": config.count("hidden_size"),
         "intermediate_size": config.integer("intermediate_size"),
         "num_layers": num_layers,
@@ -50,9 +49,7 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "norm_eps": config.number("rms_norm_eps", default_eps),
-        "max_positions": config.count("max_position_embeddings"),
         "dtype": checkpoint_dtype(config),
-        "eos_token_ids": eos_token_ids(config),
         "tied_embeddings": config.flag("tie_word_embeddings", False),
         "activation": overrides.get("activation") or activation(config),
         "rope_of_layer": (0,) * num_layers,
@@ -61,7 +58,8 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
     }
     if "ropes" not in overrides:
         fields["ropes"] = (config.rope(head_dim),)
-    return ModelSpec(**(fields | overrides))
+    fields |= overrides
+    return ModelSpec(**fields, max_positions=fields["ropes"][0].usable_positions)
 
 
 def attention_biases(config: ConfigReader, *, default: bool = False) -> dict[str, bool]:
@@ -83,25 +81,6 @@ def activation(config: ConfigReader, key: str = "hidden_act", default: str = "si
 def checkpoint_dtype(config: ConfigReader) -> str:
     """`dtype` (newer) or `torch_dtype` (older)."""
     return config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
-
-
-def eos_token_ids(config: ConfigReader) -> tuple[int, ...]:
-    """End-of-sequence ids of `generation_config.json`, or else of `config.json`; maybe several or none."""
-    value, source = config.values.get("eos_token_id"), config.source
-    generation = Path(config.source).with_name("generation_config.json")
-    if generation.is_file():
-        try:
-            stated = json.loads(generation.read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{generation} is not valid JSON: {error}") from error
-        if isinstance(stated, dict) and "eos_token_id" in stated:
-            value, source = stated["eos_token_id"], str(generation)
-    if value is None:
-        return ()
-    ids = tuple(value) if isinstance(value, list) else (value,)
-    if not all(isinstance(token, int) and token >= 0 for token in ids):
-        raise CheckpointError(f"{source}: eos_token_id = {value!r} is not a token id, or a list of them")
-    return ids
 
 
 def windows_of(config: ConfigReader, *, default: list[bool], window: int | None) -> tuple[int | None, ...]:

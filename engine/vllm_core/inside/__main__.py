@@ -61,7 +61,7 @@ async def serve(front: Front, commands: AsyncIterator[dict[str, Any]]) -> int:
     start = await anext(commands, None)
     if start is None:
         return 0
-    config, model = start["config"], start["model"]
+    config, model = start["config"], {**start["model"], "token_ids": start["token_ids"]}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="millrace-vllm-") as folder:
         front.send({"type": "progress", "stage": "start vLLM", "fraction": 0.0})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,10 @@ class VllmEngine:
         self._prefixes = CorePrefixes(model["path"])
         self._events: list[dict[str, Any]] = []
         self._subscribers: list[asyncio.Task[None]] = []
-        self.facts = _facts(settings)
+        self.facts = _facts(settings, model["token_ids"])
+        # Rows of the head that no token has are never drawn.
+        padding = range(self.facts["vocab_size"], settings.model_config.get_vocab_size())
+        self._padding = dict.fromkeys(padding, -math.inf)
         self.memory = _memory(settings, Path(model["path"]))
 
     @classmethod
@@ -152,6 +155,9 @@ class VllmEngine:
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+        sampling = dict(call.sampling)
+        if self._padding:
+            sampling["logit_bias"] = self._padding | sampling.get("logit_bias", {})
         grammar = StructuredOutputsParams(grammar=call.grammar) if call.grammar else None
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt_token_ids}
         if call.cache_salt:
@@ -160,7 +166,7 @@ class VllmEngine:
             request = self._inputs.process_inputs(
                 call.key,
                 prompt,
-                SamplingParams(**call.sampling, structured_outputs=grammar, skip_clone=True),
+                SamplingParams(**sampling, structured_outputs=grammar, skip_clone=True),
                 self._tasks,
                 arrival_time=call.start_tag,
                 lora_request=self._adapter(call.adapter),
@@ -250,12 +256,10 @@ class VllmEngine:
             self._events += self._prefixes.take(decoder.decode(payload).events)
 
     def logprobs(self, output: Any) -> list[list[Any]]:
-        """See bridge.Engine. Column 0 is the token itself."""
+        """See bridge.Engine."""
         lists = output.new_logprobs
-        return [
-            [int(ids[0]), float(values[0]), ids[1:].tolist(), values[1:].tolist()]
-            for ids, values in zip(lists.logprob_token_ids, lists.logprobs, strict=True)
-        ]
+        rows = zip(lists.logprob_token_ids.tolist(), lists.logprobs.tolist(), strict=True)
+        return [self._reported(ids, values) for ids, values in rows]
 
     def prompt_logprobs(self, output: Any, num_prompt: int) -> list[list[Any]]:
         """See bridge.Engine."""
@@ -263,7 +267,12 @@ class VllmEngine:
         if tensors is None:
             return []
         rows = zip(tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist(), strict=True)
-        return [[ids[0], values[0], ids[1:], values[1:]] for ids, values in rows][: num_prompt - 1]
+        return [self._reported(ids, values) for ids, values in rows][: num_prompt - 1]
+
+    def _reported(self, ids: list[int], values: list[float]) -> list[Any]:
+        """Column 0 is the token itself; padding is no alternative."""
+        others = [pair for pair in zip(ids[1:], values[1:], strict=True) if pair[0] not in self._padding]
+        return [ids[0], values[0], [token for token, _ in others], [value for _, value in others]]
 
     def close(self) -> None:
         """Ends the core and its workers."""
@@ -286,25 +295,24 @@ def settings_of(chosen: dict[str, Any]) -> Any:
         raise CannotStart(f"engine.vllm: {error}") from error
 
 
-def _facts(settings: Any) -> dict[str, Any]:
+def _facts(settings: Any, token_ids: dict[str, Any]) -> dict[str, Any]:
+    """`token_ids` are those that the suite's other services know; see checkpoint.vocabulary.TokenIds."""
     model = settings.model_config
+    rows = model.get_vocab_size()
+    if token_ids["num_of_text"] > rows:
+        raise CannotStart(
+            f"model.path: the tokenizer has {token_ids['num_of_text']} ids, but the model has only {rows} "
+            "rows for them (vocab_size); take the tokenizer that the model was trained with"
+        )
     return {
         "max_model_len": model.max_model_len,
-        "vocab_size": model.get_vocab_size(),
-        "eos_token_ids": _eos_ids(model),
+        "vocab_size": min(token_ids["count"], rows) or rows,
+        "eos_token_ids": token_ids["end"],
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention_backend": "vllm",
         "device": str(settings.device_config.device_type),
         "num_layers": model.get_total_num_hidden_layers(),
     }
-
-
-def _eos_ids(model: Any) -> list[int]:
-    """As in engine.model.families.base: what the generation settings state goes before the configuration."""
-    path = Path(model.model) / "generation_config.json"
-    stated = json.loads(path.read_text()) if path.is_file() else {}
-    value = stated.get("eos_token_id", getattr(model.hf_text_config, "eos_token_id", None))
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _memory(settings: Any, checkpoint: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from checkpoint.gguf_reader import contents, open_gguf
 from checkpoint.pieces import PieceKind
-from checkpoint.vocabulary import checkpoint_fingerprint, read_tokenizer
+from checkpoint.vocabulary import checkpoint_fingerprint, read_token_ids, read_tokenizer
 from runtime.errors import ConfigError
 from tests.unit.checkpoint.sentencepiece_models import ids_of, model_of
 from tests.unit.checkpoint.texts import CORPUS, texts
@@ -206,13 +206,14 @@ def test_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
 def test_control_tokens_templates_and_ends_are_the_files_own(tmp_path: Path) -> None:
     fields = byte_level_fields(trained(GPT2), "llama-bpe")
     fields |= {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "T"}
-    files = read_tokenizer(write(tmp_path / "m.gguf", "gpt2", fields))
+    path = write(tmp_path / "m.gguf", "gpt2", fields)
+    files = read_tokenizer(path)
     assert files.config["bos_token"] == "<|begin|>"
     assert files.config["chat_template"] == [
         {"name": "default", "template": TEMPLATE},
         {"name": "tool_use", "template": "T"},
     ]
-    assert files.eos_token_ids == (fields["eos_token_id"], fields["eot_token_id"])
+    assert read_token_ids(path).end == (fields["eos_token_id"], fields["eot_token_id"])
     # Llama 3's files from before there was a flag begin with it.
     ids = Tokenizer.from_str(files.tokenizer_json).encode("a").ids
     assert ids[0] == fields["bos_token_id"]

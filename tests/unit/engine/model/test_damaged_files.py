@@ -11,6 +11,7 @@ import pytest
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.spec import CheckpointError
+from runtime.errors import ConfigError
 
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 CONFIG = {
@@ -94,7 +95,7 @@ def test_counts_that_no_model_has_are_named(change: dict[str, object], message: 
     path.write_text(json.dumps(CONFIG))
     for generation in ("[", '{"eos_token_id": "x"}', '{"eos_token_id": [-1]}'):
         (tmp_path / "generation_config.json").write_text(generation)
-        with pytest.raises(CheckpointError, match=r"generation_config\.json(:| is)"):
+        with pytest.raises(ConfigError, match=r"generation_config\.json:"):
             read_spec(tmp_path)
     path.write_text("[3]")
     with pytest.raises(CheckpointError, match="holds no table of keys"):

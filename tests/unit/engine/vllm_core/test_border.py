@@ -123,6 +123,8 @@ def talking(
 
 
 def test_tokens_come_and_books_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+
     async def story(talk: Talk) -> None:
         (ready,) = talk.of(messages.Ready)
         assert (ready.memory.num_blocks, ready.memory.block_size) == (64, 16)

@@ -1,0 +1,161 @@
+"""The ids that the engine reads, draws and ends at are those of the checkpoint's tokenizer."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
+
+from engine.config import SpeculationConfig
+from engine.model.families import read_spec
+from engine.model.spec import CheckpointError
+from engine.types import GrammarSpec, SamplingParams
+from runtime.errors import ConfigError
+from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_logits
+from tests.unit.engine.quantization import writers
+from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+from tests.unit.tokenizer_svc.checkpoints import byte_level, write
+from tokenizer_svc.text.checkpoint import load_checkpoint
+
+CONTROL = ("<|end|>", "<|turn|>", "<|text|>")
+ROWS = 600
+SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "lm_head": True}
+
+
+def checkpoint(
+    folder: Path, *, generation: dict[str, Any] | None = None, eos_token: str = "", **changes: Any
+) -> tuple[transformers.PreTrainedModel, Tokenizer]:
+    """A model with padding rows, and the tokenizer that it comes with."""
+    tokenizer = byte_level(CONTROL)
+    changes = {"vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 96} | changes
+    model = make_checkpoint(folder, "llama", **changes)
+    write(folder, tokenizer, config={"eos_token": eos_token} if eos_token else {}, generation=generation)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "eos_token"),
+    list(
+        product(
+            (None, {}, {"eos_token_id": 7}, {"eos_token_id": [7, 9]}), (None, 2, [2, 7]), ("", CONTROL[0])
+        )
+    ),
+)
+def test_the_ends_of_all_files_are_one_set(
+    generation: dict[str, Any] | None, config: int | list[int] | None, eos_token: str, tmp_path: Path
+) -> None:
+    _, tokenizer = checkpoint(tmp_path, generation=generation, eos_token=eos_token)
+    edit_config(tmp_path, eos_token_id=config)
+    expected = set()
+    for value in ((generation or {}).get("eos_token_id"), config):
+        expected |= set(value if isinstance(value, list) else [] if value is None else [value])
+    expected |= {tokenizer.token_to_id(eos_token)} if eos_token else set()
+    assert set(read_spec(tmp_path).eos_token_ids) == expected
+    assert load_checkpoint(tmp_path).eos_token_ids == read_spec(tmp_path).eos_token_ids
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_a_grammar_ends_by_each_of_them(native: str, tmp_path: Path) -> None:
+    _, tokenizer = checkpoint(tmp_path, generation={"eos_token_id": 7}, eos_token=CONTROL[0])
+    edit_config(tmp_path, eos_token_id=[2])
+    payload = llguidance.grammar_from("regex", "[ab]+").encode()
+    grammar = GrammarSpec(digest="", payload=payload, backend="llguidance/1")
+    ends = read_spec(tmp_path).eos_token_ids
+    assert set(ends) == {7, 2, tokenizer.token_to_id(CONTROL[0])}
+    with closing(open_runner(tmp_path, native=native)) as runner:
+        for end in ends:
+            sampling = SamplingParams(temperature=0.0, logit_bias={end: 1000.0}, max_tokens=32)
+            (job,) = Driver(runner).run([Job([60, 61], num_tokens=32, sampling=sampling, grammar=grammar)])
+            assert not job.failure
+            assert job.grammar_finished
+            assert job.output[-1] == end
+            assert len(job.output) == 2, "one letter is needed, and then the end wins"
+
+
+@pytest.mark.parametrize("speculation", ["off", "ngram", "draft_model"])
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("kind", ["tied", "apart", "quantized"])
+def test_padding_rows_are_never_drawn(kind: str, native: str, speculation: str, tmp_path: Path) -> None:
+    oracle, tokenizer = checkpoint(tmp_path, tie_word_embeddings=kind == "tied")
+    if kind == "quantized":
+        writers.rewrite(tmp_path, oracle, SETTINGS, writers.gptq, head=True)
+    count = tokenizer.get_vocab_size()
+    assert count < ROWS
+    settings = SpeculationConfig(method=speculation, draft_model=str(tmp_path), num_draft_tokens=3)
+    if speculation == "draft_model" and kind == "quantized":
+        pytest.skip("a draft model is not quantized")
+    payload = llguidance.grammar_from("regex", "(?s:.)*").encode()
+    grammar = GrammarSpec(digest="", payload=payload, backend="llguidance/1")
+    jobs = [
+        Job(
+            prompt_of(20, count, seed),
+            num_tokens=20,
+            sampling=SamplingParams(
+                temperature=5.0, seed=seed, max_tokens=32, logprobs=20, prompt_logprobs=ROWS
+            ),
+            speculate=speculation != "off",
+            grammar=grammar if seed % 2 else None,
+        )
+        for seed in range(8)
+    ]
+    with closing(open_runner(tmp_path, native=native, speculation=settings)) as runner:
+        Driver(runner).run(jobs)
+    for job in jobs:
+        assert not job.failure
+        assert max(job.output) < count
+        for entry in (*job.logprobs, *job.prompt_logprobs):
+            assert max(entry.top_ids) < count
+    expected = torch.log_softmax(reference_logits(oracle, jobs[0].prompt)[:, :count], -1)
+    for position, entry in enumerate(jobs[0].prompt_logprobs):
+        assert len(entry.top_ids) == count
+        ours = torch.empty(count)
+        ours[torch.tensor(entry.top_ids)] = torch.tensor(entry.top_logprobs)
+        torch.testing.assert_close(ours, expected[position], atol=1e-3, rtol=0)
+
+
+def test_a_prompt_of_padding_is_refused(tmp_path: Path) -> None:
+    _, tokenizer = checkpoint(tmp_path)
+    count = tokenizer.get_vocab_size()
+    with closing(open_runner(tmp_path)) as runner:
+        (job,) = Driver(runner).run([Job([count - 1, count])])
+    assert f"token id {count} is outside the vocabulary of {count} tokens" in job.failure
+
+
+def test_more_ids_than_rows_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    _, tokenizer = checkpoint(tmp_path, vocab_size=400)
+    count = tokenizer.get_vocab_size()
+    # The control tokens are the last ones.
+    with pytest.raises(CheckpointError, match=rf"tokenizer has {count - 3} ids, .* only 400 rows"):
+        read_spec(tmp_path)
+
+
+def test_special_tokens_beyond_the_rows_are_left_alone(tmp_path: Path) -> None:
+    """Text models of multimodal families come so: their tokenizer names an image that they cannot read."""
+    tokenizer = byte_level(CONTROL)
+    rows = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
+    make_checkpoint(tmp_path, "llama", vocab_size=rows)
+    write(tmp_path, tokenizer)
+    assert read_spec(tmp_path).vocab_size == rows
+    write(tmp_path, tokenizer, config={"eos_token": "<image>"})
+    with pytest.raises(ConfigError, match=rf"eos_token_id {rows} is beyond the model's {rows} rows"):
+        read_spec(tmp_path)
+
+
+def test_a_head_without_padding_is_whole(tmp_path: Path) -> None:
+    tokenizer = byte_level(CONTROL)
+    make_checkpoint(tmp_path, "llama", vocab_size=tokenizer.get_vocab_size())
+    write(tmp_path, tokenizer)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape"):
+        open_runner(tmp_path)
