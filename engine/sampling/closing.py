@@ -142,7 +142,7 @@ class EndFinder:
         limit = min(limit, MAX_END)
         # Far with each token; then by way of every punctuation mark. Text that is not JSON may hold any
         # number of quotes.
-        tries = [
+        tries: list[tuple[tuple[bool, bool, bool], tuple[int, ...]]] = [
             ((quoted, escaped, False), ()),
             ((quoted, escaped, True), ()),
             ((not quoted, False, True), ()),

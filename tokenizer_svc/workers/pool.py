@@ -182,8 +182,8 @@ class WorkerPool:
 
     def _withdraw(self, job: _Job) -> None:
         """Takes a job that nobody waits for out of the queue at once."""
-        queue = self._waiting.get(job.tenant, ())
-        if job in queue:
+        queue = self._waiting.get(job.tenant)
+        if queue is not None and job in queue:
             queue.remove(job)
             self._num_waiting -= 1
             if not queue:
