@@ -66,7 +66,7 @@ def _reasoning(folder: Path, template: str, tokens: tuple[str, ...] = MARKUP, **
     ],
 )
 def test_the_model_may_think_unless_the_template_or_the_client_has_ended_it(
-    tmp_path: Path, template: str, options: dict[str, bool], expected: Reasoning
+    tmp_path: Path, template: str, options: dict[str, Any], expected: Reasoning
 ) -> None:
     assert _reasoning(tmp_path, template, **options) is expected
 

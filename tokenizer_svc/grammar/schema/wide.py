@@ -38,7 +38,7 @@ _OF_ARRAYS = frozenset({"items", "prefixItems", "minItems", "maxItems"})
 _MAX_LISTED = 256
 
 
-class _NoForm(Exception):
+class _NoRule(Exception):
     """A part on the way to a number cannot be written."""
 
 
@@ -46,7 +46,7 @@ def as_lark(schema: Schema, definitions: Mapping[str, Schema], layout: Mapping[s
     """The grammar of a rewritten schema; None where a part of it has no form."""
     try:
         return _Writer(definitions, layout).whole(schema)
-    except (_NoForm, RecursionError):
+    except (_NoRule, RecursionError):
         return None
 
 
@@ -103,7 +103,7 @@ class _Writer:
 
     def _embedded(self, node: Schema) -> str:
         if node is False:
-            raise _NoForm
+            raise _NoRule
         schema = {} if node is True else node
         names = sorted(Contents(schema, dict(self._definitions)).references)
         defined = {"$defs": {name: self._definitions[name] for name in names}} if names else {}
@@ -111,12 +111,12 @@ class _Writer:
 
     def _listed(self, node: dict[str, Any]) -> str:
         if set(node) - {"type", "const", "enum"}:
-            raise _NoForm
+            raise _NoRule
         values = node["enum"] if "enum" in node else [node["const"]]
         types = types_of_keyword(node.get("type", [*ALL_TYPES, "number"]))
         texts = [json.dumps(each) for each in values if type_of_value(each) in types]
         if not texts or any(isinstance(each, float) and is_rounded(each) for each in values):
-            raise _NoForm
+            raise _NoRule
         return self._named(" | ".join(map(json.dumps, texts)))
 
     def _by_types(self, node: dict[str, Any]) -> str:
@@ -137,7 +137,7 @@ class _Writer:
                 rest |= own
         names = type_names(types)
         if self._is_wide(rest) or (types and names is None):
-            raise _NoForm
+            raise _NoRule
         if names:
             options.append(self._embedded({"type": names, **rest}))
         return self._named(" | ".join(options))
@@ -153,23 +153,23 @@ class _Writer:
         texts = [f"({whole})" + (r"(\.0+)?" if FRACTION in types else "")] if whole else []
         if FRACTION in types:
             if any(bound is not None and bound[0] != bound[0] // 1 for bound in (low, high)):
-                raise _NoForm
+                raise _NoRule
             parts = "|".join(_unit_intervals(low and int(low[0]), high and int(high[0])))
             texts += [rf"({parts})\.[0-9]*[1-9][0-9]*"] if parts else []
         if not texts:
-            raise _NoForm
+            raise _NoRule
         return self._named(f"/{'|'.join(texts)}/")
 
     def _multiples(self, low: Any, high: Any, step: Any) -> str:
         if low is None or high is None or not isinstance(step, int) or step <= 0:
-            raise _NoForm
+            raise _NoRule
         first, last = -(-low[0] // step), high[0] // step
         if last - first > _MAX_LISTED:
-            raise _NoForm
+            raise _NoRule
         excluded = {bound for bound, is_exclusive in (low, high) if is_exclusive}
         found = [number * step for number in range(first, last + 1) if number * step not in excluded]
         if not found:
-            raise _NoForm
+            raise _NoRule
         return self._named(" | ".join(f'"{each}"' for each in found))
 
     def _object(self, node: dict[str, Any], types: frozenset[str]) -> str:
@@ -187,7 +187,7 @@ class _Writer:
             schema = properties.get(name, more)
             if schema is False:
                 if name in required:
-                    raise _NoForm
+                    raise _NoRule
                 continue
             key = json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)
             member = f"{key} COLON {self._rule(schema)}"
@@ -204,7 +204,7 @@ class _Writer:
         first, rest = node.get("prefixItems", []), node.get("items", True)
         least, most = node.get("minItems", 0), node.get("maxItems")
         if max(least, most or 0) > _MAX_LISTED:
-            raise _NoForm
+            raise _NoRule
         # Items from here on, the last ones first.
         after = ""
         if rest is not False and (most is None or most > len(first)):
@@ -220,7 +220,7 @@ class _Writer:
             return self._named(f"BEGINS {head}{'?' if not least else ''} ENDS")
         kept = first if most is None else first[:most]
         if least > len(kept) and not after:
-            raise _NoForm
+            raise _NoRule
         for index in reversed(range(len(kept))):
             body = f"{'COMMA ' if index else ''}{self._rule(kept[index])} {after}"
             after = self._named(body if index < least else f"({body})?")
@@ -232,9 +232,9 @@ def _merged(parts: list[Schema]) -> Schema:
     merged: dict[str, Any] = {}
     for part in parts:
         if not isinstance(part, dict) or not {*part, *merged}.isdisjoint({"$ref", "anyOf", "allOf"}):
-            raise _NoForm
+            raise _NoRule
         if any(merged.get(key, value) != value for key, value in part.items()):
-            raise _NoForm
+            raise _NoRule
         merged |= part
     return merged
 
