@@ -185,9 +185,11 @@ class Attempts:
             raise self.fleet.unavailable()
         limit = token_limit(longest, call.tier.config.max_context_tokens)
         max_tokens = completion_limit(call.request, num_prompt_tokens, limit)
+        reader = self.reader(served)
         return complete(
             call.request.sampling,
-            checkpoint={**self.reader(served).checkpoint, **served.config.defaults},
+            checkpoint={**reader.checkpoint, **served.config.defaults},
+            watches_ids=reader.watches_ids(call.request),
             max_tokens=ranked_tokens(call.request, max_tokens, self.intake.limits),
             eos_token_ids=served.vocabulary.eos_token_ids,
         )

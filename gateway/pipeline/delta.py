@@ -238,7 +238,8 @@ class ChoiceStream:
         ended. Ids behind a stop string are taken out of the output.
         """
         delta = ChoiceDelta(index=self.index, token_ids=output.token_ids)
-        if self._with_logprobs or (len(output.token_ids) > 1 and self.text.may_end):
+        text = self.text
+        if self._with_logprobs or text.watches_ids or (len(output.token_ids) > 1 and text.may_end):
             self._feed_one_by_one(output, delta)
         else:
             self.text.feed(output.token_ids, delta)
@@ -263,6 +264,9 @@ class ChoiceStream:
         """The text may end at any token, and each has its log-probability."""
         logprobs = output.logprobs if self._with_logprobs else repeat(None)
         for number, (token_id, logprob) in enumerate(zip(output.token_ids, logprobs, strict=False), start=1):
+            if self.text.ends_at(token_id):
+                del output.token_ids[number - 1 :]
+                break
             if logprob is not None:
                 self._logprobs.append((self.text.num_decoded, logprob))
             self.text.feed((token_id,), delta)
@@ -355,12 +359,22 @@ class AnswerReader:
         prefix = prepared.assistant_prefix
         return TextOptions(
             stop=sampling.stop,
+            stop_token_ids=frozenset(sampling.stop_token_ids if self.watches_ids(request) else ()),
             min_tokens=sampling.min_tokens or 0,
             tool_call_format=self._tool_format if prompt.calls_tools else "",
             reasoning_format=self.vocabulary.reasoning_format,
             reasoning_opened=prefix.rfind("<think>") > prefix.rfind("</think>"),
             single_tool_call=not prompt.parallel_tool_calls,
         )
+
+    def watches_ids(self, request: GenerationRequest) -> bool:
+        """Whether ids that end the answer are looked for here and not by the engine, because there may be
+        thoughts before it. What ranks its candidates at the end needs to know their ends itself.
+        """
+        thinks = isinstance(request.prompt, Conversation) and self.vocabulary.reasoning_format
+        sampling = request.sampling
+        ranks = (sampling.beam_width or 1) > 1 or (sampling.best_of or 1) > (sampling.n or 1)
+        return bool(thinks) and not ranks
 
     def _call_ids(self, request_id: str, choice_index: int) -> CallIds:
         return _CALL_IDS.get(self._tool_format, _long_ids)(request_id, choice_index)

@@ -103,10 +103,15 @@ def complete(
     checkpoint: Mapping[str, Any],
     max_tokens: int,
     eos_token_ids: tuple[int, ...],
+    watches_ids: bool = False,
 ) -> SamplingParams:
-    """Every option set. Without a seed one is drawn, so that an interrupted request can continue."""
+    """Every option set. Without a seed one is drawn, so that an interrupted request can continue. The engine
+    is not told of ids that the gateway watches for itself.
+    """
     n = sampling.n or 1
     ends = () if sampling.ignore_eos else eos_token_ids
+    if not watches_ids:
+        ends = (*ends, *sampling.stop_token_ids)
     options: dict[str, Any] = {
         "best_of": n,
         **checkpoint,
@@ -118,7 +123,7 @@ def complete(
     return SamplingParams(
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
-        stop_token_ids=tuple(dict.fromkeys((*ends, *sampling.stop_token_ids))),
+        stop_token_ids=tuple(dict.fromkeys(ends)),
         **options,
     )
 

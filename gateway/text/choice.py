@@ -22,7 +22,10 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the text of a request's choices is read."""
 
     stop: tuple[str, ...] = ()
-    # Stop strings that end before this many tokens do not count.
+    # Ids that end the answer and are no part of it. The engine is not told of them, because they may stand in
+    # thoughts.
+    stop_token_ids: frozenset[int] = frozenset()
+    # What would stop the text before this many tokens does not count.
     min_tokens: int = 0
     # Names of formats to take out of the text; "" leaves the text alone.
     tool_call_format: str = ""
@@ -97,7 +100,7 @@ class StopStrings:
 class ChoiceText:
     """The state of one choice. `feed` until `ended`, then `finish` once.
 
-    Stop strings are looked for in the answer, not in the reasoning before it.
+    Stop strings and ids are looked for in the answer, not in the reasoning before it.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class ChoiceText:
         self._detokenizer = after or detokenizer(texts)
         self._min_tokens = options.min_tokens
         self._single_call = options.single_tool_call
+        self._stop_ids = options.stop_token_ids
+        self._at_stop_id = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         # Characters decoded so far.
@@ -153,7 +158,18 @@ class ChoiceText:
     @property
     def may_end(self) -> bool:
         """Whether the text can be over before the engine says so."""
-        return self._single_call or self._stop is not None
+        return self._single_call or self._stop is not None or self.watches_ids
+
+    @property
+    def watches_ids(self) -> bool:
+        """Whether each id is to be shown to `ends_at` before it is fed."""
+        return bool(self._stop_ids)
+
+    def ends_at(self, token_id: int) -> bool:
+        """Whether the answer is over before this id."""
+        if token_id in self._stop_ids and self.num_tokens >= self._min_tokens:
+            self._at_stop_id = self._reasoning is None or not self._reasoning.thinking
+        return self._at_stop_id
 
     @property
     def in_call(self) -> bool:
@@ -162,8 +178,8 @@ class ChoiceText:
 
     @property
     def ended(self) -> bool:
-        """Whether the text is over before the engine says so: a stop string, or the one allowed tool call."""
-        if self._stop is not None and self._stop.matched is not None:
+        """Whether the text is over before the engine says so: a stop string or id, or the one tool call."""
+        if self._at_stop_id or (self._stop is not None and self._stop.matched is not None):
             return True
         return self._single_call and self._calls is not None and self._calls.num_complete > 0
 

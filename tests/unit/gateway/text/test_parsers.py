@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.outputs import FinishReason, TokenLogprobs
+from gateway.engines.types import EngineOutput
+from gateway.pipeline.delta import ChoiceStream
 from gateway.text.choice import ChoiceText, TextOptions
 from gateway.text.delta import TextDelta
 from gateway.text.detokenizer import TokenTexts
@@ -81,6 +84,40 @@ def test_a_stop_string_is_looked_for_in_the_answer_alone(stop: str, at: list[int
     options = TextOptions(reasoning_format="think", reasoning_opened=opened, stop=(stop,))
     content, reasoning, _ = read(text, [min(cut, len(text)) for cut in at], options)
     assert (content, reasoning) == ("the answer", thoughts)
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+@given(cuts, st.booleans(), st.integers(0, 40))
+def test_a_stop_id_is_looked_for_in_the_answer_alone(
+    with_logprobs: bool, at: list[int], opened: bool, min_tokens: int
+) -> None:
+    text = f"{'' if opened else '<think>'}\nwith ! in it\n</think>\n\nthe answer! and more! of it"
+    ids = encode(text)
+    (stop,) = encode("!")
+    options = TextOptions(
+        reasoning_format="think",
+        reasoning_opened=opened,
+        stop_token_ids=frozenset({stop}),
+        min_tokens=min_tokens,
+    )
+    choice = ChoiceStream(0, TEXTS, options, str, with_logprobs=with_logprobs)
+    content, reasoning, reason = "", "", None
+    sent: list[int] = []
+    bounds = [0, *sorted(min(cut, len(ids)) for cut in at), len(ids)]
+    for start, end in itertools.pairwise(bounds):
+        logprobs = tuple(TokenLogprobs(each, -1.0) for each in ids[start:end])
+        delta = choice.feed(EngineOutput(0, ids[start:end], logprobs=logprobs))
+        if delta is not None:
+            content, reasoning = content + delta.content, reasoning + delta.reasoning
+            sent, reason = sent + list(delta.token_ids), delta.finish_reason
+        if reason is not None:
+            break
+    first = ids.index(stop, len(encode(text.partition("</think>")[0])))
+    assert reasoning == "with ! in it"
+    assert reason is FinishReason.STOP
+    assert content == ("the answer" if first >= min_tokens else "the answer! and more")
+    assert sent == ids[: len(sent)]
+    assert ids[len(sent)] == stop
 
 
 @given(st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=8)), max_size=3))
