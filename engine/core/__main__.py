@@ -22,7 +22,7 @@ from engine.core.memory import MemoryWatch
 from engine.core.warm_up import WarmUp
 from engine.runner.base import Builder
 from engine.scheduler import Scheduler
-from engine.scheduler.adapters import AdapterLoader, AdapterPlaces
+from engine.scheduler.adapters import AdapterLoader, AdapterSlots
 from engine.types import NOT_MEASURED, MeasuredSpeed, MemoryPlan, ModelFacts
 from observability.emit import logging as json_logging
 from runtime.config import ModelConfig
@@ -77,7 +77,7 @@ def make_scheduler(
         window=facts.window,
         attention_balance=facts.attention_balance,
         speed=speed,
-        adapters=None if adapters is None else AdapterPlaces(config.adapters.num_slots, adapters),
+        adapters=None if adapters is None else AdapterSlots(config.adapters.num_slots, adapters),
     )
 
 

@@ -36,7 +36,7 @@ class _Slot:
     claimed_by: str = ""
 
 
-class AdapterPlaces:
+class AdapterSlots:
     """The slots of one engine; without a loader there are none."""
 
     def __init__(self, num_slots: int = 0, loader: AdapterLoader | None = None) -> None:

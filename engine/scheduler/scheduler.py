@@ -14,7 +14,7 @@ from engine.policy.door import Door, refuse_impossible, tokens_limit
 from engine.policy.forecast import Batch
 from engine.policy.isolation import FailureIsolation
 from engine.policy.pace import StepPace
-from engine.scheduler.adapters import AdapterPlaces
+from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.planner import Planner
 from engine.scheduler.results import ResultHandler, poisoned
@@ -55,7 +55,7 @@ class Scheduler:
         num_host_blocks: int = 0,
         window: int | None = None,
         speed: MeasuredSpeed = NOT_MEASURED,
-        adapters: AdapterPlaces | None = None,
+        adapters: AdapterSlots | None = None,
         attention_balance: float = math.inf,
     ) -> None:
         cache = KvCache(

@@ -14,7 +14,7 @@ from engine.kv import KvCache
 from engine.policy.line import Line, Waiter
 from engine.policy.pace import StepPace, Traffic
 from engine.policy.shares import Shares
-from engine.scheduler.adapters import AdapterPlaces
+from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch, Candidate
 from engine.scheduler.prefixes import Prefixes
 from engine.scheduler.promises import Promises
@@ -72,7 +72,7 @@ class SchedulerState:
     speed: StepPace
     # What bringing a token's keys and values back from the host takes.
     host_s_per_token: InitVar[float]
-    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
+    adapters: AdapterSlots = field(default_factory=AdapterSlots)
     traffic: Traffic = field(default_factory=Traffic)
     shares: Shares = field(init=False)
     line: Line = field(init=False)
@@ -115,8 +115,8 @@ class SchedulerState:
         return not name or self.adapters.admits(name, self.adapters_in_use())
 
     def fail_adapter(self, name: str, problem: str) -> None:
-        """Ends every request for an adapter that could not be loaded."""
-        failure = RequestFailure(reason=Reason.ENGINE_UNAVAILABLE.value, message=problem, field="adapter")
+        """Ends every request for an adapter that could not be loaded: its files are others, or gone."""
+        failure = RequestFailure(reason=Reason.MODEL_NOT_FOUND.value, message=problem, field="adapter")
         for group in [each for each in self.groups.values() if each.request.adapter == name]:
             self.fail_group(group, failure)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import MillraceError, Reason, invalid
-from gateway.engines.adapters import add_adapter, list_adapters, remove_adapter
+from gateway.engines.adapters import AdapterNames
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
 from gateway.models.catalog import ServedModel
@@ -51,7 +51,7 @@ class AdapterEndpoints:
         self._check(exchange)
         body = decode(_LOAD, exchange.take_body())
         served, name = self._named(body.lora_name)
-        await add_adapter(self._engines(served), name, body.lora_path)
+        await self._adapters.add(served.key, name, body.lora_path)
         await self._done(exchange, served, name, "is served")
 
     async def unload(self, exchange: Exchange) -> None:
@@ -59,7 +59,7 @@ class AdapterEndpoints:
         self._check(exchange)
         body = decode(_UNLOAD, exchange.take_body())
         served, name = self._named(body.lora_name)
-        await remove_adapter(self._engines(served), name)
+        await self._adapters.remove(served.key, name)
         await self._done(exchange, served, name, "takes no further requests")
 
     async def list(self, exchange: Exchange) -> None:
@@ -67,10 +67,10 @@ class AdapterEndpoints:
         self._check(exchange)
         found: list[dict[str, Any]] = []
         for served in self._pipeline().catalog.served.values():
-            adapters = await list_adapters(self._engines(served))
             found += [
-                {"id": f"{served.name}{ADAPTER_SEPARATOR}{name}", "parent": served.name, "root": path}
-                for name, path in sorted(adapters.items())
+                {"id": f"{served.name}{ADAPTER_SEPARATOR}{name}", "parent": served.name, "root": each.path}
+                for name, each in sorted(self._adapters.of(served.key).items())
+                if each.version
             ]
         await exchange.respond(200, _encode({"object": "list", "data": found}))
 
@@ -93,8 +93,9 @@ class AdapterEndpoints:
             raise invalid("lora_name", f"{text!r} is not model:adapter with one of the models {known}")
         return served, name
 
-    def _engines(self, served: ServedModel) -> Any:
-        return self._pipeline().attempts.fleet.of(served.key)
+    @property
+    def _adapters(self) -> AdapterNames:
+        return self._pipeline().attempts.fleet.adapters
 
     async def _done(self, exchange: Exchange, served: ServedModel, name: str, what: str) -> None:
         told = f"adapter {served.name}{ADAPTER_SEPARATOR}{name} {what}"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.scheduler.adapters import AdapterPlaces
+from engine.scheduler.adapters import AdapterSlots
 from engine.types import SchedulerOutput
 from tests.unit.engine.driver import Driver, memory_plan
 
@@ -46,7 +46,7 @@ class AdapterDriver(Driver):
     def __init__(self, num_slots: int, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         self.loader = Loader()
-        self.scheduler._state.adapters = AdapterPlaces(num_slots, self.loader)
+        self.scheduler._state.adapters = AdapterSlots(num_slots, self.loader)
         self.places: dict[int, tuple[str, int]] = {}
         launch = self.runner.launch
 
