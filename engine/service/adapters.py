@@ -148,6 +148,10 @@ class ServedAdapters:
 
     def _forget(self, version: str) -> None:
         """The core need not know a version any more, if no name stands for it."""
+        if self._answers:
+            # What is being added may be this one.
+            self._forget_later(version)
+            return
         stands = any(each.version == version for each in self._names.values())
         if not stands and self._folders.pop(version, None) is not None:
             self._send(messages.DropAdapter(version))

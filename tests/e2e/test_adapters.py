@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -99,6 +100,9 @@ path = "{PIRATE}"
             with ThreadPoolExecutor(8) as pool:
                 return list(pool.map(answer, range(number)))
 
+        def came_back(engine: str) -> bool:
+            return f"{engine} is ready again" in stack.output.read_text()
+
         with stack.openai() as client:
             pirate, entries = (said(client, f"x:{name}") for name in ("pirate", "entries"))
         assert set(answers(8)) == {pirate}
@@ -113,7 +117,7 @@ path = "{PIRATE}"
             os.kill(stack.pid(killed), signal.SIGKILL)
             # While it is away, when it has just come back, and when it has been given what it lacks.
             told = answers(8)
-            assert eventually(lambda: f"{killed} is ready again" in stack.output.read_text(), START_LIMIT_S)
+            assert eventually(partial(came_back, killed), START_LIMIT_S)
             told += answers(48)
             assert set(told) == {entries}
         with stack.openai() as client, pytest.raises(openai.NotFoundError):
