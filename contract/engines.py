@@ -24,6 +24,25 @@ def model_key(name: str, revision: str) -> str:
     return name if not revision or name.endswith(f"@{revision}") else f"{name}@{revision}"
 
 
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """What a name stands for. Of what is said of one name, the greater `order` holds, whoever says it."""
+
+    name: str
+    # Folder, as engines see it.
+    path: str = ""
+    # Digest of its files; "" where the name was removed.
+    version: str = ""
+    # Grows with every change of the name; 0 is an engine's configuration.
+    generation: int = 0
+    # Whether the engine that says so has it in memory.
+    loaded: bool = False
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """By which the newer of two is known, to all alike."""
+        return self.generation, self.version
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """What an engine says of itself when a gateway attaches."""
 
@@ -35,8 +54,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    # LoRA adapters that it serves beside the base model.
-    adapters: tuple[str, ...] = ()
     # Label that its operator gave it, for routing.
     pool: str = ""
     # Sampling options that its make lacks, by name.

@@ -12,7 +12,7 @@ from millrace.common.v1 import output_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
 from msgspec.structs import asdict
 
-from contract.engines import BlocksEvicted, BlocksStored, EngineInfo, EngineLoad, KvEvent
+from contract.engines import AdapterInfo, BlocksEvicted, BlocksStored, EngineInfo, EngineLoad, KvEvent
 from contract.outputs import NUMBERS, ChoiceStatistics, EngineTime, FirstToken, TokenLogprobs
 from contract.sampling import OPTIONS, SCALARS, SamplingOptions, SamplingParams, scalars_of
 
@@ -57,6 +57,7 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return found
 
 
+_ADAPTER = attrgetter(*AdapterInfo.__struct_fields__)
 _INFO = EngineInfo.__struct_fields__
 _LOAD = EngineLoad.__struct_fields__
 _FIRST_TOKEN = FirstToken.__struct_fields__
@@ -124,8 +125,12 @@ def engine_time(message: engine_pb2.ChoiceStatistics) -> EngineTime:
 def info(message: engine_pb2.EngineInfo) -> EngineInfo:
     """An engine's description from the wire."""
     values = {name: getattr(message, name) for name in _INFO}
-    lists = {name: tuple(values[name]) for name in ("adapters", "unsupported")}
-    return EngineInfo(**values | lists)
+    return EngineInfo(**values | {"unsupported": tuple(message.unsupported)})
+
+
+def adapters(message: engine_pb2.Adapters) -> dict[str, AdapterInfo]:
+    """What names stand for at an engine, from the wire."""
+    return {each.name: AdapterInfo(*_ADAPTER(each)) for each in message.names}
 
 
 def load_fields(load: EngineLoad, *, draining: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from engine.adapters.store import AdapterStore, Changes, with_slots
+from engine.adapters.version import AdapterError
 from engine.config import AdaptersConfig
 from engine.model.back_end import Model
 from engine.model.native_decoder import NativeDecoder
@@ -31,7 +32,10 @@ def make_store(model: Model, config: AdaptersConfig, *, dtype: str) -> AdapterSt
         linears = _with_slots_of_torch(cast("Decoder", model), config, num_slots, dtype)
     store = AdapterStore(linears, max_rank=config.max_rank)
     for name, folder in config.paths.items():
-        store.add(name, folder)
+        try:
+            store.add(name, folder)
+        except AdapterError as error:
+            raise AdapterError(f"engine.adapters.paths: {error}") from error
     return store
 
 

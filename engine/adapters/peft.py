@@ -1,6 +1,8 @@
 """Reads adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`. No torch.
 
-What is not a low-rank change of a linear layer is refused by the name that PEFT gives it.
+What is not a low-rank change of a linear layer is refused by the name that PEFT gives it, and what can never
+be computed with, such as numbers that are not finite, when the adapter is added. `read_adapter` is for every
+make of engine, `check_adapter` for ours.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.version import CONFIG, WEIGHTS, AdapterError, Stamp, stamp_of, version_of
 from engine.model.checkpoint import StoredTensor, read_stored
 from kernels.adapters.low_rank import Change
 from runtime.errors import ConfigError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.[^.]+)?\.weight")
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 # Of what PEFT writes beside A and B, what it is.
@@ -35,8 +38,8 @@ _OTHERS = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class AdapterError(ConfigError):
-    """The adapter cannot be served; the message names it, the field at fault and the remedy."""
+# Where the number of a layer stands in a module's name.
+_LAYER = re.compile(r"(?:.*\.)?[^.]*\.(\d+)\.")
 
 
 class PeftConfig(msgspec.Struct, frozen=True):
@@ -59,11 +62,21 @@ class PeftConfig(msgspec.Struct, frozen=True):
     layer_replication: Any = None
     alora_invocation_tokens: Any = None
     use_qalora: bool = False
+    # What was trained: names, or the ends of names, of modules; or a pattern of whole names.
+    target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    layers_to_transform: int | list[int] | None = None
 
     def unserved(self) -> str:
         """The first field whose value asks for what is not served, with the remedy; empty where none does."""
         if self.peft_type != "LORA":
             return f"peft_type = {self.peft_type!r}: LORA alone is served"
+        for name, value in (
+            ("r", self.r),
+            *((f"rank_pattern.{key}", r) for key, r in self.rank_pattern.items()),
+        ):
+            if value < 1:
+                return f"{name} = {value}: must be at least 1; save the adapter again"
         if self.bias != "none":
             return f"bias = {self.bias!r}: biases stay the base model's; train with bias = 'none'"
         start = str(self.init_lora_weights).lower()
@@ -77,6 +90,17 @@ class PeftConfig(msgspec.Struct, frozen=True):
             if value:
                 return f"{name} = {str(value)[:80]} is not served; {remedy}"
         return ""
+
+    def targets(self, module: str) -> bool:
+        """Whether a module was trained, as PEFT reads it; every one where that is not said."""
+        layers = self.layers_to_transform
+        if layers is not None:
+            found = _LAYER.match(module)
+            if not found or int(found[1]) not in ([layers] if isinstance(layers, int) else layers):
+                return False
+        if self.exclude_modules and _names(self.exclude_modules, module):
+            return False
+        return self.target_modules in (None, "all-linear") or _names(self.target_modules, module)
 
     def scale_of(self, module: str) -> tuple[int, float]:
         """Rank of a module, and what its change is multiplied by."""
@@ -97,6 +121,13 @@ _REFUSED = {
 }
 
 
+def _names(chosen: str | Collection[str] | None, module: str) -> bool:
+    """Whether a module is among those chosen: by a pattern of its whole name, or by the ends of names."""
+    if isinstance(chosen, str):
+        return re.fullmatch(chosen, module) is not None
+    return any(f".{module}".endswith(f".{each}") for each in chosen or ())
+
+
 def _by_pattern(patterns: Mapping[str, Any], module: str, usual: Any) -> Any:
     """The value of the first pattern that the end of a module's name matches, as PEFT looks it up."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
@@ -110,19 +141,16 @@ class Module:
     outputs: int
 
 
-Stamp = tuple[tuple[int, int, int], ...]
-
-
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter that was checked, and not read yet."""
+    """An adapter that was checked, and is not in memory."""
 
-    name: str
     folder: Path
     config: PeftConfig
     # By module: where A and B are.
     tensors: Mapping[str, tuple[StoredTensor, StoredTensor]]
-    # Of the files that were checked.
+    version: str
+    # Of the files that have this version.
     stamp: Stamp
 
     def change_of(self, module: str) -> Change | None:
@@ -131,10 +159,19 @@ class AdapterFile:
         if found is None:
             return None
         _, scale = self.config.scale_of(module)
-        down, up = (self._read(each, module) for each in found)
-        return Change(down=down, up=np.ascontiguousarray(up * np.float32(scale)))
+        down, up = (self._read(each) for each in found)
+        with np.errstate(over="ignore", invalid="ignore"):
+            up = np.ascontiguousarray(up * np.float32(scale))
+        for part, values in (("A", down), ("B", up)):
+            if not np.isfinite(values).all():
+                raise AdapterError(
+                    f"{self.folder / WEIGHTS}: {module}.lora_{part}.weight holds numbers that are not finite"
+                    f", or not when they are multiplied by lora_alpha = {self.config.lora_alpha:g} over the "
+                    "rank; train the adapter again"
+                )
+        return Change(down=down, up=up)
 
-    def _read(self, tensor: StoredTensor, module: str) -> NDArray[np.float32]:
+    def _read(self, tensor: StoredTensor) -> NDArray[np.float32]:
         begin, end = tensor.data_offsets
         path = self.folder / WEIGHTS
         try:
@@ -144,142 +181,174 @@ class AdapterFile:
                 raw = file.read(end - begin)
             values = np.frombuffer(raw, _DTYPES[tensor.dtype]).reshape(tensor.shape)
         except (OSError, ValueError, struct.error) as error:
-            raise AdapterError(f"adapter {self.name!r}: {path}: {error}; copy and add it again") from error
+            raise AdapterError(f"{path}: {error}; copy it and add the adapter again") from error
         if tensor.dtype == "BF16":
             values = (values.astype(np.uint32) << 16).view(np.float32)
-        read = np.array(values, np.float32)
-        if not np.isfinite(read).all():
-            raise AdapterError(
-                f"adapter {self.name!r}: {path}: the adapter of {module} holds numbers that are not finite; "
-                "train it again"
-            )
-        return read
+        return np.array(values, np.float32)
 
     def check_unchanged(self) -> None:
-        """Raises AdapterError where the files are not those that were checked."""
-        if stamp_of(self.folder) != self.stamp:
-            raise AdapterError(
-                f"adapter {self.name!r}: {self.folder} has changed since it was added; remove the "
-                "adapter and add it again"
-            )
-
-
-def stamp_of(folder: Path) -> Stamp:
-    """What tells one version of an adapter's files from another; empty where one is missing."""
-    try:
-        found = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
-    except OSError:
-        return ()
-    return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
-
-
-def check_adapter(name: str, folder: Path, modules: Mapping[str, Module], *, max_rank: int) -> AdapterFile:
-    """Reads configuration and header of an adapter for a model of those `modules`. Raises AdapterError."""
-
-    def refuse(problem: str) -> AdapterError:
-        return AdapterError(f"adapter {name!r}: {folder}: {problem}")
-
-    stamp = stamp_of(folder)
-    if not stamp:
-        raise refuse(
-            f"there is no {CONFIG} beside an {WEIGHTS}; give the folder that PEFT saved, as safetensors"
+        """Raises AdapterError where the files are of another version, or gone."""
+        why = ""
+        try:
+            if stamp_of(self.folder) == self.stamp or version_of(self.folder) == self.version:
+                return
+        except (AdapterError, OSError) as error:
+            why = f" ({error})"
+        raise AdapterError(
+            f"{self.folder} has changed since the adapter was added{why}; add it again, from files that stay"
         )
+
+
+def read_adapter(folder: Path) -> AdapterFile:
+    """An adapter that does not contradict itself, and whose numbers are all finite. Raises AdapterError."""
+    version = version_of(folder)
     try:
+        stamp = stamp_of(folder)
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=PeftConfig)
+        config.targets("")
         for key in (*config.rank_pattern, *config.alpha_pattern):
             re.compile(key)
-    except (OSError, ValueError, re.error) as error:
-        raise refuse(f"{CONFIG}: {error}") from error
-    unserved = config.unserved()
-    if unserved:
-        raise refuse(f"{CONFIG}: {unserved}")
+    except (OSError, ValueError, RecursionError, re.error) as error:
+        raise AdapterError(f"{folder / CONFIG}: {error}; save the adapter again") from error
+    if unserved := config.unserved():
+        raise AdapterError(f"{folder / CONFIG}: {unserved}")
     try:
         stored = read_stored(folder / WEIGHTS)
     except ConfigError as error:
-        raise AdapterError(f"adapter {name!r}: {error}") from error
-    pairs = _pairs(stored, modules, refuse)
-    base = config.base_model_name_or_path or "another model"
-    for module, pair in pairs.items():
-        _check_shapes(module, pair, modules[module], config, max_rank, base, refuse)
-    return AdapterFile(
-        name=name,
-        folder=folder,
-        config=config,
-        tensors={module: (pair["A"], pair["B"]) for module, pair in pairs.items()},
-        stamp=stamp,
-    )
+        raise AdapterError(str(error)) from error
+    with _about(folder):
+        tensors = _pairs(stored, config)
+    file = AdapterFile(folder, config, tensors, version, stamp)
+    for module in tensors:
+        file.change_of(module)
+    file.check_unchanged()
+    return file
 
 
-Refuse = Callable[[str], AdapterError]
+@contextmanager
+def _about(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except AdapterError as error:
+        raise AdapterError(f"{folder}: {error}") from error
+
+
+def check_adapter(folder: Path, modules: Mapping[str, Module], *, max_rank: int) -> AdapterFile:
+    """`read_adapter` for a model of those `modules`: it fits them, and leaves out none that it says to have
+    trained. Raises AdapterError.
+    """
+    file = read_adapter(folder)
+    with _about(folder):
+        for module, pair in file.tensors.items():
+            if module not in modules:
+                raise AdapterError(_why_not(module, modules))
+            _check_shapes(module, pair, modules[module], file.config, max_rank)
+        lacking = next((each for each in _trained(file, modules) if each not in file.tensors), None)
+        if lacking:
+            raise AdapterError(
+                f"{WEIGHTS} has no tensors of {lacking}, which {CONFIG} says was trained (target_modules = "
+                f"{_short(file.config.target_modules)}); save the adapter again"
+            )
+    return file
+
+
+def _trained(file: AdapterFile, modules: Mapping[str, Module]) -> list[str]:
+    """Modules of the model that the adapter should have. Where its configuration does not name any, those of
+    the kinds that it has.
+    """
+    kinds = {each.rpartition(".")[2] for each in file.tensors}
+    is_said = file.config.target_modules not in (None, "all-linear")
+    found = filter(file.config.targets, modules)
+    return [each for each in found if is_said or each.rpartition(".")[2] in kinds]
+
+
+def _short(value: object) -> str:
+    return str(value)[:80]
 
 
 def _pairs(
-    stored: Mapping[str, StoredTensor], modules: Mapping[str, Module], refuse: Refuse
-) -> dict[str, dict[str, StoredTensor]]:
+    stored: Mapping[str, StoredTensor], config: PeftConfig
+) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """A and B of each module that the adapter changes."""
     pairs: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         found = _TENSOR.fullmatch(name)
-        module = found["module"] if found else ""
-        if found is None or module not in modules:
-            raise refuse(_why_not(name, module, modules))
-        if tensor.dtype not in _DTYPES:
-            known = ", ".join(_DTYPES)
-            raise refuse(f"tensor {name}: dtype = {tensor.dtype}; save it as one of {known}")
-        pairs.setdefault(module, {})[found["part"]] = tensor
-    if not pairs:
-        raise refuse(f"{WEIGHTS} holds no tensors")
-    for module, pair in pairs.items():
-        if len(pair) < 2:
-            missing = "B" if "A" in pair else "A"
-            raise refuse(f"{module}: lora_{missing}.weight is missing; save the adapter again")
-    return pairs
-
-
-def _why_not(name: str, module: str, modules: Mapping[str, Module]) -> str:
-    for mark, what in _OTHERS.items():
-        if mark in name:
-            return (
+        if found is None:
+            what = next(
+                (what for mark, what in _OTHERS.items() if mark in name), "no part of a linear layer's"
+            )
+            raise AdapterError(
                 f"tensor {name} is {what}, which is not served; train the linear layers of the decoder alone"
             )
-    if ".experts." in name or module.endswith((".gate", ".router")):
-        return (
-            f"tensor {name}: experts and routers take no adapters; train with target_modules of attention "
-            "and shared experts alone"
+        if tensor.dtype not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise AdapterError(f"tensor {name}: dtype = {tensor.dtype}; save it as one of {known}")
+        pairs.setdefault(found["module"], {})[found["part"]] = tensor
+    if not pairs:
+        raise AdapterError(f"{WEIGHTS} holds no tensors; save the adapter again")
+    for module, pair in pairs.items():
+        _check_pair(module, pair, config)
+    chosen = config.target_modules
+    for name in () if chosen is None or isinstance(chosen, str) else chosen:
+        if not any(_names([name], module) for module in pairs):
+            raise AdapterError(
+                f"{CONFIG}: target_modules names {name[:80]!r}, of which {WEIGHTS} has no tensor; save both "
+                "together"
+            )
+    return {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
+
+
+def _check_pair(module: str, pair: Mapping[str, StoredTensor], config: PeftConfig) -> None:
+    if len(pair) < 2:
+        missing = "B" if "A" in pair else "A"
+        raise AdapterError(f"{module}: lora_{missing}.weight is missing; save the adapter again")
+    rank, _ = config.scale_of(module)
+    for part, tensor in pair.items():
+        if len(tensor.shape) != 2 or tensor.shape[part == "B"] != rank:
+            raise AdapterError(
+                f"{module}.lora_{part}.weight has shape {list(tensor.shape)}, but {CONFIG} says r = {rank} "
+                "for it; save the adapter again"
+            )
+    if not config.targets(module):
+        raise AdapterError(
+            f"{WEIGHTS} has tensors of {module}, which {CONFIG} does not name (target_modules = "
+            f"{_short(config.target_modules)}); save both together"
         )
+
+
+def _why_not(module: str, modules: Mapping[str, Module]) -> str:
+    if ".experts." in module or module.endswith((".gate", ".router")):
+        return (
+            f"{WEIGHTS} has tensors of {module}: experts and routers take no adapters; train with "
+            "target_modules of attention and shared experts alone"
+        )
+    for mark, what in _OTHERS.items():
+        if mark in module:
+            return f"{module} is {what}, which is not served; train the linear layers of the decoder alone"
     kinds = ", ".join(sorted({each.rpartition(".")[2] for each in modules}))
     return (
-        f"tensor {name} belongs to no linear layer of this model that takes adapters ({kinds}); serve it "
-        "beside the base that it was trained for"
+        f"{WEIGHTS} has tensors of {module}, which is no linear layer of this model that takes adapters "
+        f"({kinds}); serve it beside the base that it was trained for"
     )
 
 
 def _check_shapes(
     module: str,
-    pair: Mapping[str, StoredTensor],
+    pair: tuple[StoredTensor, StoredTensor],
     served: Module,
     config: PeftConfig,
     max_rank: int,
-    base: str,
-    refuse: Refuse,
 ) -> None:
     rank, _ = config.scale_of(module)
-    if rank < 1:
-        raise refuse(f"{CONFIG}: r = {rank} of {module}: must be at least 1")
-    for part, wanted in (("A", (rank, served.inputs)), ("B", (served.outputs, rank))):
-        shape = pair[part].shape
-        if shape == wanted:
-            continue
-        rank_differs = len(shape) == 2 and shape[part == "A"] == wanted[part == "A"]
-        if rank_differs:
-            why = f"{CONFIG} says r = {rank} for it; save the adapter again"
-        else:
-            why = f"it was trained for {base}, which is not this model; serve it beside that"
-        raise refuse(
-            f"{module}.lora_{part}.weight has shape {list(shape)} where {list(wanted)} is needed: {why}"
-        )
+    for part, tensor, wanted in zip("AB", pair, ((rank, served.inputs), (served.outputs, rank)), strict=True):
+        if tensor.shape != wanted:
+            raise AdapterError(
+                f"{module}.lora_{part}.weight has shape {list(tensor.shape)} where {list(wanted)} is needed: "
+                f"it was trained for {config.base_model_name_or_path or 'another model'}, which is not this "
+                "model; serve it beside that"
+            )
     if rank > max_rank:
-        raise refuse(
+        raise AdapterError(
             f"{CONFIG}: r = {rank} of {module} exceeds engine.adapters.max_rank = {max_rank}; raise that, or "
             "train with a smaller rank"
         )

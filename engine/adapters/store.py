@@ -1,8 +1,8 @@
 """The adapters that an engine knows, and the slots in which some of them are. No torch.
 
 Who schedules says which adapter goes into which slot, and uses none that is still on its way: so a thread
-reads and converts an adapter while steps compute with the others. An adapter's name here stands for the files
-that were checked under it; other files have another name (engine/service/adapters.py).
+reads and converts an adapter while steps compute with the others. An adapter goes by its version here, so by
+its files: other files have another one (engine/service/adapters.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from engine.adapters.peft import AdapterError, AdapterFile, Module, check_adapter
+from engine.adapters.peft import AdapterFile, Module, check_adapter
+from engine.adapters.version import AdapterError
 from engine.model.records import Linear, ModelRecord
 from kernels.adapters.low_rank import Change
 
@@ -49,7 +50,8 @@ class AdapterStore:
             name: Module(linear.inputs, size) for linear in self._linears for name, size in linear.parts
         }
         self._max_rank = max_rank
-        self._files: dict[str, AdapterFile] = {}
+        # By folder: the same adapter may lie in several, of which one may change.
+        self._files: dict[str, dict[str, AdapterFile]] = {}
         self._thread = ThreadPoolExecutor(1, "adapters")
         # (slot, why it failed or ""), as they were done.
         self._finished: deque[tuple[int, str]] = deque()
@@ -76,22 +78,19 @@ class AdapterStore:
         except AdapterError as error:
             problem = str(error)
         except Exception as error:
-            _log.exception("adapter %r was not added", name)
-            problem = f"adapter {name!r}: {type(error).__name__}: {error}"
+            _log.exception("the adapter in %s was not added", folder)
+            problem = f"{folder}: {type(error).__name__}: {error}"
         self._answers.append((token, problem))
 
-    def _check(self, name: str, folder: str) -> AdapterFile:
-        """The adapter in a folder, if it can be served. Raises AdapterError."""
+    def add(self, name: str, folder: str) -> None:
+        """Makes the adapter in a folder known, if it can be served; it stays on disk. Raises AdapterError."""
         if not self.modules:
             raise AdapterError(
-                f"adapter {name!r}: engine.adapters.slots = 0: this engine keeps no memory for adapters; "
-                "set how many may be in memory at a time"
+                "engine.adapters.slots = 0: this engine keeps no memory for adapters; set how many may be in "
+                "memory at a time"
             )
-        return check_adapter(name, Path(folder), self.modules, max_rank=self._max_rank)
-
-    def add(self, name: str, folder: str) -> None:
-        """Makes an adapter known; nothing but headers is read. Raises AdapterError."""
-        self._files[name] = self._check(name, folder)
+        file = check_adapter(Path(folder), self.modules, max_rank=self._max_rank)
+        self._files.setdefault(name, {})[folder] = file
 
     def drop(self, name: str) -> None:
         """Forgets an adapter that nobody will ask for any more. What is in a slot stays there."""
@@ -116,22 +115,27 @@ class AdapterStore:
         except AdapterError as error:
             problem = str(error)
         except Exception as error:
-            _log.exception("adapter %r was not loaded", name)
-            problem = f"adapter {name!r} was not loaded: {type(error).__name__}: {error}"
+            _log.exception("adapter %s was not loaded", name)
+            problem = f"it was not loaded: {type(error).__name__}: {error}"
         else:
             _log.info(
-                "adapter %r is in slot %d after %.0f ms", name, slot, 1e3 * (time.monotonic() - began_s)
+                "adapter %s is in slot %d after %.0f ms", name, slot, 1e3 * (time.monotonic() - began_s)
             )
         self._finished.append((slot, problem))
 
     def _read(self, slot: int, name: str) -> None:
-        file = self._files.get(name)
-        if file is None:
-            raise AdapterError(f"adapter {name!r} was removed before it was loaded")
-        file.check_unchanged()
-        for linear in self._linears:
-            linear.changes.put(slot, [file.change_of(module) for module, _ in linear.parts])
-        file.check_unchanged()
+        problem = AdapterError("it was removed before it was loaded; add it again")
+        for file in list(self._files.get(name, {}).values()):
+            try:
+                file.check_unchanged()
+                for linear in self._linears:
+                    linear.changes.put(slot, [file.change_of(module) for module, _ in linear.parts])
+                file.check_unchanged()
+            except AdapterError as error:
+                problem = error
+            else:
+                return
+        raise problem
 
 
 def _taken(line: deque[tuple[int, str]]) -> list[tuple[int, str]]:

@@ -40,6 +40,8 @@ class AdapterDesk:
         """Begins what the front asks for."""
         if isinstance(command, messages.AddAdapter):
             self._num_adding += 1
+            # Others may still run with the same files from before.
+            self._leaving.discard(command.name)
             self._adapters.add_later(command.token, command.name, command.folder)
         else:
             self._leaving.add(command.name)

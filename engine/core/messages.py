@@ -69,7 +69,7 @@ class Check(msgspec.Struct, frozen=True, tag="check"):
 
 
 class AddAdapter(msgspec.Struct, frozen=True, tag="add_adapter"):
-    """Asks for an adapter to be served; answered by AdapterAdded."""
+    """Asks for an adapter to be served, by its version; answered by AdapterAdded."""
 
     token: int
     name: str

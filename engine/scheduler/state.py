@@ -180,8 +180,8 @@ class SchedulerState:
         return not name or self.adapters.admits(name, self.adapters_in_use())
 
     def fail_adapter(self, name: str, problem: str) -> None:
-        """Ends every request for an adapter that could not be loaded."""
-        failure = RequestFailure(reason=Reason.ENGINE_UNAVAILABLE.value, message=problem, field="adapter")
+        """Ends every request for an adapter that could not be loaded: its files are others, or gone."""
+        failure = RequestFailure(reason=Reason.MODEL_NOT_FOUND.value, message=problem, field="adapter")
         for group in [each for each in self.groups.values() if each.request.adapter == name]:
             self.fail_group(group, failure)
 

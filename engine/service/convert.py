@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 from millrace.common.v1 import context_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
 
+from contract.engines import AdapterInfo
 from contract.errors import MillraceError, invalid, unsupported
 from contract.proto import engine as convert
 from contract.proto.engine import first_token_fields, logprobs_fields, statistics_fields
@@ -69,7 +71,7 @@ def to_request(
         output_token_ids=output,
         choice_index=submit.choice_index,
         grammar=grammar(submit.grammar) if submit.HasField("grammar") else None,
-        adapter=limits.adapters.inside(submit.adapter) if submit.adapter else "",
+        adapter=limits.adapters.version(submit.adapter, submit.adapter_version) if submit.adapter else "",
         tenant=context.tenant,
         tier=context.tier,
         priority=context.priority,
@@ -147,6 +149,16 @@ def to_info(
         device=facts.device,
         memory=engine_pb2.MemoryPlan(**parts),
     )
+
+
+def to_adapters(known: Sequence[AdapterInfo]) -> Fields:
+    """The fields of Adapters."""
+    served = [each for each in known if each.version]
+    return {
+        "served": [each.name for each in served],
+        "loaded": [each.name for each in served if each.loaded],
+        "names": [msgspec.structs.asdict(each) for each in known],
+    }
 
 
 def to_output(event: TokenEvent, handle: int) -> Fields:

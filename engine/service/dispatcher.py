@@ -63,9 +63,10 @@ class GatewayStream:
         """Whether the transport has taken everything."""
         return self._outbox.is_flushed
 
-    def welcome(self, info: engine_pb2.EngineInfo) -> None:
+    def welcome(self, info: engine_pb2.EngineInfo, adapters: Fields) -> None:
         """Queues the first message."""
-        self._outbox.put(engine_pb2.AttachResponse(welcome=engine_pb2.Welcome(info=info)))
+        welcome = engine_pb2.Welcome(info=info, adapters=engine_pb2.Adapters(**adapters))
+        self._outbox.put(engine_pb2.AttachResponse(welcome=welcome))
 
     def put(
         self,
@@ -180,8 +181,6 @@ class Dispatcher:
         self.draining = False
         self.load: SchedulerLoad | None = None
         self._held = HeldBlocks()
-        # Adapters as last reported to gateways; None where there never were any.
-        self._adapters: convert.Fields | None = None
         # Usage of requests whose gateway is gone; one that attaches later may be their heir.
         self._unclaimed: deque[convert.Fields] = deque(maxlen=MAX_ENDED)
         # Set while no request is open.
@@ -198,7 +197,6 @@ class Dispatcher:
     def open(self, stream: GatewayStream) -> None:
         """A gateway has attached. The first it hears is the load, and which prefixes are cached."""
         self.streams.add(stream)
-        stream.adapters = self._adapters
         stream.unclaimed += self._unclaimed
         if self.load is None:
             return
@@ -271,12 +269,11 @@ class Dispatcher:
         if seen:
             self._deferred.call(self._trace, seen, now)
 
-    def report_adapters(self, served: Sequence[str], loaded: Sequence[str]) -> None:
-        """Gateways hear which adapters are served, and which of them are in memory."""
-        self._adapters = {"served": served, "loaded": loaded}
+    def report_adapters(self, adapters: Fields) -> None:
+        """Gateways hear what names of adapters stand for, and what is in memory."""
         now = time.monotonic()
         for stream in list(self.streams):
-            stream.adapters = self._adapters
+            stream.adapters = adapters
             stream.put(self._last_step_id, [], None, now)
             if not stream.is_open:
                 self.close(stream)

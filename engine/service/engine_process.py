@@ -7,12 +7,15 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
 from millrace.engine.v1 import engine_pb2
 
 from checkpoint.vocabulary import checkpoint_fingerprint
 from contract.errors import MillraceError, Reason, RequestFailure
+from engine.adapters.version import AdapterError, version_of
 from engine.config import EngineConfig
 from engine.core import messages
 from engine.service import convert
@@ -47,12 +50,14 @@ class EngineProcess:
         self.model = model
         self._health = health or HealthConfig()
         self.engine_id = f"{socket.gethostname()}-{os.getpid()}"
-        self.core = core_client(messages.Start(config, model), log_level=telemetry.config.log_level)
+        version = _pretended_version if config.simulated else version_of
+        self.adapters = ServedAdapters(config.adapters, self._send, self._report_adapters, version)
+        inside = msgspec.structs.replace(config, adapters=self.adapters.config)
+        self.core = core_client(messages.Start(inside, model), log_level=telemetry.config.log_level)
         self.core.on_report = self._apply_report
         # Spans and counters of steps.
         self._deferred = Deferred()
         self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id, self._deferred)
-        self.adapters = ServedAdapters(config.adapters, self.core.send, self._report_adapters)
         self.metrics = EngineMetrics(Metrics(max_label_values=telemetry.config.max_tenant_labels))
         self.lost = asyncio.Event()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
@@ -64,6 +69,9 @@ class EngineProcess:
         self._fingerprint = self._find_fingerprint()
         self._listener: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
+
+    def _send(self, command: messages.Command) -> None:
+        self.core.send(command)
 
     def _find_fingerprint(self) -> str:
         """Of the checkpoint's vocabulary; empty when a simulated engine has none and accepts any."""
@@ -118,7 +126,7 @@ class EngineProcess:
             model=self.model.served_name,
             revision=self.model.served_revision,
             fingerprint=fingerprint,
-            adapters=self.adapters.names,
+            adapters=tuple(each.name for each in self.adapters.served),
             unsupported_options=self.core.unsupported_options,
         )
 
@@ -148,9 +156,10 @@ class EngineProcess:
         )
 
     def _report_adapters(self) -> None:
-        self.dispatcher.report_adapters(self.adapters.names, self.adapters.loaded)
+        self.dispatcher.report_adapters(convert.to_adapters(self.adapters.known))
         if self._ready.done() and self.config.adapters.num_slots:
-            self.metrics.adapters(self.config.adapters.num_slots, self.adapters.loaded)
+            loaded = tuple(each.name for each in self.adapters.served if each.loaded)
+            self.metrics.adapters(self.config.adapters.num_slots, loaded)
 
     def refuse_if_draining(self) -> None:
         """Raises DRAINING when new requests are not taken any more."""
@@ -273,6 +282,14 @@ class EngineProcess:
         self._checks.clear()
         self.adapters.core_lost(error)
         self.lost.set()
+
+
+def _pretended_version(folder: str) -> str:
+    """Of an adapter that is simulated, whose folder there need not be."""
+    try:
+        return version_of(folder)
+    except AdapterError:
+        return blake2b(folder.encode(), digest_size=16).hexdigest()
 
 
 class CoreDied(Exception):

@@ -48,7 +48,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         assert handler is not None
         stream = GatewayStream(hello.gateway, self._engine.config.max_stream_backlog, handler.cancel)
         dispatcher = self._engine.dispatcher
-        stream.welcome(info)
+        stream.welcome(info, convert.to_adapters(self._engine.adapters.known))
         dispatcher.open(stream)
         # The generator may be abandoned in the middle of a write; this runs in any case.
         closing: Any = functools.partial(_close, dispatcher, stream)
@@ -146,28 +146,29 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             num_runner_states=checked.num_runner_states,
         )
 
+    async def CheckAdapter(
+        self, request: engine_pb2.CheckAdapterRequest, context: Context
+    ) -> engine_pb2.CheckAdapterResponse:
+        """See engine.proto."""
+        return engine_pb2.CheckAdapterResponse(version=await self._engine.adapters.check(request.path))
+
     async def AddAdapter(
         self, request: engine_pb2.AddAdapterRequest, context: Context
     ) -> engine_pb2.AddAdapterResponse:
         """See engine.proto."""
-        await self._engine.adapters.add(request.name, request.path)
+        await self._engine.adapters.add(request.name, request.path, request.version, request.generation)
         return engine_pb2.AddAdapterResponse()
 
     async def RemoveAdapter(
         self, request: engine_pb2.RemoveAdapterRequest, context: Context
     ) -> engine_pb2.RemoveAdapterResponse:
         """See engine.proto."""
-        self._engine.adapters.remove(request.name)
+        self._engine.adapters.remove(request.name, request.generation)
         return engine_pb2.RemoveAdapterResponse()
 
     async def ListAdapters(
         self, request: engine_pb2.ListAdaptersRequest, context: Context
     ) -> engine_pb2.ListAdaptersResponse:
         """See engine.proto."""
-        adapters = self._engine.adapters
-        return engine_pb2.ListAdaptersResponse(
-            adapters=[
-                engine_pb2.Adapter(name=name, path=adapters.path_of(name), loaded=name in adapters.loaded)
-                for name in adapters.names
-            ]
-        )
+        adapters = convert.to_adapters(self._engine.adapters.served)
+        return engine_pb2.ListAdaptersResponse(adapters=adapters["names"])

@@ -18,6 +18,7 @@ from engine.types import TokenEvent
 from engine.vllm_core import launch
 from engine.vllm_core.door import FrontDoor
 from engine.vllm_core.options import REFUSED
+from runtime.errors import ConfigError
 
 
 class VllmClient(CoreClient):
@@ -35,6 +36,7 @@ class VllmClient(CoreClient):
         self._folder = tempfile.TemporaryDirectory(prefix="millrace-vllm-")
         launch.lay_out(Path(self._folder.name))
         self._last: messages.StepDone | None = None
+        self._looking: set[asyncio.Task[None]] = set()
 
     def command(self, fd: int) -> tuple[tuple[str, ...], dict[str, str] | None]:
         """See CoreClient."""
@@ -43,8 +45,20 @@ class VllmClient(CoreClient):
             launch.variables(self._config, Path(self._folder.name)),
         )
 
+    async def start(self) -> None:
+        """See CoreClient."""
+        for folder in self._config.adapters.paths.values():
+            if problem := await asyncio.to_thread(_problem_with, folder):
+                raise ConfigError(f"engine.adapters.paths: {problem}")
+        await super().start()
+
     def send(self, command: messages.Command) -> None:
-        """Queues a command; a submission passes the door first."""
+        """Queues a command; a submission passes the door first, and an adapter is looked at."""
+        if isinstance(command, messages.AddAdapter):
+            looking = asyncio.create_task(self._look_at(command), name="look at an adapter")
+            self._looking.add(looking)
+            looking.add_done_callback(self._looking.discard)
+            return
         if isinstance(command, messages.Submit):
             failure = self._door.refusal(command.request, time.monotonic())
             if failure is not None:
@@ -53,6 +67,12 @@ class VllmClient(CoreClient):
                 asyncio.get_running_loop().call_soon(self._answer, event)
                 return
         super().send(command)
+
+    async def _look_at(self, command: messages.AddAdapter) -> None:
+        if problem := await asyncio.to_thread(_problem_with, command.folder):
+            self.on_report(messages.AdapterAdded(command.token, problem))
+        else:
+            super().send(command)
 
     def _answer(self, event: TokenEvent) -> None:
         if self._last is not None:
@@ -71,6 +91,18 @@ class VllmClient(CoreClient):
         """See CoreClient."""
         await super().stop()
         self._folder.cleanup()
+
+
+def _problem_with(folder: str) -> str:
+    """Why vLLM is not given an adapter; empty where it may decide."""
+    # NumPy, which other fronts do without.
+    from engine.adapters.peft import read_adapter
+
+    try:
+        read_adapter(Path(folder))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def client_of(make: str) -> Callable[..., CoreClient]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 from millrace.engine.v1 import engine_pb2
 
-from contract.engines import CancelReason, EngineInfo, EngineLoad, KvEvent
+from contract.engines import AdapterInfo, CancelReason, EngineInfo, EngineLoad, KvEvent
 from contract.errors import MillraceError, Reason
 from contract.outputs import EngineTime
 from contract.proto import engine as wire
@@ -127,8 +127,8 @@ class Attachment:
         self.state = EngineState.CONNECTING
         self.info: EngineInfo | None = None
         self.load = EngineLoad()
-        # Adapters that it has in memory.
-        self.loaded_adapters: frozenset[str] = frozenset()
+        # What names of adapters stand for there.
+        self.adapters: Mapping[str, AdapterInfo] = {}
         # Prompt tokens of own submissions without a token yet.
         self.unstarted_tokens = 0
         # Why the last connection ended, for people.
@@ -157,6 +157,11 @@ class Attachment:
     def num_open(self) -> int:
         """Own submissions that have not ended."""
         return len(self._legs)
+
+    def has_adapter(self, version: str, *, loaded: bool = False) -> bool:
+        """Whether it serves an adapter in this version, or has it in memory."""
+        served = (each for each in self.adapters.values() if each.version == version)
+        return any(each.loaded or not loaded for each in served)
 
     def start(self) -> None:
         """Begins to connect, in the background, until `stop`."""
@@ -269,7 +274,6 @@ class Attachment:
         self._check(self.target, info)
         self.info = info
         self.load = EngineLoad()
-        self.loaded_adapters = frozenset()
         self.last_failure = ""
         self._set_state(EngineState.READY)
 
@@ -280,14 +284,14 @@ class Attachment:
                 raise MillraceError(
                     Reason.ENGINE_UNAVAILABLE, f"engine {self.target} did not begin with its welcome"
                 )
+            self.adapters = wire.adapters(message.welcome.adapters)
             self._welcome(wire.info(message.welcome.info))
             return
         step = message.outputs
         if step.HasField("load"):
             self._set_load(wire.load(step.load))
         if step.HasField("adapters"):
-            self.info = msgspec.structs.replace(self.info, adapters=tuple(step.adapters.served))
-            self.loaded_adapters = frozenset(step.adapters.loaded)
+            self.adapters = wire.adapters(step.adapters)
             self._on_change(self)
         self._dispatch(step.outputs)
         if step.kv_events and self._on_kv_events is not None:

@@ -2,7 +2,8 @@
 
 When an engine is lost, every choice that has not ended is submitted to another one with its prompt, the
 tokens so far and the same seed. The random stream and the grammar depend on these alone, so the
-continuation is what the lost engine would have written.
+continuation is what the lost engine would have written. It is computed with the same version of its adapter,
+or ends with an error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from gateway.engines.types import EngineOutput, Submission
 # step that runs, which takes seconds where long prompts meet a slow processor. Nobody waits for this.
 _ANSWER_S = 10.0
 # Failures that another engine may not have.
-_ELSEWHERE = frozenset({Reason.DRAINING, Reason.ENGINE_UNAVAILABLE, Reason.STEP_FAILED})
+_ELSEWHERE = frozenset(
+    {Reason.DRAINING, Reason.ENGINE_UNAVAILABLE, Reason.STEP_FAILED, Reason.MODEL_NOT_FOUND}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,10 @@ class ContinuousStream:
         return len(self._losses)
 
     def start(self) -> None:
-        """Submits to the engine that routing picks; raises ENGINE_UNAVAILABLE when there is none."""
+        """Submits to the engine that routing picks; raises ENGINE_UNAVAILABLE when there is none, and
+        MODEL_NOT_FOUND when there can be none with its adapter.
+        """
+        self._submission = self._fleet.adapters.asked_for(self._submission)
         self._submit(self._submission, 0)
 
     async def take(self) -> list[EngineOutput]:
@@ -236,7 +242,11 @@ class ContinuousStream:
 
     def _resume(self) -> None:
         """Submits what has no engine, or sees to it that this is tried again when there is one."""
+        if not self._has_output:
+            self._submission = self._fleet.adapters.asked_for(self._submission)
         if not self._fleet.takers(self._submission):
+            if refusal := self._fleet.adapters.refusal(self._submission):
+                raise refusal
             if self._wait is None:
                 self._wait = asyncio.create_task(self._wait_for_engine(), name="wait for an engine")
             return

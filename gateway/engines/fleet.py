@@ -20,6 +20,7 @@ from contract.engines import EngineInfo, KvEvent
 from contract.errors import MillraceError, Reason, unsupported
 from contract.sampling import special_needs
 from gateway.config import RoutingConfig
+from gateway.engines.adapters import AdapterNames
 from gateway.engines.attachment import Attachment
 from gateway.engines.prefix import PrefixIndex, PromptHashes
 from gateway.engines.router import RouteCandidate, RouteReason, choose
@@ -153,6 +154,7 @@ class Fleet:
         self._on_unclaimed = on_unclaimed
         self._use_prefixes = routing.policy == "prefix"
         self._attachments: dict[str, Attachment] = {}
+        self.adapters = AdapterNames(self.of)
         self._prefixes: dict[str, PrefixIndex] = {}
         self._choices = itertools.count(1)
         self._last_chosen: dict[str, int] = {}
@@ -175,10 +177,6 @@ class Fleet:
     def serving(self, model: str) -> bool:
         """Whether an engine takes new requests for a version of a model."""
         return any(each.state is EngineState.READY for each in self.of(model))
-
-    def adapters(self, model: str) -> list[str]:
-        """Names of the adapters that a model's engines serve."""
-        return sorted({name for each in self.of(model) if each.info for name in each.info.adapters})
 
     def takers(self, submission: Submission) -> list[Attachment]:
         """Engines that take this submission now."""
@@ -213,6 +211,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """Closes every stream."""
+        self.adapters.stop()
         leaving = list(self._attachments.values())
         await self.set_targets([])
         for attachment in leaving:
@@ -233,7 +232,8 @@ class Fleet:
         """The engine for `submission`, one outside `avoid` where there is one; raises ENGINE_UNAVAILABLE."""
         ready = self.takers(submission)
         if not ready:
-            raise self._lacking(submission) or self.unavailable(submission)
+            adapter = self.adapters.refusal(submission)
+            raise adapter or self._lacking(submission) or self.unavailable(submission)
         if avoid:
             ready = [each for each in ready if each.target not in avoid] or ready
         if len(ready) == 1 and len(self.of(submission.model)) == 1:
@@ -265,7 +265,7 @@ class Fleet:
         return PromptHashes(
             submission.prompt_token_ids,
             model=submission.checkpoint,
-            adapter=submission.adapter,
+            adapter=submission.adapter_version,
             salt=submission.cache_salt,
             block_size=info.block_size,
         )
@@ -290,7 +290,8 @@ class Fleet:
             cached_tokens=cached_blocks * (info.block_size if info else 0),
             kv_usage=used / load.num_total_blocks if load.num_total_blocks else 0.0,
             is_home=is_home,
-            is_cold=bool(submission.adapter) and submission.adapter not in attachment.loaded_adapters,
+            is_cold=bool(submission.adapter)
+            and not attachment.has_adapter(submission.adapter_version, loaded=True),
             long_lane=attachment.target in self.routing.long_lane
             or (info is not None and info.pool in self.routing.long_lane),
             last_chosen=self._last_chosen.get(attachment.target, 0),
@@ -299,6 +300,7 @@ class Fleet:
     def _note_change(self, attachment: Attachment) -> None:
         if attachment.info is None and attachment.target in self._prefixes:
             self._prefixes[attachment.target].clear()
+        self.adapters.note(attachment)
         self._on_change()
         self._changed.set()
 
@@ -366,6 +368,7 @@ def _fits(attachment: Attachment, submission: Submission, needs: set[str] | None
         info.unsupported
     ):
         return False
-    has_adapter = not submission.adapter or submission.adapter in info.adapters
+    version = submission.adapter_version
+    has_adapter = not submission.adapter or (bool(version) and attachment.has_adapter(version))
     is_of_model = submission.model in ("", info.model_key)
     return is_of_model and has_adapter and submission.pool in ("", info.pool)

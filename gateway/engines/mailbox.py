@@ -40,6 +40,7 @@ def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
         "grammar": None if grammar is None else grammar_fields(grammar),
         "choice_index": submission.choice_index,
         "adapter": submission.adapter,
+        "adapter_version": submission.adapter_version,
         "entry_id": submission.entry_id,
     }
     return engine_pb2.AttachRequest(submit=fields)

@@ -50,6 +50,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: bytes = b""
     # LoRA adapter that the engine must serve; "" for the base model.
     adapter: str = ""
+    # Version of it that computes this, and no other; set when it is sent.
+    adapter_version: str = ""
     # Requests with the same one had better meet on one engine; "" says nothing.
     affinity: str = ""
     # Label that the engine must have; "" takes every engine.

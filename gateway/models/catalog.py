@@ -208,7 +208,10 @@ class Catalog:
         return Target(served=found.served, told=name, adapter=adapter)
 
     def _adapters(self, served: ServedModel) -> list[str]:
-        return sorted({*served.config.adapters, *self.fleet.adapters(served.key)})
+        known = self.fleet.adapters.of(served.key)
+        # Until an engine has said what it serves, the configuration is believed.
+        configured = () if self.fleet.of(served.key) else served.config.adapters.keys() - known.keys()
+        return sorted({*configured, *(name for name, each in known.items() if each.version)})
 
     def _all_names(self) -> Iterator[str]:
         for served in filter(None, map(self._served.get, self.models.models)):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -11,7 +15,7 @@ import pytest
 
 from services.supervisor.config import BUNDLED_MODEL
 from tests.e2e.conftest import needs_weights
-from tests.e2e.stack import Stack, raw
+from tests.e2e.stack import CONFIG, START_LIMIT_S, Stack, eventually, raw, running_stack
 
 pytestmark = [pytest.mark.e2e, needs_weights]
 
@@ -72,3 +76,49 @@ def test_a_name_stands_for_the_adapter_that_was_added_last(client: openai.OpenAI
     with pytest.raises(openai.NotFoundError):
         said(client, f"{stack.model}:other")
     assert said(client, f"{stack.model}:pirate") == pirate
+
+
+def test_an_engine_that_was_killed_answers_with_what_was_loaded_last(tmp_path: Path) -> None:
+    configured = f"""
+{CONFIG}
+[models.x]
+path = "{BUNDLED_MODEL}"
+[models.x.adapters.conf]
+path = "{PIRATE}"
+[models.x.adapters.gone]
+path = "{PIRATE}"
+"""
+    with running_stack(tmp_path, "--engines", "2", config=configured, model=None) as stack:
+
+        def answers(number: int) -> list[str]:
+            """As many at a time as need both engines."""
+
+            def answer(_: int) -> str:
+                with stack.openai() as client:
+                    return said(client, "x:conf")
+
+            with ThreadPoolExecutor(8) as pool:
+                return list(pool.map(answer, range(number)))
+
+        def came_back(engine: str) -> bool:
+            return f"{engine} is ready again" in stack.output.read_text()
+
+        with stack.openai() as client:
+            pirate, entries = (said(client, f"x:{name}") for name in ("pirate", "entries"))
+        assert set(answers(8)) == {pirate}
+        for action, fields in (
+            ("unload", {"lora_name": "x:gone"}),
+            ("unload", {"lora_name": "x:conf"}),
+            ("load", {"lora_name": "x:conf", "lora_path": str(ENTRIES)}),
+        ):
+            status, text = change(stack, action, **fields)
+            assert status == 200, text
+        for killed in ("engine-0", "engine-1"):
+            os.kill(stack.pid(killed), signal.SIGKILL)
+            # While it is away, when it has just come back, and when it has been given what it lacks.
+            told = answers(8)
+            assert eventually(partial(came_back, killed), START_LIMIT_S)
+            told += answers(48)
+            assert set(told) == {entries}
+        with stack.openai() as client, pytest.raises(openai.NotFoundError):
+            said(client, "x:gone")

@@ -72,7 +72,9 @@ class Engine(Protocol):
         ...
 
     async def add_adapter(self, name: str, folder: str) -> str:
-        """Serves an adapter from now on; what keeps it from that, or nothing. Raises EngineDied."""
+        """Serves an adapter, by its version, from now on; what keeps it from that, or nothing. Raises
+        EngineDied.
+        """
         ...
 
     def drop_adapter(self, name: str) -> None:

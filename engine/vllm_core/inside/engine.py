@@ -109,8 +109,9 @@ class VllmEngine:
         self._inputs = inputs
         self._settings = settings
         self._model = model
-        # vLLM's own requests for them, by name. It knows them by number; none is given twice.
-        self._adapters: dict[str, Any] = {}
+        # vLLM's own requests for them, with what their files are known by, by version. It knows them by
+        # number; none is given twice.
+        self._adapters: dict[str, tuple[Any, Any]] = {}
         self._numbers = itertools.count(1)
         self._tasks: Any = ()
         self._prefixes = CorePrefixes(model["path"])
@@ -145,7 +146,7 @@ class VllmEngine:
             problem = await engine.add_adapter(name, folder)
             if problem:
                 engine.close()
-                raise CannotStart(f"engine.adapters.paths.{name}: {problem}")
+                raise CannotStart(f"engine.adapters.paths: {problem}")
         for source in core.get_kv_event_sources().values():
             engine._subscribers.append(asyncio.ensure_future(engine._listen(source.endpoint)))
         return engine
@@ -185,6 +186,9 @@ class VllmEngine:
 
         if self._settings.lora_config is None:
             return "vLLM was started without slots for adapters; set engine.adapters.slots"
+        stamp, (known, former) = _stamp(folder), self._adapters.get(name, (None, None))
+        if known is not None and _stamp(known.lora_path) == former:
+            return ""
         asked = LoRARequest(name, next(self._numbers), folder)
         try:
             await self._core.add_lora_async(asked)
@@ -193,7 +197,7 @@ class VllmEngine:
         # A failed call comes back as this, with nothing but its words.
         except Exception as error:
             return f"vLLM does not take the adapter in {folder}: {error}"
-        self._adapters[name] = asked
+        self._adapters[name] = asked, stamp
         return ""
 
     def drop_adapter(self, name: str) -> None:
@@ -204,8 +208,15 @@ class VllmEngine:
         if not name:
             return None
         if name not in self._adapters:
-            raise SubmissionRefused(f"there is no adapter {name!r}")
-        return self._adapters[name]
+            raise SubmissionRefused("its adapter was removed")
+        asked, stamp = self._adapters[name]
+        # vLLM reads the files again whenever it has put others in their place.
+        if _stamp(asked.lora_path) != stamp:
+            raise SubmissionRefused(
+                f"{asked.lora_path} has changed since the adapter was added; add it again, from files that "
+                "stay"
+            )
+        return asked
 
     async def abort(self, keys: list[str]) -> None:
         """See bridge.Engine."""
@@ -279,6 +290,15 @@ class VllmEngine:
         for each in self._subscribers:
             each.cancel()
         self._core.shutdown(timeout=1.0)
+
+
+def _stamp(folder: str) -> list[tuple[int, int, int]]:
+    """What changes with an adapter's files; empty where one is missing."""
+    try:
+        found = [Path(folder, f"adapter_{name}").stat() for name in ("config.json", "model.safetensors")]
+    except OSError:
+        return []
+    return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
 
 
 def settings_of(chosen: dict[str, Any]) -> Any:

@@ -5,12 +5,11 @@ that `gateway.admin_tenants` names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from contract.errors import MillraceError, Reason, invalid
-from gateway.engines.adapters import add_adapter, list_adapters, remove_adapter
+from gateway.engines.adapters import AdapterNames
 from gateway.faces.openai.answer_types import AdapterCard, AdapterList, Done
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
@@ -52,7 +51,7 @@ class AdapterEndpoints:
         self._check(exchange)
         body = decode(_LOAD, exchange.take_body())
         served, name = self._named(body.lora_name)
-        await add_adapter(self._engines(served), name, body.lora_path)
+        await self._adapters.add(served.key, name, body.lora_path)
         await self._done(exchange, served, name, "is served")
 
     async def unload(self, exchange: Exchange) -> None:
@@ -60,7 +59,7 @@ class AdapterEndpoints:
         self._check(exchange)
         body = decode(_UNLOAD, exchange.take_body())
         served, name = self._named(body.lora_name)
-        await remove_adapter(self._engines(served), name)
+        await self._adapters.remove(served.key, name)
         await self._done(exchange, served, name, "takes no further requests")
 
     async def list(self, exchange: Exchange) -> None:
@@ -68,10 +67,10 @@ class AdapterEndpoints:
         self._check(exchange)
         found: list[AdapterCard] = []
         for served in self._pipeline().catalog.served.values():
-            adapters = await list_adapters(self._engines(served))
             found += [
-                AdapterCard(id=f"{served.name}{ADAPTER_SEPARATOR}{name}", parent=served.name, root=path)
-                for name, path in sorted(adapters.items())
+                AdapterCard(id=f"{served.name}{ADAPTER_SEPARATOR}{name}", parent=served.name, root=each.path)
+                for name, each in sorted(self._adapters.of(served.key).items())
+                if each.version
             ]
         await exchange.respond(200, _encode(AdapterList(data=found)))
 
@@ -94,8 +93,9 @@ class AdapterEndpoints:
             raise invalid("lora_name", f"{text!r} is not model:adapter with one of the models {known}")
         return served, name
 
-    def _engines(self, served: ServedModel) -> Any:
-        return self._pipeline().attempts.fleet.of(served.key)
+    @property
+    def _adapters(self) -> AdapterNames:
+        return self._pipeline().attempts.fleet.adapters
 
     async def _done(self, exchange: Exchange, served: ServedModel, name: str, what: str) -> None:
         await exchange.respond(200, _encode(Done(f"adapter {served.name}{ADAPTER_SEPARATOR}{name} {what}")))

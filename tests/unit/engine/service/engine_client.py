@@ -129,6 +129,7 @@ class Gateway:
         context: context_pb2.SignedContext | None = None,
         output: list[int] | None = None,
         adapter: str = "",
+        version: str = "",
         entry_id: str = "",
         **sampling: object,
     ) -> None:
@@ -140,6 +141,7 @@ class Gateway:
             output_token_ids=output or [],
             sampling=options,
             adapter=adapter,
+            adapter_version=version,
             entry_id=entry_id,
         )
         await self.call.write(engine_pb2.AttachRequest(submit=submit))

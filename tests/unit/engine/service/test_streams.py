@@ -9,7 +9,7 @@ from engine.service.dispatcher import GatewayStream
 
 async def test_steps_that_wait_go_together_behind_the_welcome() -> None:
     stream = GatewayStream("gateway", 100, lambda: None)
-    stream.welcome(engine_pb2.EngineInfo(model="m"))
+    stream.welcome(engine_pb2.EngineInfo(model="m"), {})
     stream.put(1, [{"handle": 7, "token_ids": [1]}, {"handle": 8, "token_ids": [2]}], {"num_running": 2}, 0.0)
     stream.kv_events.append(engine_pb2.KvEvent())
     stream.put(2, [{"handle": 7, "token_ids": [3]}], None, 0.0)

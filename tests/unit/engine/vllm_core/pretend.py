@@ -2,7 +2,7 @@
 
 Its model is arithmetic: token i of an answer is (sum of the prompt + i) modulo 50, plus 100. It is written
 into a folder, so that another interpreter process imports it as it would import vLLM. An adapter adds the
-number in its configuration.
+alpha of its configuration.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AsyncEngineArgs:
 """
 
 _CORE = """
-import asyncio, os, time
+import asyncio, json, os, time
 from types import SimpleNamespace
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -113,7 +113,8 @@ class _Core:
         if not os.path.isfile(os.path.join(asked.lora_path, "adapter_config.json")):
             raise Exception("Call to add_lora method failed: no adapter_config.json")
         assert asked.lora_int_id not in self.adapters
-        self.adapters[asked.lora_int_id] = int(open(asked.lora_path + "/adapter_config.json").read())
+        config = json.load(open(asked.lora_path + "/adapter_config.json"))
+        self.adapters[asked.lora_int_id] = config["lora_alpha"]
 
     async def call_utility_all_async(self, name):
         assert name == "millrace_books"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
 from contract.sampling import SamplingParams
 from engine.config import AdaptersConfig, EngineConfig, SchedulerConfig, VllmConfig
@@ -19,6 +23,8 @@ from engine.vllm_core import client as client_module
 from engine.vllm_core import launch
 from engine.vllm_core.client import VllmClient
 from runtime.config import ModelConfig
+from runtime.errors import ConfigError
+from tests.unit.engine.adapters.broken import one_value
 from tests.unit.engine.vllm_core import pretend
 
 LIMIT_S = 60.0
@@ -183,7 +189,9 @@ def test_continuation_cancel_deadline_and_failure(tmp_path: Path, monkeypatch: p
 def adapter(folder: Path, adds: int) -> str:
     """The folder of one whose answers are those of the model and so much more."""
     folder.mkdir()
-    (folder / "adapter_config.json").write_text(str(adds))
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": adds}))
+    tensors = {f"base_model.model.q_proj.lora_{part}.weight": np.ones((1, 1), np.float32) for part in "AB"}
+    save_file(tensors, folder / "adapter_model.safetensors")
     return str(folder)
 
 
@@ -208,9 +216,14 @@ def test_adapters_are_read_before_anybody_is_told_that_they_serve(
         problem = await add("bad", missing)
         assert missing in problem
         assert "no adapter_config.json" in problem
+        broken = adapter(tmp_path / "broken", 0)
+        one_value("A", math.nan)(Path(broken))
+        problem = await add("bad", broken)
+        assert broken in problem, "vLLM would serve it"
+        assert "numbers that are not finite" in problem
         refused = (await answer(2, "bad")).failure
         assert refused is not None
-        assert "'bad'" in refused.message
+        assert (refused.reason, "was removed" in refused.message) == ("INVALID_ARGUMENT", True)
         assert await add("second", adapter(tmp_path / "second", 200)) == ""
         await answer(3, "second")
         assert talk.tokens(3) == [token + 200 for token in expected((5, 6), 4)]
@@ -218,6 +231,12 @@ def test_adapters_are_read_before_anybody_is_told_that_they_serve(
         assert (await answer(4, "first")).failure is not None
         await answer(5, "second")
         assert talk.tokens(5) == talk.tokens(3), "it is still known by the same number"
+        # Which is not asked to read other files than those that were added.
+        (tmp_path / "second" / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": 2000}))
+        refused = (await answer(6, "second")).failure
+        assert refused is not None
+        assert refused.reason == "INVALID_ARGUMENT"
+        assert "has changed since the adapter was added; add it again" in refused.message
 
     talking(tmp_path, monkeypatch, story, adapters=config)
 
@@ -226,11 +245,11 @@ def test_an_adapter_that_cannot_be_read_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(talk: Talk) -> None:
-        (refused,) = talk.of(messages.CoreRefused)
-        assert "engine.adapters.paths.lost" in refused.message
+        raise AssertionError("it started")
 
     config = AdaptersConfig(paths={"lost": str(tmp_path / "lost")}, slots=1)
-    talking(tmp_path, monkeypatch, story, adapters=config)
+    with pytest.raises(ConfigError, match=f"engine.adapters.paths: {tmp_path}.*no adapter_config.json"):
+        talking(tmp_path, monkeypatch, story, adapters=config)
 
 
 def test_the_door_answers_before_the_core_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace.engine.v1 import engine_pb2
 
 from contract.engines import BlocksEvicted, BlocksStored
 from contract.prefix import PrefixHasher, event_hash
@@ -12,7 +11,7 @@ from gateway.config import RoutingConfig
 from gateway.engines.prefix import PrefixIndex, PromptHashes
 from gateway.engines.router import RouteCandidate, RouteChoice, RouteReason, choose
 from tests.unit.gateway.rig.deployment import deployed
-from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.engine import ScriptedEngine, adapter
 
 POLICY = RoutingConfig()
 token_ids = st.lists(st.integers(0, 2**31), max_size=80)
@@ -143,11 +142,11 @@ async def test_long_prompts_go_to_the_pool_that_is_their_lane() -> None:
 async def test_changes_of_an_engine_s_adapters_reach_the_choice() -> None:
     engines = [ScriptedEngine(name="a", adapters=("poet",)), ScriptedEngine(name="b", adapters=("poet",))]
     async with deployed(*engines) as stack:
-        engines[1].news = engine_pb2.Adapters(served=["poet", "late"], loaded=["poet"])
+        engines[1].loaded = ("poet",)
+        engines[1].names["late"] = adapter("late", "/late")
+        await engines[1].tell_adapters()
         listed: list[str] = []
         while "tiny:late" not in listed:
-            # Both are idle: they take turns, and the second tells with its answer.
-            await stack.chat()
             listed = [model["id"] for model in (await stack.http.get("/v1/models")).json()["data"]]
         for engine in engines:
             engine.submissions.clear()

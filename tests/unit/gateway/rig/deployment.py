@@ -95,6 +95,12 @@ async def serve_engine(engine: ScriptedEngine, listen: str = "127.0.0.1:0") -> G
     return await _listen(register, engine, "millrace.engine.v1.EngineService", listen)
 
 
+async def _stop_all(servers: list[GrpcServer]) -> None:
+    """Those of this moment: a test may have put another in the place of one."""
+    for server in servers:
+        await server.stop(0)
+
+
 @asynccontextmanager
 async def deployed(
     *engines: ScriptedEngine,
@@ -114,8 +120,7 @@ async def deployed(
         )
         stack.push_async_callback(tokenizer_server.stop, 0)
         servers = [await serve_engine(engine) for engine in served]
-        for server in servers:
-            stack.push_async_callback(server.stop, 0)
+        stack.push_async_callback(_stop_all, servers)
         metrics = Metrics()
         settings = load_settings(_tables(tokenizer_server, servers, tables or {}))
         telemetry = telemetry or tracing.Telemetry("gateway", ObservabilityConfig(), None)

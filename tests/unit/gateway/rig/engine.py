@@ -22,6 +22,11 @@ def hello(submit: engine_pb2.Submit, choice: int) -> list[int]:
     return [*encode(f"hello {choice}"), END_ID]
 
 
+def adapter(name: str, path: str, generation: int = 0) -> engine_pb2.Adapter:
+    """A name that stands for what is in a folder."""
+    return engine_pb2.Adapter(name=name, path=path, version=path[::-1], generation=generation)
+
+
 @dataclass(eq=False)
 class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     """`reply` gives the tokens of a choice. Steps wait for `gate` and take `step_s`."""
@@ -34,12 +39,18 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     fingerprint: str = FINGERPRINT
     model: str = "tiny"
     revision: str = ""
+    # Configured ones; a folder's version is its path backwards.
     adapters: tuple[str, ...] = ()
-    # Of adapters that were added by a call, and folders that it cannot read.
-    paths: dict[str, str] = field(default_factory=dict)
+    # Folders that it cannot read.
     unreadable: tuple[str, ...] = ()
-    # Told with every step.
-    news: engine_pb2.Adapters | None = None
+    # What names stand for, and those of them that are in memory.
+    names: dict[str, engine_pb2.Adapter] = field(default_factory=dict)
+    loaded: tuple[str, ...] = ()
+    # Changes wait for the first; what gateways hear of them, for the second.
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    tells: asyncio.Event = field(default_factory=asyncio.Event)
+    telling: asyncio.Task[None] | None = None
+    streams: set[asyncio.Queue[Any]] = field(default_factory=set)
     pool: str = ""
     # Sampling options that it refuses, by name.
     unsupported: tuple[str, ...] = ()
@@ -64,34 +75,59 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     dies_after_tokens: int = -1
 
     def __post_init__(self) -> None:
-        self.gate.set()
+        for event in (self.gate, self.answers, self.tells):
+            event.set()
+        self.restart()
 
-    async def AddAdapter(self, request: Any, context: Any) -> engine_pb2.AddAdapterResponse:
+    def restart(self) -> None:
+        """It knows what it was configured with, and no more."""
+        self.names = {name: adapter(name, f"/configured/{name}") for name in self.adapters}
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Folders of what names stand for."""
+        return {each.name: each.path for each in self.names.values() if each.version}
+
+    async def CheckAdapter(self, request: Any, context: Any) -> engine_pb2.CheckAdapterResponse:
         if request.path in self.unreadable:
             raise invalid("path", f"{self.name} finds nothing at {request.path}")
-        self.paths[request.name] = request.path
-        self._tell_adapters()
+        return engine_pb2.CheckAdapterResponse(version=request.path[::-1])
+
+    async def AddAdapter(self, request: Any, context: Any) -> engine_pb2.AddAdapterResponse:
+        await self.CheckAdapter(request, context)
+        await self._put(adapter(request.name, request.path, request.generation))
         return engine_pb2.AddAdapterResponse()
 
     async def RemoveAdapter(self, request: Any, context: Any) -> engine_pb2.RemoveAdapterResponse:
-        if self.paths.pop(request.name, None) is None:
-            raise MillraceError(Reason.MODEL_NOT_FOUND, f"adapter {request.name!r} is not served")
-        self._tell_adapters()
+        await self._put(engine_pb2.Adapter(name=request.name, generation=request.generation))
         return engine_pb2.RemoveAdapterResponse()
 
-    async def ListAdapters(self, request: Any, context: Any) -> engine_pb2.ListAdaptersResponse:
-        adapters = [engine_pb2.Adapter(name=name, path=path) for name, path in self.paths.items()]
-        return engine_pb2.ListAdaptersResponse(adapters=adapters)
+    async def _put(self, new: engine_pb2.Adapter) -> None:
+        await self.answers.wait()
+        if new.name not in self.names or new.generation > self.names[new.name].generation:
+            self.names[new.name] = new
+            self.telling = asyncio.create_task(self.tell_adapters())
 
-    def _tell_adapters(self) -> None:
-        self.news = engine_pb2.Adapters(served=list(self.paths))
+    async def tell_adapters(self) -> None:
+        """Gateways hear what names stand for."""
+        await self.tells.wait()
+        for stream in self.streams:
+            stream.put_nowait(self.told())
+
+    def told(self) -> engine_pb2.Adapters:
+        """What names stand for, as gateways hear it."""
+        for each in self.names.values():
+            each.loaded = each.name in self.loaded
+        return engine_pb2.Adapters(names=self.names.values())
 
     async def Attach(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         first = await anext(requests)
         if first.hello.vocabulary_fingerprint not in ("", self.fingerprint):
             raise MillraceError(Reason.VOCABULARY_MISMATCH, f"{self.name} has another vocabulary")
-        yield engine_pb2.AttachResponse(welcome=engine_pb2.Welcome(info=self._info()))
-        outputs: asyncio.Queue[engine_pb2.RequestOutput | None] = asyncio.Queue()
+        welcome = engine_pb2.Welcome(info=self._info(), adapters=self.told())
+        yield engine_pb2.AttachResponse(welcome=welcome)
+        outputs: asyncio.Queue[engine_pb2.RequestOutput | engine_pb2.Adapters | None] = asyncio.Queue()
+        self.streams.add(outputs)
         tasks: dict[int, asyncio.Task[None]] = {}
         reader = asyncio.create_task(self._read(requests, outputs, tasks))
         try:
@@ -100,7 +136,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 step = engine_pb2.StepOutputs()
                 piece = await outputs.get()
                 while piece is not None:
-                    step.outputs.append(piece)
+                    if isinstance(piece, engine_pb2.Adapters):
+                        step.adapters.CopyFrom(piece)
+                    else:
+                        step.outputs.append(piece)
                     if outputs.empty():
                         break
                     piece = outputs.get_nowait()
@@ -108,11 +147,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 step.load.num_running = self.num_running
                 step.load.num_total_blocks = 100
                 step.load.num_free_blocks = 100
-                if self.news is not None:
-                    step.adapters.CopyFrom(self.news)
                 yield engine_pb2.AttachResponse(outputs=step)
             raise MillraceError(Reason.ENGINE_UNAVAILABLE, "killed by the test")
         finally:
+            self.streams.discard(outputs)
             reader.cancel()
             for task in tasks.values():
                 task.cancel()
@@ -229,7 +267,6 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             engine_id=self.name,
             model=self.model,
             revision=self.revision,
-            adapters=self.adapters,
             pool=self.pool,
             unsupported=self.unsupported,
             vocabulary_fingerprint=self.fingerprint,

@@ -144,6 +144,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
+    ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Handle chosen by the gateway, unique on this stream; the context's request_id is what people see."""
     adapter: _builtins.str
@@ -152,6 +153,8 @@ class Submit(_message.Message):
     """Index of the choice, for a request of which one choice alone is resubmitted; part of the random seed."""
     entry_id: _builtins.str
     """Row of the gateway's ledger; comes back in UnclaimedTokens if the gateway goes. Empty where no books are kept."""
+    adapter_version: _builtins.str
+    """Version of the adapter that computes this and no other; empty takes the one that the name stands for."""
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     @_builtins.property
@@ -178,10 +181,11 @@ class Submit(_message.Message):
         adapter: _builtins.str = ...,
         choice_index: _builtins.int = ...,
         entry_id: _builtins.str = ...,
+        adapter_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "context", b"context", "grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "adapter", b"adapter", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -246,21 +250,27 @@ class Adapters(_message.Message):
 
     SERVED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def served(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def loaded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Those of them that are in memory: a request for another one waits until it is loaded."""
 
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """What every name stands for, with names that were removed."""
+
     def __init__(
         self,
         *,
         served: _abc.Iterable[_builtins.str] | None = ...,
         loaded: _abc.Iterable[_builtins.str] | None = ...,
+        names: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "served", b"served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "names", b"names", "served", b"served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,16 +283,20 @@ class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INFO_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> Global___EngineInfo: ...
+    @_builtins.property
+    def adapters(self) -> Global___Adapters: ...
     def __init__(
         self,
         *,
         info: Global___EngineInfo | None = ...,
+        adapters: Global___Adapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "info", b"info"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,7 +441,7 @@ class StepOutputs(_message.Message):
     def kv_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]: ...
     @_builtins.property
     def adapters(self) -> Global___Adapters:
-        """Whenever they have changed, and once after the welcome."""
+        """Whenever they have changed."""
 
     @_builtins.property
     def unclaimed(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnclaimedTokens]:
@@ -881,23 +895,70 @@ class CheckInvariantsResponse(_message.Message):
 Global___CheckInvariantsResponse: _TypeAlias = CheckInvariantsResponse  # noqa: Y015
 
 @_typing.final
+class CheckAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """As in AddAdapterRequest."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckAdapterRequest: _TypeAlias = CheckAdapterRequest  # noqa: Y015
+
+@_typing.final
+class CheckAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckAdapterResponse: _TypeAlias = CheckAdapterResponse  # noqa: Y015
+
+@_typing.final
 class AddAdapterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """Folder that the engine can read, as PEFT saves it: adapter_config.json and adapter_model.safetensors."""
+    version: _builtins.str
+    """Refused where the files are of another version; empty takes them as they are."""
+    generation: _builtins.int
+    """See Adapter. What the engine knows of the name and is newer stays. 0: newer than that."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         path: _builtins.str = ...,
+        version: _builtins.str = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "name", b"name", "path", b"path", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -923,15 +984,19 @@ class RemoveAdapterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    generation: _builtins.int
+    """As in AddAdapterRequest; with 0, an unknown name is an error."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -994,20 +1059,30 @@ class Adapter(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     loaded: _builtins.bool
     """Whether it is in memory now."""
+    version: _builtins.str
+    """Digest of its files; empty where the name was removed."""
+    generation: _builtins.int
+    """When the name was given to it or removed, as a number that grows with every such change of the name wherever
+    it is made: of two, the greater holds. 0: by the engine's configuration.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         path: _builtins.str = ...,
         loaded: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "name", b"name", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "loaded", b"loaded", "name", b"name", "path", b"path", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

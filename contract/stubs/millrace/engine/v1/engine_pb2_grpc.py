@@ -44,6 +44,11 @@ class EngineServiceStub:
                 request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsRequest.SerializeToString,
                 response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsResponse.FromString,
                 _registered_method=True)
+        self.CheckAdapter = channel.unary_unary(
+                '/millrace.engine.v1.EngineService/CheckAdapter',
+                request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckAdapterRequest.SerializeToString,
+                response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckAdapterResponse.FromString,
+                _registered_method=True)
         self.AddAdapter = channel.unary_unary(
                 '/millrace.engine.v1.EngineService/AddAdapter',
                 request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AddAdapterRequest.SerializeToString,
@@ -79,23 +84,30 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckAdapter(self, request, context):
+        """CheckAdapter reads a folder as AddAdapter does, and changes nothing that is served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AddAdapter(self, request, context):
-        """AddAdapter makes an adapter known under a name, or puts another one in its place. Requests that run with the
-        former end with it. The service is for the inside: whoever may call it may do so.
+        """AddAdapter lets a name stand for the adapter in a folder. Requests that run with the former one end with it.
+        The service is for the inside: whoever may call it may do so.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveAdapter(self, request, context):
-        """RemoveAdapter takes no further requests for an adapter; those that were accepted are served.
+        """RemoveAdapter lets a name stand for nothing; requests that were accepted are served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """ListAdapters says which adapters are served.
+        """ListAdapters says what every name stands for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,6 +125,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.CheckInvariants,
                     request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsRequest.FromString,
                     response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsResponse.SerializeToString,
+            ),
+            'CheckAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckAdapter,
+                    request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckAdapterRequest.FromString,
+                    response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckAdapterResponse.SerializeToString,
             ),
             'AddAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.AddAdapter,
@@ -184,6 +201,33 @@ class EngineService:
             '/millrace.engine.v1.EngineService/CheckInvariants',
             millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsRequest.SerializeToString,
             millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.engine.v1.EngineService/CheckAdapter',
+            millrace_dot_engine_dot_v1_dot_engine__pb2.CheckAdapterRequest.SerializeToString,
+            millrace_dot_engine_dot_v1_dot_engine__pb2.CheckAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

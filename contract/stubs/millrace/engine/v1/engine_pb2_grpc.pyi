@@ -37,14 +37,16 @@ class EngineServiceStub:
     """
     CheckInvariants: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CheckInvariantsRequest, _engine_pb2.CheckInvariantsResponse]
     """CheckInvariants verifies the KV bookkeeping between two steps and counts the blocks."""
+    CheckAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CheckAdapterRequest, _engine_pb2.CheckAdapterResponse]
+    """CheckAdapter reads a folder as AddAdapter does, and changes nothing that is served."""
     AddAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AddAdapterRequest, _engine_pb2.AddAdapterResponse]
-    """AddAdapter makes an adapter known under a name, or puts another one in its place. Requests that run with the
-    former end with it. The service is for the inside: whoever may call it may do so.
+    """AddAdapter lets a name stand for the adapter in a folder. Requests that run with the former one end with it.
+    The service is for the inside: whoever may call it may do so.
     """
     RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.RemoveAdapterRequest, _engine_pb2.RemoveAdapterResponse]
-    """RemoveAdapter takes no further requests for an adapter; those that were accepted are served."""
+    """RemoveAdapter lets a name stand for nothing; requests that were accepted are served."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]
-    """ListAdapters says which adapters are served."""
+    """ListAdapters says what every name stands for."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -55,14 +57,16 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """
     CheckInvariants: _aio.UnaryUnaryMultiCallable[_engine_pb2.CheckInvariantsRequest, _engine_pb2.CheckInvariantsResponse]  # type: ignore[assignment]
     """CheckInvariants verifies the KV bookkeeping between two steps and counts the blocks."""
+    CheckAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.CheckAdapterRequest, _engine_pb2.CheckAdapterResponse]  # type: ignore[assignment]
+    """CheckAdapter reads a folder as AddAdapter does, and changes nothing that is served."""
     AddAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.AddAdapterRequest, _engine_pb2.AddAdapterResponse]  # type: ignore[assignment]
-    """AddAdapter makes an adapter known under a name, or puts another one in its place. Requests that run with the
-    former end with it. The service is for the inside: whoever may call it may do so.
+    """AddAdapter lets a name stand for the adapter in a folder. Requests that run with the former one end with it.
+    The service is for the inside: whoever may call it may do so.
     """
     RemoveAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.RemoveAdapterRequest, _engine_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
-    """RemoveAdapter takes no further requests for an adapter; those that were accepted are served."""
+    """RemoveAdapter lets a name stand for nothing; requests that were accepted are served."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]  # type: ignore[assignment]
-    """ListAdapters says which adapters are served."""
+    """ListAdapters says what every name stands for."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -84,13 +88,21 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """CheckInvariants verifies the KV bookkeeping between two steps and counts the blocks."""
 
     @_abc_1.abstractmethod
+    def CheckAdapter(
+        self,
+        request: _engine_pb2.CheckAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.CheckAdapterResponse, _abc.Awaitable[_engine_pb2.CheckAdapterResponse]]:
+        """CheckAdapter reads a folder as AddAdapter does, and changes nothing that is served."""
+
+    @_abc_1.abstractmethod
     def AddAdapter(
         self,
         request: _engine_pb2.AddAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.AddAdapterResponse, _abc.Awaitable[_engine_pb2.AddAdapterResponse]]:
-        """AddAdapter makes an adapter known under a name, or puts another one in its place. Requests that run with the
-        former end with it. The service is for the inside: whoever may call it may do so.
+        """AddAdapter lets a name stand for the adapter in a folder. Requests that run with the former one end with it.
+        The service is for the inside: whoever may call it may do so.
         """
 
     @_abc_1.abstractmethod
@@ -99,7 +111,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.RemoveAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.RemoveAdapterResponse, _abc.Awaitable[_engine_pb2.RemoveAdapterResponse]]:
-        """RemoveAdapter takes no further requests for an adapter; those that were accepted are served."""
+        """RemoveAdapter lets a name stand for nothing; requests that were accepted are served."""
 
     @_abc_1.abstractmethod
     def ListAdapters(
@@ -107,6 +119,6 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ListAdaptersResponse, _abc.Awaitable[_engine_pb2.ListAdaptersResponse]]:
-        """ListAdapters says which adapters are served."""
+        """ListAdapters says what every name stands for."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
