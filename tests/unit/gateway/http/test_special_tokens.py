@@ -1,4 +1,4 @@
-"""What a tokenizer puts around a plain text is left out when a client says so, and `/tokenize` counts alike."""
+"""What a tokenizer puts around a plain text is left out where a client says so; `/tokenize` counts alike."""
 
 from __future__ import annotations
 
