@@ -95,6 +95,8 @@ class TextPrompt(msgspec.Struct, frozen=True):
     """A text to be continued."""
 
     text: str
+    # Whether the tokens are put around it that the tokenizer has for a plain text, such as one at its start.
+    add_special_tokens: bool = True
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):

@@ -11,6 +11,8 @@ from engine.model.spec import CheckpointError, RopeSpec
 
 # Beyond any model's layers, heads and widths; more is a damaged file.
 LARGEST_COUNT = 1 << 31
+# Numbers of a rotation that older configurations have beside its other parameters.
+_BESIDE = ("rope_theta", "partial_rotary_factor")
 
 
 class ConfigReader:
@@ -94,28 +96,80 @@ class ConfigReader:
 
     def rope(self, rotary_dim: int, *, layer_type: str = "", default_theta: float = 10_000.0) -> RopeSpec:
         """The rotation of one kind of layer, from `rope_parameters` (flat, or nested by layer type) or from
-        `rope_theta` and `rope_scaling`. `rotary_dim` is before a `partial_rotary_factor`.
+        `rope_theta` and `rope_scaling`. `rotary_dim` is before a `partial_rotary_factor`. Raises
+        CheckpointError naming both keys where they contradict each other.
         """
-        given = self.values.get("rope_parameters") or {}
-        if layer_type and isinstance(given.get(layer_type), Mapping):
-            given = given[layer_type]
-        parameters = dict(self.values.get("rope_scaling") or {}) | dict(given)
-        theta = parameters.pop("rope_theta", None) or self.number("rope_theta", default_theta)
-        older = parameters.pop("type", None)
-        kind = parameters.pop("rope_type", None) or older or "default"
+        found = {}
+        for key in ("rope_parameters", "rope_scaling"):
+            given = self._table(key)
+            is_nested = bool(layer_type) and isinstance(given.get(layer_type), Mapping)
+            if given:
+                given = dict(given[layer_type]) if is_nested else given
+                found[key] = self._rotation(key, given, rotary_dim, default_theta, is_nested=is_nested)
+        if not found:
+            return self._rotation("rope_scaling", {}, rotary_dim, default_theta, is_nested=False)
+        first, *others = found.values()
+        for other in others:
+            self._refuse_difference(first, other)
+        return first
+
+    def _table(self, key: str) -> dict[str, Any]:
+        value = self.values.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.source}: {key} = {value!r} is not a table of keys")
+        return dict(value)
+
+    def _rotation(
+        self, key: str, given: dict[str, Any], rotary_dim: int, default_theta: float, *, is_nested: bool
+    ) -> RopeSpec:
+        """What one key says of the rotation, with what stands beside it."""
+        parameters = {name: value for name, value in given.items() if value is not None}
+        names = [parameters.pop(name) for name in ("rope_type", "type") if name in parameters]
         # The name that the first Phi-3 checkpoints have for it.
-        kind = "longrope" if kind == "su" else kind
-        partial = parameters.pop("partial_rotary_factor", None) or self.number("partial_rotary_factor", 1.0)
+        kinds = ["longrope" if name == "su" else name for name in names] or ["default"]
+        if len(set(map(str, kinds))) > 1:
+            raise CheckpointError(
+                f"{self.source}: {key}.rope_type = {names[0]!r} and {key}.type = {names[1]!r} contradict "
+                "each other; leave one out"
+            )
+        theta, partial = (self._agreed(key, name, given, is_nested=is_nested) for name in _BESIDE)
+        parameters = {name: value for name, value in parameters.items() if name not in _BESIDE}
         # Phi-3 keeps the original length beside the scaling, and there it has priority.
         original = self.values.get("original_max_position_embeddings")
         if original is not None:
             parameters["original_max_position_embeddings"] = original
         return RopeSpec(
-            kind=kind,
-            theta=float(theta),
-            rotary_dim=int(rotary_dim * partial),
-            max_positions=self.integer("max_position_embeddings"),
+            kind=kinds[0],
+            theta=float(default_theta if theta is None else theta),
+            rotary_dim=int(rotary_dim * (1.0 if partial is None else partial)),
+            max_positions=self.count("max_position_embeddings"),
             parameters=parameters,
+        )
+
+    def _agreed(self, key: str, name: str, given: Mapping[str, Any], *, is_nested: bool) -> float | None:
+        """A number that stands inside of `key`, beside it, or in both places. Of one kind of layer alone what
+        stands beside says nothing.
+        """
+        inside = ConfigReader(given, f"{self.source}: {key}").optional_number(name)
+        beside = self.optional_number(name)
+        if inside is not None and beside is not None and inside != beside and not is_nested:
+            raise CheckpointError(
+                f"{self.source}: {key}.{name} = {inside!r} and {name} = {beside!r} contradict each other; "
+                "leave one out"
+            )
+        return beside if inside is None else inside
+
+    def _refuse_difference(self, newer: RopeSpec, older: RopeSpec) -> None:
+        if newer == older:
+            return
+        first, second = (
+            {"rope_type": rope.kind, "rope_theta": rope.theta, "partial": rope.rotary_dim, **rope.parameters}
+            for rope in (newer, older)
+        )
+        name = next(name for name in {**first, **second} if first.get(name) != second.get(name))
+        raise CheckpointError(
+            f"{self.source}: rope_parameters.{name} = {first.get(name)!r} and rope_scaling.{name} = "
+            f"{second.get(name)!r} contradict each other; leave one of the two keys out"
         )
 
     def _typed(self, key: str, default: object, kind: Any, noun: str) -> Any:

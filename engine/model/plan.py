@@ -91,13 +91,14 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus completion: the model's own limit, or the lower one configured."""
-        limit, asked = self.spec.max_positions, self.config.max_model_len
-        if asked > limit and "original_max_position_embeddings" not in self.spec.ropes[0].parameters:
+        rope, asked = self.spec.ropes[0], self.config.max_model_len
+        limit = rope.longest_positions
+        if asked > limit:
             raise ConfigError(
                 f"engine.max_model_len = {asked} exceeds the {limit} positions of {self.spec.architecture}; "
                 "lower it"
             )
-        return asked or limit
+        return asked or self.spec.max_positions
 
 
 def choose_dtype(config: EngineConfig, spec: ModelSpec, device: str, num_weights: int) -> str:

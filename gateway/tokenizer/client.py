@@ -151,8 +151,11 @@ class TokenizerClient:
         match prompt:
             case Conversation():
                 parts["conversation"] = conversation_fields(prompt)
-            case TextPrompt(text=text):
+            case TextPrompt(text=text, add_special_tokens=True):
                 parts["text"] = text
+            case TextPrompt():
+                ids = await self.tokenize(model, prompt, context=context, add_special_tokens=False)
+                parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
             case TokenPrompt(token_ids=ids):
                 parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
         wire = await self._wire(parts, prompt)

@@ -28,6 +28,8 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
     # OpenAI means the number of alternatives here.
     logprobs: int | None = None
     echo: bool | None = None
+    # As in /tokenize: False leaves out what the tokenizer puts around a plain text.
+    add_special_tokens: bool | None = None
 
 
 DECODER = msgspec.json.Decoder(with_unserved(CompletionBody))
@@ -39,6 +41,8 @@ def completion_requests(
     """One domain request per prompt, in order."""
     check_common(body)
     prompts = _prompts(body.prompt)
+    if body.add_special_tokens is False:
+        prompts = [_as_it_is(prompt) for prompt in prompts]
     echo = bool(body.echo)
     logprobs = body.logprobs
     options = sampling(body, max_tokens=body.max_tokens, logprobs=logprobs)
@@ -63,6 +67,11 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
     if len(prompt) > MAX_PROMPTS:
         raise invalid("prompt", f"{len(prompt)} prompts; the limit is {MAX_PROMPTS}")
     return [_one_prompt(each, f"prompt[{index}]") for index, each in enumerate(prompt)]
+
+
+def _as_it_is(prompt: Prompt) -> Prompt:
+    """A prompt to which no token is added; ids are such already."""
+    return TextPrompt(prompt.text, add_special_tokens=False) if isinstance(prompt, TextPrompt) else prompt
 
 
 def _one_prompt(prompt: str | int | list[int], field: str) -> Prompt:

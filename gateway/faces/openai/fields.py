@@ -60,7 +60,7 @@ HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "add_generation_prompt": (True,),
-    "add_special_tokens": (True, False),
+    "add_special_tokens": (False,),
     "length_penalty": (1,),
     "return_tokens_as_token_ids": (False,),
     "priority": (0,),
@@ -71,6 +71,7 @@ _REMEDIES: Mapping[str, str] = {
     "store": "answers are not stored; leave it out or send false",
     "modalities": 'only text is served; leave it out or send ["text"]',
     "skip_special_tokens": "special tokens are never shown",
+    "add_special_tokens": "a template writes them; leave it out",
     "add_generation_prompt": "an answer is always begun; use continue_final_message to continue one",
 }
 
@@ -78,7 +79,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_retention": "prefixes are kept as long as there is room",
     "prediction": "no draft is taken from clients",
     "spaces_between_special_tokens": "special tokens are never shown",
-    "add_special_tokens": "the template decides",
 }
 
 
@@ -92,7 +92,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def with_unserved(body: type[Body]) -> type[Body]:
     """The type of a body with the fields that are not served beside its own."""
-    declared = [(name, msgspec.Raw, msgspec.Raw()) for name in UNSERVED]
+    served = body.__struct_fields__
+    declared = [(name, msgspec.Raw, msgspec.Raw()) for name in UNSERVED if name not in served]
     made = msgspec.defstruct(
         body.__name__, declared, bases=(body,), frozen=True, kw_only=True, forbid_unknown_fields=True
     )
@@ -107,7 +108,8 @@ def check_unserved(body: msgspec.Struct) -> list[str]:
         return []
     warnings = []
     for name, value in zip(UNSERVED, _values(body), strict=True):
-        raw = bytes(value)
+        # One API may serve what another does not.
+        raw = bytes(value) if isinstance(value, msgspec.Raw) else b""
         if raw in _NULL or _changes_nothing(name, raw):
             continue
         if name in WITHOUT_EFFECT:

@@ -20,6 +20,8 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.tool_call_format = "hermes"
         self.reasoning_format = "think"
         self.assistant_prefix = ""
+        # What is put before a plain text, unless the request says that nothing is added.
+        self.start_ids: list[int] = []
 
     async def GetVocabulary(self, request: Any, context: Any) -> Any:
         return tokenizer_pb2.GetVocabularyResponse(
@@ -61,14 +63,15 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenizer_pb2.PrepareAnswer(id=call.id, response=response)
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
-        return tokenizer_pb2.TokenizeResponse(token_ids=self._ids(request))
+        adds = request.add_special_tokens or not request.HasField("add_special_tokens")
+        return tokenizer_pb2.TokenizeResponse(token_ids=self._ids(request, adds=adds))
 
-    def _ids(self, request: Any) -> list[int]:
+    def _ids(self, request: Any, *, adds: bool = True) -> list[int]:
         match request.WhichOneof("input"):
             case "encoded":
                 return list(request.encoded.ids)
             case "text":
-                return encode(request.text)
+                return [*(self.start_ids if adds else ()), *encode(request.text)]
             case _:
                 lines = [f"{turn.role}: {turn.content}\n" for turn in request.conversation.messages]
                 return encode("".join(lines))
