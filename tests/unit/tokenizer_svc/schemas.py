@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hypothesis import strategies as st
@@ -80,6 +81,22 @@ def _schema(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 schemas = st.recursive(st.one_of(st.booleans(), st.just({})), _schema, max_leaves=8)
+
+
+def slow_schema(number: int) -> str:
+    """Intersections double at each of many levels: far more than any time allows. Differs by its number."""
+    levels: dict[str, Any] = {
+        f"d{level}": {
+            "type": "object",
+            "properties": {
+                side: {"$ref": f"#/$defs/d{level + 1}", "type": "object", "title": f"{number}"}
+                for side in "ab"
+            },
+        }
+        for level in range(40)
+    }
+    levels["d40"] = {"type": "object", "minProperties": number}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": levels})
 
 
 @st.composite

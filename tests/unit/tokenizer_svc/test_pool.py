@@ -20,6 +20,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
+from tests.unit.tokenizer_svc.schemas import slow_schema
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
@@ -51,19 +52,7 @@ def request(schema: object) -> EncodedGrammar:
 
 
 def slow(number: int) -> EncodedGrammar:
-    """Intersections double at each of many levels: far more than the time allows."""
-    levels = {
-        f"d{level}": {
-            "type": "object",
-            "properties": {
-                side: {"$ref": f"#/$defs/d{level + 1}", "type": "object", "title": f"{number}"}
-                for side in "ab"
-            },
-        }
-        for level in range(40)
-    }
-    levels["d40"] = {"type": "object", "minProperties": number}
-    return request({"$ref": "#/$defs/d0", "$defs": levels})
+    return request(json.loads(slow_schema(number)))
 
 
 QUICK = request({"type": "object", "properties": {"a": {"type": "integer"}}})

@@ -18,6 +18,7 @@ from gateway.tokenizer.stream import PrepareStreams
 from observability.emit import names
 from tests.unit.tokenizer_svc.families import make
 from tests.unit.tokenizer_svc.running import Service, limited_service, signed, user
+from tests.unit.tokenizer_svc.schemas import slow_schema
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +168,32 @@ async def test_what_is_answered_at_once_is_counted(service: Service) -> None:
     assert any(grown.values())
     while {key: value - between[key] for key, value in counts().items()} != grown:
         await asyncio.sleep(0.01)
+
+
+async def test_calls_that_are_taken_back_hold_up_nothing_that_their_tenant_asks_for_next(path: Path) -> None:
+    """Nothing else ends what has begun: it has an hour, and far more memory than it fills until then."""
+    running = Service(
+        path,
+        MILLRACE_TOKENIZER__COMPILE__TIME_LIMIT_S="3600",
+        MILLRACE_TOKENIZER__COMPILE__MEMORY_LIMIT_BYTES=str(8 << 30),
+    )
+    streams = PrepareStreams(running.target)
+
+    async def asked(schema: str) -> tokenizer_pb2.PrepareResponse:
+        form = chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json=schema, strict=False))
+        request = tokenizer_pb2.PrepareRequest(context=signed(), text="x", response_format=form)
+        return await streams.call(request.SerializeToString(), "", "", 120.0)
+
+    try:
+        left = [asyncio.ensure_future(asked(slow_schema(number))) for number in range(8)]
+        # The service has read them once it has answered what was sent after them.
+        await streams.call(
+            tokenizer_pb2.PrepareRequest(context=signed(), text="Hi").SerializeToString(), "", "", 60.0
+        )
+        for each in left:
+            each.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        assert (await asked('{"type": "boolean"}')).grammar.payload
+    finally:
+        await streams.close()
+        assert running.stop() == 0
