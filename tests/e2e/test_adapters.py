@@ -78,7 +78,7 @@ def test_a_name_stands_for_the_adapter_that_was_added_last(client: openai.OpenAI
     assert said(client, f"{stack.model}:pirate") == pirate
 
 
-def test_an_engine_that_was_killed_answers_with_what_was_loaded_last(tmp_path: Path) -> None:
+def test_a_killed_engine_answers_with_what_was_loaded_last(tmp_path: Path) -> None:
     configured = f"""
 {CONFIG}
 [models.x]
