@@ -33,6 +33,14 @@ def find(name: str, key: str = "model.path", *, weights: bool = True) -> Path:
     return _download(name, key, weights=weights)
 
 
+def expanded(name: str) -> Path:
+    """A path whose beginning "~" is the user's directory, where there is one."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def is_hub_id(name: str) -> bool:
     """Whether `name` could be that of a model of huggingface.co; this repository's are not."""
     return _HUB_ID.fullmatch(name) is not None and not name.startswith("models/")
@@ -103,8 +111,9 @@ def _download(hub_id: str, key: str, *, weights: bool) -> Path:
             f"{key} = {hub_id!r}: huggingface.co refused the download: {error}; check the name, and set "
             "HF_TOKEN for a gated model"
         ) from error
-    except (OSError, ValueError) as error:
+    # The last where nobody says what the user's directory is.
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{key} = {hub_id!r}: there is no such directory, and the download failed: {error}; give the "
-            "directory of a checkpoint in Hugging Face format"
+            f"{key} = {hub_id!r}: there is no such directory, and the download failed: {error}; set HF_HOME "
+            "to a directory that can be written, or give the directory of a checkpoint in Hugging Face format"
         ) from error

@@ -46,10 +46,17 @@ def inherited() -> dict[str, str]:
 
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
-    """Where `install` puts it: MILLRACE_VLLM_HOME, or the user's data directory."""
+    """Where `install` puts it: MILLRACE_VLLM_HOME, or the user's data directory. Raises ConfigError."""
     environ = inherited() if environ is None else environ
-    data = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    return Path(environ.get("MILLRACE_VLLM_HOME") or data / "millrace" / f"vllm-{VERSION}")
+    if named := environ.get("MILLRACE_VLLM_HOME"):
+        return Path(named)
+    try:
+        data = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"vLLM's environment has no place: {error}; set MILLRACE_VLLM_HOME or HOME to a directory"
+        ) from error
+    return data / "millrace" / f"vllm-{VERSION}"
 
 
 def mark_of(folder: Path) -> Path:
@@ -144,10 +151,10 @@ def main() -> int:
     parser.add_argument("--ray", action="store_true", help="with Ray, for engines over several machines")
     parser.add_argument("--torch-index", default=_CPU_INDEX, help="index of torch's builds for CPUs")
     given = parser.parse_args()
-    folder = home()
     cpu = given.build == "cpu" or (given.build is None and not shutil.which("nvidia-smi"))
-    print(f"installing vLLM {VERSION} ({'CPU' if cpu else 'GPU'} build) in {folder}", flush=True)
     try:
+        folder = home()
+        print(f"installing vLLM {VERSION} ({'CPU' if cpu else 'GPU'} build) in {folder}", flush=True)
         python = install(folder, cpu=cpu, ray=given.ray, torch_index=given.torch_index)
     except (ConfigError, OSError) as error:
         print(f"millrace: {error}", file=sys.stderr)

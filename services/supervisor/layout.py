@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from checkpoint.files import expanded
 from runtime import tls
 from runtime.addresses import is_this_machine, join
 from runtime.config import (
@@ -379,7 +380,7 @@ def _adapters(asked: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--adapter {each}: give it as NAME=PATH")
         if name in found:
             raise ConfigError(f"--adapter {each}: another adapter has the name {name!r} already")
-        found[name] = str(Path(path).expanduser().resolve())
+        found[name] = str(expanded(path).resolve())
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.files import is_hub_id
+from checkpoint.files import expanded, is_hub_id
 from runtime.config import LIVE_SECTIONS, ModelConfig, load_section
 from runtime.errors import ConfigError
 from runtime.models import Models, load_models
@@ -83,7 +83,7 @@ def _several(asked: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in asked:
         name, path = _named(each)
-        name = name or (path if is_hub_id(path) else Path(path).expanduser().resolve().name)
+        name = name or (path if is_hub_id(path) else expanded(path).resolve().name)
         if name in found:
             raise ConfigError(
                 f"--model {each}: there is a model {name!r} already; give them names as --model NAME=PATH"
