@@ -22,11 +22,11 @@ from gateway.faces.grpc.unread import grpc_server
 from gateway.faces.openai import routes as openai
 from gateway.http.application import build_app
 from gateway.http.server import HttpServer
+from gateway.intake.intake import Intake
 from gateway.models.catalog import Catalog
 from gateway.models.keeper import ModelKeeper
 from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.books import Books
-from gateway.pipeline.intake import Intake
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.shadow import Shadows
 from gateway.settings import Settings

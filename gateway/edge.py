@@ -15,6 +15,7 @@ from gateway.auth.directory import KeyDirectory
 from gateway.auth.key_store import KeyStore
 from gateway.auth.key_watch import KeyWatch
 from gateway.config import LedgerConfig, LimitsConfig
+from gateway.intake.refusals import Refusals
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.writer import LedgerWriter
 from gateway.limits.counter import RequestCounter, RequestLimiter
@@ -25,7 +26,6 @@ from gateway.limits.resilient import ResilientLimitStore
 from gateway.limits.servicer import RateLimitServicer
 from gateway.limits.store import LimitStore, MemoryLimitStore
 from gateway.pipeline.ports import FinishedRequest, Ledger, OpenEntry, Unkept
-from gateway.pipeline.refusals import Refusals
 from gateway.settings import Settings, priced
 from gateway.tiers import Tiers
 from gateway.types.error_form import ErrorForms

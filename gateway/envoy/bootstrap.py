@@ -15,8 +15,8 @@ from gateway.config import EnvoyConfig
 from gateway.envoy.clusters import clusters
 from gateway.envoy.replies import local_reply_config
 from gateway.faces.error_forms import ERROR_FORMS
+from gateway.intake.refusals import LIMIT_S
 from gateway.limits import servicer
-from gateway.pipeline.refusals import LIMIT_S
 from gateway.settings import Settings, load_settings, split_address
 from gateway.types.error_form import ErrorForms
 from observability.emit import names
@@ -77,7 +77,7 @@ def build(
         # Whether an answer of Envoy's own is for a page that may read it.
         from_pages=[True, False] if config.cors_origins else [False],
         edge_timeout=f"{config.authorization_timeout_ms / 1000:g}s",
-        # A refusal may wait so long for its throttle (pipeline.refusals).
+        # A refusal may wait so long for its throttle (intake.refusals).
         count_timeout=f"{config.authorization_timeout_ms / 1000 + LIMIT_S:g}s",
         local_reply_config=local_reply_config(gateway.max_body_bytes, error_forms),
         export=export,

@@ -15,9 +15,9 @@ from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorizer, HttpCallers
 from gateway.http.errors import not_found, unexpected
 from gateway.http.exchange import Exchange, Handler, Receive, Send
+from gateway.intake.intake import LARGE_BYTES, ByteLease, Intake
+from gateway.intake.refusals import is_the_callers
 from gateway.limits.counter import RequestCounter, exceeded_headers
-from gateway.pipeline.intake import LARGE_BYTES, ByteLease, Intake
-from gateway.pipeline.refusals import is_the_callers
 from gateway.types.error_form import ErrorForms
 from observability.emit.metrics import Metrics
 from runtime.deferred import Deferred

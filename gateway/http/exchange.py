@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from contract.errors import MillraceError, Reason, unsupported
 from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, HttpCallers, header_value
-from gateway.pipeline.intake import ByteLease
+from gateway.intake.intake import ByteLease
 from gateway.types.error_form import ErrorForm
 from gateway.types.request import Caller
 

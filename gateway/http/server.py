@@ -13,7 +13,7 @@ from gateway.auth.authorizer import HttpCallers
 from gateway.http.application import AsgiApplication
 from gateway.http.connection import Connection
 from gateway.http.exchange import Handler
-from gateway.pipeline.intake import Intake
+from gateway.intake.intake import Intake
 from gateway.types.error_form import ErrorForms
 from runtime import tls
 from runtime.errors import ConfigError

@@ -19,11 +19,11 @@ from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
+from gateway.intake.intake import Slices
 from gateway.limits.limiter import Charges, Reservation
 from gateway.models.catalog import Target
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import AnswerInfo, AnswerReader, ChoiceDelta, ChoiceStream, Meter, Usage
-from gateway.pipeline.intake import Slices
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
 from gateway.pipeline.transcript import Transcript

@@ -20,12 +20,12 @@ from gateway.auth.verifier import CallerVerifier
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.types import Submission
+from gateway.intake.intake import Intake
 from gateway.limits.limiter import Reservation, TokenLimiter
 from gateway.models.catalog import ServedModel, Target
 from gateway.pipeline.attempt import Attempt, AttemptBooks
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import AnswerInfo, AnswerReader, Echo, Meter
-from gateway.pipeline.intake import Intake
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.transcript import Transcript
 from gateway.pipeline.validate import (

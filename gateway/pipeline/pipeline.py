@@ -16,6 +16,7 @@ from opentelemetry.trace import Span, SpanKind
 from contract.chat import TokenPrompt
 from contract.errors import MillraceError, Reason, invalid
 from contract.sampling import outside
+from gateway.intake.intake import Intake
 from gateway.limits.limiter import TokenLimiter
 from gateway.models.catalog import Catalog, ServedModel, Target
 from gateway.pipeline.attempt import Attempt
@@ -23,7 +24,6 @@ from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.books import Books
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import ChoiceDelta, Usage
-from gateway.pipeline.intake import Intake
 from gateway.pipeline.shadow import Shadows
 from gateway.pipeline.validate import check_streams, validate
 from gateway.settings import ANY_MODEL

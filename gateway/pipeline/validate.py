@@ -36,7 +36,7 @@ from contract.sampling import (
     outside,
 )
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
-from gateway.types.request import GenerationRequest
+from gateway.types.request import MAX_METADATA, GenerationRequest
 
 # From what the client set to complete sampling options: checkpoint's defaults, seed, and what fits.
 
@@ -133,7 +133,6 @@ def shortened(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
     return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
-MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 MAX_PROMPT_CACHE_KEY = 256

@@ -20,6 +20,8 @@ from contract.sampling import SamplingOptions
 
 # Characters of a client's own id that are kept.
 MAX_CLIENT_REQUEST_ID = 128
+# Entries of `metadata`.
+MAX_METADATA = 16
 
 
 class Identity(msgspec.Struct, frozen=True):

@@ -14,8 +14,8 @@ from millrace.inference.v1 import inference_pb2
 
 from contract.errors import MillraceError, Reason
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
-from gateway.faces.grpc.shape import counted
-from gateway.pipeline.intake import LARGE_BYTES, Intake
+from gateway.intake.intake import LARGE_BYTES, Intake
+from gateway.intake.wire_shape import counted
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 

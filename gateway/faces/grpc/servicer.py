@@ -13,8 +13,8 @@ from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message
 from gateway.auth.verifier import Arrival
 from gateway.faces.grpc import convert
+from gateway.intake.intake import Slices
 from gateway.pipeline.delta import AnswerInfo, by_choice
-from gateway.pipeline.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
 from gateway.types.request import Caller
 from runtime.context import CONTEXT_HEADER

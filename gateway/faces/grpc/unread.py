@@ -17,8 +17,8 @@ from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import GatewayConfig
 from gateway.faces.grpc.large import Unparsed
 from gateway.faces.grpc.servicer import FULL_NAME
-from gateway.pipeline.refusals import Refusals, is_the_callers
-from gateway.tokenizer.stream import ByteBudget
+from gateway.intake.budget import ByteBudget
+from gateway.intake.refusals import Refusals, is_the_callers
 from runtime.interceptors import ServerInterceptor, ServicerContext
 from runtime.server import GrpcServer
 

@@ -18,8 +18,8 @@ from gateway.faces.openai.large import read
 from gateway.faces.openai.requests import CommonBody, yielding
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange
+from gateway.intake.intake import ByteLease, Slices
 from gateway.pipeline.delta import ChoiceDelta
-from gateway.pipeline.intake import ByteLease, Slices
 from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.types.request import GenerationRequest
 

@@ -15,7 +15,7 @@ from gateway.faces.openai import chat
 from gateway.faces.openai.answer_types import DetokenizedText, ModelCard, ModelList, Tokens
 from gateway.faces.openai.large import read
 from gateway.http.exchange import Exchange
-from gateway.pipeline.intake import Slices
+from gateway.intake.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.validate import check_conversation
 from gateway.types.request import GenerationRequest

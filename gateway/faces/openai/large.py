@@ -18,10 +18,10 @@ from gateway.faces.openai.chat import (
     ToolBody,
     ToolCallBody,
 )
-from gateway.faces.openai.shape import SLICE_BYTES, BodyShape
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
-from gateway.pipeline.intake import LARGE_BYTES, Intake
+from gateway.intake.intake import LARGE_BYTES, Intake
+from gateway.intake.json_shape import SLICE_BYTES, BodyShape
 
 # Keys of messages, parts, tool calls and tools that this version does not know: ignored, named in a header.
 # Clients send back what other servers and SDKs wrote into earlier turns, and mark what another server may

@@ -35,12 +35,12 @@ from gateway.faces.openai.requests import (
 )
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
-    MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     MAX_PROMPT_CACHE_KEY,
     NAME,
 )
+from gateway.types.request import MAX_METADATA
 
 REF = "#/components/schemas/{name}"
 _BODIES = (chat.ChatBody, completions.CompletionBody, TokenizeBody, DetokenizeBody, LoadBody, UnloadBody)

@@ -25,10 +25,10 @@ from gateway.faces.error_forms import ERROR_FORMS
 from gateway.http.application import authorize, known
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.server import HttpServer
+from gateway.intake.refusals import Refusals
 from gateway.limits.counter import RequestCounter, RequestLimiter
 from gateway.limits.servicer import RateLimitServicer
 from gateway.limits.store import MemoryLimitStore, unix_ms
-from gateway.pipeline.refusals import Refusals
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from gateway.types.error_form import ErrorForms

@@ -20,7 +20,7 @@ from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import RequestConfig
 from gateway.faces.grpc import large
 from gateway.faces.grpc.servicer import FULL_NAME
-from gateway.faces.grpc.shape import counted
+from gateway.intake.wire_shape import counted
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 

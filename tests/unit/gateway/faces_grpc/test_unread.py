@@ -16,7 +16,7 @@ from gateway.config import RequestConfig
 from gateway.faces.grpc.large import Unparsed, _if_small, _Parser
 from gateway.faces.grpc.servicer import FULL_NAME
 from gateway.faces.grpc.unread import UnreadMessages
-from gateway.pipeline.intake import LARGE_BYTES, Intake
+from gateway.intake.intake import LARGE_BYTES, Intake
 
 LARGEST = 4 * LARGE_BYTES
 KIND = inference_pb2.TokenizeRequest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.faces.openai import large
-from gateway.pipeline import intake as intake_module
+from gateway.intake import intake as intake_module
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine

@@ -14,8 +14,9 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from contract.chat import TextPrompt
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
+from gateway.intake.budget import ByteBudget
 from gateway.tokenizer.client import TokenizerClient
-from gateway.tokenizer.stream import ByteBudget, PrepareStream, PrepareStreams
+from gateway.tokenizer.stream import PrepareStream, PrepareStreams
 from runtime.channels import MAX_MESSAGE_BYTES
 from runtime.server import GrpcServer
 from runtime.streams import run_stream

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 from contract.errors import MillraceError, Reason
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.engines.mailbox import Backlog
-from gateway.pipeline.refusals import Refusals
-from gateway.tokenizer.stream import TenantBytes
+from gateway.intake.budget import TenantBytes
+from gateway.intake.refusals import Refusals
 from runtime.memory import GiveBack
 
 # After so much work on a large request others go on.

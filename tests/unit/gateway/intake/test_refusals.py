@@ -15,9 +15,9 @@ from millrace.inference.v1 import inference_pb2
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import TENANT_HEADER
 from gateway.faces.error_forms import ERROR_FORMS
+from gateway.intake import refusals as refusals_module
+from gateway.intake.refusals import Refusals
 from gateway.limits.servicer import TENANT_ENTRY, RateLimitServicer
-from gateway.pipeline import refusals as refusals_module
-from gateway.pipeline.refusals import Refusals
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 from tests.unit.large_pieces import nothing_large_is_kept

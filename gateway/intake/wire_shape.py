@@ -1,4 +1,4 @@
-"""Counts what a large message holds before it is parsed, as `faces/openai/shape.py` does with JSON."""
+"""Counts what a large message holds before it is parsed, as `json_shape.py` does with JSON."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from contract.errors import MillraceError, Reason
-from gateway.tokenizer.stream import ByteBudget
+from gateway.intake.budget import ByteBudget
 
 
 async def settled() -> None:

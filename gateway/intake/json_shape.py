@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from contract.errors import MillraceError, Reason, invalid
 from gateway.config import RequestConfig
-from gateway.pipeline.validate import MAX_METADATA
+from gateway.types.request import MAX_METADATA
 
 # Bytes that are counted at a time: at worst two milliseconds of work.
 SLICE_BYTES = 8 * 1024

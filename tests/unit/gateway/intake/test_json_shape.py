@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from contract.errors import MillraceError, Reason
 from gateway.config import RequestConfig
-from gateway.faces.openai.shape import BodyShape
+from gateway.intake.json_shape import BodyShape
 
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(max_size=6) | st.sampled_from(['"', "\\", '\\"', "[{,]", "a\\"]),

@@ -9,8 +9,8 @@ import pytest
 from contract.errors import MillraceError, Reason
 from gateway.config import RequestConfig
 from gateway.engines.mailbox import Backlog, Mailbox
-from gateway.pipeline import intake as intake_module
-from gateway.pipeline.intake import Intake, Slices, SliceThrottle
+from gateway.intake import intake as intake_module
+from gateway.intake.intake import Intake, Slices, SliceThrottle
 from runtime import memory
 
 

@@ -1,0 +1,1 @@
+"""What large, refused and unread requests may take of the process that everybody shares."""
