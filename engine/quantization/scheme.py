@@ -44,7 +44,7 @@ def group_size_for(inputs: int, wanted: int) -> int:
     return next((size for size in GROUP_SIZES if size <= wanted and inputs % size == 0), 0)
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What compressed-tensors says of some of the layers."""
 
     # Classes of layers, their names, or "re:" and a pattern that a name begins with.
@@ -67,9 +67,9 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int] = (128, 128)
     # Whether GPTQ's inputs belong to groups in an order of their own.
     has_order: bool = False
-    groups: tuple[Group, ...] = ()
+    groups: tuple[LayerGroup, ...] = ()
 
-    def group_of(self, name: str) -> Group | None:
+    def group_of(self, name: str) -> LayerGroup | None:
         """The group of the layer `name`: one that names it goes before one that names its class."""
         for group in self.groups:
             for target in group.targets:
@@ -170,7 +170,7 @@ def _compressed(keys: _Keys) -> Scheme:
         symmetric = weights.one_of("symmetric", (True, False), True)
         order = weights.one_of("actorder", _ORDERS, None)
         found.append(
-            Group(
+            LayerGroup(
                 targets=group.texts("targets"),
                 has_zero_points=kind == "int" and not symmetric,
                 has_order=order in _STORED_ORDERS,

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.quantization.scheme import FLOAT_TYPES, Group, Scheme
+from engine.quantization.scheme import FLOAT_TYPES, LayerGroup, Scheme
 from kernels.linear.formats import (
     FP8_BLOCK,
     DenseWeight,
@@ -172,7 +172,7 @@ def _compressed(
     return Int8Weight(values=values, scale=scale, activations="int8" if rounds else "float")
 
 
-def _refuse_symmetric(name: str, group: Group | None) -> None:
+def _refuse_symmetric(name: str, group: LayerGroup | None) -> None:
     if group is not None and not group.has_zero_points:
         raise ConfigError(
             f"tensor {name}.weight_zero_point moves levels, but quantization_config.config_groups says that "
@@ -186,7 +186,7 @@ def _has(source: TensorSource, name: str, is_needed: bool) -> bool:
 
 
 def _pack_quantized(
-    source: TensorSource, name: str, outputs: int, inputs: int, group: Group | None
+    source: TensorSource, name: str, outputs: int, inputs: int, group: LayerGroup | None
 ) -> WeightFormat:
     """weight_packed int32 [N, K/W] of levels raised by half their range, weight_scale [N, G],
     weight_zero_point int32 [N/W, G] packed along the outputs, weight_g_idx [K], weight_shape [2].

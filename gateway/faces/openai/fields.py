@@ -71,7 +71,6 @@ _REMEDIES: Mapping[str, str] = {
     "store": "answers are not stored; leave it out or send false",
     "modalities": 'only text is served; leave it out or send ["text"]',
     "skip_special_tokens": "special tokens are never shown",
-    "add_special_tokens": "a template writes them; leave it out",
     "add_generation_prompt": "an answer is always begun; use continue_final_message to continue one",
 }
 
@@ -79,6 +78,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_retention": "prefixes are kept as long as there is room",
     "prediction": "no draft is taken from clients",
     "spaces_between_special_tokens": "special tokens are never shown",
+    "add_special_tokens": "the template decides",
 }
 
 

@@ -320,6 +320,9 @@ def _describe_options(properties: dict[str, Any]) -> None:
 
 def _describe_unserved(properties: dict[str, Any]) -> None:
     for name in UNSERVED:
+        # A body that serves it says so itself: what is not served has no type.
+        if "anyOf" in properties.get(name, {}):
+            continue
         if name in WITHOUT_EFFECT:
             properties[name] = {"description": f"Without effect: {WITHOUT_EFFECT[name]}."}
         else:
