@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.errors import ConfigError
 
-# What serving needs; other weight formats (pickles, ONNX, ...) are not downloaded.
+# Patterns of the files that serving needs; other weight formats (pickles, ONNX, ...) are not downloaded.
 _TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "tokenizer*"]
 _PATTERNS = [*_TOKENIZER_PATTERNS, "*.safetensors", "*.txt"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

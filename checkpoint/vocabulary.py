@@ -23,7 +23,8 @@ _ADDED_TOKENS = "added_tokens_decoder"
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint's files say of its tokenizer."""
 
-    # As tokenizer.json, with the added tokens as the configuration declares them, which has the last word.
+    # The content of tokenizer.json, with the added tokens as the configuration declares them, which has the
+    # last word.
     tokenizer_json: str
     # tokenizer_config.json, over what a GGUF file or tokenizer.model says of the same keys.
     config: dict[str, Any]

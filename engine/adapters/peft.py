@@ -27,7 +27,7 @@ from runtime.errors import ConfigError
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.[^.]+)?\.weight")
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-# Of what PEFT writes beside A and B, what it is.
+# Tensors that PEFT writes beside A and B, by a part of their names; none of them is applied here.
 _OTHERS = {
     "lora_magnitude_vector": "magnitudes (DoRA)",
     "lora_embedding_": "an adapter of embeddings",
@@ -62,7 +62,7 @@ class PeftConfig(msgspec.Struct, frozen=True):
     layer_replication: Any = None
     alora_invocation_tokens: Any = None
     use_qalora: bool = False
-    # What was trained: names, or the ends of names, of modules; or a pattern of whole names.
+    # Modules that were trained: names, or the ends of names, of modules; or a pattern of whole names.
     target_modules: str | list[str] | None = None
     exclude_modules: str | list[str] | None = None
     layers_to_transform: int | list[int] | None = None
@@ -150,7 +150,7 @@ class AdapterFile:
     # By module: where A and B are.
     tensors: Mapping[str, tuple[StoredTensor, StoredTensor]]
     version: str
-    # Of the files that have this version.
+    # Size and time of the files when this version was read.
     stamp: Stamp
 
     def change_of(self, module: str) -> Change | None:

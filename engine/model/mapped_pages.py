@@ -15,7 +15,7 @@ from kernels.host import advise
 if TYPE_CHECKING:
     from torch import Tensor
 
-# So much of a file is read until its pages are let go.
+# Bytes of a file that are read until their pages are given back.
 STRIDE_BYTES = 64 << 20
 _MAPS = Path("/proc/self/maps")
 
@@ -52,8 +52,8 @@ class MappedPages:
                 advise(begin, size, mmap.MADV_DONTNEED)
 
 
-# What tells a file from another one that has taken its name, or from itself after it was written to: device,
-# number, bytes, and nanoseconds of the last change.
+# Marks that tell a file from another one that has taken its name, or from itself after it was written to:
+# device, number, bytes, and nanoseconds of the last change.
 FileVersion = tuple[int, int, int, int]
 
 

@@ -190,7 +190,7 @@ class NativeDecoder:
         for layer, cache in zip(self.model.layers, caches, strict=True):
             builder.layer(layer, cache)
         builder.finish()
-        # As for the head.
+        # Steps without adapters run a program that leaves their operations out, as the head's does.
         plain = [op for op in builder.ops if not op.name.startswith("adapter_")]
         self._body, self._hidden = Program(self.library, plain), builder.stream
         self._adapted = Program(self.library, builder.ops)

@@ -163,7 +163,7 @@ class ProgramBuilder:
         self.ops.extend(product_ops(self.library, args, weight, x, out, self.workspace))
         if linear.changes is not None:
             changes: NativeChanges = linear.changes
-            # Of one width for all layers: rows of fewer are dense in it.
+            # One width for all layers: an adapter of lower rank fills the beginning of the rows.
             inner = self.buffer("inner", self.adapter_width)
             self.ops += changes.ops(self.library, self.step, x, out, inner)
 

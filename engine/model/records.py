@@ -31,13 +31,13 @@ class Linear:
     # A WeightFormat; or a PackedWeight, which holds the bias.
     weight: Any
     bias: Any = None
-    # What torch multiplies with, made of the weight when it is packed for torch.
+    # The weight as torch multiplies with it, made when it is packed for torch.
     product: Any = None
-    # What adapters know it by: its inputs, and for each tensor that was stacked its name and outputs. None
-    # where it takes no adapters.
+    # Adapters find the layer by its number of inputs and by (name, outputs) of each tensor that was stacked
+    # in it; empty where the layer takes no adapters.
     inputs: int = 0
     parts: Sequence[tuple[str, int]] = ()
-    # What the adapters that are loaded add: NativeChanges or TorchChanges (kernels/adapters).
+    # Changes that loaded adapters make to the product: NativeChanges or TorchChanges (kernels/adapters).
     changes: Any = None
 
     @property
@@ -69,7 +69,7 @@ class Attention:
     # Index of its table of angles.
     rope: int
     interleaved: bool
-    # Of queries and keys: "none", per "head", or over all heads together ("full").
+    # Norm of queries and keys: "none", per "head", or over all heads together ("full").
     qk_norm: str
     q_norm: Norm | None = None
     k_norm: Norm | None = None
@@ -167,7 +167,7 @@ class ModelRecord:
     max_model_len: int
     embedding: Values  # [V, E], an array holds the bits of `embedding_type`
     embedding_type: str
-    # As that type rounds it.
+    # The factor as `embedding_type` rounds it.
     embedding_scale: float
     layers: Sequence[Layer]
     norm: Norm

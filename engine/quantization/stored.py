@@ -33,7 +33,7 @@ from runtime.errors import ConfigError
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-# What a layer has beside, or in place of, a weight in floating point once a method has quantized it.
+# Tensors that a layer has beside its weight, or in its place, once a method has quantized it.
 PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),

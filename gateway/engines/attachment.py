@@ -31,7 +31,7 @@ _METHOD = "/millrace.engine.v1.EngineService/Attach"
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
-# What an engine is never used for, however often it is tried again.
+# Reasons for which an engine is never used, because trying again changes nothing.
 _INCOMPATIBLE = frozenset({Reason.VOCABULARY_MISMATCH, Reason.MODEL_NOT_FOUND})
 
 
@@ -42,7 +42,7 @@ class Lost:
 
     def __init__(self, leg: Leg, error: MillraceError | None = None) -> None:
         self.leg = leg
-        # What the engine said; None when it is gone.
+        # The engine's description of itself; None when the engine is gone.
         self.error = error
 
 
@@ -93,10 +93,10 @@ class Leg:
         # A leg of one choice names it itself; otherwise the engine's numbers count from the first.
         self.choice_index = submission.choice_index if submission.sampling.n == 1 else None
         self.started = False
-        # What the engine has spent on it, and tokens that it has generated, as far as it has said so.
+        # Time that the engine has spent on the request, and tokens that it has generated, as last reported.
         self.engine_time = EngineTime()
         self.num_generated = 0
-        # Of one that was taken back: what came after that, and the engine's last word.
+        # After the request was taken back: what the engine still computed, and a future for its last report.
         self.computed = Computed()
         self.worked: asyncio.Future[None] | None = None
 
@@ -127,7 +127,7 @@ class Attachment:
         self.state = EngineState.CONNECTING
         self.info: EngineInfo | None = None
         self.load = EngineLoad()
-        # What names of adapters stand for there.
+        # Adapters by name, as this engine last reported them.
         self.adapters: Mapping[str, AdapterInfo] = {}
         # Prompt tokens of own submissions without a token yet.
         self.unstarted_tokens = 0

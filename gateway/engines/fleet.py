@@ -86,7 +86,7 @@ def _file(path: Path) -> list[str]:
     # With or without a byte order mark; what is not UTF-8 can only be a comment, or no address.
     text = content.decode("utf-8-sig", errors="replace")
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    # What stands there twice is one engine.
+    # An address that stands there twice is one engine.
     addresses = list(dict.fromkeys(line for line in lines if line))
     wrong = next((each for each in addresses if not _ADDRESS.fullmatch(each)), None)
     if wrong is not None:

@@ -82,7 +82,7 @@ def output(message: engine_pb2.RequestOutput) -> EngineOutput:
 
 Item = TypeVar("Item")
 
-# As many items wait now and then for a reader who takes them as they come; they are not counted.
+# So few items wait now and then even for a reader who keeps up; they are not counted as a backlog.
 _AT_EASE = 64
 
 

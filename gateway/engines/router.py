@@ -17,7 +17,7 @@ class RouteReason(StrEnum):
     ONLY = "only"
     # It had the least work ahead.
     LEAST_PENDING = "least_pending"
-    # What it holds of the prompt outweighed the work ahead.
+    # The blocks of the prompt that the engine has in its cache outweighed the work ahead of it.
     PREFIX = "prefix"
     # The client's prompt cache key leads there.
     AFFINITY = "affinity"
@@ -44,13 +44,13 @@ class RouteCandidate(msgspec.Struct, frozen=True):
     last_chosen: int = 0
 
 
-# What a prompt cache key is worth, in prompt tokens: requests that share one probably share more than is
+# Worth of a prompt cache key in prompt tokens: requests that share one probably share more than is
 # known here.
 _HOME_TOKENS = 512.0
-# What loading an adapter costs, in prompt tokens; the one whose place it takes must be loaded again, too.
+# Cost of loading an adapter in prompt tokens; the adapter whose slot it gets must be loaded again, too.
 # More than home is worth: who has it is preferred to where its name leads, and nobody takes turns.
 _TOKENS_OF_COLD_ADAPTER = 2 * _HOME_TOKENS
-# What one running request costs a new one, in prompt tokens: its share of every step.
+# Cost of one running request for a new one, in prompt tokens: its share of every step.
 _TOKENS_PER_RUNNING_REQUEST = 64.0
 # Added at full KV cache, where preemption threatens; grows with the square of the usage.
 _TOKENS_AT_FULL_CACHE = 2048.0

@@ -38,7 +38,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     grammar: GrammarSpec | None = None
-    # What people see in traces and logs.
+    # The request's id in traces and logs.
     request_id: str = ""
     # Its row in the ledger; engines say it again if this gateway goes.
     entry_id: str = ""

@@ -27,7 +27,7 @@ class ServedModel:
         self.config = config
         self.name = config.served_name
         self.revision = config.served_revision
-        # As engines and the tokenizer service know it.
+        # The name by which engines and the tokenizer service know the model.
         self.key = config.key
         self.vocabulary = vocabulary
         self.created_unix_s = int(time.time())
@@ -37,7 +37,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What a request is sent to."""
 
     served: ServedModel
-    # What the answer names: the model that answers, by the name of it that was asked for.
+    # Name of the model in the answer: that of the model that answers, as the client asked for it.
     told: str
     # LoRA adapter; "" for the base model.
     adapter: str = ""

@@ -66,7 +66,7 @@ class ModelKeeper:
 
         vocabulary = await self._tokenizer.wait_for_vocabulary(model.key, failed)
         self._loading.pop(model.key, None)
-        # What the file says of it may have changed meanwhile.
+        # The model's table in the file may have changed meanwhile.
         config = self._catalog.models.models.get(model.served_name, model)
         self._catalog.loaded(ServedModel(config if config.key == model.key else model, vocabulary))
         on_change()

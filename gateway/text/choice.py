@@ -25,7 +25,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     # Ids that end the answer and are no part of it. The engine is not told of them, because they may stand in
     # thoughts.
     stop_token_ids: frozenset[int] = frozenset()
-    # What would stop the text before this many tokens does not count.
+    # A stop string or id that comes before this many tokens does not count.
     min_tokens: int = 0
     # Names of formats to take out of the text; "" leaves the text alone.
     tool_call_format: str = ""

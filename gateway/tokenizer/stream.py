@@ -143,7 +143,7 @@ class PrepareStream:
             return await answer
         finally:
             is_open = self._open.pop(number, None) is not None
-            # What nobody waits for any more is not sent, or taken back.
+            # A call that nobody waits for any more is not sent; one that was sent is taken back.
             if not self._outbox.discard(ticket) and is_open and answer.cancelled():
                 self._take_back(number)
             # A refusal knows where it was raised, which is here: it must not be known here as well, or the

@@ -29,7 +29,7 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     # Opens the block of calls, and makes free text end where calls are optional.
     mark: str
-    # What may stand between mark and first call, as Lark.
+    # Text that may stand between the mark and the first call, as Lark.
     opening: str = ""
     before: str
     after: str

@@ -86,7 +86,7 @@ class TakenBack(msgspec.Struct, frozen=True):
     id: int
 
 
-# What one of the calls in a message is.
+# One of the calls in a message.
 StreamCall = WireCall | UnreadableCall | TakenBack
 
 

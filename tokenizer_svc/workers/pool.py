@@ -314,7 +314,7 @@ class WorkerPool:
         self._no_longer_fresh(job)
         job.worker = worker
         self._long.setdefault(job.tenant, []).append(job)
-        self._hold(job.tenant)
+        self._pause(job.tenant)
         self._dispatch()
         long_before_s = worker.processor_s()
         await self._until(
@@ -346,11 +346,11 @@ class WorkerPool:
             # It had answered when it was stopped: whoever is next must not find it so.
             job.worker.go_on()
         if jobs:
-            self._hold(job.tenant)
+            self._pause(job.tenant)
         else:
             del self._long[job.tenant]
 
-    def _hold(self, tenant: str) -> None:
+    def _pause(self, tenant: str) -> None:
         for place, job in enumerate(self._long[tenant]):
             held = place >= self._max_long
             assert job.worker is not None

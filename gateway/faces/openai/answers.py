@@ -210,8 +210,8 @@ class CompletionWriter(AnswerWriter):
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._waits = info.echo is not None and self._with_logprobs and info.num_prompt_tokens > 1
         self._waiting: list[ChoiceDelta] = []
-        # What reads each choice's tokens again, for where their texts begin: a token alone may be a part of a
-        # character.
+        # Detokenizers that read each choice's tokens again, because a token alone may be a
+        # part of a character.
         self._readers = {
             index: detokenizer(texts) if info.echo is None else info.echo.reader.copy()
             for index in self._offsets

@@ -28,7 +28,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
     # OpenAI means the number of alternatives here.
     logprobs: int | None = None
     echo: bool | None = None
-    # As in /tokenize: False leaves out what the tokenizer puts around a plain text.
+    # False leaves out what the tokenizer puts around a plain text, as in /tokenize.
     add_special_tokens: bool | None = None
 
 

@@ -25,7 +25,7 @@ from contract.sampling import CommonOptions, SamplingOptions
 from gateway.pipeline.validate import MAX_METADATA_VALUE, check_metadata
 from gateway.types.request import GenerationRequest
 
-# As the keys of a JSON object have it.
+# A token id as a key of a JSON object is written.
 _TOKEN_ID = re.compile(r"-?0|[1-9][0-9]{0,18}")
 
 

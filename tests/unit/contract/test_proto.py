@@ -110,8 +110,8 @@ def test_sampling_options(data: st.DataObject) -> None:
         stop_token_ids=(3,),
         ignore_eos=True,
         **{
-            # Numbers of up to seven digits, as the wire holds them.
-            name: data.draw(st.integers(0, 100), label=name) / 100 if isinstance(neutral, float) else 1
+            # Numbers of up to seven digits, as the wire holds them. top_p may not be 0.
+            name: data.draw(st.integers(1, 100), label=name) / 100 if isinstance(neutral, float) else 1
             for name, neutral in ((name, getattr(SamplingParams(), name)) for name in RANGES)
         },
     )

@@ -26,6 +26,22 @@ SMALL: dict[str, Any] = {
 }
 
 
+# The family's own rotation would reach far beyond the small window.
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        }
+    }
+}
+
+
 def make_checkpoint(
     folder: Path, model_type: str, *, seed: int = 0, **changes: Any
 ) -> transformers.PreTrainedModel:
@@ -33,7 +49,9 @@ def make_checkpoint(
 
     Weights are larger than usual, so that logits differ clearly and a wrong term shows.
     """
-    config = transformers.AutoConfig.for_model(model_type, **(SMALL | changes))
+    config = transformers.AutoConfig.for_model(
+        model_type, **(SMALL | ROTATIONS.get(model_type, {}) | changes)
+    )
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"

@@ -6,7 +6,7 @@ from itertools import permutations
 from math import perm
 from typing import Any
 
-from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
+from tokenizer_svc.grammar.schema.context import Context, SchemaLocation, SchemaPart
 from tokenizer_svc.grammar.schema.shapes import Schema, any_of, for_type, key_of, list_of, type_of_value
 from tokenizer_svc.grammar.schema.strings import listed
 
@@ -38,7 +38,7 @@ def unique_items(part: SchemaPart) -> Schema:
     return for_type("array", part.types, {"enum": arrangements} if arrangements else False)
 
 
-def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> list[Any] | None:
+def finite_values(context: Context, node: Any, place: SchemaLocation, depth: int = 0) -> list[Any] | None:
     """All values of a schema that lists them (possibly a few too many); None when it does not."""
     if node is False:
         return []
@@ -54,7 +54,7 @@ def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> 
     return None
 
 
-def _listed_here(context: Context, node: dict[str, Any], place: Place) -> list[Any] | None:
+def _listed_here(context: Context, node: dict[str, Any], place: SchemaLocation) -> list[Any] | None:
     if "const" in node:
         return [node["const"]]
     if isinstance(node.get("enum"), list):

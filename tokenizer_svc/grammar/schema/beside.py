@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import structs
 
-from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
+from tokenizer_svc.grammar.schema.context import Context, SchemaLocation, SchemaPart
 from tokenizer_svc.grammar.schema.disjoint import Located, View, disjoint
 from tokenizer_svc.grammar.schema.negative import (
     KEYWORDS,
@@ -30,7 +30,7 @@ from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, any_o
 _MAX_FOLLOWED = 8
 
 
-def beside(context: Context, node: Any, place: Place, types: frozenset[str], given: View) -> Schema:
+def beside(context: Context, node: Any, place: SchemaLocation, types: frozenset[str], given: View) -> Schema:
     """A schema that, among values of `types` that match `given`, admits those that `node` does not."""
     types &= given.types(context)
     keywords: dict[str, Complement] = {}
@@ -119,7 +119,7 @@ def _reference_given(part: SchemaPart, given: View) -> Schema:
         return reference(part)
     context.depth_of_given += 1
     try:
-        return beside(context, target.node, Place(target.path, target.base), part.types, given)
+        return beside(context, target.node, SchemaLocation(target.path, target.base), part.types, given)
     finally:
         context.depth_of_given -= 1
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.context import Context, SchemaLocation
 from tokenizer_svc.grammar.schema.document import Draft
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, any_of, key_of, type_of_value
 
@@ -19,7 +19,7 @@ _MAX_CASES = 96
 _MAX_VALUES = 40
 
 ABSENT, OTHER = "absent", "other"
-# What is known of properties so far: ABSENT, OTHER or the key of a listed value.
+# States of a property in a case: ABSENT, OTHER or the key of a listed value.
 Known = dict[str, str]
 # True, False, or the name of a property that has to be known first.
 Verdict = bool | str
@@ -51,7 +51,7 @@ class Cases:
         self._rules: list[Rule] = []
         self._num_leaves = 0
 
-    def take(self, node: dict[str, Any], place: Place) -> set[str]:
+    def take(self, node: dict[str, Any], place: SchemaLocation) -> set[str]:
         """Adds the conditions of a schema that ask for no more than presence and listed values; their
         keywords.
         """
@@ -78,7 +78,7 @@ class Cases:
                 taken.add(keyword)
         return taken
 
-    def _take_dependencies(self, value: dict[str, Any], place: Place) -> None:
+    def _take_dependencies(self, value: dict[str, Any], place: SchemaLocation) -> None:
         for name, wanted in value.items():
             rule = {"required": wanted} if isinstance(wanted, list) else wanted
             test = self.test(rule, place.at(name))
@@ -87,7 +87,7 @@ class Cases:
             else:
                 self._rules.append(Rule(_present(name), self._asked(rule, place.at(name)), lambda: True))
 
-    def _asked(self, node: Any, place: Place) -> Callable[[], Schema]:
+    def _asked(self, node: Any, place: SchemaLocation) -> Callable[[], Schema]:
         return cache(partial(self._context.positive, node, place, frozenset({"object"})))
 
     def _require(self, test: Test) -> None:
@@ -98,7 +98,7 @@ class Cases:
         """Rules so far."""
         return len(self._rules)
 
-    def test(self, node: Any, place: Place, depth: int = 0) -> Test | None:
+    def test(self, node: Any, place: SchemaLocation, depth: int = 0) -> Test | None:
         """The condition as a decision over properties; None when it is more than that."""
         if isinstance(node, bool):
             return lambda known: node
@@ -113,7 +113,7 @@ class Cases:
         return lambda known: _all(tests, known)
 
     def _keyword(
-        self, keyword: str, value: Any, node: dict[str, Any], place: Place, depth: int
+        self, keyword: str, value: Any, node: dict[str, Any], place: SchemaLocation, depth: int
     ) -> list[Test] | None:
         found: list[Test | None] = []
         match keyword:
@@ -141,7 +141,7 @@ class Cases:
                 return None
         return None if any(each is None for each in found) else [each for each in found if each is not None]
 
-    def _property(self, name: str, rule: Any, place: Place, depth: int) -> Test | None:
+    def _property(self, name: str, rule: Any, place: SchemaLocation, depth: int) -> Test | None:
         """The property is absent, or its value is (or is not) one of a list."""
         if isinstance(rule, bool):
             return (lambda known: True) if rule else _negated(_present(name))
@@ -228,7 +228,7 @@ class Cases:
             else:
                 excluded = [value for key, value in listed.items() if key not in possible]
                 if excluded:
-                    outside = self._context.negative({"enum": excluded}, Place("", ""), ALL_TYPES)
+                    outside = self._context.negative({"enum": excluded}, SchemaLocation("", ""), ALL_TYPES)
                     properties[name] = outside
         schema: dict[str, Schema] = {"type": "object"}
         schema |= {"properties": properties} if properties else {}
@@ -245,7 +245,7 @@ class Gathered:
         self.union: Schema = True
 
 
-def gather(context: Context, node: dict[str, Any], place: Place) -> Gathered:
+def gather(context: Context, node: dict[str, Any], place: SchemaLocation) -> Gathered:
     """Takes the conditions of an object's schema, and of its allOf, that are decided by finite cases."""
     cases, taken = Cases(context), Gathered()
     taken.keywords = cases.take(node, place)

@@ -13,7 +13,7 @@ import msgspec
 from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, ROUNDED, with_bounds
 from tokenizer_svc.grammar.schema.back_end_patterns import PATTERNS, with_patterns
-from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
+from tokenizer_svc.grammar.schema.context import Context, SchemaLocation, TooLarge
 from tokenizer_svc.grammar.schema.document import SchemaDocument
 from tokenizer_svc.grammar.schema.finished import Contents, with_change, without_rounded
 from tokenizer_svc.grammar.schema.negative import negative
@@ -120,7 +120,7 @@ def _rewritten(
 ) -> tuple[Context, Schema, Contents, str]:
     document = SchemaDocument(schema, max_depth=max_depth)
     _check_shapes(schema)
-    place = Place("", document.base)
+    place = SchemaLocation("", document.base)
     context = Context(document, positive=positive, negative=negative, left_out=left_out)
     rewritten = context.positive(schema, place, ALL_TYPES)
     contents = Contents(rewritten, context.definitions)

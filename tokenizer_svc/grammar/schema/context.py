@@ -32,7 +32,7 @@ class TooLarge(Exception):
     """The rewritten schema has too many nodes."""
 
 
-class Place(msgspec.Struct, eq=False, gc=False):
+class SchemaLocation(msgspec.Struct, eq=False, gc=False):
     """Where a schema stands: its JSON pointer, and the base of references in it.
 
     Few pointers are ever asked for, so they are put together when they are.
@@ -41,16 +41,16 @@ class Place(msgspec.Struct, eq=False, gc=False):
     _pointer: str | None
     base: str
     # For a pointer that is not put together: the place around it, and the steps from there.
-    _around: Place | None = None
+    _around: SchemaLocation | None = None
     _steps: tuple[str | int, ...] = ()
 
-    def at(self, *keys: str | int) -> Place:
+    def at(self, *keys: str | int) -> SchemaLocation:
         """The place of a sub-schema."""
-        return Place(None, self.base, self, keys)
+        return SchemaLocation(None, self.base, self, keys)
 
-    def under(self, base: str) -> Place:
+    def under(self, base: str) -> SchemaLocation:
         """The same place where other references apply."""
-        return self if base == self.base else Place(None, base, self)
+        return self if base == self.base else SchemaLocation(None, base, self)
 
     @property
     def path(self) -> str:
@@ -75,11 +75,11 @@ class _Met(msgspec.Struct):
 
 
 # (schema, place, types that can occur here) → schema for the back end.
-Rewrite = Callable[[Any, Place, frozenset[str]], Schema]
+Rewrite = Callable[[Any, SchemaLocation, frozenset[str]], Schema]
 
 
 # The same with the context, as the functions are written that rewrite.
-Rewriter = Callable[["Context", Any, Place, frozenset[str]], Schema]
+Rewriter = Callable[["Context", Any, SchemaLocation, frozenset[str]], Schema]
 
 
 class Context:
@@ -115,11 +115,11 @@ class Context:
         self._num_nodes = 0
         self._positive, self._negative = positive, negative
 
-    def positive(self, node: Any, place: Place, types: frozenset[str]) -> Schema:
+    def positive(self, node: Any, place: SchemaLocation, types: frozenset[str]) -> Schema:
         """The schema for the back end. Only values of `types` can occur here."""
         return self._positive(self, node, place, types)
 
-    def negative(self, node: Any, place: Place, types: frozenset[str]) -> Schema:
+    def negative(self, node: Any, place: SchemaLocation, types: frozenset[str]) -> Schema:
         """A schema that, among values of `types`, admits those that `node` does not."""
         return self._negative(self, node, place, types)
 
@@ -129,7 +129,7 @@ class Context:
         if self._num_nodes > MAX_NODES:
             raise TooLarge(f"rewriting the schema needs more than {MAX_NODES} parts")
 
-    def met(self, keyword: str, place: Place) -> None:
+    def met(self, keyword: str, place: SchemaLocation) -> None:
         """Notes that a constraint was seen."""
         known = self.keywords.get(keyword)
         if known is None:
@@ -137,13 +137,13 @@ class Context:
         else:
             known.count += 1
 
-    def give_up(self, keyword: str, place: Place, note: str) -> Schema:
+    def give_up(self, keyword: str, place: SchemaLocation, note: str) -> Schema:
         """Leaves `keyword` out: everything is accepted in its place, and the report says so."""
         path = f"{place.path}/{keyword}"
         self.unenforced.setdefault((keyword, path), KeywordStatus(keyword, path, note))
         return True
 
-    def unwritable(self, node: dict[str, Any], place: Place) -> set[str]:
+    def unwritable(self, node: dict[str, Any], place: SchemaLocation) -> set[str]:
         """The node's keywords that are to be left out, which the report says then; and what cannot be told
         without them.
         """
@@ -160,12 +160,12 @@ class Context:
             self.give_up(keyword, place, note)
         return set(notes)
 
-    def approximate(self, keyword: str, place: Place, note: str) -> None:
+    def approximate(self, keyword: str, place: SchemaLocation, note: str) -> None:
         """Notes that not the same is accepted as `keyword` says."""
         path = f"{place.path}/{keyword}"
         self.approximated.setdefault((keyword, path), KeywordStatus(keyword, path, note))
 
-    def look_for_rounded(self, node: dict[str, Any], place: Place) -> None:
+    def look_for_rounded(self, node: dict[str, Any], place: SchemaLocation) -> None:
         """Notes listed values and bounds that the back end would change, or has no numbers for."""
         if self._keeps_numbers or _NUMERIC.isdisjoint(node):
             return
@@ -178,20 +178,20 @@ class Context:
             elif keyword in node and is_moved(keyword, node[keyword]):
                 self.approximate(keyword, place, MOVED)
 
-    def resolve(self, reference: str, place: Place) -> RefTarget | None:
+    def resolve(self, reference: str, place: SchemaLocation) -> RefTarget | None:
         """The target; None when there is none."""
         return self.document.resolve(reference, place.base)
 
-    def enter(self, node: Any, place: Place) -> Place:
+    def enter(self, node: Any, place: SchemaLocation) -> SchemaLocation:
         """`place` with the base that applies inside `node`."""
         return place.under(self.document.base_of(node, place.base))
 
-    def conjuncts(self, node: dict[str, Any], place: Place) -> list[tuple[Any, Place]]:
+    def conjuncts(self, node: dict[str, Any], place: SchemaLocation) -> list[tuple[Any, SchemaLocation]]:
         """Schemas that hold besides, in an entered place: the members of allOf, and what $ref leads to."""
         parts = [(each, place.at("allOf", index)) for index, each in enumerate(list_of(node.get("allOf")))]
         target = self.resolve(node["$ref"], place) if isinstance(node.get("$ref"), str) else None
         if target is not None:
-            parts.append((target.node, Place(target.path, target.base)))
+            parts.append((target.node, SchemaLocation(target.path, target.base)))
         return parts
 
     def define(self, target: RefTarget, kind: str, types: frozenset[str], rewrite: Rewrite) -> str:
@@ -203,7 +203,7 @@ class Context:
             self._names[key] = name
             self._open.add(name)
             self.definitions[name] = None
-            self.definitions[name] = rewrite(target.node, Place(target.path, target.base), types)
+            self.definitions[name] = rewrite(target.node, SchemaLocation(target.path, target.base), types)
             self._open.discard(name)
         return name
 
@@ -219,7 +219,7 @@ class Context:
         """Whether the target is being rewritten at the moment."""
         return self._names.get((kind, target.path, types)) in self._open
 
-    def types_of(self, node: Any, place: Place, depth: int = 0) -> frozenset[str]:
+    def types_of(self, node: Any, place: SchemaLocation, depth: int = 0) -> frozenset[str]:
         """Types that values of the schema can have; never too few."""
         if node is False:
             return frozenset()
@@ -236,7 +236,7 @@ class Context:
             self._types[id(node)] = (node, types)
         return types
 
-    def _look(self, node: dict[str, Any], place: Place, depth: int) -> frozenset[str]:
+    def _look(self, node: dict[str, Any], place: SchemaLocation, depth: int) -> frozenset[str]:
         types = types_of_keyword(node["type"]) if "type" in node else ALL_TYPES
         if "const" in node:
             types &= {type_of_value(node["const"])}
@@ -257,7 +257,7 @@ class SchemaPart(msgspec.Struct):
 
     context: Context
     node: dict[str, Any]
-    place: Place
+    place: SchemaLocation
     types: frozenset[str]
     # The keywords that are written so far, and schemas that hold besides.
     out: dict[str, Schema] = {}

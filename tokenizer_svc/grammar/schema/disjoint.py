@@ -7,14 +7,14 @@ from typing import Any
 
 from tokenizer_svc.grammar.backend import string_schema_is_empty
 from tokenizer_svc.grammar.schema.arrays import finite_values
-from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.context import Context, SchemaLocation
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, FRACTION, key_of, same, type_of_value
 
 _MAX_DEPTH = 6
 _STRING_RULES = ("pattern", "minLength", "maxLength", "format")
 
 # A schema and where it stands.
-Located = tuple[Any, Place]
+Located = tuple[Any, SchemaLocation]
 
 
 class View:
@@ -22,9 +22,9 @@ class View:
 
     def __init__(self) -> None:
         self.rules: list[dict[str, Any]] = []
-        self.places: list[Place] = []
+        self.places: list[SchemaLocation] = []
 
-    def add(self, context: Context, node: Any, place: Place, depth: int = 0) -> None:
+    def add(self, context: Context, node: Any, place: SchemaLocation, depth: int = 0) -> None:
         if not isinstance(node, dict) or depth > _MAX_DEPTH:
             return
         place = context.enter(node, place)
@@ -141,8 +141,8 @@ def _apart(
             return any(
                 disjoint(context, one, other, depth=depth + 1)
                 for name in sorted(first.required() | second.required())
-                for one in first.property(name) or [(True, Place("", ""))]
-                for other in second.property(name) or [(True, Place("", ""))]
+                for one in first.property(name) or [(True, SchemaLocation("", ""))]
+                for other in second.property(name) or [(True, SchemaLocation("", ""))]
             )
         case "array":
             return _sizes_apart((first, second), "minItems", "maxItems")

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.automata import outside
 from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, is_rounded
-from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
+from tokenizer_svc.grammar.schema.context import Context, SchemaLocation, SchemaPart
 from tokenizer_svc.grammar.schema.document import SINCE, Draft
 from tokenizer_svc.grammar.schema.shapes import (
     ALL_TYPES,
@@ -42,13 +42,17 @@ _FORMATS = BACKEND_FORMATS | OTHER_FORMATS | set(STANDARD_FORMATS)
 Complement = Callable[[SchemaPart], Schema]
 
 
-def negative(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
+def negative(context: Context, node: Any, place: SchemaLocation, types: frozenset[str]) -> Schema:
     """A schema that, among values of `types`, admits those that `node` does not."""
     return complement(context, node, place, types, KEYWORDS)
 
 
 def complement(
-    context: Context, node: Any, place: Place, types: frozenset[str], keywords: Mapping[str, Complement]
+    context: Context,
+    node: Any,
+    place: SchemaLocation,
+    types: frozenset[str],
+    keywords: Mapping[str, Complement],
 ) -> Schema:
     """The same by the given complements of single keywords; one that is not among them never breaks."""
     context.count()
@@ -82,7 +86,7 @@ def complement(
     return any_of(options)
 
 
-def _of_types(context: Context, types: frozenset[str], place: Place) -> Schema:
+def _of_types(context: Context, types: frozenset[str], place: SchemaLocation) -> Schema:
     names = type_names(types)
     if names is None:
         context.give_up("type", place, "numbers that are not whole cannot be told apart")
@@ -109,7 +113,9 @@ def _enum(part: SchemaPart) -> Schema:
     return _values(part.context, "enum", part.node["enum"], part.place, part.types)
 
 
-def _values(context: Context, keyword: str, values: list[Any], place: Place, types: frozenset[str]) -> Schema:
+def _values(
+    context: Context, keyword: str, values: list[Any], place: SchemaLocation, types: frozenset[str]
+) -> Schema:
     if is_rounded(values):
         context.approximate(keyword, place, ROUNDED)
         values = [value for value in values if not is_rounded(value)]

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema_rs
 
 from tokenizer_svc.grammar.schema.arrays import finite_values
-from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
+from tokenizer_svc.grammar.schema.context import Context, SchemaLocation, SchemaPart
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of, for_type
 
 _MAX_CASES = 300
@@ -129,7 +129,7 @@ def unevaluated_properties(part: SchemaPart) -> None:
 def _evaluated(
     context: Context,
     node: Any,
-    place: Place,
+    place: SchemaLocation,
     names: dict[str, Schema],
     patterns: dict[str, Schema],
     depth: int,
@@ -151,7 +151,7 @@ def _evaluated(
         target = context.resolve(node["$ref"], place)
         if target is None:
             return None
-        parts.append((target.node, Place(target.path, target.base)))
+        parts.append((target.node, SchemaLocation(target.path, target.base)))
     for part, inside in parts:
         known = _evaluated(context, part, inside, names, patterns, depth + 1)
         if not known:

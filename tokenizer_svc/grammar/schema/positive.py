@@ -12,7 +12,7 @@ from tokenizer_svc.grammar.schema.automata import plain
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
 from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
-from tokenizer_svc.grammar.schema.context import Context, Place, SchemaPart
+from tokenizer_svc.grammar.schema.context import Context, SchemaLocation, SchemaPart
 from tokenizer_svc.grammar.schema.document import DRAFTS, SINCE, Draft, RefTarget
 from tokenizer_svc.grammar.schema.objects import count_properties, property_names, unevaluated_properties
 from tokenizer_svc.grammar.schema.one_of import one_of
@@ -68,7 +68,7 @@ _INVOLVED = _REWRITTEN | _SCHEMA_LISTS | {"$id", "id", "$ref", "const", "enum", 
 _MAX_FILTERED = 500
 
 
-def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
+def positive(context: Context, node: Any, place: SchemaLocation, types: frozenset[str]) -> Schema:
     """The schema for the back end. Only values of `types` can occur here."""
     context.count()
     if not isinstance(node, dict):
@@ -88,7 +88,9 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
     return write(context, node, place, types)
 
 
-def _plain_reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def _plain_reference(
+    context: Context, node: dict[str, Any], place: SchemaLocation, types: frozenset[str]
+) -> Schema:
     """A reference with annotations."""
     if not types & context.types_of(node, place):
         return False
@@ -97,7 +99,9 @@ def _plain_reference(context: Context, node: dict[str, Any], place: Place, types
     return all_of([part.out, *part.extra])
 
 
-def _old_reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def _old_reference(
+    context: Context, node: dict[str, Any], place: SchemaLocation, types: frozenset[str]
+) -> Schema:
     """A reference with constraints beside it, in a draft that ignores them.
 
     Whoever wrote them meant them, and what holds besides is valid by the draft as well: so they are enforced
@@ -112,7 +116,7 @@ def _old_reference(context: Context, node: dict[str, Any], place: Place, types: 
     return reference
 
 
-def _entered(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def _entered(context: Context, node: dict[str, Any], place: SchemaLocation, types: frozenset[str]) -> Schema:
     context.look_for_rounded(node, place)
     types &= context.types_of(node, place)
     if not types:
@@ -124,7 +128,7 @@ def _entered(context: Context, node: dict[str, Any], place: Place, types: frozen
     return closing if closing is not None else _conjunction(context, node, place, types)
 
 
-def _plain(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def _plain(context: Context, node: dict[str, Any], place: SchemaLocation, types: frozenset[str]) -> Schema:
     """What most of any schema is: a type with annotations."""
     if "type" not in node:
         return {}
@@ -135,7 +139,9 @@ def _plain(context: Context, node: dict[str, Any], place: Place, types: frozense
     return {"type": node["type"]} if admitted & types else False
 
 
-def _conjunction(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def _conjunction(
+    context: Context, node: dict[str, Any], place: SchemaLocation, types: frozenset[str]
+) -> Schema:
     part = SchemaPart(context, node, place, types)
     unwritable = context.unwritable(node, place)
     if unwritable:
@@ -210,7 +216,7 @@ def _without_cases(part: SchemaPart) -> dict[str, Any]:
     return rest
 
 
-def _filtered(context: Context, node: dict[str, Any], place: Place) -> list[Any] | None:
+def _filtered(context: Context, node: dict[str, Any], place: SchemaLocation) -> list[Any] | None:
     """The values that match, where a schema with keywords to rewrite lists its values anyway."""
     if _REWRITTEN.isdisjoint(node) and "allOf" not in node:
         return None
@@ -295,7 +301,7 @@ def _reference(part: SchemaPart, keyword: str, value: Any) -> None:
         part.out["$ref"] = f"#/$defs/{name}"
 
 
-def _closing_loop(context: Context, node: dict[str, Any], place: Place) -> Schema | None:
+def _closing_loop(context: Context, node: dict[str, Any], place: SchemaLocation) -> Schema | None:
     """A reference with constraints beside it, inside what it refers to.
 
     The back end cannot intersect a definition that is still open. The intersection becomes a definition of
@@ -307,8 +313,8 @@ def _closing_loop(context: Context, node: dict[str, Any], place: Place) -> Schem
     if target is None or not context.is_defining(target, "p", ALL_TYPES):
         return None
 
-    def written_out(_: Any, inside: Place, types: frozenset[str]) -> Schema:
-        body = context.positive(target.node, Place(target.path, target.base), types)
+    def written_out(_: Any, inside: SchemaLocation, types: frozenset[str]) -> Schema:
+        body = context.positive(target.node, SchemaLocation(target.path, target.base), types)
         beside = {key: value for key, value in node.items() if key != "$ref"}
         return all_of([body, context.positive(beside, inside, types)])
 

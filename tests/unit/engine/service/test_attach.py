@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -259,7 +260,9 @@ async def test_load_and_cache_events_reach_every_gateway_the_late_ones_too(
 
 async def test_another_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     checkpoint = tmp_path_factory.mktemp("checkpoint")
-    (checkpoint / "tokenizer.json").write_text("{}")
+    vocabulary = {f"word{number}": number for number in range(1000)}
+    description = {"model": {"type": "WordLevel", "vocab": vocabulary}}
+    (checkpoint / "tokenizer.json").write_text(json.dumps(description))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.unit.engine.service.engine_client.MODEL_PATH", str(checkpoint))
         async with start_engine() as engine:
