@@ -159,6 +159,10 @@ BODIES: Mapping[str, Body] = {
     "60 texts of 4 MB": lambda target: chat_body(
         target, messages=b'[{"role":"user","content":"%b"}]' % (b"a b, c" * 700_000)
     ),
+    # Agents send so much with every turn: ordinary, and many at once all the same.
+    "60 texts of 300 KB": lambda target: chat_body(
+        target, json_fields(max_tokens=1), b'[{"role":"user","content":"%b"}]' % (b"a b, c" * 50_000)
+    ),
     "128 prompts x n = 128": lambda target: _completion(
         target,
         _list(b'"The rain in Spain"', 128),
@@ -182,6 +186,7 @@ BODIES: Mapping[str, Body] = {
 }
 WIDTHS = {
     "60 texts of 4 MB": 60,
+    "60 texts of 300 KB": 60,
     "best_of = 128 x 16 prompts": 8,
     "prompts as long as the context": 32,
 }
