@@ -32,7 +32,7 @@ class ConfigReader:
             values = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing: {folder} is not a Hugging Face checkpoint") from error
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds no table of keys, but {str(values)[:50]!r}")
