@@ -156,6 +156,8 @@ def _declared(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer_config.json"
     found = read_json(file) or {}
     if found.get(_ADDED_TOKENS) is None:
+        # Older tools keep special tokens in a file of their own, which has the last word with them.
+        found |= read_json(folder / "special_tokens_map.json") or {}
         return {key: value for key, value in found.items() if key != _ADDED_TOKENS}
     try:
         msgspec.convert(found[_ADDED_TOKENS], dict[_Id, _Declared])

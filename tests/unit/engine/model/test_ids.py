@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from itertools import product
 from pathlib import Path
@@ -200,3 +201,20 @@ def test_what_says_nothing_of_the_ends_is_passed_over(config: dict[str, Any], tm
     _, tokenizer = checkpoint(tmp_path, generation={"eos_token_id": 7})
     write(tmp_path, tokenizer, config=config, generation={"eos_token_id": 7})
     assert read_spec(tmp_path).eos_token_ids == load_checkpoint(tmp_path).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("named", [CONTROL[1], {"content": CONTROL[1]}], ids=["text", "token"])
+@pytest.mark.parametrize("declared", [None, CONTROL[0]])
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_the_file_of_special_tokens_is_read_as_transformers_reads_it(
+    is_newer: bool, declared: str | None, named: Any, tmp_path: Path
+) -> None:
+    _, tokenizer = checkpoint(tmp_path)
+    added = {str(tokenizer.token_to_id(each)): {"content": each, "special": True} for each in CONTROL}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {"added_tokens_decoder": added} if is_newer else {}
+    write(tmp_path, tokenizer, config=config | ({"eos_token": declared} if declared else {}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": named}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id
+    ends = () if theirs is None else (theirs,)
+    assert read_spec(tmp_path).eos_token_ids == load_checkpoint(tmp_path).eos_token_ids == ends
