@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -49,6 +49,16 @@ class _Token(msgspec.Struct):
     special: bool = False
 
 
+# An id as a key of JSON.
+_Id = Annotated[str, msgspec.Meta(pattern=r"^\d{1,10}$")]
+
+
+class _Declared(msgspec.Struct):
+    """An entry of `added_tokens_decoder` in tokenizer_config.json."""
+
+    content: str
+
+
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
 
@@ -76,7 +86,7 @@ def read_tokenizer(path: str | Path) -> TokenizerFiles:
     if is_gguf(checkpoint):
         metadata = gguf_tokenizer.read(checkpoint)
         config = gguf_tokenizer.config(metadata)
-    declared = read_json(folder / "tokenizer_config.json") or {}
+    declared = _declared(folder)
     try:
         if is_gguf(file):
             text = gguf_tokenizer.converted(metadata).to_str()
@@ -126,13 +136,13 @@ def read_token_ids(checkpoint: Path) -> TokenIds:
         ids = {each.piece: token_id for token_id, each in enumerate(model.pieces)}
     else:
         ids, special = _ids_in(file)
-    config |= read_json(folder / "tokenizer_config.json") or {}
+    config |= _declared(folder)
     for token_id, token in config.get(_ADDED_TOKENS, {}).items():
         ids.setdefault(token["content"], int(token_id))
         special |= {token["content"]} if token.get("special") else set()
     end_text = config.get("eos_token")
     end_text = end_text.get("content") if isinstance(end_text, dict) else end_text
-    ends += [ids[end_text]] if end_text in ids else []
+    ends += [ids[end_text]] if isinstance(end_text, str) and end_text in ids else []
     count = 1 + max(ids.values(), default=-1)
     return TokenIds(
         count=count,
@@ -140,6 +150,21 @@ def read_token_ids(checkpoint: Path) -> TokenIds:
         # An id without a token cannot be written.
         end=tuple(dict.fromkeys(token_id for token_id in ends if token_id < count or not count)),
     )
+
+
+def _declared(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, where its added tokens are some. Raises ConfigError."""
+    file = folder / "tokenizer_config.json"
+    found = read_json(file) or {}
+    if found.get(_ADDED_TOKENS) is None:
+        # Older tools keep special tokens in a file of their own, which has the last word with them.
+        found |= read_json(folder / "special_tokens_map.json") or {}
+        return {key: value for key, value in found.items() if key != _ADDED_TOKENS}
+    try:
+        msgspec.convert(found[_ADDED_TOKENS], dict[_Id, _Declared])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {_ADDED_TOKENS}: {error}; copy or download it again") from error
+    return found
 
 
 def _ids_in(file: Path) -> tuple[dict[str, int], set[str]]:

@@ -191,8 +191,8 @@ def read_tables(path: Path | None, environ: Mapping[str, str] = os.environ) -> d
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration file: {error}") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: not valid TOML in UTF-8: {error}") from error
     for name in tables:
         if name not in SECTIONS:
             raise ConfigError(f"{path}: unknown table [{name}]; known: {', '.join(sorted(SECTIONS))}")
@@ -238,7 +238,7 @@ def _override(tables: dict[str, Any], variable: str, text: str) -> None:
 def _parse_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

@@ -94,7 +94,8 @@ class PeftConfig(msgspec.Struct, frozen=True):
     def targets(self, module: str) -> bool:
         """Whether a module was trained, as PEFT reads it; every one where that is not said."""
         layers = self.layers_to_transform
-        if layers is not None:
+        # An empty list is none to PEFT.
+        if layers is not None and layers != []:
             found = _LAYER.match(module)
             if not found or int(found[1]) not in ([layers] if isinstance(layers, int) else layers):
                 return False
@@ -169,6 +170,14 @@ class AdapterFile:
                     f", or not when they are multiplied by lora_alpha = {self.config.lora_alpha:g} over the "
                     "rank; train the adapter again"
                 )
+        # Of inputs of magnitude one: what is beyond all numbers for them is so for every request.
+        with np.errstate(over="ignore", invalid="ignore"):
+            reach = np.abs(up) @ np.abs(down).sum(axis=1)
+        if not np.isfinite(reach).all():
+            raise AdapterError(
+                f"{self.folder / WEIGHTS}: {module}.lora_A.weight and lora_B.weight multiply to numbers that "
+                "are not finite; train the adapter again"
+            )
         return Change(down=down, up=up)
 
     def _read(self, tensor: StoredTensor) -> NDArray[np.float32]:
@@ -283,7 +292,12 @@ def _pairs(
         if tensor.dtype not in _DTYPES:
             known = ", ".join(_DTYPES)
             raise AdapterError(f"tensor {name}: dtype = {tensor.dtype}; save it as one of {known}")
-        pairs.setdefault(found["module"], {})[found["part"]] = tensor
+        pair = pairs.setdefault(found["module"], {})
+        if found["part"] in pair:
+            raise AdapterError(
+                f"{WEIGHTS} has two tensors of {found['module']}.lora_{found['part']}; save one adapter alone"
+            )
+        pair[found["part"]] = tensor
     if not pairs:
         raise AdapterError(f"{WEIGHTS} holds no tensors; save the adapter again")
     for module, pair in pairs.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from engine.model.spec import CheckpointError, RopeSpec
 
 # Beyond any model's layers, heads and widths; more is a damaged file.
 LARGEST_COUNT = 1 << 31
+MAX_FLOAT = sys.float_info.max
 # Numbers of a rotation that older configurations have beside its other parameters.
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 
@@ -30,7 +32,7 @@ class ConfigReader:
             values = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing: {folder} is not a Hugging Face checkpoint") from error
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds no table of keys, but {str(values)[:50]!r}")
@@ -58,7 +60,11 @@ class ConfigReader:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number; null counts as absent."""
-        return float(self._typed(key, default, int | float, "a number"))
+        value = self._typed(key, default, int | float, "a number")
+        # JSON as Python reads it has infinities, and numbers that are no number.
+        if not -MAX_FLOAT <= value <= MAX_FLOAT:
+            raise CheckpointError(f"{self.source}: {key} = {value!r} is not a finite number")
+        return float(value)
 
     def optional_number(self, key: str) -> float | None:
         """A number, or None when absent or null."""
@@ -123,7 +129,8 @@ class ConfigReader:
         self, key: str, given: dict[str, Any], rotary_dim: int, default_theta: float, *, is_nested: bool
     ) -> RopeSpec:
         """What one key says of the rotation, with what stands beside it."""
-        parameters = {name: value for name, value in given.items() if value is not None}
+        # What is null counts as absent, but not to transformers' one switch that is on by default.
+        parameters = {name: value for name, value in given.items() if value is not None or name == "truncate"}
         names = [parameters.pop(name) for name in ("rope_type", "type") if name in parameters]
         # The name that the first Phi-3 checkpoints have for it.
         kinds = ["longrope" if name == "su" else name for name in names] or ["default"]
@@ -133,10 +140,21 @@ class ConfigReader:
                 "each other; leave one out"
             )
         theta, partial = (self._agreed(key, name, given, is_nested=is_nested) for name in _BESIDE)
+        if partial is not None and not 0 < partial <= 1:
+            raise CheckpointError(
+                f"{self.source}: partial_rotary_factor = {partial!r} is no share of a head that is rotated"
+            )
         parameters = {name: value for name, value in parameters.items() if name not in _BESIDE}
         # Phi-3 keeps the original length beside the scaling, and there it has priority.
         original = self.values.get("original_max_position_embeddings")
+        inside = parameters.get("original_max_position_embeddings", original)
         if original is not None:
+            if inside != original:
+                name = "original_max_position_embeddings"
+                raise CheckpointError(
+                    f"{self.source}: {key}.{name} = {inside!r} and {name} = {original!r} contradict each "
+                    "other; leave one out"
+                )
             parameters["original_max_position_embeddings"] = original
         return RopeSpec(
             kind=kinds[0],

@@ -23,11 +23,25 @@ from engine.model.spec import CheckpointError, RopeSpec, yarn_magnitude
 
 def rope_table(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, Tensor]:
     """cos and sin [L, R/2] in float32 for positions 0..max_model_len-1. Raises CheckpointError for an unknown
-    rule.
+    rule, and for numbers that give no angles.
     """
+    why = "angles are not finite"
+    try:
+        cos, sin = _table(spec, max_model_len)
+        if bool(cos.isfinite().all()) and bool(sin.isfinite().all()):
+            return cos, sin
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error)
+    raise CheckpointError(
+        f"rope scaling {spec.kind!r} gives no rotation with rope_theta = {spec.theta:g} and "
+        f"{str(spec.parameters)[:200]}: {why}; correct config.json"
+    )
+
+
+def _table(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, Tensor]:
     if spec.kind == "dynamic":
         return _dynamic_table(spec, max_model_len)
-    if spec.kind not in _FREQUENCIES:
+    if not isinstance(spec.kind, str) or spec.kind not in _FREQUENCIES:
         known = ", ".join(sorted([*_FREQUENCIES, "dynamic"]))
         raise CheckpointError(f"rope_type {spec.kind!r} is not supported, only {known}")
     frequencies, factor = _FREQUENCIES[spec.kind](spec, max_model_len)
@@ -41,6 +55,8 @@ def _number(spec: RopeSpec, key: str, default: float | None = None) -> float:
         value = default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CheckpointError(f"rope scaling {spec.kind!r} needs the number {key}, got {value!r}")
+    if not math.isfinite(value) or (key == "factor" and value <= 0):
+        raise CheckpointError(f"rope scaling {spec.kind!r} cannot have {key} = {value!r}")
     return float(value)
 
 

@@ -71,9 +71,11 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def _stretched(self, length: Any) -> int:
         factor = self.parameters.get("factor")
-        numbers = all(isinstance(each, int | float) for each in (length, factor))
         # What is no number is refused by name where angles are computed.
-        return int(length * max(1.0, cast("float", factor))) if numbers else self.max_positions
+        try:
+            return int(length * max(1.0, cast("float", factor)))
+        except (TypeError, ValueError, OverflowError):
+            return self.max_positions
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):

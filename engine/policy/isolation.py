@@ -69,9 +69,9 @@ class FailureIsolation(Generic[S]):
         guilty, self._accused = self._accused, []
         return guilty
 
-    def failed(self, suspects: list[tuple[S, int]], cause: str) -> bool:
+    def failed(self, suspects: list[tuple[S, int]], cause: str, *, num_ended: int = 0) -> bool:
         """A step failed that was to bring its sequences past these positions, and everything that ran was
-        reset. False when it is the runner that is broken.
+        reset; others of its sequences have ended meanwhile. False when it is the runner that is broken.
         """
         uncleared = [sequence for sequence, _ in suspects]
         if self._probe in uncleared:
@@ -87,6 +87,9 @@ class FailureIsolation(Generic[S]):
         if len(uncleared) > 1:
             middle = len(uncleared) // 2
             self._groups[:0] = [uncleared[:middle], uncleared[middle:]]
+        elif uncleared and num_ended:
+            # It may have been one of those: whoever was not alone is tried again.
+            self._groups.insert(0, uncleared)
         elif uncleared:
             self._accused.append((uncleared[0], cause))
         return True

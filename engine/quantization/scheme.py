@@ -77,6 +77,11 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
                     return group
         return next((group for group in self.groups if "Linear" in group.targets), None)
 
+    def has_zero_points(self, name: str) -> bool:
+        """Whether the layer `name` has them: one that no group names may be of any."""
+        group = self.group_of(name)
+        return any(each.has_zero_points for each in (self.groups if group is None else (group,)))
+
 
 def read_scheme(config: Mapping[str, Any], source: str) -> Scheme | None:
     """The scheme of a checkpoint whose config.json holds `config`; None when it is not quantized.
@@ -86,6 +91,8 @@ def read_scheme(config: Mapping[str, Any], source: str) -> Scheme | None:
     given = config.get("quantization_config") or _older_settings(Path(source).parent)
     if not given:
         return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{source}: quantization_config = {given!r} is not a table of keys")
     keys = _Keys(given, source)
     method = keys.one_of("quant_method", tuple(_READERS))
     return _READERS[method](keys)
@@ -126,6 +133,11 @@ class _Keys:
         value = self.values.get(key) or ()
         if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
             raise self.refusal(key, value, "a list of names is needed")
+        for pattern in (each[3:] for each in value if each.startswith("re:")):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise self.refusal(key, value, f"{pattern!r} is no pattern: {error}") from error
         return tuple(value)
 
     def refusal(self, key: str, value: object, remedy: str) -> ConfigError:
@@ -151,6 +163,10 @@ def _awq(keys: _Keys) -> Scheme:
 
 def _gptq(keys: _Keys) -> Scheme:
     layout = keys.one_of("checkpoint_format", ("gptq", "gptq_v2"), keys.values.get("format", "gptq"))
+    if keys.one_of("format", ("gptq", "gptq_v2"), layout) != layout:
+        raise keys.refusal(
+            "format", keys.values["format"], f"checkpoint_format says {layout!r}; leave one out"
+        )
     offset = 1 if layout == "gptq" else 0
     bits, has_order = keys.one_of("bits", (4, 8)), keys.one_of("desc_act", (False, True), False)
     return Scheme(method="gptq", bits=bits, zero_point_offset=offset, has_order=has_order)
@@ -159,6 +175,7 @@ def _gptq(keys: _Keys) -> Scheme:
 def _compressed(keys: _Keys) -> Scheme:
     keys.one_of("format", COMPRESSED_FORMATS, "dense")
     keys.one_of("quantization_status", ("compressed", "frozen"), "compressed")
+    _refuse_transforms(keys)
     groups = keys.inside("config_groups")
     int8, blocks, found = [], (128, 128), []
     for name in groups.values:
@@ -185,6 +202,19 @@ def _compressed(keys: _Keys) -> Scheme:
             int8.append(inputs.one_of("type", ("int", "float"), "int") == "int")
     rounds = bool(int8) and all(int8)
     return Scheme(method="compressed-tensors", int8_activations=rounds, block=blocks, groups=tuple(found))
+
+
+def _refuse_transforms(keys: _Keys) -> None:
+    """Rotations that weights contain are nothing to compute; those of activations are not computed."""
+    if not keys.values.get("transform_config"):
+        return
+    schemes = keys.inside("transform_config").inside("config_groups")
+    for name in schemes.values:
+        scheme = schemes.inside(name)
+        applied = scheme.values.get("apply")
+        for each in applied if isinstance(applied, list) else ():
+            place = _Keys(each if isinstance(each, Mapping) else {}, keys.source, f"{scheme.path}.apply")
+            place.one_of("location", ("weight_input", "weight_output"))
 
 
 def _fp8(keys: _Keys) -> Scheme:

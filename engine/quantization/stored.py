@@ -109,7 +109,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 def _awq(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
     """qweight int32 [K, N/8], qzeros int32 [G, N/8], scales [G, N]; weight = (level - zero) * scale."""
     _whole_words(name, outputs, 8)
-    scales = source.stored(f"{name}.scales")
+    scales = _scale(source, f"{name}.scales")
     groups = _groups(name, scales.shape[0], inputs)
     scales = _shaped(f"{name}.scales", scales, (groups, outputs))
     words = source.stored(f"{name}.qweight", (inputs, outputs // 8))
@@ -129,7 +129,7 @@ def _gptq(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Sc
     per_word = 32 // scheme.bits
     _whole_words(name, inputs, per_word)
     _whole_words(name, outputs, per_word)
-    scales = source.stored(f"{name}.scales")
+    scales = _scale(source, f"{name}.scales")
     groups = scales.shape[0]
     scales = _shaped(f"{name}.scales", scales, (groups, outputs))
     words = source.stored(f"{name}.qweight", (inputs // per_word, outputs))
@@ -156,13 +156,14 @@ def _compressed(
         source.discard(f"{name}.{unused}")
     is_packed = source.has(f"{name}.weight_packed") or source.has(f"{name}.weight_shape")
     if is_packed and not source.has(f"{name}.weight"):
-        return _pack_quantized(source, name, outputs, inputs, group)
+        return _pack_quantized(source, name, outputs, inputs, scheme)
     values = source.stored(f"{name}.weight", (outputs, inputs))
-    scale = source.stored(f"{name}.weight_scale").float()
+    scale = _scale(source, f"{name}.weight_scale").float()
     if values.dtype != torch.int8:
         return _eight_bits(source, name, values, scale, scheme.block)
     scale = _per_output(name, scale, outputs)
-    if _has(source, f"{name}.weight_zero_point", group is not None and group.has_zero_points):
+    _groups(f"{name}.weight_scale", scale.shape[1], inputs)
+    if _has(source, f"{name}.weight_zero_point", scheme.has_zero_points(name)):
         zeros = _per_output(name, source.stored(f"{name}.weight_zero_point").float(), outputs)
         if zeros.any():
             _refuse_symmetric(name, group)
@@ -186,11 +187,12 @@ def _has(source: TensorSource, name: str, is_needed: bool) -> bool:
 
 
 def _pack_quantized(
-    source: TensorSource, name: str, outputs: int, inputs: int, group: LayerGroup | None
+    source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme
 ) -> WeightFormat:
     """weight_packed int32 [N, K/W] of levels raised by half their range, weight_scale [N, G],
     weight_zero_point int32 [N/W, G] packed along the outputs, weight_g_idx [K], weight_shape [2].
     """
+    group = scheme.group_of(name)
     words = source.stored(f"{name}.weight_packed")
     bits = next((bits for bits in (4, 8) if words.shape == (outputs, -(-inputs * bits // 32))), 0)
     if not bits:
@@ -202,10 +204,10 @@ def _pack_quantized(
     if shape != [outputs, inputs]:
         raise ConfigError(f"tensor {name}.weight_shape is {shape}, config.json implies {[outputs, inputs]}")
     levels = unpack(words, bits)[:, :inputs]
-    scale = source.stored(f"{name}.weight_scale").float()
+    scale = _scale(source, f"{name}.weight_scale").float()
     scale = _per_output(name, scale, outputs)
     zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
-    if _has(source, f"{name}.weight_zero_point", group is not None and group.has_zero_points):
+    if _has(source, f"{name}.weight_zero_point", scheme.has_zero_points(name)):
         packed = source.stored(f"{name}.weight_zero_point", (-(-outputs * bits // 32), scale.shape[1]))
         zeros = unpack(packed.T.contiguous(), bits)[:, :outputs].T
         if bool((zeros != 1 << (bits - 1)).any()):
@@ -220,7 +222,7 @@ def _pack_quantized(
 def _fp8(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
     """weight fp8 [N, K], weight_scale_inv: what each block is multiplied by."""
     values = source.stored(f"{name}.weight", (outputs, inputs))
-    scale = source.stored(f"{name}.weight_scale_inv").float()
+    scale = _scale(source, f"{name}.weight_scale_inv").float()
     source.discard(f"{name}.input_scale")
     return _eight_bits(source, name, values, scale, scheme.block)
 
@@ -388,13 +390,22 @@ def _shaped(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor
 
 
+def _scale(source: TensorSource, name: str) -> Tensor:
+    scale = source.stored(name)
+    if not scale.is_floating_point():
+        raise ConfigError(
+            f"tensor {name} is stored in {scale.dtype}; scales are read in floating point alone"
+        )
+    return scale
+
+
 def _per_output(name: str, scale: Tensor, outputs: int) -> Tensor:
     """[N, G] from one number, one per output, or [N, G]."""
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(outputs, 1).contiguous()
     if scale.ndim == 1:
         scale = scale[:, None]
-    if scale.shape[0] != outputs:
+    if scale.ndim != 2 or scale.shape[0] != outputs or not scale.shape[1]:
         raise ConfigError(f"tensor {name}.weight_scale has shape {list(scale.shape)} for {outputs} outputs")
     return scale.contiguous()
 

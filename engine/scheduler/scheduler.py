@@ -204,7 +204,8 @@ class Scheduler:
             return True
         rows = [row for row in step.rows.values() if not row.sequence.is_finished]
         self._state.reset_running(now)
-        works = self._isolation.failed([(row.sequence, row.start + row.num_tokens) for row in rows], cause)
+        suspects = [(row.sequence, row.start + row.num_tokens) for row in rows]
+        works = self._isolation.failed(suspects, cause, num_ended=len(step.rows) - len(rows))
         if works and self._isolation.wants_probe:
             group = RequestGroup(_PROBE)
             self._enter(group, now)

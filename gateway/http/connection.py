@@ -153,11 +153,10 @@ class Connection(HttpToolsProtocol):
         """The head is over."""
         if self.parser.should_upgrade():
             return
-        if self.parser.get_http_version() == "1.0" and any(
-            name == b"transfer-encoding" for name, _ in self.headers
-        ):
+        version = self.parser.get_http_version()
+        if version != "1.1" and any(name == b"transfer-encoding" for name, _ in self.headers):
             # RFC 9112, 6.1: another server on the way may have seen another end of it.
-            raise _FaultyFraming("HTTP/1.0 has no transfer-encoding; send a content-length")
+            raise _FaultyFraming(f"HTTP/{version} has no transfer-encoding; send a content-length")
         self._in_head = False
         self._num_pending_bytes = 0
         super().on_headers_complete()

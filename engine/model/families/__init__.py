@@ -36,7 +36,7 @@ def read_spec(folder: Path) -> ModelSpec:
     if not isinstance(architectures, list):
         raise CheckpointError(f"{reader.source}: architectures = {architectures!r} is not a list")
     for name in architectures:
-        if name in FAMILIES:
+        if isinstance(name, str) and name in FAMILIES:
             scheme = gguf_scheme(folder) if is_gguf(folder) else read_scheme(reader.values, reader.source)
             spec = _with_ids(FAMILIES[name](reader), folder)
             return msgspec.structs.replace(spec, architecture=name, quantization=scheme)

@@ -117,3 +117,17 @@ def test_short_secret_is_refused_with_the_remedy(secret: str) -> None:
 def test_missing_secret_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"context_secret_file.*nowhere"):
         SecurityConfig(context_secret_file="nowhere").secret()
+
+
+@pytest.mark.parametrize(
+    "text", ["[model]".encode("utf-16"), b"[model]\nname = '\xff'", b"a = " + b"[" * 50_000]
+)
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.toml").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"config\.toml: not valid TOML"):
+        read_tables(tmp_path / "config.toml", {})
+
+
+def test_deep_values_that_are_no_toml_are_text() -> None:
+    value = "[" * 50_000
+    assert read_tables(None, {"MILLRACE_MODEL__NAME": value}) == {"model": {"name": value}}

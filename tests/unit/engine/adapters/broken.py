@@ -57,6 +57,21 @@ def one_value(part: str, value: float, *, index: int = -1) -> Damage:
     return changed(change)
 
 
+def filled(value: float) -> Damage:
+    """One number in all tensors."""
+    return changed(lambda tensors: [each.fill_(value) for each in tensors.values()])
+
+
+def doubled(words: str) -> Damage:
+    """A second tensor, of another adapter, beside those whose names hold the words."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [each for each in tensors if words in each]:
+            tensors[name.replace(".weight", ".second.weight")] = tensors[name].clone()
+
+    return changed(change)
+
+
 def without(words: str) -> Damage:
     """No tensors whose names hold those words."""
 
@@ -106,6 +121,9 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         both(one_value("B", 3e38), configured(lora_alpha=1e30)),
         "not when they are multiplied by lora_alpha",
     ),
+    "too large once A and B are multiplied": (filled(1e20), "multiply to numbers that are not finite"),
+    "two of an A": (doubled(f"{FIRST}.lora_A"), f"two tensors of {FIRST}.lora_A"),
+    "two adapters": (doubled(".lora_"), "two tensors of model.layers."),
     "rank 0": (configured(r=0), "r = 0: must be at least 1"),
     "negative rank": (configured(r=-8), "r = -8: must be at least 1"),
     "rank 0 of a pattern": (

@@ -157,3 +157,9 @@ def test_scale_and_rank_are_those_of_the_first_pattern(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found.down, stored[f"base_model.model.{module}.lora_A.weight"])
         np.testing.assert_allclose(found.up, stored[f"base_model.model.{module}.lora_B.weight"] * alpha / 2)
     assert file.change_of("model.layers.1.self_attn.q_proj") is None
+
+
+@pytest.mark.parametrize("layers", [None, [], 0, [0]])
+def test_no_list_of_layers_means_all_of_them(tmp_path: Path, layers: int | list[int] | None) -> None:
+    folder = write(tmp_path, target_modules=["q_proj", "down_proj"], layers_to_transform=layers)
+    assert check_adapter(folder, MODULES, max_rank=16).tensors.keys() == MODULES.keys()

@@ -125,6 +125,23 @@ def test_a_failing_sequence_ends_alone() -> None:
     assert all(len(mailbox.tokens(index)) == 6 for index in (0, 1, 3, 4))
 
 
+@pytest.mark.parametrize("num_good", [1, 2, 3])
+@pytest.mark.parametrize("num_poisoned", [1, 2])
+def test_nobody_is_blamed_for_those_who_left_while_their_step_ran(num_good: int, num_poisoned: int) -> None:
+    runner = CheckedRunner(MEMORY.num_blocks, MEMORY.block_size, poison_token_id=77)
+    loop, mailbox = make_loop(runner, overlap=True)
+    good, poisoned = range(num_good), range(num_good, num_good + num_poisoned)
+    mailbox.commands = [
+        *(messages.Submit(request(index, (1, 2, 3))) for index in good),
+        *(messages.Submit(request(index, (1, 77, 3))) for index in poisoned),
+    ]
+    loop.step()
+    mailbox.commands = [messages.Cancel(index, FinishReason.CANCELLED) for index in poisoned]
+    run(loop, mailbox, num_good + num_poisoned)
+    assert not any(event.failure for event in mailbox.events())
+    assert all(len(mailbox.tokens(index)) == 6 for index in good)
+
+
 @pytest.mark.parametrize("num_requests", [2, 5])
 def test_when_every_step_fails_the_runner_is_broken(num_requests: int) -> None:
     runner = CheckedRunner(MEMORY.num_blocks, MEMORY.block_size, fault=lambda plan: "no device")

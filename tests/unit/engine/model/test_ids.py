@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from itertools import product
 from pathlib import Path
@@ -159,3 +160,61 @@ def test_a_head_without_padding_is_whole(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape"):
         open_runner(tmp_path)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"-4": {"content": "a"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": {}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": "a"}}'),
+        ("tokenizer_config.json", DEEP),
+        ("generation_config.json", DEEP),
+        ("config.json", DEEP),
+        ("config.json", ""),
+    ],
+    ids=lambda value: value[:50],
+)
+def test_what_no_file_can_say_of_a_checkpoint_is_refused_by_its_name(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path)
+    if name == "config.json" and not text:
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        read_spec(tmp_path)
+    if name != "config.json":
+        with pytest.raises(ConfigError, match=name):
+            load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"added_tokens_decoder": None}, {"eos_token": ["a"]}])
+def test_what_says_nothing_of_the_ends_is_passed_over(config: dict[str, Any], tmp_path: Path) -> None:
+    _, tokenizer = checkpoint(tmp_path, generation={"eos_token_id": 7})
+    write(tmp_path, tokenizer, config=config, generation={"eos_token_id": 7})
+    assert read_spec(tmp_path).eos_token_ids == load_checkpoint(tmp_path).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("named", [CONTROL[1], {"content": CONTROL[1]}], ids=["text", "token"])
+@pytest.mark.parametrize("declared", [None, CONTROL[0]])
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_the_file_of_special_tokens_is_read_as_transformers_reads_it(
+    is_newer: bool, declared: str | None, named: Any, tmp_path: Path
+) -> None:
+    _, tokenizer = checkpoint(tmp_path)
+    added = {str(tokenizer.token_to_id(each)): {"content": each, "special": True} for each in CONTROL}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {"added_tokens_decoder": added} if is_newer else {}
+    write(tmp_path, tokenizer, config=config | ({"eos_token": declared} if declared else {}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": named}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id
+    ends = () if theirs is None else (theirs,)
+    assert read_spec(tmp_path).eos_token_ids == load_checkpoint(tmp_path).eos_token_ids == ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ RULES: dict[str, dict[str, Any]] = {
     "yarn by attention": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, **ORIGINAL},
     "yarn betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, **ORIGINAL},
     "yarn not cut": {"rope_type": "yarn", "factor": 4.0, "truncate": False, **ORIGINAL},
+    "yarn not cut by null": {"rope_type": "yarn", "factor": 4.0, "truncate": None, **ORIGINAL},
     "yarn without original": {"rope_type": "yarn", "factor": 4.0},
     "longrope": {"rope_type": "longrope", **FACTORS, **ORIGINAL},
     "longrope by factor": {"rope_type": "longrope", "factor": 8.0, **FACTORS, **ORIGINAL},
@@ -157,6 +159,11 @@ def test_the_window_is_what_the_rotation_reaches(
             r"rope_parameters\.partial_rotary_factor = 0\.5",
             r"partial_rotary_factor = 0\.25",
         ),
+        (
+            {"rope_scaling": RULES["yarn"], "original_max_position_embeddings": 128},
+            r"rope_scaling\.original_max_position_embeddings = 64",
+            r"original_max_position_embeddings = 128",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_both_keys(
@@ -165,6 +172,49 @@ def test_what_contradicts_itself_is_refused_by_both_keys(
     write(tmp_path, **keys)
     with pytest.raises(CheckpointError, match=f"{first} and {second} contradict each other"):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": 0},
+        {"rope_theta": math.inf},
+        {"rope_theta": math.nan},
+        {"rope_theta": 10**400},
+        {"partial_rotary_factor": 0},
+        {"partial_rotary_factor": -1},
+        {"partial_rotary_factor": 2},
+        {"head_dim": 2, "rope_parameters": RULES["dynamic"]},
+        {"rope_parameters": {"rope_type": {"yarn": 2}}},
+        {"rope_parameters": RULES["longrope"] | {"short_factor": ["a"] * 6, "long_factor": ["a"] * 6}},
+        {"rope_parameters": RULES["longrope"] | {"short_factor": [0] * 6, "long_factor": [0] * 6}},
+        *(
+            {"rope_parameters": RULES[name] | {key: value}}
+            for name in ("linear", "dynamic", "yarn", "llama3")
+            for key, value in (("factor", 0), ("factor", -2.0), ("factor", math.inf), ("factor", math.nan))
+        ),
+        *(
+            {"rope_parameters": RULES[name] | {"original_max_position_embeddings": value}}
+            for name in ("yarn", "longrope")
+            for value in (0, -5)
+        ),
+        {"rope_parameters": RULES["longrope"] | {"original_max_position_embeddings": 1}},
+        {"rope_parameters": RULES["llama3"] | {"low_freq_factor": 0}},
+        {"rope_parameters": RULES["yarn"] | {"beta_fast": -3}},
+        {"rope_parameters": RULES["yarn"] | {"rope_theta": 1.0}},
+    ],
+    ids=str,
+)
+def test_numbers_that_give_no_rotation_are_refused(keys: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, **keys)
+
+    def tables() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        ropes = read_spec(tmp_path).ropes
+        assert all(rope.longest_positions for rope in ropes)
+        return [rope_table(rope, 200) for rope in ropes]
+
+    with pytest.raises(CheckpointError):
+        tables()
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])

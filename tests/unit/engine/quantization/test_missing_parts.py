@@ -8,6 +8,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,4 +220,61 @@ def test_the_last_name_of_a_desc_act_checkpoint_is_needed_in_every_layer(tmp_pat
     writer = partial(writers.gptq, with_g_idx=False)
     rewrite(tmp_path, oracle, settings, writer)
     with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.q_proj\.g_idx .*missing"):
+        load(tmp_path)
+
+
+SPUN = {
+    "config_groups": {"R4": {"type": "hadamard", "apply": [{"location": "input", "targets": ["Linear"]}]}}
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "changes", "words"),
+    [
+        ("packed asymmetric", {"targets": ["re:.*nothing"]}, {}, "weight_zero_point .*missing"),
+        ("packed", {"targets": ["re:*"]}, {}, r"group_0\.targets .* is no pattern"),
+        ("packed", {}, {"transform_config": SPUN}, r"R4\.apply\.location = 'input'"),
+        ("gptq", {}, {"checkpoint_format": "gptq_v2", "format": "gptq"}, "format = 'gptq' .*'gptq_v2'"),
+    ],
+)
+def test_settings_that_cannot_be_what_the_layers_are(
+    name: str, group: dict[str, Any], changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, name)
+    edit(tmp_path, weight_zero_point=None)
+    settings = json.loads(json.dumps(SETTINGS[name][0] | changes))
+    for each in settings.get("config_groups", {}).values():
+        each.update(group)
+    edit_config(tmp_path, quantization_config=settings)
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("settings", ["fp8", ["fp8"], 8])
+def test_settings_that_are_no_table_are_refused(settings: Any, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", **SIZES)
+    edit_config(tmp_path, quantization_config=settings)
+    with pytest.raises(ConfigError, match=r"quantization_config = .* is not a table"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "scale"),
+    [
+        ("int8", "weight_scale", torch.ones(64, 0)),
+        ("int8", "weight_scale", torch.ones(64, 5)),
+        ("int8", "weight_scale", torch.ones(64, 1, 1)),
+        ("packed", "weight_scale", torch.ones(64, 0)),
+        ("int8", "weight_scale", torch.ones(64, 1, dtype=torch.int32)),
+        ("fp8", "weight_scale", torch.ones(64, 1, dtype=torch.uint8)),
+        ("fp8 blocks", "weight_scale_inv", torch.ones(2, 2, dtype=torch.uint8)),
+        ("gptq", "scales", torch.ones(3, 64, dtype=torch.int8)),
+    ],
+)
+def test_what_can_scale_nothing_is_refused_by_name(
+    name: str, part: str, scale: torch.Tensor, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, name)
+    edit(tmp_path, **{part: scale})
+    with pytest.raises(ConfigError, match=rf"{LAYER}\.{part}"):
         load(tmp_path)

@@ -182,7 +182,11 @@ def test_latent_attention_reads_quantized_projections(tmp_path: Path) -> None:
 
 def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     sizes = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-    oracle = make_checkpoint(tmp_path, "gpt_oss", **SIZES, **sizes)
+    # The family's own rotation would reach for 131,072 tokens.
+    rope = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 64}
+    oracle = make_checkpoint(
+        tmp_path, "gpt_oss", rope_parameters=rope | {"rope_theta": 1e4}, **SIZES, **sizes
+    )
     tensors = load_file(tmp_path / "model.safetensors")
     for layer, module in enumerate(oracle.model.layers):
         for part in ("gate_up_proj", "down_proj"):

@@ -378,12 +378,15 @@ def test_an_answer_is_sent_before_anything_else_is_done() -> None:
     assert seen[0].endswith(b"answer")
 
 
+@pytest.mark.parametrize("version", [b" HTTP/1.0", b" HTTP/0.9", b" HTTP/2.0", b""])
 @pytest.mark.parametrize("method", [b"POST", b"GET"])
 @pytest.mark.parametrize("length", [b"", b"content-length: 5\r\n"])
-async def test_a_transfer_coding_in_http_1_0_is_faulty_framing(method: bytes, length: bytes) -> None:
+async def test_a_transfer_coding_in_another_http_than_1_1_is_faulty_framing(
+    method: bytes, length: bytes, version: bytes
+) -> None:
     async with served() as (_, server):
         reader, writer = await connect(server)
-        head = method + b" /a HTTP/1.0\r\nconnection: keep-alive\r\n" + length
+        head = method + b" /a" + version + b"\r\nconnection: keep-alive\r\n" + length
         writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
         said = await reader.read()
         assert said.startswith(b"HTTP/1.1 400 ")
