@@ -42,7 +42,9 @@ class Matcher:
     """
 
     def __init__(self, inner: llguidance.LLMatcher, finder: EndFinder | None = None, limit: int = 0) -> None:
-        self._inner = inner
+        # Where all outputs begin; it is only copied.
+        self._start = inner
+        self._inner = inner.deep_copy()
         self._finder = finder if limit else None
         self._limit = limit
         self._output: list[int] = []
@@ -80,14 +82,16 @@ class Matcher:
         return bool(self._inner.consume_token(token))
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
+        """Takes back the last tokens: those before them are read again, because the library's own way back
+        does not lead to every state. White space that may go on is read as if it had ended.
+        """
         if not num_tokens:
             return
-        self._inner.rollback(num_tokens)
-        if self._finder is not None:
-            del self._output[-num_tokens:]
-            while self._marks[-1].position > len(self._output):
-                self._marks.pop()
+        del self._output[-num_tokens:]
+        self._inner = self._start.deep_copy()
+        self._inner.consume_tokens(self._output)
+        while self._marks[-1].position > len(self._output):
+            self._marks.pop()
 
     def forced(self) -> list[int]:
         """Tokens that must come next: the way to the end near the limit, or what the grammar leaves no choice
@@ -108,19 +112,19 @@ class Matcher:
         left as it was. Raises GrammarError when the grammar breaks.
         """
         masks[1:] = -1
-        moved = 0
-        for row in range(len(drafts) + 1):
-            self._fill_row(masks, row)
-            if row == len(drafts) or self._inner.validate_tokens([drafts[row]]) != 1:
+        self._fill_row(masks, 0)
+        if not drafts:
+            return
+        ahead = self.copy()
+        for row, draft in enumerate(drafts, start=1):
+            if not ahead.try_accept(draft):
                 break
-            self._inner.consume_token(drafts[row])
-            self._moved(drafts[row])
-            moved += 1
-        self.rollback(moved)
+            ahead._fill_row(masks, row)
 
     def copy(self) -> Matcher:
         """An independent matcher in the same state."""
-        copied = Matcher(self._inner.deep_copy(), self._finder, self._limit)
+        copied = Matcher(self._start, self._finder, self._limit)
+        copied._inner = self._inner.deep_copy()
         copied._output, copied._marks = list(self._output), list(self._marks)
         return copied
 
@@ -162,8 +166,6 @@ class Matcher:
         return mark.end[len(self._output) - mark.position :] if mark.end else ()
 
     def _moved(self, token: int) -> None:
-        if self._finder is None:
-            return
         strayed = bool(end := self._end()) and token != end[0]
         self._output.append(token)
         if strayed:

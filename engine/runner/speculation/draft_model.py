@@ -57,6 +57,8 @@ class DraftModel:
         proposals: list[list[int]] = [[] for _ in states]
         tails = _Tails(states[:fitting], table, self.first_scratch, per_sequence, self.storage.block_size)
         live, spans = tails.to_read(MAX_READ_TOKENS)
+        # Drafts move the matchers that are there; afterwards these are where those were.
+        matchers = [None if each.matcher is None else each.matcher.copy() for each in states]
         try:
             step = 0
             while spans.size:
@@ -73,9 +75,8 @@ class DraftModel:
                 live = np.array(going_on, np.int64)
                 spans = np.ones(live.size, np.int64)
         finally:
-            for state, drafts in zip(states, proposals, strict=True):
-                if state.matcher is not None:
-                    state.matcher.rollback(len(drafts))
+            for state, matcher, drafts in zip(states, matchers, proposals, strict=True):
+                state.matcher = matcher
                 state.draft.num_proposed = len(drafts)
         return [tuple(drafts) for drafts in proposals]
 

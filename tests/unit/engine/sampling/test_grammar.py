@@ -5,6 +5,7 @@ sequence.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +125,57 @@ def test_a_broken_grammar_fails_its_sequence_alone(
     assert "homegrown/3" in jobs[1].failure
     assert not jobs[2].failure
     assert len(jobs[2].output) == 8
+
+
+# As the tokenizer service lays schemas out, behind the literal that ends a tool call.
+BROKEN_LINES = spec_of(
+    json.dumps(
+        {
+            "grammars": [
+                {"name": "call", "lark_grammar": 'start: @value "}\\n"'},
+                {
+                    "name": "value",
+                    "json_schema": {
+                        "type": "object",
+                        "x-guidance": {
+                            "whitespace_flexible": True,
+                            "whitespace_pattern": "\\n\\x20{0,32}",
+                            "item_separator": ",\\x20?",
+                            "key_separator": ":\\x20?",
+                        },
+                    },
+                },
+            ]
+        }
+    )
+)
+
+
+@pytest.mark.parametrize("limit", [0, 40])
+def test_drafts_and_what_is_taken_back_leave_no_trace_in_white_space(
+    engine: GrammarEngine, tokenizer: tokenizers.Tokenizer, limit: int
+) -> None:
+    telling = {id_ for text, id_ in tokenizer.get_vocab().items() if set(text) & set('}"Ċ,')}
+    for seed in range(60):
+        drawn = random.Random(seed)
+        walked, plain = (engine.matcher(BROKEN_LINES, [], limit) for _ in range(2))
+
+        def draw(matcher: Matcher, drawn: random.Random = drawn) -> int:
+            (may,) = allowed(engine, matcher)
+            return drawn.choice(sorted(may & telling or may))
+
+        for _ in range(30):
+            if plain.finished:
+                break
+            ahead, drafts = plain.copy(), []
+            while len(drafts) < drawn.randrange(4) and not ahead.finished:
+                drafts.append(draw(ahead))
+                ahead.accept(drafts[-1:])
+            (expected,) = allowed(engine, plain)
+            assert allowed(engine, walked, tuple(drafts))[0] == expected
+            walked.rollback(walked.accept(drafts))
+            (again,) = allowed(engine, walked)
+            assert again == expected
+            token = draw(plain)
+            plain.accept([token])
+            walked.accept([token])
