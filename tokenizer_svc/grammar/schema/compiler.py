@@ -21,13 +21,13 @@ from tokenizer_svc.grammar.schema.positive import positive
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema
 from tokenizer_svc.grammar.schema.wide import as_lark
 
-# White space in an answer: a space or none after a colon or comma, and between any two parts one line break
-# with an indentation, or none. Models that write JSON in lines end their lists early where they may not;
-# where more is allowed, weak ones get lost in it.
+# White space in an answer: a space or none after a colon; after a comma a space, one line break with an
+# indentation, or none. Models that write JSON in lines end their lists early where they may not; where more
+# is allowed, weak ones get lost in it. The separators say it, because white space that may stand between any
+# two parts is repeated without end by the library of other engines (llguidance 1.7).
 LAYOUT = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"\n\x20{0,32}",
-    "item_separator": r",\x20?",
+    "whitespace_flexible": False,
+    "item_separator": r",(\x20|\n\x20{0,32})?",
     "key_separator": r":\x20?",
 }
 

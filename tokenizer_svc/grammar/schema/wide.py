@@ -26,10 +26,10 @@ from tokenizer_svc.grammar.schema.shapes import (
 from tokenizer_svc.grammar.schema.strings import excluding
 
 _REFERENCE = "#/$defs/"
-_BREAK = r"(\n\x20{0,32})?"
+# White space as in the layout of all other schemas.
 _MARKS = {name: f"/{text}/" for name, text in {
-    "COMMA": rf",\x20?{_BREAK}", "COLON": rf":\x20?{_BREAK}", "OPENS": rf"\{{{_BREAK}",
-    "CLOSES": rf"{_BREAK}\}}", "BEGINS": rf"\[{_BREAK}", "ENDS": rf"{_BREAK}\]",
+    "COMMA": r",(\x20|\n\x20{0,32})?", "COLON": r":\x20?", "OPENS": r"\{",
+    "CLOSES": r"\}", "BEGINS": r"\[", "ENDS": r"\]",
 }.items()}  # fmt: skip
 _OF_NUMBERS = frozenset({*BOUNDS, "multipleOf"})
 _OF_OBJECTS = frozenset({"properties", "required", "additionalProperties"})
