@@ -25,7 +25,7 @@ from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.text.encoding import ControlTokens
 from tokenizer_svc.text.formats import THINK_CLOSE, THINK_OPEN
 from tokenizer_svc.text.tool_values import call_arguments, completed, resolved, tool_value
-from tokenizer_svc.text.turns import Turns, all_written, missing, other_ways
+from tokenizer_svc.text.turns import Turns, absent, all_written, missing, other_ways
 
 # Names under which templates look for an assistant turn's reasoning.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -242,12 +242,15 @@ class ChatTemplates:
     def _with_odd_arguments(
         self, template: jinja2.Template, messages: Sequence[Message], shape: _Shape, variables: dict[str, Any]
     ) -> _Shape:
-        """The shape, with objects only where the template refuses a call whose arguments are none."""
+        """The shape, with objects only where the template refuses or loses arguments that are none."""
         question, calling, *rest = messages
-        odd = msgspec.structs.replace(calling.tool_calls[0], arguments_json='"text"')
-        tried = (question, msgspec.structs.replace(calling, tool_calls=(odd,)), *rest)
-        refused = self._tried(template, tried, shape, variables) is None
-        return msgspec.structs.replace(shape, objects_only=refused and not shape.arguments_as_text)
+        lost = False
+        for odd in ('"odd_probe"', '["odd_probe"]', "70707", "null"):
+            call = msgspec.structs.replace(calling.tool_calls[0], arguments_json=odd)
+            tried = (question, msgspec.structs.replace(calling, tool_calls=(call,)), *rest)
+            text = self._tried(template, tried, shape, variables)
+            lost = lost or text is None or (odd != "null" and odd.strip('[]"') not in text)
+        return msgspec.structs.replace(shape, objects_only=lost and not shape.arguments_as_text)
 
     def _tried(
         self,
@@ -492,8 +495,8 @@ class _Rendering:
         try:
             unwritten = missing(turns, self._text)
         except TemplateRefusal:
-            # It reads what texts say: nothing is known.
-            return text
+            # It reads what texts say: another text shows nothing.
+            unwritten = absent(turns, text)
         if unwritten:
             index, role = unwritten[0], turns[unwritten[0]]["role"]
             raise TemplateRefusal(

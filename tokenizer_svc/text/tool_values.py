@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import unquote
 
 from contract.chat import Tool
 from tokenizer_svc.refusals import invalid
@@ -137,11 +138,15 @@ class _Resolver:
 
     def _target(self, reference: str) -> dict[str, Any] | None:
         value: Any = self._document
-        if not reference.startswith("#"):
+        if reference != "#" and not reference.startswith("#/"):
+            # Another document, or a name in this one.
             return None
-        for part in reference[1:].split("/")[1:]:
+        for part in unquote(reference[1:]).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
-            value = value.get(name) if isinstance(value, dict) else None
+            if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                value = value.get(name) if isinstance(value, dict) else None
         return value if isinstance(value, dict) else None
 
 

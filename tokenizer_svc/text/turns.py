@@ -7,6 +7,7 @@ reads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +16,9 @@ from tokenizer_svc.text.formats import THINK_CLOSE
 
 Turns = list[dict[str, Any]]
 _INSTRUCTIONS = frozenset({Role.SYSTEM.value, Role.DEVELOPER.value})
-# Shorter instructions are looked for by a trial: a template's own text may hold such words.
+# Shorter texts of these roles are looked for by a trial: a template's own text may hold such words.
 _LONG_ENOUGH = 16
+_SELDOM_SHORT = _INSTRUCTIONS | {Role.TOOL.value}
 
 
 def all_written(turns: Turns, rendered: str) -> bool:
@@ -29,21 +31,33 @@ def all_written(turns: Turns, rendered: str) -> bool:
         if not text:
             continue
         found = rendered.find(text, position)
-        if found < 0 or (turn["role"] in _INSTRUCTIONS and len(text) < _LONG_ENOUGH):
+        if found < 0 or (turn["role"] in _SELDOM_SHORT and len(text) < _LONG_ENOUGH):
             return False
         position = found + len(text)
     return True
 
 
 def missing(turns: Turns, render: Callable[[Turns], str]) -> list[int]:
-    """Indexes of the turns whose text the template leaves out: it is given other texts, which stand nowhere
-    else. `render` may raise; then nothing is known.
+    """Indexes of the turns of whose text the template leaves out a part: it is given texts with marks around
+    them, which stand nowhere else. `render` may raise; then nothing is known.
     """
-    trial = [
-        turn | {"content": _probe(index)} if _visible(turn) else turn for index, turn in enumerate(turns)
+    trial = [turn | {"content": _marked(turn, index)} for index, turn in enumerate(turns)]
+    rendered = render([new if _visible(old) else old for old, new in zip(turns, trial, strict=True)]).lower()
+    return [
+        index
+        for index, turn in enumerate(turns)
+        if _visible(turn) and not all(mark in rendered for mark in _marks(index))
     ]
-    rendered = render(trial)
-    return [index for index, turn in enumerate(turns) if _visible(turn) and _probe(index) not in rendered]
+
+
+def absent(turns: Turns, rendered: str) -> list[int]:
+    """Indexes of the turns whose text is nowhere in the prompt, as it is or as JSON has it."""
+    return [
+        index
+        for index, turn in enumerate(turns)
+        if (text := _visible(turn)) not in rendered
+        and json.dumps(text, ensure_ascii=False)[1:-1] not in rendered
+    ]
 
 
 def other_ways(turns: Turns) -> Iterator[Turns]:
@@ -56,8 +70,15 @@ def other_ways(turns: Turns) -> Iterator[Turns]:
             yield changed
 
 
-def _probe(index: int) -> str:
-    return f"probe-{index}-of-a-turn"
+def _marks(index: int) -> tuple[str, str]:
+    return f"probe-{index}-begins", f"probe-{index}-ends"
+
+
+def _marked(turn: dict[str, Any], index: int) -> str:
+    text, visible = turn.get("content") or "", _visible(turn)
+    begins, ends = _marks(index)
+    start = text.rfind(visible)
+    return f"{text[:start]}{begins} {visible} {ends}{text[start + len(visible) :]}"
 
 
 def _visible(turn: dict[str, Any]) -> str:

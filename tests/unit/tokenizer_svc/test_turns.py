@@ -105,6 +105,32 @@ def test_what_can_be_written_nowhere_is_refused_by_its_message(role: Role, tmp_p
     assert caught.value.field == "messages[1]"
 
 
+@pytest.mark.parametrize("result", ["a", "ant", "assistant"])
+def test_a_short_result_is_not_taken_for_a_templates_own_word(result: str, tmp_path: Path) -> None:
+    text = Text(write(tmp_path, byte_level(CHATML), LOOP))
+    messages = (Message(role=Role.USER, content="Question"), Message(role=Role.TOOL, content=result))
+    with pytest.raises(MillraceError, match=r"^messages\[1\]: .*tool message"):
+        text.templates.render(Conversation(messages=messages))
+
+
+def test_what_a_template_that_reads_texts_leaves_out_is_folded(tmp_path: Path) -> None:
+    reads = (
+        "{% for m in messages %}{% if m.role == 'user' and not m.content.endswith('Hi') %}"
+        "{{ raise_exception('say Hi') }}{% endif %}{% endfor %}"
+    )
+    text = Text(write(tmp_path, byte_level(CHATML), reads + LOOP))
+    messages = (Message(role=Role.DEVELOPER, content="Say QUINCE."), Message(role=Role.USER, content="QHi"))
+    assert text.templates.render(Conversation(messages=messages)) == "[user]Say QUINCE.\n\nQHi[assistant]"
+
+
+def test_a_part_of_a_users_text_that_is_left_out_is_refused(tmp_path: Path) -> None:
+    source = LOOP.replace("m.content | trim", "m.content.split('</think>')[-1]")
+    text = Text(write(tmp_path, byte_level(CHATML), source))
+    message = Message(role=Role.USER, content="Explain: KEEP </think> please")
+    with pytest.raises(MillraceError, match=r"^messages\[0\]: "):
+        text.templates.render(Conversation(messages=(message,)))
+
+
 def _called(arguments_json: str, content: str = "") -> Conversation:
     call = ToolCall(id="abcdefghi", name="look_up", arguments_json=arguments_json)
     return Conversation(
@@ -126,6 +152,11 @@ _ITERATING = (
 CALLING = {
     "items": _ITERATING.replace("HOW", "| items"),
     "items_method": _ITERATING.replace(" HOW", ".items()"),
+    "texts_as_they_are": _ITERATING.replace(
+        "{% for key", "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{% for key"
+    )
+    .replace(" HOW", ".items()")
+    .replace("{% endfor %}>", "{% endfor %}{% endif %}>"),
 }
 ARGUMENTS = {
     "cut off": '{"text": "half a sen',
@@ -193,6 +224,9 @@ SCHEMA = {
         "all": {"allOf": [{"$ref": "#/$defs/Colour"}]},
         "node": {"$ref": "#/$defs/Node"},
         "escaped": {"$ref": "#/$defs/a~1b"},
+        "quoted": {"$ref": "#/$defs/a%7E1b"},
+        "branch": {"$ref": "#/properties/maybe/anyOf/0"},
+        "named": {"$ref": "#Colour"},
         "constant": {"const": 7},
         "nowhere": {"$ref": "#/$defs/Nothing"},
     },
@@ -215,6 +249,9 @@ def test_a_template_that_reads_fields_sees_what_a_schema_refers_to(tmp_path: Pat
         ";all string which colour red|blue",
         ";node object",
         ";escaped integer",
+        ";quoted integer",
+        ";branch number how much",
+        ";named  ",
         ";constant integer",
         ";nowhere  ",
     ):
