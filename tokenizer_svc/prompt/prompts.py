@@ -129,7 +129,8 @@ class Prompts:
         is_closed = (
             prefix or conversation.continue_final_message or rendered.rstrip().endswith(formats.THINK_CLOSE)
         )
-        if not self.reasoning_format or is_closed or without_thinking(conversation.template_options):
+        unasked = self.templates.thinks_when_asked or without_thinking(conversation.template_options)
+        if not self.reasoning_format or is_closed or unasked:
             return Reasoning.NONE
         return Reasoning.OPTIONAL
 

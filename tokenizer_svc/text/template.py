@@ -192,6 +192,8 @@ class ChatTemplates:
         self._reading_fields = frozenset(name for name in templates if not self._dumps_tools(name))
         # Roles of messages whose name each template does not write, as far as a trial shows.
         self._nameless = {name: self._find_nameless(name) for name in self._templates}
+        # Whether the model thinks only where a client asks for it: then the template opens the thoughts.
+        self.thinks_when_asked = self._find_switch()
         # Whether the default template writes what users say as it is, as far as a trial shows.
         self.writes_user_turns = self._find_user_turns()
 
@@ -276,6 +278,17 @@ class ChatTemplates:
         variables = self._variables(Conversation(messages=question, tools=(tool,)))
         written = self._tried(self._templates[name], question, self._shape, variables)
         return written is not None and "probe_text" in written
+
+    def _find_switch(self) -> bool:
+        template = self._templates.get(DEFAULT_TEMPLATE)
+        if template is None:
+            return False
+        question = (Message(role=Role.USER, content="q"),)
+        variables = self._variables(Conversation(messages=question))
+        plain = self._tried(template, question, self._shape, variables) or ""
+        switches = {"enable_thinking": True, "thinking": True}
+        asked = self._tried(template, question, self._shape, variables | switches) or ""
+        return asked != plain and asked.rstrip().endswith(THINK_OPEN)
 
     def _find_user_turns(self) -> bool:
         if set(self._templates) != {DEFAULT_TEMPLATE}:

@@ -31,6 +31,9 @@ SWITCHED = (
     + "{% endif %}"
 )
 
+# It opens the thoughts where a client asks for them: unasked, the model does not think.
+ON_REQUEST = _TURNS + "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
+
 
 def _reasoning(folder: Path, template: str, tokens: tuple[str, ...] = MARKUP, **options: Any) -> Reasoning:
     checkpoint = load_checkpoint(
@@ -63,6 +66,8 @@ def _reasoning(folder: Path, template: str, tokens: tuple[str, ...] = MARKUP, **
         (SWITCHED, {"enable_thinking": True}, Reasoning.OPTIONAL),
         (SWITCHED, {"enable_thinking": False}, Reasoning.NONE),
         (SWITCHED, {"thinking": False, "enable_thinking": False}, Reasoning.NONE),
+        (ON_REQUEST, {}, Reasoning.NONE),
+        (ON_REQUEST, {"enable_thinking": True}, Reasoning.OPEN),
     ],
 )
 def test_the_model_may_think_unless_the_template_or_the_client_has_ended_it(
