@@ -356,6 +356,7 @@ def test_health_and_metrics(service: Service) -> None:
         health_pb2.HealthCheckRequest(service="millrace.tokenizer.v1.TokenizerService")
     ).status
     assert status == health_pb2.HealthCheckResponse.SERVING
+    service.stub.Prepare(request(model="small", conversation=user("Hello")))
     address = service.ready.partition("metrics=")[2].split()[0]
     text = httpx.get(f"http://{address}/metrics").text
     assert 'millrace_tokenizer_stage_seconds_count{stage="encode"}' in text
