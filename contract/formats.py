@@ -1,5 +1,5 @@
-"""Names of the formats in which models write tool calls and reasoning: the tokenizer service finds them,
-gateways read them.
+"""Names of the formats in which models write tool calls and reasoning, and the tags around reasoning: the
+tokenizer service finds them, gateways read them, engines write their ends.
 """
 
 from __future__ import annotations
@@ -12,3 +12,4 @@ ToolCallFormat = Literal[
     "hermes", "llama3", "mistral", "mistral_v11", "mistral_v13", "deepseek", "deepseek_v31"
 ]
 ReasoningFormat = Literal["think"]
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"

@@ -20,6 +20,8 @@ import llguidance.numpy
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.formats import THINK_CLOSE, THINK_OPEN
+
 # Longer ends are not looked for, in tokens.
 MAX_END = 1024
 # Steps in a row that close nothing, before a walk is given up.
@@ -38,7 +40,7 @@ _VALUES = (
     *(word[:length] for word in _WORDS for length in range(len(word), 0, -1)),
     *(b'"', b"[", b"{", b".", b"-"),
 )
-_THOUGHTS, _THOUGHTS_END = b"<think>", b"</think>"
+_THOUGHTS, _THOUGHTS_END = THINK_OPEN.encode(), THINK_CLOSE.encode()
 # Varies from digit to digit, so that a number comes to any multiple and away from zero.
 _DIGITS = (b"1", b"0", b"5", b"2", b"3", b"4", b"6", b"7", b"8", b"9")
 
@@ -105,15 +107,10 @@ class EndFinder:
     def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._width = -(-vocab_size // 32)
-        self._texts = [
-            b"" if tokenizer.is_special_token(token) else bytes(tokenizer.decode_bytes([token]))
-            for token in range(min(vocab_size, tokenizer.vocab_size))
-        ]
-        self._thoughts_end = tuple(
-            token
-            for token in range(len(self._texts))
-            if bytes(tokenizer.decode_bytes([token])) == _THOUGHTS_END
-        )[:1]
+        ids = range(min(vocab_size, tokenizer.vocab_size))
+        texts = [bytes(tokenizer.decode_bytes([token])) for token in ids]
+        self._thoughts_end = (texts.index(_THOUGHTS_END),) if _THOUGHTS_END in texts else ()
+        self._texts = [b"" if tokenizer.is_special_token(token) else text for token, text in enumerate(texts)]
         by_text: dict[bytes, int] = {}
         for token, text in enumerate(self._texts):
             by_text.setdefault(text, token)

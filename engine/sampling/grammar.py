@@ -9,6 +9,7 @@ grammar's end (see closing).
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -123,7 +124,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """An independent matcher in the same state."""
-        copied = Matcher(self._start, self._finder, self._limit)
+        copied = copy.copy(self)
         copied._inner = self._inner.deep_copy()
         copied._output, copied._marks = list(self._output), list(self._marks)
         return copied

@@ -96,17 +96,18 @@ def _grpc_mapper(when: dict[str, Any], error: MillraceError, form: ErrorForm) ->
 
 
 def _http_mapper(when: dict[str, Any], error: MillraceError, form: ErrorForm) -> dict[str, Any]:
-    # Another try helps where the state passes by itself.
-    more = {429: [_header("retry-after", "1")], 503: [_header("retry-after", "1")]}
-    more[401] = [_header("www-authenticate", "Bearer")]
-    status = error.mapping.http_status
+    headers = form.headers(error)
+    content_type = headers.pop("content-type")
+    if error.mapping.http_status in (429, 503):
+        # Another try helps where the state passes by itself.
+        headers["retry-after"] = "1"
     return {
         "filter": when,
         "status_code": error.mapping.http_status,
-        **({"headers_to_add": more[status]} if status in more else {}),
+        **({"headers_to_add": [_header(*header) for header in headers.items()]} if headers else {}),
         "body_format_override": {
             "json_format": msgspec.json.decode(form.body(error)),
-            "content_type": form.headers(error)["content-type"],
+            "content_type": content_type,
         },
     }
 

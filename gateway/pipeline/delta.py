@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from contract.chat import Conversation, TextPrompt
+from contract.formats import THINK_CLOSE, THINK_OPEN
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from gateway.engines.types import EngineOutput
@@ -363,7 +364,7 @@ class AnswerReader:
             min_tokens=sampling.min_tokens or 0,
             tool_call_format=self._tool_format if prompt.calls_tools else "",
             reasoning_format=self.vocabulary.reasoning_format,
-            reasoning_opened=prefix.rfind("<think>") > prefix.rfind("</think>"),
+            reasoning_opened=prefix.rfind(THINK_OPEN) > prefix.rfind(THINK_CLOSE),
             single_tool_call=not prompt.parallel_tool_calls,
         )
 

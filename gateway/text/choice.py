@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from contract.formats import THINK_CLOSE, THINK_OPEN
 from gateway.text.delta import TextDelta
 from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
 from gateway.text.markers import longest_partial_suffix
-from gateway.text.reasoning import CLOSE, OPEN, ContentParser, TextParser, ThinkParser
+from gateway.text.reasoning import ContentParser, TextParser, ThinkParser
 from gateway.text.tool_calls import PARSERS
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
@@ -38,7 +39,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def shown_ids(texts: TokenTexts, options: TextOptions) -> frozenset[int]:
     """Ids of special tokens that the parsers of `options` must see."""
-    markers: tuple[str, ...] = (OPEN, CLOSE) if options.reasoning_format else ()
+    markers: tuple[str, ...] = (THINK_OPEN, THINK_CLOSE) if options.reasoning_format else ()
     if options.tool_call_format:
         markers += PARSERS[options.tool_call_format].MARKERS
     wanted = {marker.encode() for marker in markers}

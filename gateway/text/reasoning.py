@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from contract.formats import THINK_CLOSE, THINK_OPEN
 from gateway.text.delta import TextDelta
 from gateway.text.markers import split_at_marker
-
-OPEN, CLOSE = "<think>", "</think>"
 
 
 class TextParser(Protocol):
@@ -79,10 +78,10 @@ class ThinkParser:
 
     def _before(self, text: str, delta: TextDelta) -> str:
         stripped = text.lstrip("\n")
-        if stripped.startswith(OPEN):
+        if stripped.startswith(THINK_OPEN):
             self._step = ThinkParser._think
-            return stripped[len(OPEN) :]
-        if OPEN.startswith(stripped):
+            return stripped[len(THINK_OPEN) :]
+        if THINK_OPEN.startswith(stripped):
             return text
         self._step = ThinkParser._after_think
         self._at_start = False
@@ -94,7 +93,7 @@ class ThinkParser:
             if not text:
                 return ""
             self._at_start = False
-        before, marker, rest = split_at_marker(text, (CLOSE,))
+        before, marker, rest = split_at_marker(text, (THINK_CLOSE,))
         if marker is not None:
             delta.reasoning += before.rstrip("\n")
             self._step = ThinkParser._after_think

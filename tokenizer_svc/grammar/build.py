@@ -25,6 +25,7 @@ from contract.chat import (
     ResponseFormat,
     ToolChoiceMode,
 )
+from contract.formats import THINK_CLOSE, THINK_OPEN
 from contract.grammar import EnforcementReport
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
@@ -36,7 +37,6 @@ from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import MAX_REPAIRS, repair
 from tokenizer_svc.grammar.schema.unwritable import culprits, places
 from tokenizer_svc.grammar.tools import parameters_field, parameters_path, tool_grammars
-from tokenizer_svc.text.formats import THINK_CLOSE, THINK_OPEN
 
 # Turns on the flag that makes white space and comments of a regular expression layout.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")

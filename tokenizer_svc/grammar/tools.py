@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from contract.chat import ToolChoiceMode
+from contract.formats import THINK_CLOSE, THINK_OPEN
 from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.backend import Grammar
 from tokenizer_svc.grammar.request import GrammarRefused, ToolRules, ToolSpec
@@ -142,7 +143,7 @@ def _optional(layout: _Layout, token_ids: Mapping[str, int], *, has_answer: bool
     # Free text that spells the mark would be taken for a call by parsers.
     text = f"TEXT: /(?s:.+)/ & ~/(?s:.*{re.escape(layout.mark)}.*)/"
     if layout.mark in token_ids:
-        others = [token_ids[tag] for tag in (formats.THINK_OPEN, formats.THINK_CLOSE) if tag in token_ids]
+        others = [token_ids[tag] for tag in (THINK_OPEN, THINK_CLOSE) if tag in token_ids]
         text_rule = "text: (TEXT | <[" + ",".join(map(str, others)) + "]>)*" if others else "text: TEXT?"
         return [f"start: text | text {mark} calls", text_rule, text]
     return [

@@ -11,6 +11,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
+from contract.formats import THINK_CLOSE, THINK_OPEN
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
     GrammarRequest,
@@ -23,7 +24,6 @@ from tokenizer_svc.grammar.request import (
 from tokenizer_svc.messages import wire
 from tokenizer_svc.prompt.limits import RequestLimits, num_bytes
 from tokenizer_svc.refusals import invalid, no_input
-from tokenizer_svc.text import formats
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.text.encoding import ControlTokens, TextEncoder
 from tokenizer_svc.text.template import ChatTemplates, assistant_prefix, without_thinking
@@ -124,11 +124,9 @@ class Prompts:
         """Whether thoughts precede the answer: the template has opened them, or the model may, unless the
         template or the client has closed them.
         """
-        if formats.THINK_OPEN in prefix and formats.THINK_CLOSE not in prefix:
+        if THINK_OPEN in prefix and THINK_CLOSE not in prefix:
             return Reasoning.OPEN
-        is_closed = (
-            prefix or conversation.continue_final_message or rendered.rstrip().endswith(formats.THINK_CLOSE)
-        )
+        is_closed = prefix or conversation.continue_final_message or rendered.rstrip().endswith(THINK_CLOSE)
         unasked = self.templates.thinks_when_asked or without_thinking(conversation.template_options)
         if not self.reasoning_format or is_closed or unasked:
             return Reasoning.NONE

@@ -24,11 +24,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from contract.formats import THINK_CLOSE, THINK_OPEN
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.types import Truncation
 
 # Markup that some checkpoints declare special although output and history carry it as text.
-KNOWN_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+KNOWN_MARKUP = frozenset({THINK_OPEN, THINK_CLOSE, "<tool_call>", "</tool_call>"})
 # Below this, encoding at once is as fast as looking pieces up.
 _MIN_CACHED_CHARACTERS = 2048
 

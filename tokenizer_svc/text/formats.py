@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from contract.formats import THINK_CLOSE
+
 HERMES = "hermes"
 LLAMA3 = "llama3"
 MISTRAL = "mistral"
@@ -14,9 +16,6 @@ DEEPSEEK = "deepseek"
 # From V3.1 on: the name before the separator, and the arguments without a fence.
 DEEPSEEK_V31 = "deepseek_v31"
 THINK = "think"
-
-THINK_OPEN = "<think>"
-THINK_CLOSE = "</think>"
 
 
 def tool_call_format(templates: Mapping[str, str], tokens: Collection[str]) -> str:

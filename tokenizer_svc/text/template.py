@@ -18,12 +18,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from contract.errors import MillraceError, Reason
+from contract.formats import THINK_CLOSE, THINK_OPEN
 from runtime.errors import ConfigError
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.text.encoding import ControlTokens
-from tokenizer_svc.text.formats import THINK_CLOSE, THINK_OPEN
 from tokenizer_svc.text.tool_values import call_arguments, completed, resolved, tool_value
 from tokenizer_svc.text.turns import Turns, absent, all_written, missing, other_ways
 
@@ -166,13 +166,18 @@ class ChatTemplates:
         self._templates: dict[str, jinja2.Template] = {}
         # Variables that each template reads.
         self._read: dict[str, frozenset[str]] = {}
+        # Templates that tell developers from others.
+        self._developers: set[str] = set()
         for name, source in templates.items():
             try:
                 template = environment.from_string(source)
                 # Jinja keeps them as a ChainMap and copies that for each rendering, name by name in Python.
                 template.globals = dict(template.globals)
                 self._templates[name] = template
-                self._read[name] = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+                tree = environment.parse(source)
+                self._read[name] = frozenset(meta.find_undeclared_variables(tree))
+                if _compares_with(tree, "developer"):
+                    self._developers.add(name)
             except jinja2.TemplateSyntaxError as error:
                 raise ConfigError(
                     f"chat template {name!r}, line {error.lineno}: {error.message}; correct it, or give "
@@ -181,11 +186,6 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
         self._control = control
         self._limits = limits
-        self._developers = frozenset(
-            name
-            for name, source in templates.items()
-            if _compares_with(environment.parse(source), "developer")
-        )
         self._reasons = THINK_CLOSE in "\n".join(templates.values())
         self._shape = self._find_shape()
         # Templates that write tools field by field and not as JSON.

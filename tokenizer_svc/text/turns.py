@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from contract.chat import Role
-from tokenizer_svc.text.formats import THINK_CLOSE
+from contract.formats import THINK_CLOSE
 
 Turns = list[dict[str, Any]]
 _INSTRUCTIONS = frozenset({Role.SYSTEM.value, Role.DEVELOPER.value})
@@ -41,13 +41,12 @@ def missing(turns: Turns, render: Callable[[Turns], str]) -> list[int]:
     """Indexes of the turns of whose text the template leaves out a part: it is given texts with marks around
     them, which stand nowhere else. `render` may raise; then nothing is known.
     """
-    trial = [turn | {"content": _marked(turn, index)} for index, turn in enumerate(turns)]
-    rendered = render([new if _visible(old) else old for old, new in zip(turns, trial, strict=True)]).lower()
-    return [
-        index
-        for index, turn in enumerate(turns)
-        if _visible(turn) and not all(mark in rendered for mark in _marks(index))
-    ]
+    said = [index for index, turn in enumerate(turns) if _visible(turn)]
+    trial = list(turns)
+    for index in said:
+        trial[index] = turns[index] | {"content": _marked(turns[index], index)}
+    rendered = render(trial).lower()
+    return [index for index in said if not all(mark in rendered for mark in _marks(index))]
 
 
 def absent(turns: Turns, rendered: str) -> list[int]:
