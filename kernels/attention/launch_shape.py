@@ -92,5 +92,5 @@ def next_smaller(shape: LaunchShape, refusal: OutOfResources) -> LaunchShape:
         smaller = replace(shape, tile=tile, heads=heads)
     else:
         raise refusal
-    _log.warning("attention: no memory for %s (%s); %s is used instead", shape, refusal, smaller)
+    _log.warning("attention: no room for %s (%s); %s takes its place", shape, refusal, smaller)
     return smaller

@@ -159,5 +159,5 @@ def next_smaller(kind: str, shape: TileShape, refusal: OutOfResources) -> TileSh
         smaller = replace(shape, outputs=NARROW_TILE, num_warps=shape.num_warps // 2)
     else:
         raise refusal
-    _log.warning("linear: no memory for %s of %s (%s); %s is used instead", shape, kind, refusal, smaller)
+    _log.warning("linear: no room for %s of %s (%s); %s takes its place", shape, kind, refusal, smaller)
     return smaller
