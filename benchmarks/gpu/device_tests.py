@@ -19,7 +19,7 @@ REHEARSED = "test_transfers or (test_attention and captured) or test_norm or can
 def run(gpu: Gpu, report: Report) -> None:
     """All of tests/gpu, side by side where that is possible: most of the time goes into compiling."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-v", "--maxfail=20", "-rf"]
-    command += ["-p", "no:cacheprovider", "--tb=line"]
+    command += ["-p", "no:cacheprovider", "--tb=short"]
     environment = dict(os.environ)
     if gpu.rehearses:
         command += ["-k", REHEARSED]
@@ -44,6 +44,8 @@ def judge(report: Report, code: int | None, said: str) -> None:
     row = {"what": "tests/gpu", "said": lines[-1] if lines else "nothing"}
     failed = "; ".join(line for line in lines if re.search(r"\b(FAILED|ERROR)\b|^E ", line))
     if failed or code:
+        # What pytest said of each failure is wanted where no device is at hand any more.
+        (report.folder / "gpu-tests.log").write_text(said, encoding="utf-8")
         report.wrong(failed[:3000] or "pytest did not run", **row)
     elif code is None:
         report.row(**row, not_measured=f"out of time; {len(re.findall(' PASSED', said))} had passed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 from benchmarks.gpu.device import Gpu, Roofs, Work
 from benchmarks.gpu.report import Report
 from kernels.linear.formats import Int4Weight, Int8Weight
+from kernels.linear.triton_backend import WeightOnlyProduct
 from kernels.linear.triton_dense import dense_product
-from kernels.linear.triton_linear import weight_only_product
-from kernels.linear.triton_packing import pack_levels_for_triton
 from kernels.linear.triton_scaled import scaled_product
 
 TITLE = "Matrix products"
@@ -103,22 +103,20 @@ class _Formats:
 
     def _int4(self) -> list[Work]:
         weights = [
-            pack_levels_for_triton(
-                Int4Weight(
-                    packed=self._bytes(0, 256, torch.uint8, self._inputs // 2),
-                    scale=self._scales(self._outputs, self._inputs // GROUP).half().float(),
-                )
+            Int4Weight(
+                packed=self._bytes(0, 256, torch.uint8, self._inputs // 2),
+                scale=self._scales(self._outputs, self._inputs // GROUP).half().float(),
             )
             for _ in range(self._copies)
         ]
-        return [lambda weight=weight: weight_only_product(self._x, weight) for weight in weights]
+        return [partial(WeightOnlyProduct(weight), self._x) for weight in weights]
 
     def _int8(self) -> list[Work]:
         weights = [
-            pack_levels_for_triton(Int8Weight(values=values, scale=self._scales(self._outputs, 1)))
+            Int8Weight(values=values, scale=self._scales(self._outputs, 1))
             for values in self._weights(torch.int8)
         ]
-        return [lambda weight=weight: weight_only_product(self._x, weight) for weight in weights]
+        return [partial(WeightOnlyProduct(weight), self._x) for weight in weights]
 
     def _scaled(self, kind: torch.dtype, *, blocked: bool) -> list[Work]:
         if kind == torch.int8:

@@ -22,7 +22,7 @@ from kernels.attention.ragged import AttentionOptions, DecodeBatch
 from kernels.attention.reference import ReferenceAttention
 from kernels.attention.triton_attention import TritonAttention
 from kernels.linear.formats import Fp8Weight, Int8Weight, WeightFormat
-from kernels.linear.triton_backend import InvariantLinear, ScaledMmProduct, TritonLinear
+from kernels.linear.triton_backend import MOST_TRITON_ROWS, InvariantLinear, ScaledMmProduct, TritonLinear
 from kernels.norm.reference import rms_norm as reference_norm
 from kernels.norm.triton_norm import rms_norm
 
@@ -171,7 +171,7 @@ def _products(gpu: Gpu) -> str:
             for weight in weights.values():
                 product = backend.pack(weight)
                 _close(product(x), x.float() @ dense.T, 5e-2)
-                if isinstance(product, ScaledMmProduct) and rows == 1:
+                if isinstance(product, ScaledMmProduct) and rows > MOST_TRITON_ROWS:
                     said.append("fp8 by torch._scaled_mm")
     return ", ".join(said) or "fp8 by Triton"
 

@@ -303,6 +303,7 @@ class TritonAttention:
                 BULK=bulk,
                 FINAL=final,
                 LISTED=plan.num_listed is not None,
+                HALF=not final and q.dtype == torch.bfloat16 and _kv_of(cache) == "fp8",
                 num_warps=shape.num_warps,
                 num_stages=shape.num_stages,
             )

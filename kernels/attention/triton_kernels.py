@@ -45,14 +45,13 @@ def _slots(
     num_kv_heads,
     BLOCK_SIZE: tl.constexpr,
     STEP: tl.constexpr,
-    BULK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Slots of the cache for `offset`, positions [start, start + STEP), and the first of them. BULK: they lie
-    within a block, so that one number says where they begin; `first` means nothing without it.
+    """Slots of the cache for `offset`, positions [start, start + STEP), and the first of them. Where steps
+    lie within blocks, one number says where they begin; `first` means nothing elsewhere.
     """
     first = start
-    if BULK:
+    if BLOCK_SIZE % STEP == 0:
         block = tl.load(table + start // BLOCK_SIZE)
         first = (block * num_kv_heads + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE
         slot = first + tl.arange(0, STEP)
@@ -129,7 +128,7 @@ def _advance(
     there = offset < end
     if WINDOW:
         there = there & (offset >= begin)
-    slot, first = _slots(table, start, offset, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, BULK, MASKED)
+    slot, first = _slots(table, start, offset, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, MASKED)
     if BULK:
         key = keys.load([first, 0]).to(DTYPE)
     else:
@@ -165,8 +164,17 @@ def _advance(
         value = tl.where(there[:, None], value, 0.0)
     if SCALED:
         column: tl.constexpr = 0 if SHARED_VALUE else 1
-        share *= tl.load(scales + slot.to(tl.int64) * 2 + column, mask=there, other=0.0)[None, :]
-    total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
+        part = tl.load(scales + slot.to(tl.int64) * 2 + column, mask=there, other=0.0)
+        if tl.float16 == DTYPE:
+            # Shares of small values would be below what float16 holds.
+            most = tl.maximum(tl.max(part, axis=0), 1e-30)
+            share *= (part / most)[None, :]
+            total = tl.dot(share.to(DTYPE), value, input_precision="ieee") * most + total * shrink[:, None]
+        else:
+            share *= part[None, :]
+            total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
+    else:
+        total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
     return higher, weight, total
 
 
@@ -206,6 +214,14 @@ def _queries(q, positions, token, head, present, num_heads, GROUP: tl.constexpr,
     if SIZES[1] > 0:
         q_tail = _vectors(q, row, present, SIZES[0], SIZES[1], SIZES[4], True)
     return q_main, q_tail, position
+
+
+@triton.jit
+def _as_half(vectors):
+    """As float16, which holds every number of fp8: a device makes it of fp8 in one instruction, and
+    bfloat16 in two, of which one has a sixteenth of the rate.
+    """
+    return tl.clamp(vectors.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
 
 @triton.jit
@@ -342,12 +358,14 @@ def attention_kernel(
     BULK: tl.constexpr,
     FINAL: tl.constexpr,
     LISTED: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
     writes results, else sums and stats (maximum in powers of two, weight) of a part. SIZES: main part and
     tail of a key, value, and the widths of their tiles.
 
     LISTED: num_items is room for so many items, num_listed [1] how many there are, and programs take turns.
+    HALF: products are of float16, whatever the queries are.
     """
     begin, end, stride = 0, 1, 1
     if LISTED:
@@ -358,11 +376,14 @@ def attention_kernel(
         sequence = tl.load(field + 2 * num_items)
         token, head, present = _rows_of(rows, field, num_items, GROUP, TILE, False)
         table, kv_head = tables + sequence * table_stride, tl.program_id(1) // CHUNKS
+        q_main, q_tail, position = _queries(q, positions, token, head, present, num_heads, GROUP, SIZES)
+        if HALF:
+            q_main, q_tail = _as_half(q_main), _as_half(q_tail)
         largest, weight, total = _attend(
             tl.load(field + 3 * num_items),
             tl.load(field + 4 * num_items),
             present,
-            _queries(q, positions, token, head, present, num_heads, GROUP, SIZES),
+            (q_main, q_tail, position),
             (table, keys, tails, values, scales, kv_head, num_kv_heads),
             (scale, soft_cap, window),
             SIZES,

@@ -30,7 +30,7 @@ from kernels.linear.formats import (
 from kernels.linear.reference import Product
 from kernels.linear.triton_dense import dense_batched_product, dense_product
 from kernels.linear.triton_grouped import grouped_product
-from kernels.linear.triton_linear import weight_only_product
+from kernels.linear.triton_linear import arranged, dense_levels, weight_only_product
 from kernels.linear.triton_packing import pack_levels_for_triton
 from kernels.linear.triton_rows import GroupedRows
 from kernels.linear.triton_scaled import quantize_rows, scaled_product
@@ -40,8 +40,12 @@ from kernels.rows import Quantized, QuantizedRows, empty_scales
 # torch._scaled_mm with a scale per row needs Hopper, and sizes that its tiles divide.
 SCALED_MM_ARCH = (9, 0)
 SCALED_MM_MULTIPLE = 16
-# Numbers of rows that it is tried with: one, a rest beside a tile, a long prompt.
-PROBED_ROWS = (1, 17, 8192)
+# Up to so many Triton's product is the faster one (benchmarks/results/gpu-proof.jsonl).
+MOST_TRITON_ROWS = 64
+# Numbers of rows that it is tried with: a rest beside a tile, a long prompt.
+PROBED_ROWS = (81, 8192)
+# Up to so many rows a weight of 4 or 8 bits is multiplied as it is.
+MOST_PACKED_ROWS = 512
 
 _log = logging.getLogger(__name__)
 # By a weight's shape and device.
@@ -49,16 +53,22 @@ _tried: dict[tuple[tuple[int, int], torch.device], bool] = {}
 
 
 class WeightOnlyProduct:
-    """Weights of 4 or 8 bits, inputs in floating point."""
+    """Weights of 4 or 8 bits, inputs in floating point. For many rows the library multiplies the weight as
+    numbers of the inputs' type, which are made anew each time: its matrix rate is worth more than they cost.
+    """
 
-    def __init__(self, weight: Int4Weight | Int8Weight) -> None:
+    def __init__(self, weight: Int4Weight | Int8Weight, *, most_rows: int | None = MOST_PACKED_ROWS) -> None:
         # In another order: the weight that was given need not stay.
         self.kept = pack_levels_for_triton(weight)
+        # None multiplies any number of rows alike.
+        self.most_rows = most_rows
         Workspace.of(weight.scale.device)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N] in x's type."""
-        return weight_only_product(x, self.kept, bias)
+        if self.most_rows is None or x.shape[0] <= self.most_rows or x.element_size() > 2:
+            return weight_only_product(x, self.kept, bias)
+        return F.linear(arranged(x, self.kept), dense_levels(self.kept, x.dtype), bias)
 
 
 class TritonIntegerProduct:
@@ -109,8 +119,8 @@ class Fp8Product:
 
 
 class ScaledMmProduct(Fp8Product):
-    """fp8 with fp8 by torch._scaled_mm, a scale per row and per output. It computes bfloat16 alone; for other
-    types Triton does.
+    """fp8 with fp8 by torch._scaled_mm, a scale per row and per output. It computes bfloat16 alone, and its
+    smallest tile has 128 rows; for other types and few rows Triton does.
     """
 
     def __init__(self, weight: Fp8Weight) -> None:
@@ -120,7 +130,7 @@ class ScaledMmProduct(Fp8Product):
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None = None) -> Tensor:
         """See QuantizingProduct."""
-        if rows.dtype != torch.bfloat16:
+        if rows.dtype != torch.bfloat16 or rows.levels.shape[0] <= MOST_TRITON_ROWS:
             return super().of_rows(rows, bias)
         out: Tensor = torch._scaled_mm(
             rows.levels,
@@ -289,8 +299,10 @@ class InvariantLinear(TritonLinear):
         """See LinearBackend."""
         if isinstance(weight, Fp8Weight):
             return Fp8Product(weight)
+        if isinstance(weight, Int8Weight) and weight.activations == "int8":
+            return TritonIntegerProduct(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
-            return super().pack(weight)
+            return WeightOnlyProduct(weight, most_rows=None)
         values = weight.values if isinstance(weight, DenseWeight) else weight
         return lambda x, bias=None: dense_product(x, values, bias)
 

@@ -37,6 +37,8 @@ from kernels.linear.triton_tiles import (
 )
 
 MIDDLE = tl.constexpr(INT4_MIDDLE)
+# Outputs of which one program makes numbers.
+DENSE_TILE = 64
 
 
 @triton.constexpr_function
@@ -239,6 +241,78 @@ def weight_only_kernel(
     store_tile(total, bias, out, row, in_rows, output, outputs, BIAS, GATE, TILE_M, TILE_N)
 
 
+@triton.jit
+def dense_levels_kernel(
+    words,
+    scale,
+    offset,
+    out,
+    inputs,
+    outputs,
+    group,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    STEP: tl.constexpr,
+    EACH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Step program_id(0) of outputs [program_id(1) * TILE_N, ...) of a weight, as numbers of out [N, K]."""
+    COUNT: tl.constexpr = 16 // BITS
+    WIDTH: tl.constexpr = STEP // COUNT
+    step = tl.program_id(0)
+    output = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    there = output < outputs
+    known = tl.minimum(output, outputs - 1)
+    place = tl.arange(0, WIDTH)
+    factors = of_step(scale, step, group, outputs, known, STEP, EACH)
+    offsets = factors
+    if OFFSET != "none":
+        offsets = of_step(offset, step, group, outputs, known, STEP, EACH)
+    loaded = tl.load(words + (step * outputs + known).to(tl.int64)[:, None] * WIDTH + place[None, :])
+    for index in tl.static_range(COUNT):
+        column = step * STEP + index * WIDTH + place
+        offset_here = offsets[index * 4 // COUNT]
+        levels = numbers(
+            loaded, offset_here, index, BITS, OFFSET == "zero", out.dtype.element_ty, INTERPRETED
+        ).to(tl.float32)
+        found = levels * factors[index * 4 // COUNT][:, None]
+        if OFFSET == "minimum":
+            found += offset_here[:, None]
+        at = out + output.to(tl.int64)[:, None] * inputs + column[None, :]
+        tl.store(at, found.to(out.dtype.element_ty), mask=there[:, None] & (column < inputs)[None, :])
+
+
+def dense_levels(weight: PackedLevels, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] as numbers of a type; inputs are in the order in which they are stored."""
+    outputs, inputs = weight.shape
+    out = torch.empty(outputs, inputs, dtype=dtype, device=weight.words.device)
+    offset = weight.zero if weight.zero is not None else weight.minimum
+    dense_levels_kernel[(weight.words.shape[0], triton.cdiv(outputs, DENSE_TILE))](
+        weight.words,
+        weight.scale,
+        offset if offset is not None else weight.scale,
+        out,
+        inputs,
+        outputs,
+        weight.group,
+        BITS=weight.bits,
+        OFFSET="zero" if weight.zero is not None else "none" if offset is None else "minimum",
+        STEP=weight.step,
+        EACH=weight.scales_per_step,
+        INTERPRETED=triton_interprets(),
+        TILE_N=DENSE_TILE,
+    )
+    return out
+
+
+def arranged(x: Tensor, weight: PackedLevels) -> Tensor:
+    """Inputs [M, K] smoothed, and in the order in which the weight is stored."""
+    if weight.smoothing is not None:
+        x = (x.float() * weight.smoothing).to(x.dtype)
+    return x if weight.order is None else x.index_select(1, weight.order)
+
+
 def weight_only_product(
     x: Tensor,
     weight: PackedLevels,
@@ -255,10 +329,7 @@ def weight_only_product(
     num_weights, which lie one after another in `weight` and have neither order nor smoothing; bias is
     [X * N] then.
     """
-    if weight.smoothing is not None:
-        x = (x.float() * weight.smoothing).to(x.dtype)
-    if weight.order is not None:
-        x = x.index_select(1, weight.order)
+    x = arranged(x, weight)
     assert x.stride(1) == 1, "inputs of a row lie side by side"
     stored, inputs = weight.shape
     outputs, num_rows = stored // num_weights, x.shape[0] if groups is None else groups.num_rows

@@ -10,6 +10,7 @@ import msgspec
 from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from contract.errors import invalid, unsupported
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
+from gateway.faces.bodies import Tolerance
 from gateway.faces.openai.fields import with_unserved
 from gateway.faces.openai.requests import CommonBody, check_common, generation_request, json_text, sampling
 from gateway.pipeline.validate import SizedConversation, check_counts
@@ -131,6 +132,15 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     template_name: str | None = None
 
 
+# Strange keys of messages, parts, tool calls and tools are ignored.
+TOLERANCE = Tolerance(
+    {"messages": MessageBody, "tools": ToolBody},
+    {
+        MessageBody: {"content": ContentPart, "tool_calls": ToolCallBody},
+        ToolCallBody: {"function": FunctionCallBody},
+        ToolBody: {"function": FunctionBody},
+    },
+)
 DECODER = msgspec.json.Decoder(with_unserved(ChatBody))
 # The names that fields of a conversation have in a body.
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}

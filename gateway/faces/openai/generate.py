@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any
 
 from contract.errors import MillraceError
+from gateway.faces.accepted import Accepted
+from gateway.faces.bodies import read
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answer_types import UsageBody
 from gateway.faces.openai.answers import DONE, AnswerWriter, ChatWriter, CompletionWriter, usage_body
 from gateway.faces.openai.errors import error_event
 from gateway.faces.openai.fields import WARNING_HEADER, check_unserved
-from gateway.faces.openai.large import read
 from gateway.faces.openai.requests import CommonBody, yielding
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange
@@ -41,7 +40,7 @@ class GenerateEndpoints:
             reasons=pipeline.reasons,
             limits=pipeline.intake.limits,
         )
-        body, request = await read(exchange, pipeline.intake, chat.DECODER, convert)
+        body, request = await read(exchange, pipeline.intake, chat.DECODER, convert, chat.TOLERANCE)
         _warn(exchange, body)
         await self._answer(exchange, body, [request], ChatWriter)
 
@@ -49,7 +48,7 @@ class GenerateEndpoints:
         """POST /v1/completions."""
         intake = self._pipeline().intake
         convert = partial(completions.completion_requests, limits=intake.limits)
-        body, requests = await read(exchange, intake, completions.DECODER, convert)
+        body, requests = await read(exchange, intake, completions.DECODER, convert, chat.TOLERANCE)
         _warn(exchange, body)
         await self._answer(exchange, body, requests, CompletionWriter)
 
@@ -61,7 +60,7 @@ class GenerateEndpoints:
         kind: type[AnswerWriter],
     ) -> None:
         pipeline = self._pipeline()
-        async with _Accepted(exchange, pipeline, requests) as answer:
+        async with Accepted(exchange, pipeline, requests) as answer:
             writers = [
                 kind(
                     attempt.info,
@@ -123,49 +122,6 @@ async def _stream(
     if body.include_usage:
         end += writers[0].usage_event(_usage(answer, body))
     await exchange.end_events(end + DONE)
-
-
-class _Accepted:
-    """The answer to one exchange; a client that leaves cancels it."""
-
-    def __init__(self, exchange: Exchange, pipeline: Pipeline, requests: Sequence[GenerationRequest]) -> None:
-        self._exchange = exchange
-        self._pipeline = pipeline
-        self._requests = requests
-        self._answer: Answer | None = None
-        # Until it is accepted there is nothing to cancel but the work of accepting it.
-        self._accepting: asyncio.Task[Any] | None = asyncio.current_task()
-
-    async def __aenter__(self) -> Answer:
-        exchange, pipeline = self._exchange, self._pipeline
-        caller = exchange.verified_caller
-        exchange.watch_client(self._client_left)
-        try:
-            self._answer = await pipeline.answer(caller, self._requests)
-        except BaseException:
-            exchange.unwatch()
-            raise
-        self._accepting = None
-        exchange.add_headers(pipeline.limiter.headers(caller.identity))
-        return self._answer
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._answer is not None, "what was not entered is not left"
-        self._exchange.unwatch()
-        try:
-            if self._exchange.ended:
-                # The answer is on its way: whatever else is ready goes before the books.
-                await asyncio.sleep(0)
-        finally:
-            await self._answer.close(error)
-
-    def _client_left(self) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
-        elif self._answer is not None:
-            self._answer.cancel()
 
 
 async def _gathered(

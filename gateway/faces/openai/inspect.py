@@ -11,9 +11,9 @@ import msgspec
 from contract.chat import TextPrompt
 from contract.errors import invalid
 from gateway.config import RequestConfig
+from gateway.faces.bodies import read
 from gateway.faces.openai import chat
 from gateway.faces.openai.answer_types import DetokenizedText, ModelCard, ModelList, Tokens
-from gateway.faces.openai.large import read
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
@@ -86,7 +86,7 @@ class InspectEndpoints:
         """POST /tokenize."""
         pipeline, caller = self._pipeline(), exchange.verified_caller
         convert = partial(_prompt_request, limits=pipeline.intake.limits)
-        body, request = await read(exchange, pipeline.intake, _TOKENIZE, convert)
+        body, request = await read(exchange, pipeline.intake, _TOKENIZE, convert, chat.TOLERANCE)
         served = pipeline.model(caller, body.model)
         ids = await pipeline.encode(caller, served, request, body.add_special_tokens)
         text_of = served.vocabulary.token_text

@@ -21,9 +21,9 @@ from contract.sampling import (
 )
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.adapters import LoadBody, UnloadBody
+from gateway.faces.openai.chat import TOLERANCE
 from gateway.faces.openai.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT, remedy
 from gateway.faces.openai.inspect import DetokenizeBody, TokenizeBody
-from gateway.faces.openai.large import FIELDS, INSIDE
 from gateway.faces.openai.requests import (
     FORMATS,
     GUIDED,
@@ -290,7 +290,7 @@ def body_schemas() -> dict[str, dict[str, Any]]:
         found[kind.__name__]["properties"].update(fields)
     for kind, names in _REQUIRED.items():
         found[kind.__name__]["required"] = list(names)
-    for kind in _with_strange_keys(FIELDS.values()):
+    for kind in _with_strange_keys(TOLERANCE.fields.values()):
         del found[kind.__name__]["additionalProperties"]
     for kind, groups in _TOGETHER.items():
         found[kind.__name__]["allOf"] = [{"anyOf": group} for group in groups]
@@ -303,7 +303,7 @@ def body_schemas() -> dict[str, dict[str, Any]]:
 def _with_strange_keys(kinds: Iterable[Struct]) -> Iterator[Struct]:
     for kind in kinds:
         yield kind
-        yield from _with_strange_keys(INSIDE.get(kind, {}).values())
+        yield from _with_strange_keys(TOLERANCE.inside.get(kind, {}).values())
 
 
 def _describe_options(properties: dict[str, Any]) -> None:

@@ -19,7 +19,13 @@ ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "benchmarks/results/kernels_compiled_ahead.json"
 # Every kernel once, where two cores compile for a minute; `make test-gpu-versions` compiles all variants.
 CHOSEN = (
-    *("llama, bfloat16 over bfloat16, blocks of 64", "W4A16, 5 rows", "W8A8, 100 rows", "fp8, 5 rows"),
+    *(
+        "llama, bfloat16 over bfloat16, blocks of 64",
+        "W4A16, 5 rows",
+        "W4A16, 1000 rows",
+        "W8A8, 100 rows",
+        "fp8, 5 rows",
+    ),
     *("experts, 1000 rows each", "invariant bfloat16", "Qwen3", "norm 4096", "rope and store, bfloat16"),
     *("gate silu", "blocks out", "blocks in", "draw", "adapters of rank 16, bfloat16, 5 rows"),
 )

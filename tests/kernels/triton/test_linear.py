@@ -16,11 +16,13 @@ from kernels.linear.formats import Fp8Weight, Int4Weight, pack_levels
 from kernels.linear.triton_backend import (
     Fp8Product,
     InvariantLinear,
+    ScaledMmProduct,
     TritonLinear,
+    WeightOnlyProduct,
     scaled_mm_computes,
 )
 from kernels.linear.triton_dense import dense_batched_product, dense_product
-from kernels.linear.triton_linear import code_of
+from kernels.linear.triton_linear import code_of, dense_levels
 from kernels.linear.triton_packing import pack_levels_for_triton
 from kernels.linear.triton_rows import GroupedRows
 from kernels.linear.triton_shapes import TileShape, Workspace, launch, num_parts, shape_for
@@ -190,8 +192,8 @@ def test_invariant_products_leave_nothing_to_libraries() -> None:
     assert type(kernels.linear.pack(weight)) is Fp8Product
 
 
-@pytest.mark.parametrize("refused", [(), (1,), (17,), (8192,)])
-def test_the_librarys_fp8_product_is_tried_with_few_and_many_rows(
+@pytest.mark.parametrize("refused", [(), (81,), (8192,)])
+def test_the_librarys_fp8_product_is_tried_with_a_rest_and_many_rows(
     refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried = []
@@ -206,7 +208,45 @@ def test_the_librarys_fp8_product_is_tried_with_few_and_many_rows(
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     weight = Fp8Weight(values=drawn(16, 32).to(torch.float8_e4m3fn), scale=drawn(16).abs())
     assert scaled_mm_computes(weight) == (not refused)
-    assert tried == [rows for rows in (1, 17, 8192) if not refused or rows <= refused[0]]
+    assert tried == [rows for rows in (81, 8192) if not refused or rows <= refused[0]]
     assert [f"torch refuses {rows} rows: no kernel" in caplog.text for rows in refused] == [True] * len(
         refused
     )
+
+
+def test_few_rows_of_fp8_are_not_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = Fp8Weight(values=drawn(16, 32).to(torch.float8_e4m3fn), scale=drawn(16, seed=1).abs())
+    asked = []
+    monkeypatch.setattr(
+        torch,
+        "_scaled_mm",
+        lambda levels, *_, **__: asked.append(len(levels)) or torch.zeros(len(levels), 16),
+    )
+    product = ScaledMmProduct(weight)
+    for rows in (1, 64, 65):
+        product(drawn(rows, 32).bfloat16())
+    assert asked == [65]
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4 minimum", "int8"])
+@pytest.mark.parametrize("inputs", [128, 320, 2080])
+def test_weights_of_few_bits_as_numbers(kind: str, inputs: int) -> None:
+    made = weight_of(kind, 70, inputs, 1)
+    dense = dense_levels(pack_levels_for_triton(made), torch.bfloat16)
+    # Rounded once.
+    torch.testing.assert_close(dense.float(), made.dequantize().bfloat16().float(), atol=0, rtol=2**-7)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_many_rows_of_few_bits_are_the_librarys(kind: str) -> None:
+    made = weight_of(kind, 48, 256, 1)
+    if kind == "int8":
+        made = replace(made, smoothing=drawn(256, seed=3).abs() + 0.5)
+    made = replace(made, order=torch.randperm(256, generator=torch.Generator().manual_seed(0)))
+    x, bias = drawn(40, 256, seed=2).bfloat16(), drawn(48, seed=4).bfloat16()
+    few, many = WeightOnlyProduct(made), WeightOnlyProduct(made, most_rows=39)
+    found, expected = many(x, bias).float(), few(x, bias).float()
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
+    alike = InvariantLinear().pack(made)
+    assert isinstance(alike, WeightOnlyProduct)
+    assert alike.most_rows is None

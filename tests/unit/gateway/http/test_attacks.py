@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.faces.openai import large
+from gateway.faces import bodies
 from gateway.intake import intake as intake_module
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
@@ -68,7 +68,7 @@ async def test_too_much_is_refused_by_its_field_before_it_is_parsed(
         pytest.fail("it was parsed")
 
     async with deployed(tables=LIMITS) as stack:
-        monkeypatch.setattr(large, "decode_known", parse)
+        monkeypatch.setattr(bodies, "decode_known", parse)
         response = await stack.http.post(path, json={"model": "tiny", **body})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field)
@@ -139,13 +139,13 @@ async def test_a_large_body_is_worked_on_while_others_go_on(monkeypatch: pytest.
     monkeypatch.setattr(intake_module, "SLICE_S", 0.0)
     order: list[str] = []
     async with deployed() as stack:
-        feed = large.BodyShape.feed
+        feed = bodies.BodyShape.feed
 
-        def noted(shape: large.BodyShape, data: bytes) -> None:
+        def noted(shape: bodies.BodyShape, data: bytes) -> None:
             order.append("slice")
             feed(shape, data)
 
-        monkeypatch.setattr(large.BodyShape, "feed", noted)
+        monkeypatch.setattr(bodies.BodyShape, "feed", noted)
 
         async def count_turns() -> None:
             while True:

@@ -1,0 +1,55 @@
+"""An answer as long as a face over HTTP writes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from gateway.http.exchange import Exchange
+from gateway.pipeline.pipeline import Answer, Pipeline
+from gateway.types.request import GenerationRequest
+
+
+class Accepted:
+    """The answer to one exchange; a client that leaves cancels it."""
+
+    def __init__(self, exchange: Exchange, pipeline: Pipeline, requests: Sequence[GenerationRequest]) -> None:
+        self._exchange = exchange
+        self._pipeline = pipeline
+        self._requests = requests
+        self._answer: Answer | None = None
+        # Until it is accepted there is nothing to cancel but the work of accepting it.
+        self._accepting: asyncio.Task[Any] | None = asyncio.current_task()
+
+    async def __aenter__(self) -> Answer:
+        exchange, pipeline = self._exchange, self._pipeline
+        caller = exchange.verified_caller
+        exchange.watch_client(self._client_left)
+        try:
+            self._answer = await pipeline.answer(caller, self._requests)
+        except BaseException:
+            exchange.unwatch()
+            raise
+        self._accepting = None
+        exchange.add_headers(pipeline.limiter.headers(caller.identity))
+        return self._answer
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._answer is not None, "what was not entered is not left"
+        self._exchange.unwatch()
+        try:
+            if self._exchange.ended:
+                # The answer is on its way: whatever else is ready goes before the books.
+                await asyncio.sleep(0)
+        finally:
+            await self._answer.close(error)
+
+    def _client_left(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+        elif self._answer is not None:
+            self._answer.cancel()
