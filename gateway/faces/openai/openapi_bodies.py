@@ -22,7 +22,7 @@ from contract.sampling import (
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.adapters import LoadBody, UnloadBody
 from gateway.faces.openai.chat import TOLERANCE
-from gateway.faces.openai.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT, remedy
+from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.inspect import DetokenizeBody, TokenizeBody
 from gateway.faces.openai.requests import (
     FORMATS,
@@ -319,12 +319,12 @@ def _describe_options(properties: dict[str, Any]) -> None:
 
 
 def _describe_unserved(properties: dict[str, Any]) -> None:
-    for name in UNSERVED:
+    for name in FIELDS.names:
         # A body that serves it says so itself: what is not served has no type.
         if "anyOf" in properties.get(name, {}):
             continue
-        if name in WITHOUT_EFFECT:
-            properties[name] = {"description": f"Without effect: {WITHOUT_EFFECT[name]}."}
+        if name in FIELDS.without_effect:
+            properties[name] = {"description": f"Without effect: {FIELDS.without_effect[name]}."}
         else:
-            values = {"enum": [None, *HARMLESS_VALUES.get(name, ())]}
-            properties[name] = {**values, "description": f"Not served: {remedy(name)}."}
+            values = {"enum": [None, *FIELDS.harmless.get(name, ())]}
+            properties[name] = {**values, "description": f"Not served: {FIELDS.remedy(name)}."}

@@ -8,16 +8,17 @@ import msgspec
 
 from contract.errors import MillraceError
 from gateway.faces.error_forms import ERROR_FORMS
+from gateway.types.error_form import ErrorForm
 
 PREFIX = "/v1/other"
 
 
-class OtherErrors:
+class OtherErrors(ErrorForm):
     """Nothing in it is as in OpenAI's form."""
 
     elapsed_header = "x-other-elapsed"
 
-    def body(self, error: MillraceError) -> bytes:
+    def body(self, error: MillraceError, request_id: str = "") -> bytes:
         return msgspec.json.encode({"kind": "error", "what": {"kind": error.reason.value}})
 
     def headers(self, error: MillraceError) -> dict[str, str]:
