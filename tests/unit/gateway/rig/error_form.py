@@ -25,7 +25,7 @@ class OtherErrors(ErrorForm):
         return {"content-type": "application/other+json", "x-other-error": str(error.mapping.http_status)}
 
 
-FORMS = replace(ERROR_FORMS, by_prefix={PREFIX: OtherErrors()})
+FORMS = replace(ERROR_FORMS, by_prefix={**ERROR_FORMS.by_prefix, PREFIX: OtherErrors()})
 
 
 def reason_in_other_form(body: bytes) -> str:
