@@ -11,8 +11,9 @@ from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoic
 from contract.errors import invalid, unsupported
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.faces.bodies import Tolerance
-from gateway.faces.openai.fields import with_unserved
+from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.requests import CommonBody, check_common, generation_request, json_text, sampling
+from gateway.faces.thinking import thinking_options
 from gateway.pipeline.validate import SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
 
@@ -141,7 +142,7 @@ TOLERANCE = Tolerance(
         ToolBody: {"function": FunctionBody},
     },
 )
-DECODER = msgspec.json.Decoder(with_unserved(ChatBody))
+DECODER = msgspec.json.Decoder(FIELDS.declared_in(ChatBody))
 # The names that fields of a conversation have in a body.
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 
@@ -323,12 +324,8 @@ def _template_options(body: ChatBody, *, reasons: bool) -> dict[str, Any]:
     if not reasons and EFFORTS[effort]:
         problem = f"model {body.model!r} does not reason"
         raise unsupported("reasoning_effort", "leave it out or send none", problem)
-    # Templates know the switch under one of these names. A switch that says the opposite is no accident.
-    for name, value in (
-        ("enable_thinking", EFFORTS[effort]),
-        ("thinking", EFFORTS[effort]),
-        ("reasoning_effort", effort),
-    ):
+    # A switch that says the opposite is no accident.
+    for name, value in thinking_options(EFFORTS[effort], effort).items():
         if options.setdefault(name, value) != value:
             raise invalid(f"chat_template_kwargs.{name}", f"reasoning_effort is {effort!r}; give one of them")
     return options
