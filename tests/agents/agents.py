@@ -1,4 +1,4 @@
-"""Coding agents that people point at a model server, unmodified, each with a task that its model has by heart."""
+"""Coding agents that people point at a model server, each with a task that its model has by heart."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """An engine that plays a script: the simulated one, whose tokens are those of a reply that was written down.
 
 Tokenizer, template, parsers, scheduler and streams are the real ones. A process is such an engine when
-AGENTS_SCRIPT names a script and `inject` stands on PYTHONPATH. A reply is a function of the prompt alone, so that
-a choice that continues on another engine goes on with the same tokens.
+AGENTS_SCRIPT names a script and `inject` stands on PYTHONPATH. A reply is a function of the prompt alone, so
+that a choice that continues on another engine goes on with the same tokens.
 """
 
 from __future__ import annotations

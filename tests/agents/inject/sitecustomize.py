@@ -1,4 +1,4 @@
-"""Makes engines scripted: stands on the PYTHONPATH of a stack, and every Python that starts there reads it."""
+"""Makes engines scripted: stands on the PYTHONPATH of a stack, where every Python reads it."""
 
 import os
 import sys
