@@ -21,6 +21,9 @@ from engine.service import convert
 from engine.types import NewSequence
 
 
+THOUGHT = "I know how.\n</think>\n\n"
+
+
 class Script(msgspec.Struct, frozen=True, kw_only=True):
     """What the model of an agent says: step k once the conversation holds the results of k calls."""
 
@@ -31,11 +34,12 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     otherwise: str = "All right."
 
     def reply(self, prompt: str) -> str:
-        """To a prompt as the bundled model's template renders it."""
+        """To a prompt as the bundled model's template renders it, which may have opened a thought."""
+        thought = THOUGHT if prompt.endswith("<think>\n") else ""
         if self.marker not in prompt:
-            return self.otherwise
+            return thought + self.otherwise
         done = prompt.count("<tool_response>")
-        return self.steps[done] if done < len(self.steps) else self.final
+        return thought + (self.steps[done] if done < len(self.steps) else self.final)
 
 
 @dataclass(slots=True)
