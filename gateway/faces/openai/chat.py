@@ -124,6 +124,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     tool_choice: str | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    max_thinking_tokens: int | None = None
     safety_identifier: str | None = None
     # Extensions.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -155,7 +156,12 @@ def chat_request(
     return generation_request(
         body,
         conversation(body, reasons=reasons(body.model), limits=limits),
-        sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
+        sampling(
+            body,
+            max_tokens=max_tokens,
+            logprobs=_logprobs(body),
+            max_thinking_tokens=body.max_thinking_tokens,
+        ),
         names={**CONVERSATION_NAMES, "max_tokens": max_field, "logprobs": "top_logprobs"},
         safety_identifier=body.safety_identifier,
     )
