@@ -76,9 +76,11 @@ class FollowingSteps:
             longest=max(starts),
             num_steps=0,
             most_steps=min(
-                batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
-                # This step has drawn one more, and nobody looks at a thought on the way.
-                *(state.thought.num_free - 1 for state in inputs.states if state.thought is not None),
+                [
+                    batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
+                    # This step has drawn one, and nobody looks at a thought on the way.
+                    *(state.thought.num_free - 1 for state in inputs.states if state.thought is not None),
+                ]
             ),
             inputs=inputs,
             batch=batch,
