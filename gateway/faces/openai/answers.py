@@ -161,10 +161,21 @@ class ChatWriter(AnswerWriter):
     CHUNK_OBJECT = "chat.completion.chunk"
     PLAIN = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, info: AnswerInfo, texts: TokenTexts, **options: Any) -> None:
+    def __init__(
+        self, info: AnswerInfo, texts: TokenTexts, *, shows_reasoning: bool = True, **options: Any
+    ) -> None:
         """See AnswerWriter."""
         super().__init__(info, texts, **options)
         self._kept: dict[int, ChatLogprobs] = {}
+        self._shows_reasoning = shows_reasoning
+
+    def event(self, delta: ChoiceDelta) -> bytes:
+        """One delta; nothing of one that adds thoughts alone where these are not shown."""
+        if not self._shows_reasoning:
+            delta.reasoning = ""
+            if delta.index in self._begun and not (delta.content or delta.tool_calls or delta.finish_reason):
+                return b""
+        return super().event(delta)
 
     def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], msgspec.Raw | None]:
         said: dict[str, Any] = {}
@@ -175,7 +186,7 @@ class ChatWriter(AnswerWriter):
             said = {"role": "assistant", "content": delta.content}
         elif delta.content:
             said["content"] = delta.content
-        if delta.reasoning:
+        if delta.reasoning and self._shows_reasoning:
             said["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             said["tool_calls"] = [_tool_call(call, whole=whole) for call in delta.tool_calls]
