@@ -32,7 +32,7 @@ class Unserved:
         refused: Mapping[str, str],
         harmless: Mapping[str, tuple[Any, ...]],
         without_effect: Mapping[str, str],
-        remedies: Mapping[str, str],
+        remedies: Mapping[str, str] = {},
     ) -> None:
         """`refused` and `remedies` say what to do instead, `without_effect` why nothing happens; `harmless`
         are values that are accepted because they ask for what happens anyway.

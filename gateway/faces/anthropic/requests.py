@@ -30,7 +30,7 @@ from gateway.faces.anthropic.bodies import (
 )
 from gateway.faces.anthropic.fields import FIELDS
 from gateway.faces.anthropic.turns import TurnReader, content_text, unanswered
-from gateway.faces.thinking import thinking_options
+from gateway.faces.options import thinking_options
 from gateway.pipeline.validate import MAX_METADATA_VALUE, SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
 
@@ -180,7 +180,7 @@ def _choice(choice: ToolChoiceOption) -> ToolChoice:
 
 
 def _thinking(body: CountTokensBody, *, reasons: Callable[[str], bool]) -> tuple[dict[str, Any], list[str]]:
-    """What the template is told of thinking, and warnings; nothing where the request leaves it to the model."""
+    """What the template is told of thinking, and warnings; nothing where that is left to the model."""
     config = body.thinking
     effort = None if body.output_config is None else body.output_config.effort
     if effort is not None and effort not in EFFORTS:
