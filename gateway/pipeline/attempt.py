@@ -195,6 +195,9 @@ class Attempt:
             if self._discard_tokens
             else sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
             ttft=meter.ttft(),
+            tokens_per_s=1 / gap_s if (gap_s := meter.tpot_s(1)) else None,
+            drafted_tokens=meter.statistics.drafted_tokens,
+            accepted_tokens=meter.statistics.accepted_tokens,
         )
 
     def tool_calls(self) -> list[tuple[str, str]]:

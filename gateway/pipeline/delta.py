@@ -85,6 +85,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     # None when no token was made.
     ttft: TimeToFirstToken | None = None
+    # Of all choices together, after the first; None with fewer than two.
+    tokens_per_s: float | None = None
+    # Of the tokens that speculation or a grammar proposed, those that were kept.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def billed_tokens(self) -> int:

@@ -62,12 +62,12 @@ class ApiError(msgspec.Struct, frozen=True):
     details: ErrorDetails
 
 
-class ApiErrorBody(msgspec.Struct, frozen=True):
+class ApiErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     """An error, as a body or in an event."""
 
+    type: Literal["error"] = "error"
     error: ApiError
     request_id: str | None
-    type: Literal["error"] = "error"
 
 
 class AnthropicErrors(ErrorForm):
@@ -87,7 +87,7 @@ class AnthropicErrors(ErrorForm):
         fallback: ErrorType = "invalid_request_error" if status < 500 else "api_error"
         details = ErrorDetails(error.reason.lower(), error.field or None, error.metadata or msgspec.UNSET)
         shown = ApiError(_TYPES.get(status, fallback), error.message, details)
-        return _encode(ApiErrorBody(shown, request_id or None))
+        return _encode(ApiErrorBody(error=shown, request_id=request_id or None))
 
     def headers(self, error: MillraceError) -> dict[str, str]:
         """Content type, and when to come back."""

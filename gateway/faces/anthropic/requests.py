@@ -180,7 +180,7 @@ def _choice(choice: ToolChoiceOption) -> ToolChoice:
 
 
 def _thinking(body: CountTokensBody, *, reasons: Callable[[str], bool]) -> tuple[dict[str, Any], list[str]]:
-    """What the template is told of thinking, and warnings; nothing where that is left to the model."""
+    """What the template is told of thinking, and warnings; nothing where it is left to the model."""
     config = body.thinking
     effort = None if body.output_config is None else body.output_config.effort
     if effort is not None and effort not in EFFORTS:
