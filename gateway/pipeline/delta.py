@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from contract.chat import Conversation, TextPrompt
-from contract.formats import THINK_CLOSE, THINK_OPEN
+from contract.formats import REASONING
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from gateway.engines.types import EngineOutput
@@ -358,13 +358,15 @@ class AnswerReader:
         if not isinstance(prompt, Conversation):
             return TextOptions(stop=sampling.stop, min_tokens=sampling.min_tokens or 0)
         prefix = prepared.assistant_prefix
+        tags = REASONING.get(self.vocabulary.reasoning_format, REASONING["think"])
         return TextOptions(
             stop=sampling.stop,
             stop_token_ids=frozenset(sampling.stop_token_ids if self.watches_ids(request) else ()),
             min_tokens=sampling.min_tokens or 0,
             tool_call_format=self._tool_format if prompt.calls_tools else "",
             reasoning_format=self.vocabulary.reasoning_format,
-            reasoning_opened=prefix.rfind(THINK_OPEN) > prefix.rfind(THINK_CLOSE),
+            tools=prompt.tools if prompt.calls_tools else (),
+            reasoning_opened=prefix.rfind(tags.open) > prefix.rfind(tags.close),
             single_tool_call=not prompt.parallel_tool_calls,
         )
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import msgspec
 from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from contract.errors import MillraceError, Reason
@@ -22,6 +17,7 @@ from contract.formats import THINK_CLOSE, THINK_OPEN
 from runtime.errors import ConfigError
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.refusals import invalid
+from tokenizer_svc.text import sandbox
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.text.encoding import ControlTokens
 from tokenizer_svc.text.tool_values import call_arguments, completed, resolved, tool_value
@@ -41,95 +37,6 @@ _TAIL_CHARACTERS = 4096
 def without_thinking(options: Mapping[str, Any]) -> bool:
     """Whether template options ask for an answer without thoughts."""
     return any(options.get(key, True) in _WITHOUT_THINKING for key in _THINKING)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscore attributes, so that templates cannot reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, args = args[0], args[1:]
-        values = dict(*args, **kwargs)
-        for name in values:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"the template sets a private attribute {name!r}")
-
-
-class _Dict:
-    """`dict(...)` for templates, without the type's own attributes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """dict.fromkeys."""
-        return dict.fromkeys(*args)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML; models were trained on plain JSON.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way for what templates do most: `message.content` of a dictionary."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        # A dictionary's own attributes come first, as in jinja2; what is no attribute is an item or nothing.
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
-
-
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-    )
-    return environment
 
 
 class TemplateRefusal(MillraceError):
@@ -162,7 +69,7 @@ class ChatTemplates:
         control: ControlTokens,
         limits: PromptLimitsConfig,
     ) -> None:
-        environment = _environment()
+        environment = sandbox.environment()
         self._templates: dict[str, jinja2.Template] = {}
         # Variables that each template reads.
         self._read: dict[str, frozenset[str]] = {}
@@ -423,7 +330,7 @@ class ChatTemplates:
         """A call for templates that write none: the form that most models know."""
         arguments = call_arguments(call.arguments_json, objects_only=False)
         value = self._control.protect_value({"name": call.name, "arguments": arguments}, allow_markup=False)
-        return f"<tool_call>\n{_to_json(value)}\n</tool_call>"
+        return f"<tool_call>\n{sandbox.to_json(value)}\n</tool_call>"
 
     def _arguments(self, arguments_json: str, shape: _Shape) -> Any:
         if shape.arguments_as_text:
