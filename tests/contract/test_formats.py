@@ -6,7 +6,7 @@ from typing import get_args
 
 from contract.formats import REASONING, ReasoningFormat, ToolCallFormat
 from gateway.text.tool_calls import PARSERS
-from tokenizer_svc.grammar.tools import LAYOUTS
+from tokenizer_svc.grammar.call_layouts import LAYOUTS
 
 
 def test_every_tool_call_format_has_a_grammar_and_a_parser() -> None:

@@ -143,7 +143,7 @@ def _without_culprits(
 
 def _never_ends(request: GrammarRequest, endless: Endless, limits: PromptLimitsConfig) -> GrammarRefused:
     """The refusal of what has no finite value, with the place in its schema or the rule of its grammar."""
-    source = next((each for each in _sources(request) if each.grammar == endless.grammar), None)
+    source = next((each for each in _sources(request) if each.makes(endless.grammar)), None)
     if source is None:
         return GrammarRefused(_never_ends_as_text(request.response_format, endless.rules), request.field)
     compiled = compile_schema(source.schema, strict=False, max_depth=limits.max_schema_depth)
@@ -171,12 +171,16 @@ class _Source(msgspec.Struct, frozen=True, kw_only=True):
     schema: Any
     is_strict: bool
     field: str
-    # Name of the grammar that is made of it.
+    # Name of the grammar that is made of it, and the beginning of those of its parts.
     grammar: str
     # Before its paths, where the request has several.
     prefix: str = ""
     # Begins a message about it.
     title: str = ""
+
+    def makes(self, grammar: str) -> bool:
+        """Whether the grammar is made of this schema."""
+        return grammar == self.grammar or grammar.startswith(f"{self.grammar}_")
 
 
 def _sources(request: GrammarRequest) -> list[_Source]:

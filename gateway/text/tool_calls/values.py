@@ -7,15 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from contract.argument_types import JSON_TYPES, kinds_of, property_of
 from contract.chat import Tool
 
-_TYPES: Mapping[type, str] = {
-    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
-    type(None): "null",
-}  # fmt: skip
 _TEXT = frozenset({"string"})
-# References and alternatives are followed so many levels.
-_MAX_DEPTH = 16
 
 
 class ToolTypes:
@@ -34,7 +29,7 @@ class ToolTypes:
         if name not in self._schemas:
             self._schemas[name] = _schema(self._tools.get(name, ""))
         root = self._schemas[name]
-        return frozenset(_kinds(_property(root, root, key, _MAX_DEPTH), root, _MAX_DEPTH))
+        return kinds_of(property_of(root, root, key), root)
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Arguments as JSON text; texts of what shall be none are read. Raises ValueError for values that
@@ -69,7 +64,7 @@ def _fits(text: str, kinds: frozenset[str]) -> bool:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return False
-    kind = _TYPES[type(value)]
+    kind = JSON_TYPES[type(value)]
     if not kinds:
         return kind != "string"
     others = kinds - _TEXT
@@ -98,55 +93,3 @@ def _schema(text: str) -> Any:
         return json.loads(text) if text else {}
     except ValueError:
         return {}
-
-
-def _target(schema: Any, root: Any) -> Any:
-    reference = schema.get("$ref")
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found = root
-    for part in reference.lstrip("#/").split("/") if reference != "#" else ():
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
-
-
-def _property(schema: Any, root: Any, key: str, depth: int) -> Any:
-    """The schema of a key of an object."""
-    if not isinstance(schema, dict) or not depth:
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, dict) and key in properties:
-        return properties[key]
-    parts = [part for word in ("allOf", "anyOf", "oneOf") for part in schema.get(word) or ()]
-    for part in [_target(schema, root), *parts]:
-        found = _property(part, root, key, depth - 1)
-        if found is not None:
-            return found
-    rest = schema.get("additionalProperties")
-    return rest if isinstance(rest, dict) else None
-
-
-def _kinds(schema: Any, root: Any, depth: int) -> set[str]:
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    declared = schema.get("type")
-    if declared:
-        kinds = (
-            {declared} if isinstance(declared, str) else {each for each in declared if isinstance(each, str)}
-        )
-        return kinds | ({"null"} if schema.get("nullable") is True else set())
-    values = (
-        schema["enum"]
-        if isinstance(schema.get("enum"), list)
-        else [schema[w] for w in ("const",) if w in schema]
-    )
-    if values:
-        return {_TYPES[type(value)] for value in values}
-    for word in ("anyOf", "oneOf"):
-        alternatives = [_kinds(part, root, depth - 1) for part in schema.get(word) or ()]
-        if alternatives:
-            return set().union(*alternatives) if all(alternatives) else set()
-    for part in [_target(schema, root), *(schema.get("allOf") or ())]:
-        if found := _kinds(part, root, depth - 1):
-            return found
-    return set()
