@@ -34,9 +34,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     is_python: bool = False
 
 
-def _list(form: JsonForm, opening: str = "", object_: str = '{"name": {name}, "arguments": ') -> Layout:
+_OBJECT = '{"name": {name}, "arguments": '
+
+
+def _list(form: JsonForm) -> Layout:
     end = "]" if form.close == "]" else "]" + form.close
-    return Layout(mark=form.open, opening=f'"[{opening}"', before=object_, after="}", between=", ", end=end)
+    # A word of the language is a mark with what follows it alone.
+    mark, opening = (form.open + "[", "") if form.open.isalpha() else (form.open, '"["')
+    return Layout(mark=mark, opening=opening, before=_OBJECT, after="}", between=", ", end=end)
 
 
 def _section(form: SectionForm, name: str, call_id: str) -> Layout:
@@ -66,7 +71,7 @@ def _braced(form: BracedForm) -> Layout:
     return Layout(mark=mark, before="call:{raw}{", after=form.close, between=mark, arguments=form)
 
 
-LAYOUTS: Mapping[str, _Layout] = {
+LAYOUTS: Mapping[str, Layout] = {
     formats.HERMES: Layout(
         mark="<tool_call>",
         before='\n{"name": {name}, "arguments": ',

@@ -188,8 +188,9 @@ class PlainArguments:
 def _values(schema: Any) -> list[Any] | None:
     if not isinstance(schema, dict):
         return None
-    if isinstance(schema.get("enum"), list):
-        return schema["enum"]
+    listed = schema.get("enum")
+    if isinstance(listed, list):
+        return listed
     return [schema["const"]] if "const" in schema else None
 
 

@@ -15,13 +15,23 @@ from typing import Any
 from msgspec.structs import astuple
 
 from contract.chat import ToolChoiceMode
-from contract.formats import THINK_CLOSE, THINK_OPEN, BracedForm, TaggedForm
+from contract.formats import REASONING, BracedForm, TaggedForm
 from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.backend import Grammar
 from tokenizer_svc.grammar.call_layouts import HARMONY, LAYOUTS, Layout
 from tokenizer_svc.grammar.plain_arguments import PlainArguments
 from tokenizer_svc.grammar.request import GrammarRefused, ToolRules, ToolSpec
 from tokenizer_svc.grammar.schema.compiler import CompiledSchema, SchemaRefused, compile_schema
+
+# Of a tag that is more than a token, the token.
+_REASONING_TAGS = tuple(
+    dict.fromkeys(
+        tag.removesuffix("thought\n")
+        for form in REASONING.values()
+        for tag in (form.open, form.close, form.answer_open, form.answer_close)
+        if tag
+    )
+)
 
 
 def tool_grammars(
@@ -111,10 +121,11 @@ def _optional(layout: Layout, token_ids: Mapping[str, int], *, has_answer: bool)
         return [f"start: TEXT | ({mark})? calls |", f"TEXT: /{layout.no_call}(.|\\n)*/"]
     # Free text that spells the mark would be taken for a call by parsers.
     text = f"TEXT: /(?s:.+)/ & ~/(?s:.*{re.escape(layout.mark)}.*)/"
-    if layout.mark in token_ids:
-        others = [token_ids[tag] for tag in (THINK_OPEN, THINK_CLOSE) if tag in token_ids]
+    if "<[" in mark:
+        others = [token_ids[tag] for tag in _REASONING_TAGS if tag in token_ids]
         text_rule = "text: (TEXT | <[" + ",".join(map(str, others)) + "]>)*" if others else "text: TEXT?"
-        return [f"start: text | text {mark} calls", text_rule, text]
+        # Text before the mark's token would be the end of the free text as well.
+        return [f"start: text | text {mark[mark.index('<[') :]} calls", text_rule, text]
     return [
         "start: TEXT | | until_mark calls",
         f"until_mark[lazy]: /(?s:.*)/ {mark}",
@@ -196,8 +207,8 @@ class _Arguments:
         if self._tool.strict and lost.unenforced:
             first = lost.unenforced[0]
             raise GrammarRefused(
-                f"tool {self._tool.name!r}: {first.keyword} at {first.path} cannot be enforced: {first.note}; "
-                "change the schema, or set strict to false and check the arguments",
+                f"tool {self._tool.name!r}: {first.keyword} at {first.path} cannot be enforced: "
+                f"{first.note}; change the schema, or set strict to false and check the arguments",
                 parameters_field(self._index),
                 self.report,
             )

@@ -95,8 +95,8 @@ def tool_call_format(
     if not name:
         start = max(unknown.index(_NAME) - 60, 0)
         _log.warning(
-            "the chat template writes tool calls in a format that is not known here (%r); requests with tools "
-            "are refused; if it is one of the known ones, name it with --tool-call-parser",
+            "the chat template writes tool calls in a format that is not known here (%r), and requests with "
+            "tools are refused; if it is one of the known ones, name it with --tool-call-parser",
             unknown[start : start + 160],
         )
     return name

@@ -13,7 +13,7 @@ from jinja2 import meta, nodes
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from contract.errors import MillraceError, Reason
-from contract.formats import THINK_CLOSE, THINK_OPEN
+from contract.formats import REASONING, ReasoningForm
 from runtime.errors import ConfigError
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.refusals import invalid
@@ -30,6 +30,7 @@ _TOOL_TEMPLATE = "tool_use"
 # Names under which templates look for whether, and how much, the model thinks. Gateways set all of them.
 _THINKING = ("enable_thinking", "thinking", "reasoning_effort")
 _WITHOUT_THINKING = (False, "none", "minimal")
+_OPENINGS = tuple(form.open.rstrip() for form in REASONING.values())
 # Templates write far less than this after the last control token.
 _TAIL_CHARACTERS = 4096
 
@@ -93,7 +94,8 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
         self._control = control
         self._limits = limits
-        self._reasons = THINK_CLOSE in "\n".join(templates.values())
+        source = "\n".join(templates.values())
+        self._reasons = any(form.close in source for form in REASONING.values())
         self._shape = self._find_shape()
         # Templates that write tools field by field and not as JSON.
         self._reading_fields = frozenset(name for name in templates if not self._dumps_tools(name))
@@ -195,7 +197,7 @@ class ChatTemplates:
         plain = self._tried(template, question, self._shape, variables) or ""
         switches = {"enable_thinking": True, "thinking": True}
         asked = self._tried(template, question, self._shape, variables | switches) or ""
-        return asked != plain and asked.rstrip().endswith(THINK_OPEN)
+        return asked != plain and asked.rstrip().endswith(_OPENINGS)
 
     def _find_user_turns(self) -> bool:
         if set(self._templates) != {DEFAULT_TEMPLATE}:
@@ -461,17 +463,19 @@ def _unread(field: str, problem: str) -> MillraceError:
     return MillraceError(Reason.UNSUPPORTED_FIELD, f"{name}: the model's chat template {problem}", field=name)
 
 
-def assistant_prefix(rendered: str, control_tokens: Collection[str]) -> str:
+def assistant_prefix(rendered: str, control_tokens: Collection[str], tags: ReasoningForm) -> str:
     """What the template wrote of the assistant's turn from the reasoning tag on, for output parsers.
 
     Only the text after the last control token counts, which is the template's own. Where a template has no
     control tokens, the tag must be the very end.
     """
-    tail = rendered[-_TAIL_CHARACTERS:]
-    if THINK_OPEN not in tail:
+    tail, opens = rendered[-_TAIL_CHARACTERS:], tags.open.rstrip()
+    if opens not in tail:
         return ""
-    start = max((tail.rfind(token) + len(token) for token in control_tokens if token in tail), default=-1)
+    # Tags of thoughts may be control tokens themselves.
+    last = (token for token in control_tokens if token in tail and token not in opens + tags.close)
+    start = max((tail.rfind(token) + len(token) for token in last), default=-1)
     if start < 0:
-        start = len(tail) - len(THINK_OPEN) - 1 if tail.rstrip().endswith(THINK_OPEN) else len(tail)
-    found = tail.find(THINK_OPEN, start)
+        start = len(tail) - len(opens) - 1 if tail.rstrip().endswith(opens) else len(tail)
+    found = tail.find(opens, start)
     return tail[found:] if found >= 0 else ""
