@@ -36,6 +36,7 @@ SCHEMA: dict[str, Any] = {
         "point": {"$ref": "#/$defs/point"},
         "kind": {"enum": ["a b", "c"]},
     },
+    "additionalProperties": False,
     "$defs": {
         "point": {
             "type": "object",

@@ -21,6 +21,8 @@ _HELD = frozenset({"type", "enum", "const", "minLength", "maxLength", "nullable"
 _SILENT = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema"})
 _IN_BRACES = frozenset({"items", "properties", "required", "additionalProperties", "$defs", "definitions"})
 _TEXT = frozenset({"string"})
+# References are followed so far.
+_MAX_REFERENCES = 16
 _WHY = "the model's format writes this value as plain text"
 
 # Lark of a value that is JSON by a schema, at a place of the tool's schema; see `tools`.
@@ -50,28 +52,38 @@ class PlainArguments:
         items = []
         for key, schema in self._properties.items():
             path = f"/properties/{_pointer(key)}"
-            is_free, value = self._tagged_value(schema, path, form)
-            kind = "" if not form.kind else f"{form.kind}{'true' if is_free else 'false'}"
-            opens = f"{form.key_open}{key}{kind}{form.key_close}"
+            kinds, value = self._tagged_value(schema, path, form)
+            kind = (
+                f"{self._literal(form.kind)} ({' | '.join(map(self._literal, kinds))})" if form.kind else ""
+            )
             between = f'"\\n"? {self._literal(form.value_open)}' if form.value_open else ""
-            item = f'{self._literal(opens)} {between} {value} "\\n"?'
+            opens = f"{self._literal(form.key_open + key)} {kind} {self._literal(form.key_close)}"
+            item = f'{opens} {between} {self._literal(form.pad)} {value} "\\n"?'
             items.append(item if key in self._required else f"({item})?")
         return self._rule(" ".join(items))
 
-    def _tagged_value(self, schema: Any, path: str, form: TaggedForm) -> tuple[bool, str]:
+    def _tagged_value(self, schema: Any, path: str, form: TaggedForm) -> tuple[tuple[str, ...], str]:
+        """(whether it is a text: "true", "false", or either; the rule of the value and what closes it)."""
         kinds = kinds_of(schema, self._root)
-        pad, close = form.pad, self._literal(form.pad + form.value_close)
-        opens = self._literal(pad)
-        values = _values(schema)
-        if values is not None:
-            texts = [value if isinstance(value, str) else _json(value) for value in values]
-            self._note(schema, path)
-            is_text = any(isinstance(value, str) for value in values)
-            return is_text, f"{opens} ({' | '.join(map(self._literal, texts))}) {close}"
         if kinds and not kinds & _TEXT:
-            return False, f"{opens} {self._json(schema, path)} {close}"
+            return ("false",), f"{self._json(schema, path)} {self._literal(form.pad + form.value_close)}"
         self._note(schema, path)
-        return True, f"{opens} {self._text(schema, form.pad + form.value_close)}"
+        found = self._resolved(schema)
+        words = ("true",) if kinds == _TEXT else ("true", "false")
+        values = _values(found)
+        if values is None:
+            return words, self._text(found, form.pad + form.value_close)
+        texts = (self._literal(value if isinstance(value, str) else _json(value)) for value in values)
+        return words, f"({' | '.join(texts)}) {self._literal(form.pad + form.value_close)}"
+
+    def _resolved(self, schema: Any) -> Any:
+        """The schema with what it refers to."""
+        for _ in range(_MAX_REFERENCES):
+            target = target_of(schema, self._root) if isinstance(schema, dict) else None
+            if not isinstance(target, dict):
+                break
+            schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+        return schema
 
     def pythonic(self) -> str:
         """The rule of arguments as Python writes them; JSON's values are taken for Python's."""
@@ -180,9 +192,13 @@ class PlainArguments:
 
     def _note(self, schema: Any, path: str, also: frozenset[str] = frozenset()) -> None:
         """Puts down which keywords of a text do not hold."""
+        schema = self._resolved(schema)
         for keyword in schema if isinstance(schema, dict) else ():
             if keyword not in _HELD | _SILENT | also:
                 self.unenforced.append(KeywordStatus(keyword, f"{path}/{keyword}", _WHY))
+            elif keyword in ("anyOf", "oneOf") and not also:
+                for index, part in enumerate(schema[keyword]):
+                    self._note(part, f"{path}/{keyword}/{index}")
 
 
 def _values(schema: Any) -> list[Any] | None:
