@@ -372,7 +372,8 @@ class AnswerReader:
             min_tokens=sampling.min_tokens or 0,
             tool_call_format=self._tool_format if prompt.calls_tools else "",
             reasoning_format=self.vocabulary.reasoning_format,
-            reasoning_opened=is_opened(prepared),
+            tools=prompt.tools if prompt.calls_tools else (),
+            reasoning_opened=is_opened(prepared, self.vocabulary),
             single_tool_call=not prompt.parallel_tool_calls,
         )
 

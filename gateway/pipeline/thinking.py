@@ -9,12 +9,11 @@ from msgspec.structs import replace
 
 from contract.chat import Conversation
 from contract.errors import unsupported
-from contract.formats import THINK_CLOSE, THINK_OPEN
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 from gateway.pipeline.validate import refuse
 from gateway.text.detokenizer import Vocabulary
-from gateway.text.thinking import thinking_tags
+from gateway.text.thinking import form_of, thinking_tags
 from gateway.types.request import GenerationRequest, Prepared
 
 # Tokens of an answer that no budget which was asked for takes: so many, or a quarter of max_tokens.
@@ -22,10 +21,10 @@ ANSWER_ROOM = 1024
 _FIELD = "max_thinking_tokens"
 
 
-def is_opened(prepared: Prepared) -> bool:
+def is_opened(prepared: Prepared, vocabulary: Vocabulary) -> bool:
     """Whether the template has begun a thought in the prompt."""
-    prefix = prepared.assistant_prefix
-    return prefix.rfind(THINK_OPEN) > prefix.rfind(THINK_CLOSE)
+    prefix, form = prepared.assistant_prefix, form_of(vocabulary)
+    return prefix.rfind(form.open) > prefix.rfind(form.close)
 
 
 class ThoughtBudget:
@@ -72,7 +71,7 @@ class ThoughtBudget:
         thinks = isinstance(request.prompt, Conversation) and self._vocabulary.reasoning_format
         if not thinks or (asked is None and most is None):
             return replace(sampling, max_thinking_tokens=None), None
-        tags = dataclasses.replace(self._closing(request), opened=is_opened(prepared))
+        tags = dataclasses.replace(self._closing(request), opened=is_opened(prepared, self._vocabulary))
         if allowed := sampling.allowed_token_ids:
             if not tags.opened and tags.open_id not in allowed:
                 return replace(sampling, max_thinking_tokens=None), None
@@ -87,6 +86,6 @@ class ThoughtBudget:
 
     def _closing(self, request: GenerationRequest) -> ThinkingTags:
         if self._tags is None:
-            problem = f"model {request.model!r} has no token of its own for {THINK_CLOSE}"
+            problem = f"model {request.model!r} has no token of its own for {form_of(self._vocabulary).close}"
             raise unsupported(request.field(_FIELD), "take another model or tier, or leave it out", problem)
         return self._tags

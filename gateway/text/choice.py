@@ -8,15 +8,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from contract.formats import THINK_CLOSE, THINK_OPEN
+from contract.chat import Tool
+from contract.formats import REASONING
 from gateway.text.delta import TextDelta
 from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
+from gateway.text.harmony import HARMONY_MARKS, HarmonyParser
 from gateway.text.markers import longest_partial_suffix
 from gateway.text.reasoning import ContentParser, TextParser, ThinkParser
-from gateway.text.tool_calls import PARSERS
+from gateway.text.tool_calls import PARSERS, marks
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
+from gateway.text.tool_calls.values import ToolTypes
 
-REASONING_FORMATS = frozenset({"think", "deepseek_r1", "qwen3"})
+_HARMONY = "harmony"
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +34,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     # Names of formats to take out of the text; "" leaves the text alone.
     tool_call_format: str = ""
     reasoning_format: str = ""
+    # Types of the calls' arguments, where their format writes plain text.
+    tools: tuple[Tool, ...] = ()
     # The prompt's template has opened the reasoning already.
     reasoning_opened: bool = False
     # End the choice after the first tool call.
@@ -39,12 +44,14 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def shown_ids(texts: TokenTexts, options: TextOptions) -> frozenset[int]:
     """Ids of special tokens that the parsers of `options` must see."""
-    markers: tuple[str, ...] = (THINK_OPEN, THINK_CLOSE) if options.reasoning_format else ()
-    if options.tool_call_format:
-        markers += PARSERS[options.tool_call_format].MARKERS
-    wanted = {marker.encode() for marker in markers}
+    markers = marks(options.tool_call_format)
+    if form := REASONING.get(options.reasoning_format):
+        markers += (form.open, form.close)
+    if _HARMONY in (options.tool_call_format, options.reasoning_format):
+        markers += HARMONY_MARKS
     vocabulary = texts.vocabulary
-    return frozenset(id_ for id_ in vocabulary.special_ids if vocabulary.token_bytes(id_) in wanted)
+    texts_of = {id_: vocabulary.token_bytes(id_).decode(errors="replace") for id_ in vocabulary.special_ids}
+    return frozenset(id_ for id_, text in texts_of.items() if text and any(text in mark for mark in markers))
 
 
 class StopStrings:
@@ -121,21 +128,24 @@ class ChoiceText:
         self._parser: TextParser | None = None
         self._calls: ToolCallParser | None = None
         self._stop: StopStrings | None = None
-        self._reasoning: ThinkParser | None = None
+        self._reasoning: ThinkParser | HarmonyParser | None = None
         self._build_parsers(options, call_id)
 
     def _build_parsers(self, options: TextOptions, call_id: CallIds) -> None:
         parser: TextParser = ContentParser()
         if options.tool_call_format:
-            self._calls = PARSERS[options.tool_call_format](call_id)
+            self._calls = PARSERS[options.tool_call_format](call_id, ToolTypes(options.tools))
             parser = self._parser = self._calls
         if options.stop:
             self._stop = StopStrings(options.stop, parser)
             self._stop.is_armed = not self._min_tokens
             parser = self._parser = self._stop
-        if options.reasoning_format in REASONING_FORMATS:
-            self._reasoning = ThinkParser(parser, opened=options.reasoning_opened)
-            self._parser = self._reasoning
+        form = REASONING.get(options.reasoning_format)
+        if _HARMONY in (options.tool_call_format, options.reasoning_format):
+            calls_tools = options.tool_call_format == _HARMONY
+            self._parser = self._reasoning = HarmonyParser(parser, calls_tools=calls_tools)
+        elif form is not None:
+            self._parser = self._reasoning = ThinkParser(parser, opened=options.reasoning_opened, form=form)
 
     @property
     def stop_string(self) -> str | None:

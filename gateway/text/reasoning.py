@@ -1,11 +1,11 @@
-"""Separates `<think> … </think>` from the answer."""
+"""Separates thoughts, `<think> … </think>` or in another family's tags, from the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from contract.formats import THINK_CLOSE, THINK_OPEN
+from contract.formats import REASONING, ReasoningForm
 from gateway.text.delta import TextDelta
 from gateway.text.markers import split_at_marker
 
@@ -35,15 +35,51 @@ class ContentParser:
         """See TextParser."""
 
 
+class _TaggedAnswer:
+    """Takes the tags off an answer that has some: the first if it begins so, and then the other."""
+
+    def __init__(self, answer: TextParser, form: ReasoningForm) -> None:
+        self._answer = answer
+        self._form = form
+        self._held = ""
+        # None: the answer has not begun.
+        self._is_tagged: bool | None = None
+
+    def feed(self, text: str, delta: TextDelta) -> None:
+        """See TextParser."""
+        text, self._held = self._held + text, ""
+        if self._is_tagged is None:
+            stripped, opens = text.lstrip("\n"), self._form.answer_open
+            if not stripped.startswith(opens) and opens.startswith(stripped):
+                self._held = text
+                return
+            self._is_tagged = stripped.startswith(opens)
+            text = stripped.removeprefix(opens) if self._is_tagged else text
+        if self._is_tagged:
+            before, mark, rest = split_at_marker(text, (self._form.answer_close,))
+            self._held = "" if mark else rest
+            text = before + rest if mark else before
+        if text:
+            self._answer.feed(text, delta)
+
+    def finish(self, delta: TextDelta) -> None:
+        """See TextParser."""
+        if self._held:
+            self._answer.feed(self._held, delta)
+        self._answer.finish(delta)
+
+
 class ThinkParser:
-    """Reasoning between `<think>` and `</think>` at the start of the answer; the rest goes to `answer`.
+    """Reasoning between `<think>` and `</think>`, or the tags of `form`, at the start of the answer; the rest
+    goes to `answer`.
 
     Line breaks around the reasoning and before the answer belong to the format and are dropped. Only text
     at the very start can open reasoning: a `<think>` that the answer mentions later is content.
     """
 
-    def __init__(self, answer: TextParser, *, opened: bool) -> None:
-        self._answer = answer
+    def __init__(self, answer: TextParser, *, opened: bool, form: ReasoningForm = REASONING["think"]) -> None:
+        self._answer = _TaggedAnswer(answer, form) if form.answer_open else answer
+        self._form = form
         # A function of the class: a bound one would make a cycle, which only the garbage collector ends. The
         # template has written the opening tag already where reasoning is opened.
         self._step: _Step = ThinkParser._think if opened else ThinkParser._before
@@ -83,10 +119,11 @@ class ThinkParser:
 
     def _before(self, text: str, delta: TextDelta) -> str:
         stripped = text.lstrip("\n")
-        if stripped.startswith(THINK_OPEN):
+        opens = self._form.open
+        if stripped.startswith(opens):
             self._step = ThinkParser._think
-            return stripped[len(THINK_OPEN) :]
-        if THINK_OPEN.startswith(stripped):
+            return stripped[len(opens) :]
+        if opens.startswith(stripped):
             return text
         self._step = ThinkParser._after_think
         self._at_start = False
@@ -98,7 +135,7 @@ class ThinkParser:
             if not text:
                 return ""
             self._at_start = False
-        before, marker, rest = split_at_marker(text, (THINK_CLOSE,))
+        before, marker, rest = split_at_marker(text, (self._form.close,))
         if marker is not None:
             delta.reasoning += before.rstrip("\n")
             self._step = ThinkParser._after_think

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from contract.formats import ReasoningFormat, ToolCallFormat
-from gateway.text.choice import REASONING_FORMATS
+from contract.formats import REASONING, ReasoningFormat, ToolCallFormat
 from gateway.text.tool_calls import PARSERS
-from tokenizer_svc.grammar.tools import LAYOUTS
+from tokenizer_svc.grammar.call_layouts import LAYOUTS
 
 
 def test_every_tool_call_format_has_a_grammar_and_a_parser() -> None:
@@ -15,4 +14,4 @@ def test_every_tool_call_format_has_a_grammar_and_a_parser() -> None:
 
 
 def test_every_reasoning_format_has_a_parser() -> None:
-    assert set(get_args(ReasoningFormat)) <= REASONING_FORMATS
+    assert set(get_args(ReasoningFormat)) == set(REASONING)

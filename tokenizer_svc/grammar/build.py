@@ -25,10 +25,11 @@ from contract.chat import (
     ResponseFormat,
     ToolChoiceMode,
 )
-from contract.formats import THINK_CLOSE, THINK_OPEN
+from contract.formats import REASONING, ReasoningForm
 from contract.grammar import EnforcementReport
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
+from tokenizer_svc.grammar.call_layouts import HARMONY
 from tokenizer_svc.grammar.endless import Endless, needing_first_items, without_endless
 from tokenizer_svc.grammar.gbnf import gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRefused, GrammarRequest, Reasoning, WorkerReply
@@ -36,7 +37,7 @@ from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile
 from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import MAX_REPAIRS, repair
 from tokenizer_svc.grammar.schema.unwritable import culprits, places
-from tokenizer_svc.grammar.tools import parameters_field, parameters_path, tool_grammars
+from tokenizer_svc.grammar.tools import literal, parameters_field, parameters_path, tool_grammars
 
 # Turns on the flag that makes white space and comments of a regular expression layout.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
@@ -143,7 +144,7 @@ def _without_culprits(
 
 def _never_ends(request: GrammarRequest, endless: Endless, limits: PromptLimitsConfig) -> GrammarRefused:
     """The refusal of what has no finite value, with the place in its schema or the rule of its grammar."""
-    source = next((each for each in _sources(request) if each.grammar == endless.grammar), None)
+    source = next((each for each in _sources(request) if each.makes(endless.grammar)), None)
     if source is None:
         return GrammarRefused(_never_ends_as_text(request.response_format, endless.rules), request.field)
     compiled = compile_schema(source.schema, strict=False, max_depth=limits.max_schema_depth)
@@ -171,12 +172,16 @@ class _Source(msgspec.Struct, frozen=True, kw_only=True):
     schema: Any
     is_strict: bool
     field: str
-    # Name of the grammar that is made of it.
+    # Name of the grammar that is made of it, and the beginning of those of its parts.
     grammar: str
     # Before its paths, where the request has several.
     prefix: str = ""
     # Begins a message about it.
     title: str = ""
+
+    def makes(self, grammar: str) -> bool:
+        """Whether the grammar is made of this schema."""
+        return grammar == self.grammar or grammar.startswith(f"{self.grammar}_")
 
 
 def _sources(request: GrammarRequest) -> list[_Source]:
@@ -275,9 +280,14 @@ def _grammars(
         assert answer is not None
         grammars = [{"name": "answer", **answer}]
     # Optional calls come after any text already, thoughts among it.
-    is_free = answer is None and request.tools is not None and request.tools.mode is ToolChoiceMode.AUTO
+    tools = request.tools
+    is_free = answer is None and tools is not None and tools.mode is ToolChoiceMode.AUTO
+    if tools is not None and tools.format == HARMONY:
+        return grammars, enforcement
     if request.reasoning is Reasoning.OPEN or (request.reasoning is Reasoning.OPTIONAL and not is_free):
-        grammars = [_reasoning_first(request.reasoning, grammars[0]["name"], token_ids), *grammars]
+        form = REASONING[request.reasoning_format]
+        form = form if tools is None else msgspec.structs.replace(form, answer_open="")
+        grammars = [_reasoning_first(request.reasoning, form, grammars[0]["name"], token_ids), *grammars]
     return grammars, enforcement
 
 
@@ -295,17 +305,29 @@ def _unforced(grammars: list[Grammar], backend: Backend) -> list[Grammar]:
     return [start, *grammars]
 
 
-def _reasoning_first(reasoning: Reasoning, then: str, token_ids: Mapping[str, int]) -> Grammar:
+def _reasoning_first(
+    reasoning: Reasoning, form: ReasoningForm, then: str, token_ids: Mapping[str, int]
+) -> Grammar:
     """Free text up to the end of the reasoning block, then the grammar called `then`."""
-    opens = f"<[{token_ids[THINK_OPEN]}]>" if THINK_OPEN in token_ids else f"/[ \\n]?{THINK_OPEN}/"
-    closes = f"<[{token_ids[THINK_CLOSE]}]>" if THINK_CLOSE in token_ids else json.dumps(THINK_CLOSE)
-    if THINK_CLOSE in token_ids:
-        escaped = THINK_CLOSE.replace("/", r"\/")
+    opens, closes = literal(form.open, token_ids), literal(form.close, token_ids)
+    if opens.startswith('"'):
+        opens = f"/[ \\n]?{re.escape(form.open)}/"
+    if closes.startswith("<["):
+        escaped = re.escape(form.close).replace("/", r"\/")
         lark = f"thoughts: TEXT? {closes} SPACE\nTEXT: /(?s:.+)/ & ~/(?s:.*{escaped}.*)/\n"
     else:
         lark = f"thoughts: until_close SPACE\nuntil_close[lazy]: /(?s:.*)/ {closes}\n"
     first = "thoughts" if reasoning is Reasoning.OPEN else f"({opens} thoughts)?"
-    return {"name": "reasoning", "lark_grammar": f"start: {first} @{then}\n{lark}SPACE: /[ \\n]{{0,4}}/\n"}
+    answer = f"@{then}"
+    if form.answer_open:
+        is_message = form is REASONING[HARMONY]
+        tag = literal(form.answer_open, token_ids)
+        answer = (
+            f"{tag} {answer}"
+            if is_message
+            else f"({tag} {answer} {literal(form.answer_close, token_ids)} | {answer})"
+        )
+    return {"name": "reasoning", "lark_grammar": f"start: {first} {answer}\n{lark}SPACE: /[ \\n]{{0,4}}/\n"}
 
 
 def _answer(

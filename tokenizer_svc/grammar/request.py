@@ -51,7 +51,7 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reasoning(StrEnum):
-    """Whether free thoughts in `<think> … </think>` precede the constrained answer."""
+    """Whether free thoughts between their tags precede the constrained answer."""
 
     NONE = "none"
     # The prompt has opened the block.
@@ -66,6 +66,8 @@ class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
     response_format: ResponseFormat | None = None
     tools: ToolRules | None = None
     reasoning: Reasoning = Reasoning.NONE
+    # Whose tags stand around thoughts, see `contract.formats.REASONING`.
+    reasoning_format: str = "think"
 
     @property
     def kind(self) -> str:

@@ -8,82 +8,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
+from typing import Any
 
-import msgspec
 from msgspec.structs import astuple
 
 from contract.chat import ToolChoiceMode
-from contract.formats import THINK_CLOSE, THINK_OPEN
+from contract.formats import REASONING, BracedForm, TaggedForm
 from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.backend import Grammar
+from tokenizer_svc.grammar.call_layouts import HARMONY, LAYOUTS, Layout
+from tokenizer_svc.grammar.plain_arguments import PlainArguments
 from tokenizer_svc.grammar.request import GrammarRefused, ToolRules, ToolSpec
-from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
-from tokenizer_svc.text import formats
+from tokenizer_svc.grammar.schema.compiler import CompiledSchema, SchemaRefused, compile_schema
 
-
-class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family writes calls. `{name}` in `before` is the tool's name as JSON text, `{raw}` as it is, and
-    `{id}` the call's id.
-    """
-
-    # Opens the block of calls, and makes free text end where calls are optional.
-    mark: str
-    # Text that may stand between the mark and the first call, as Lark.
-    opening: str = ""
-    before: str
-    after: str
-    between: str
-    end: str = ""
-    # The block may begin without the mark, where an answer that begins with "{" is a call.
-    bare: bool = False
-
-
-# The form of a call's id that Mistral's templates accept.
-_CALL_ID = "/[a-zA-Z0-9]{9}/"
-LAYOUTS: Mapping[str, _Layout] = {
-    formats.HERMES: _Layout(
-        mark="<tool_call>",
-        before='\n{"name": {name}, "arguments": ',
-        after="}\n",
-        between="</tool_call>\n<tool_call>",
-        end="</tool_call>",
-    ),
-    formats.LLAMA3: _Layout(
-        mark="<|python_tag|>",
-        before='{"name": {name}, "parameters": ',
-        after="}",
-        between="; ",
-        bare=True,
-    ),
-    formats.MISTRAL: _Layout(
-        mark="[TOOL_CALLS]",
-        opening='/ {0,2}/ "["',
-        before='{"name": {name}, "arguments": ',
-        after="}",
-        between=", ",
-        end="]",
-    ),
-    formats.MISTRAL_V11: _Layout(
-        mark="[TOOL_CALLS]", before="{raw}[CALL_ID]{id}[ARGS]", after="", between="[TOOL_CALLS]"
-    ),
-    formats.MISTRAL_V13: _Layout(mark="[TOOL_CALLS]", before="{raw}[ARGS]", after="", between="[TOOL_CALLS]"),
-    formats.DEEPSEEK: _Layout(
-        mark="<｜tool▁calls▁begin｜>",
-        before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{raw}\n```json\n",
-        after="\n```<｜tool▁call▁end｜>",
-        between="\n",
-        end="<｜tool▁calls▁end｜>",
-    ),
-    formats.DEEPSEEK_V31: _Layout(
-        mark="<｜tool▁calls▁begin｜>",
-        before="<｜tool▁call▁begin｜>{raw}<｜tool▁sep｜>",
-        after="<｜tool▁call▁end｜>",
-        between="",
-        end="<｜tool▁calls▁end｜>",
-    ),
-}
+# Of a tag that is more than a token, the token.
+_REASONING_TAGS = tuple(
+    dict.fromkeys(
+        tag.removesuffix("thought\n")
+        for form in REASONING.values()
+        for tag in (form.open, form.close, form.answer_open, form.answer_close)
+        if tag
+    )
+)
 
 
 def tool_grammars(
@@ -108,44 +56,76 @@ def tool_grammars(
         )
     grammars: list[Grammar] = []
     reports: list[EnforcementReport] = []
-    alternatives = []
+    alternatives, lines = [], []
     for index, tool in enumerate(rules.tools):
-        grammar, report = _arguments_grammar(tool, index, max_schema_depth, left_out or {})
-        reports.append(report)
-        grammars.append({"name": f"arguments_{index}", **grammar})
+        written = _Arguments(tool, index, max_schema_depth, left_out or {})
+        arguments = written.rule(layout, lambda text: literal(text, token_ids))
+        grammars += written.grammars
+        reports.append(written.report)
+        lines += written.lines
+        if rules.format == HARMONY:
+            alternatives.append(_message_to(tool.name, arguments, token_ids))
+            continue
         before = layout.before.replace("{name}", json.dumps(tool.name, ensure_ascii=False))
         before = before.replace("{raw}", tool.name)
         alternatives.append(
-            f"{_with_id(before, token_ids)} @arguments_{index} {_literal(layout.after, token_ids)}"
+            f"{_with_id(before, layout.call_id, token_ids)} {arguments} {literal(layout.after, token_ids)}"
         )
-    more = f"({_literal(layout.between, token_ids)} call)*" if rules.parallel else ""
+    more = f"({literal(layout.between, token_ids)} call)*" if rules.parallel else ""
     lines = [
         "call: " + "\n    | ".join(alternatives),
-        f"calls: {layout.opening} call {more} {_literal(layout.end, token_ids)}",
+        f"calls: {layout.opening} call {more} {literal(layout.end, token_ids)}",
+        *lines,
     ]
-    if rules.mode is not ToolChoiceMode.AUTO:
-        mark = _literal(layout.mark, token_ids)
-        lines.append(f"start: {f'({mark})?' if layout.bare else mark} calls")
+    has_answer = rules.mode is ToolChoiceMode.AUTO and answer is not None
+    if has_answer and answer is not None:
+        grammars.append({"name": "answer", **answer})
+    if rules.format == HARMONY:
+        lines += _messages(rules.mode, token_ids, has_answer=has_answer)
+    elif rules.mode is not ToolChoiceMode.AUTO:
+        mark = literal(layout.mark, token_ids)
+        lines.append(f"start: {f'({mark})?' if layout.no_call else mark} calls")
     else:
-        if answer is not None:
-            grammars.append({"name": "answer", **answer})
-        lines += _optional(layout, token_ids, has_answer=answer is not None)
+        lines += _optional(layout, token_ids, has_answer=has_answer)
     return [{"name": "tool_calls", "lark_grammar": "\n".join(lines) + "\n"}, *grammars], _joined(reports)
 
 
-def _optional(layout: _Layout, token_ids: Mapping[str, int], *, has_answer: bool) -> list[str]:
+def _message_to(name: str, arguments: str, token_ids: Mapping[str, int]) -> str:
+    """A call in harmony: a message to the tool, whose recipient stands before its channel or after it."""
+    to = f" to=functions.{name}"
+    after = literal(f"<|channel|>commentary{to}", token_ids)
+    before = literal(f"{to}<|channel|>commentary", token_ids)
+    kind = f'(" "? {literal("<|constrain|>", token_ids)}? "json")?'
+    return f"({after} | {before}) {kind} {literal('<|message|>', token_ids)} {arguments}"
+
+
+def _messages(mode: ToolChoiceMode, token_ids: Mapping[str, int], *, has_answer: bool) -> list[str]:
+    """Rules of an answer in harmony: messages of thoughts and before calls, then a call or the answer."""
+    channel, message = literal("<|channel|>", token_ids), literal("<|message|>", token_ids)
+    last = f'{channel} "final" {message} {"@answer" if has_answer else "MESSAGE?"}'
+    end = f"call {literal('<|call|>', token_ids)}?"
+    return [
+        f"start: message* {end if mode is not ToolChoiceMode.AUTO else f'({end} | {last})'}",
+        f'message: {channel} ("analysis" | "commentary") {message} MESSAGE? '
+        + literal("<|end|><|start|>assistant", token_ids),
+        "MESSAGE: /(?s:.+)/",
+    ]
+
+
+def _optional(layout: Layout, token_ids: Mapping[str, int], *, has_answer: bool) -> list[str]:
     """Rules of an answer that may or may not call: constrained from the mark on."""
-    mark = _literal(layout.mark, token_ids)
+    mark = literal(layout.mark, token_ids)
     if has_answer:
-        return [f"start: {f'({mark})?' if layout.bare else mark} calls | @answer"]
-    if layout.bare:
-        return [f"start: TEXT | ({mark})? calls |", "TEXT: /[^{](.|\\n)*/"]
+        return [f"start: {f'({mark})?' if layout.no_call else mark} calls | @answer"]
+    if layout.no_call:
+        return [f"start: TEXT | ({mark})? calls |", f"TEXT: /{layout.no_call}(.|\\n)*/"]
     # Free text that spells the mark would be taken for a call by parsers.
     text = f"TEXT: /(?s:.+)/ & ~/(?s:.*{re.escape(layout.mark)}.*)/"
-    if layout.mark in token_ids:
-        others = [token_ids[tag] for tag in (THINK_OPEN, THINK_CLOSE) if tag in token_ids]
+    if "<[" in mark:
+        others = [token_ids[tag] for tag in _REASONING_TAGS if tag in token_ids]
         text_rule = "text: (TEXT | <[" + ",".join(map(str, others)) + "]>)*" if others else "text: TEXT?"
-        return [f"start: text | text {mark} calls", text_rule, text]
+        # Text before the mark's token would be the end of the free text as well.
+        return [f"start: text | text {mark[mark.index('<[') :]} calls", text_rule, text]
     return [
         "start: TEXT | | until_mark calls",
         f"until_mark[lazy]: /(?s:.*)/ {mark}",
@@ -153,18 +133,18 @@ def _optional(layout: _Layout, token_ids: Mapping[str, int], *, has_answer: bool
     ]
 
 
-def _with_id(text: str, token_ids: Mapping[str, int]) -> str:
-    return f" {_CALL_ID} ".join(_literal(part, token_ids) for part in text.split("{id}"))
+def _with_id(text: str, call_id: str, token_ids: Mapping[str, int]) -> str:
+    return f" {call_id} ".join(literal(part, token_ids) for part in text.split("{id}"))
 
 
-def _literal(text: str, token_ids: Mapping[str, int]) -> str:
+def literal(text: str, token_ids: Mapping[str, int]) -> str:
     """`text` as Lark symbols; control tokens in it by id."""
     if not text:
         return ""
     for token, token_id in token_ids.items():
         before, found, after = text.partition(token)
         if found:
-            parts = (_literal(before, token_ids), f"<[{token_id}]>", _literal(after, token_ids))
+            parts = (literal(before, token_ids), f"<[{token_id}]>", literal(after, token_ids))
             return " ".join(part for part in parts if part)
     return json.dumps(text, ensure_ascii=False)
 
@@ -185,11 +165,82 @@ _WITHOUT_ARGUMENTS = frozenset(
 )
 
 
-def _arguments_grammar(
-    tool: ToolSpec, index: int, max_depth: int, left_out: Mapping[str, str]
-) -> tuple[Grammar, EnforcementReport]:
-    prefix = parameters_path(index)
-    schema = tool.parameters or {"properties": {}}
+class _Arguments:
+    """The arguments of one tool: grammars of their own, and rules where they are no JSON object."""
+
+    def __init__(self, tool: ToolSpec, index: int, max_depth: int, left_out: Mapping[str, str]) -> None:
+        self._tool = tool
+        self._index = index
+        self._max_depth = max_depth
+        self._left_out = left_out
+        self._schema = _completed(tool.parameters)
+        self.grammars: list[Grammar] = []
+        self.lines: list[str] = []
+        self.report = EnforcementReport()
+
+    def rule(self, layout: Layout, write: Callable[[str], str]) -> str:
+        """The symbol of all arguments. Raises GrammarRefused."""
+        compiled = self._compiled(self._schema, strict=self._tool.strict)
+        prefix = parameters_path(self._index)
+        self.report = _under(prefix, compiled.enforcement)
+        if layout.arguments is None and not layout.is_python:
+            return self._named(compiled.grammar)
+        plain = PlainArguments(self._index, self._schema, self._part, write)
+        match layout.arguments:
+            case TaggedForm() as form:
+                symbol = plain.tagged(form)
+            case BracedForm() as form:
+                symbol = plain.braced(form)
+            case None:
+                symbol = plain.pythonic()
+        self.lines = plain.rules
+        self._settle(_under(prefix, EnforcementReport(unenforced=tuple(plain.unenforced))))
+        return symbol
+
+    def _settle(self, lost: EnforcementReport) -> None:
+        """Takes what the format cannot enforce out of the report; refuses it where the tool is strict."""
+        paths = {each.path for each in lost.unenforced}
+        kept = tuple(each for each in self.report.enforced if each.path not in paths)
+        self.report = EnforcementReport(
+            kept, self.report.approximated, (*self.report.unenforced, *lost.unenforced)
+        )
+        if self._tool.strict and lost.unenforced:
+            first = lost.unenforced[0]
+            raise GrammarRefused(
+                f"tool {self._tool.name!r}: {first.keyword} at {first.path} cannot be enforced: "
+                f"{first.note}; change the schema, or set strict to false and check the arguments",
+                parameters_field(self._index),
+                self.report,
+            )
+
+    def _part(self, schema: Any, path: str) -> str:
+        """The symbol of a value in JSON, by a part of the schema."""
+        whole = {word: self._schema[word] for word in ("$defs", "definitions") if word in self._schema}
+        part = {**whole, **schema} if isinstance(schema, dict) else schema
+        return self._named(self._compiled(part, strict=False, path=path).grammar)
+
+    def _named(self, grammar: Grammar) -> str:
+        name = f"arguments_{self._index}" + (f"_{len(self.grammars)}" if self.grammars else "")
+        self.grammars.append({"name": name, **grammar})
+        return f"@{name}"
+
+    def _compiled(self, schema: Any, *, strict: bool, path: str = "") -> CompiledSchema:
+        prefix = parameters_path(self._index) + path
+        here = {
+            each.removeprefix(prefix): note
+            for each, note in self._left_out.items()
+            if each.startswith(f"{prefix}/")
+        }
+        try:
+            return compile_schema(schema, strict=strict, max_depth=self._max_depth, left_out=here)
+        except SchemaRefused as refused:
+            message = f"tool {self._tool.name!r}: {refused}"
+            raise GrammarRefused(message, parameters_field(self._index), refused.enforcement) from refused
+
+
+def _completed(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool's schema as one of objects."""
+    schema = parameters or {"properties": {}}
     if (
         schema.get("properties") == {}
         and not schema.get("required")
@@ -199,17 +250,7 @@ def _arguments_grammar(
         schema = {**schema, "additionalProperties": False}
     if "type" not in schema and "$ref" not in schema:
         schema = {"type": "object", **schema}
-    try:
-        here = {
-            path.removeprefix(prefix): note
-            for path, note in left_out.items()
-            if path.startswith(f"{prefix}/")
-        }
-        compiled = compile_schema(schema, strict=tool.strict, max_depth=max_depth, left_out=here)
-    except SchemaRefused as refused:
-        message = f"tool {tool.name!r}: {refused}"
-        raise GrammarRefused(message, parameters_field(index), refused.enforcement) from refused
-    return compiled.grammar, _under(prefix, compiled.enforcement)
+    return schema
 
 
 def _under(prefix: str, report: EnforcementReport) -> EnforcementReport:

@@ -11,7 +11,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
-from contract.formats import THINK_CLOSE, THINK_OPEN
+from contract.formats import REASONING
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
     GrammarRequest,
@@ -37,6 +37,7 @@ class Prompts:
         added = checkpoint.description.get("added_tokens", [])
         self.tool_call_format = checkpoint.tool_call_format
         self.reasoning_format = checkpoint.reasoning_format
+        self._tags = REASONING.get(self.reasoning_format, REASONING["think"])
         # Tools' schemas are grammars as well.
         self._max_tool_bytes = limits.max_grammar_bytes
         self._control = ControlTokens(added, checkpoint.templates.values())
@@ -68,7 +69,7 @@ class Prompts:
         encoded_s = time.monotonic()
         prefix = ""
         if self.reasoning_format and not conversation.continue_final_message:
-            prefix = assistant_prefix(rendered, self._control.control)
+            prefix = assistant_prefix(rendered, self._control.control, self._tags)
         reasoning = self._reasoning(conversation, rendered, prefix)
         grammar = self._grammar_request(conversation, form, reasoning) if asked.with_grammar else None
         return Prompted(
@@ -118,15 +119,24 @@ class Prompts:
         tools = self._tool_rules(conversation)
         if form is None and tools is None:
             return None
-        return GrammarRequest(response_format=form, tools=tools, reasoning=reasoning)
+        return GrammarRequest(
+            response_format=form,
+            tools=tools,
+            reasoning=reasoning,
+            reasoning_format=self.reasoning_format or "think",
+        )
 
     def _reasoning(self, conversation: Conversation, rendered: str, prefix: str) -> Reasoning:
         """Whether thoughts precede the answer: the template has opened them, or the model may, unless the
         template or the client has closed them.
         """
-        if THINK_OPEN in prefix and THINK_CLOSE not in prefix:
+        opens, closes = self._tags.open.rstrip(), self._tags.close
+        if self.reasoning_format == "harmony":
+            # Every answer begins where thoughts may.
+            return Reasoning.NONE if conversation.continue_final_message else Reasoning.OPTIONAL
+        if opens in prefix and closes not in prefix:
             return Reasoning.OPEN
-        is_closed = prefix or conversation.continue_final_message or rendered.rstrip().endswith(THINK_CLOSE)
+        is_closed = prefix or conversation.continue_final_message or rendered.rstrip().endswith(closes)
         unasked = self.templates.thinks_when_asked or without_thinking(conversation.template_options)
         if not self.reasoning_format or is_closed or unasked:
             return Reasoning.NONE

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import msgspec
 from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from contract.errors import MillraceError, Reason
-from contract.formats import THINK_CLOSE, THINK_OPEN
+from contract.formats import REASONING, ReasoningForm
 from runtime.errors import ConfigError
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.refusals import invalid
+from tokenizer_svc.text import sandbox
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.text.encoding import ControlTokens
 from tokenizer_svc.text.tool_values import call_arguments, completed, resolved, tool_value
@@ -34,6 +30,7 @@ _TOOL_TEMPLATE = "tool_use"
 # Names under which templates look for whether, and how much, the model thinks. Gateways set all of them.
 _THINKING = ("enable_thinking", "thinking", "reasoning_effort")
 _WITHOUT_THINKING = (False, "none", "minimal")
+_OPENINGS = tuple(form.open.rstrip() for form in REASONING.values())
 # Templates write far less than this after the last control token.
 _TAIL_CHARACTERS = 4096
 
@@ -41,95 +38,6 @@ _TAIL_CHARACTERS = 4096
 def without_thinking(options: Mapping[str, Any]) -> bool:
     """Whether template options ask for an answer without thoughts."""
     return any(options.get(key, True) in _WITHOUT_THINKING for key in _THINKING)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscore attributes, so that templates cannot reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, args = args[0], args[1:]
-        values = dict(*args, **kwargs)
-        for name in values:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"the template sets a private attribute {name!r}")
-
-
-class _Dict:
-    """`dict(...)` for templates, without the type's own attributes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """dict.fromkeys."""
-        return dict.fromkeys(*args)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML; models were trained on plain JSON.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way for what templates do most: `message.content` of a dictionary."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        # A dictionary's own attributes come first, as in jinja2; what is no attribute is an item or nothing.
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
-
-
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-    )
-    return environment
 
 
 class TemplateRefusal(MillraceError):
@@ -162,7 +70,7 @@ class ChatTemplates:
         control: ControlTokens,
         limits: PromptLimitsConfig,
     ) -> None:
-        environment = _environment()
+        environment = sandbox.environment()
         self._templates: dict[str, jinja2.Template] = {}
         # Variables that each template reads.
         self._read: dict[str, frozenset[str]] = {}
@@ -186,7 +94,8 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
         self._control = control
         self._limits = limits
-        self._reasons = THINK_CLOSE in "\n".join(templates.values())
+        source = "\n".join(templates.values())
+        self._reasons = any(form.close in source for form in REASONING.values())
         self._shape = self._find_shape()
         # Templates that write tools field by field and not as JSON.
         self._reading_fields = frozenset(name for name in templates if not self._dumps_tools(name))
@@ -288,7 +197,7 @@ class ChatTemplates:
         plain = self._tried(template, question, self._shape, variables) or ""
         switches = {"enable_thinking": True, "thinking": True}
         asked = self._tried(template, question, self._shape, variables | switches) or ""
-        return asked != plain and asked.rstrip().endswith(THINK_OPEN)
+        return asked != plain and asked.rstrip().endswith(_OPENINGS)
 
     def _find_user_turns(self) -> bool:
         if set(self._templates) != {DEFAULT_TEMPLATE}:
@@ -423,7 +332,7 @@ class ChatTemplates:
         """A call for templates that write none: the form that most models know."""
         arguments = call_arguments(call.arguments_json, objects_only=False)
         value = self._control.protect_value({"name": call.name, "arguments": arguments}, allow_markup=False)
-        return f"<tool_call>\n{_to_json(value)}\n</tool_call>"
+        return f"<tool_call>\n{sandbox.to_json(value)}\n</tool_call>"
 
     def _arguments(self, arguments_json: str, shape: _Shape) -> Any:
         if shape.arguments_as_text:
@@ -554,17 +463,19 @@ def _unread(field: str, problem: str) -> MillraceError:
     return MillraceError(Reason.UNSUPPORTED_FIELD, f"{name}: the model's chat template {problem}", field=name)
 
 
-def assistant_prefix(rendered: str, control_tokens: Collection[str]) -> str:
+def assistant_prefix(rendered: str, control_tokens: Collection[str], tags: ReasoningForm) -> str:
     """What the template wrote of the assistant's turn from the reasoning tag on, for output parsers.
 
     Only the text after the last control token counts, which is the template's own. Where a template has no
     control tokens, the tag must be the very end.
     """
-    tail = rendered[-_TAIL_CHARACTERS:]
-    if THINK_OPEN not in tail:
+    tail, opens = rendered[-_TAIL_CHARACTERS:], tags.open.rstrip()
+    if opens not in tail:
         return ""
-    start = max((tail.rfind(token) + len(token) for token in control_tokens if token in tail), default=-1)
+    # Tags of thoughts may be control tokens themselves.
+    last = (token for token in control_tokens if token in tail and token not in opens + tags.close)
+    start = max((tail.rfind(token) + len(token) for token in last), default=-1)
     if start < 0:
-        start = len(tail) - len(THINK_OPEN) - 1 if tail.rstrip().endswith(THINK_OPEN) else len(tail)
-    found = tail.find(THINK_OPEN, start)
+        start = len(tail) - len(opens) - 1 if tail.rstrip().endswith(opens) else len(tail)
+    found = tail.find(opens, start)
     return tail[found:] if found >= 0 else ""

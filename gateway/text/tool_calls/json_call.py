@@ -14,6 +14,7 @@ import msgspec
 from gateway.text.tool_calls.parser import CallSink
 
 _SPACE = " \t\r\n"
+_NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 # Characters between keys and values, and what may come after each; "" is a value.
 _FOLLOWING: Mapping[str, str] = {"{": '"}', ",": '"}', ":": ""}
@@ -144,7 +145,7 @@ class JsonCall:
             self._sink.begin(self._name)
 
     def _end_value(self, text: str) -> None:
-        if self._key == "name" and not self._name:
+        if self._key in _NAME_KEYS and not self._name:
             name = _decode_string(text)
             if not name:
                 self.state = CallState.BROKEN

@@ -16,8 +16,6 @@ _BETWEEN = " \t\r\n;"
 class Llama3Parser(ToolCallParser):
     """Calls are streamed as their arguments come."""
 
-    MARKERS = (TAG,)
-
     def __init__(self, call_id: CallIds) -> None:
         super().__init__(call_id)
         self._call: JsonCall | None = None

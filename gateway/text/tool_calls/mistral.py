@@ -15,8 +15,6 @@ _SPACE = " \t\r\n"
 class MistralParser(ToolCallParser):
     """Text after the first marker that is no call is dropped: the format has none."""
 
-    MARKERS = (MARKER, ARGUMENTS, CALL_ID)
-
     def __init__(self, call_id: CallIds) -> None:
         super().__init__(call_id)
         # Reads one character after the marker; None before it.

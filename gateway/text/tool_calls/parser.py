@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 from gateway.text.delta import TextDelta, ToolCallDelta
+from gateway.text.markers import split_at_marker
 
 # Makes the id of the call with this index.
 CallIds = Callable[[int], str]
@@ -21,12 +21,12 @@ class CallSink:
         self.calls: list[tuple[str, list[str]]] = []
         self._call_id = call_id
 
-    def begin(self, name: str) -> None:
-        """A call's name is known."""
+    def begin(self, name: str, call_id: str = "") -> None:
+        """A call's name is known, and the id where the model writes one that its template needs."""
         index = self.num_begun
         self.num_begun += 1
         self.calls.append((name, []))
-        self.delta.add_call(ToolCallDelta(index=index, id=self._call_id(index), name=name))
+        self.delta.add_call(ToolCallDelta(index=index, id=call_id or self._call_id(index), name=name))
 
     def argue(self, piece: str) -> None:
         """A piece of the arguments of the call that began last."""
@@ -40,9 +40,6 @@ class CallSink:
 
 class ToolCallParser:
     """A TextParser that takes calls out of the text; what never became a call is content."""
-
-    # Tokens that the format is made of. They are read even where the tokenizer calls them special.
-    MARKERS: ClassVar[tuple[str, ...]]
 
     def __init__(self, call_id: CallIds) -> None:
         # Calls completed so far.
@@ -74,6 +71,20 @@ class ToolCallParser:
 
     def _read(self, text: str) -> None:
         raise NotImplementedError
+
+    def _content_up_to(self, text: str, opens: str) -> str | None:
+        """Passes on what stands before the mark `opens`, without the line breaks in front of it. Returns what
+        follows it; None where it has not come, and the rest is held.
+        """
+        before, marker, rest = split_at_marker(text, (opens,))
+        certain = before.rstrip("\n")
+        self._sink.content(certain)
+        self._held = before[len(certain) :] + ("" if marker else rest)
+        return rest if marker else None
+
+    def _end_of_content(self) -> None:
+        """Line breaks after calls belong to the format."""
+        self._sink.content(self._held if self._held.strip("\n") or not self.num_calls else "")
 
     def _end(self) -> None:
         raise NotImplementedError

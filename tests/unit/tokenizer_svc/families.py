@@ -27,6 +27,53 @@ DEEPSEEK = (
 )  # fmt: skip
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
+# Control tokens, and others that are tokens, of further families; the last control token ends a turn.
+MORE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "qwen_xml": (CHATML, MARKUP),
+    "glm": (
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+        (*MARKUP, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "minimax": (
+        ("]~!b[", "]~b]", "[e~["), ("<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "deepseek_v32": (
+        ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        ("<think>", "</think>", "｜DSML｜"),
+    ),
+    "kimi": (
+        ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
+         "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+         "<|tool_call_end|>", "<|im_end|>"),
+        ("<think>", "</think>"),
+    ),
+    "harmony": (
+        ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"), (),
+    ),
+    "granite": (("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"), ()),
+    "phi4": (("<|tool_call|>", "<|/tool_call|>", "<|user|>", "<|assistant|>", "<|end|>"), ()),
+    "functools": (("<|user|>", "<|assistant|>", "<|end|>"), ()),
+    "gemma4": (
+        ("<bos>", "<|turn>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<turn|>"), (),
+    ),
+    "functiongemma": (
+        ("<bos>", "<start_of_turn>", "<start_function_call>", "<end_function_call>", "<escape>",
+         "<end_of_turn>"),
+        (),
+    ),
+    "command": (
+        ("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>", "<|SYSTEM_TOKEN|>",
+         "<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>",
+         "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"),
+        (),
+    ),
+    "llama4": (
+        ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>",
+         "<|eot|>"),
+        (),
+    ),
+}  # fmt: skip
+
 
 def _text(name: str) -> str:
     return (_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
@@ -55,7 +102,8 @@ def make(name: str, folder: Path) -> Path:  # noqa: PLR0911 one return per famil
         case "deepseek" | "deepseek_v31":
             config = {"bos_token": DEEPSEEK[0], "eos_token": DEEPSEEK[1]}
             return write(folder, byte_level(DEEPSEEK, ("<think>", "</think>")), _text(name), config=config)
-    raise ValueError(name)
+    control, markup = MORE[name]
+    return write(folder, byte_level(control, markup), _text(name), config={"eos_token": control[-1]})
 
 
 FAMILIES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,19 @@ class Family:
         return outcome
 
     def accepts(self, request: GrammarRequest, text: str) -> bool:
+        return self.admitting(request)(text)
+
+    def admitting(self, request: GrammarRequest) -> Callable[[str], bool]:
+        """Whether the grammar, built once, accepts a text."""
         built = self.build(request)
         assert isinstance(built, Built), built
-        matcher = self.matcher(built)
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+        def accepts(text: str) -> bool:
+            matcher = self.matcher(built)
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+            return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+        return accepts
 
     def matcher(self, built: Built) -> LLMatcher:
         limits = LLParserLimits(**PARSER_LIMITS)

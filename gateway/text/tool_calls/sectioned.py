@@ -1,34 +1,35 @@
-"""DeepSeek's format: calls between `<｜tool▁calls▁begin｜>` and its end, each in markers of its own.
+"""Calls in a section, each in markers of its own, with its arguments as one JSON object: DeepSeek and Kimi.
 
-V3 and R1 write `function<｜tool▁sep｜>NAME`, then the arguments in a fenced block; V3.1 writes
-`NAME<｜tool▁sep｜>` and the arguments.
+DeepSeek V3 and R1 write `function<｜tool▁sep｜>NAME`, then the arguments in a fenced block; V3.1 writes
+`NAME<｜tool▁sep｜>` and the arguments. Kimi writes the id, `functions.NAME:INDEX`, which its template needs
+back.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+from contract.formats import SectionForm
 from gateway.text.markers import split_at_marker
 from gateway.text.tool_calls.json_call import JsonValue
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
-CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-SEPARATOR = "<｜tool▁sep｜>"
 _OLD_TYPE = "function"
+_NAME_IN_ID = re.compile(r"(?:functions\.)?([^\s:]+):\d+")
 
 
-class DeepSeekParser(ToolCallParser):
+class SectionedParser(ToolCallParser):
     """White space between the answer and the calls belongs to the format."""
 
-    MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
-
-    def __init__(self, call_id: CallIds) -> None:
+    def __init__(self, form: SectionForm, call_id: CallIds) -> None:
         super().__init__(call_id)
+        self._form = form
         # Reads one character of a call; None outside of calls.
-        self._step: Callable[[DeepSeekParser, str], None] | None = None
+        self._step: Callable[[SectionedParser, str], None] | None = None
         self._in_calls = False
         self._header = ""
+        self._ids: set[str] = set()
         # Text behind the first marker, which becomes content when it turns out to be no call.
         self._raw = ""
         self._value = JsonValue()
@@ -38,8 +39,8 @@ class DeepSeekParser(ToolCallParser):
             text = self._read_call(text) if self._step is not None else self._read_between(self._held + text)
 
     def _end(self) -> None:
-        if self._step is DeepSeekParser._before_arguments:
-            self._sink.content((CALL_BEGIN if self.num_calls else self._raw) + self._header)
+        if self._step is SectionedParser._before_arguments:
+            self._sink.content((self._form.call_open if self.num_calls else self._raw) + self._header)
         elif self._in_calls and not self.num_calls:
             self._sink.content(self._raw + self._held)
         elif not self._in_calls:
@@ -47,7 +48,7 @@ class DeepSeekParser(ToolCallParser):
 
     def _read_between(self, text: str) -> str:
         self._held = ""
-        markers = (CALL_BEGIN, CALLS_END) if self._in_calls else (CALLS_BEGIN,)
+        markers = (self._form.call_open, self._form.close) if self._in_calls else (self._form.open,)
         before, marker, rest = split_at_marker(text, markers)
         if not self._in_calls:
             certain = before.rstrip()
@@ -55,18 +56,18 @@ class DeepSeekParser(ToolCallParser):
             if marker is None:
                 self._held = before[len(certain) :] + rest
                 return ""
-            self._raw = CALLS_BEGIN
+            self._raw = self._form.open
         elif not self.num_calls:
             self._raw += before + (marker or "")
         if marker is None:
             self._held = rest
             return ""
-        self._in_calls = marker != CALLS_END
+        self._in_calls = marker != self._form.close
         if not self._in_calls and not self.num_calls:
             self._sink.content(self._raw)
-        if marker == CALL_BEGIN:
+        if marker == self._form.call_open:
             self._header = ""
-            self._step = DeepSeekParser._before_arguments
+            self._step = SectionedParser._before_arguments
         return rest
 
     def _read_call(self, text: str) -> str:
@@ -78,34 +79,42 @@ class DeepSeekParser(ToolCallParser):
         return ""
 
     def _before_arguments(self, character: str) -> None:
-        if character != "{" or SEPARATOR not in self._header:
+        if character != "{" or self._form.separator not in self._header:
             self._header += character
-            if self._header.endswith(CALL_END):
+            if self._header.endswith(self._form.call_close):
                 self._end_without_object()
             return
-        self._sink.begin(self._name())
+        self._begin()
         self._value = JsonValue()
-        self._step = DeepSeekParser._in_arguments
+        self._step = SectionedParser._in_arguments
         self._in_arguments(character)
 
     def _end_without_object(self) -> None:
         """A call whose arguments are no object: one of nothing, or text."""
         name = self._name()
-        written = self._header.removesuffix(CALL_END).partition(SEPARATOR)[2].strip()
+        written = self._header.removesuffix(self._form.call_close).partition(self._form.separator)[2].strip()
         written = written.removeprefix(name).strip().removeprefix("```json").removesuffix("```")
         self._step = None
-        if SEPARATOR in self._header and name and not written.strip():
-            self._sink.begin(name)
+        if self._form.separator in self._header and name and not written.strip():
+            self._begin()
             self._sink.argue("{}")
             self.num_complete += 1
         elif self.num_calls:
-            self._sink.content(CALL_BEGIN + self._header)
+            self._sink.content(self._form.call_open + self._header)
         else:
             self._raw += self._header
 
+    def _begin(self) -> None:
+        name = self._name()
+        found = _NAME_IN_ID.fullmatch(name)
+        # An id that came before in this answer would be two calls' own.
+        is_new = name not in self._ids
+        self._ids.add(name)
+        self._sink.begin(found[1] if found else name, name if found and is_new else "")
+
     def _name(self) -> str:
         """What the header calls."""
-        kind, _, rest = self._header.removesuffix(CALL_END).partition(SEPARATOR)
+        kind, _, rest = self._header.removesuffix(self._form.call_close).partition(self._form.separator)
         # A tool of the new format may itself be called "function"; then nothing stands after the separator.
         is_old = kind.strip() == _OLD_TYPE and rest.strip()
         return (rest.partition("\n")[0] if is_old else kind).strip()

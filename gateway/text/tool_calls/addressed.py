@@ -1,0 +1,69 @@
+"""Calls of harmony (gpt-oss): messages to `functions.NAME`, whose text is the arguments.
+
+`gateway.text.harmony` separates an answer's messages; of those to tools it passes on header, text and end.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gateway.text.markers import split_at_marker
+from gateway.text.tool_calls.json_call import JsonValue
+from gateway.text.tool_calls.parser import CallIds, ToolCallParser
+
+HEADER, MESSAGE, END = "<|start|>", "<|message|>", "<|call|>"
+RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+
+
+class AddressedParser(ToolCallParser):
+    """Everything that is no message to a tool is content."""
+
+    def __init__(self, call_id: CallIds) -> None:
+        super().__init__(call_id)
+        self._value: JsonValue | None = None
+        self._header: str | None = None
+        self._is_open = False
+
+    def _read(self, text: str) -> None:
+        text = self._held + text
+        self._held = ""
+        while text:
+            if self._value is not None:
+                text = self._in_arguments(self._value, text)
+                continue
+            mark = HEADER if self._header is None else MESSAGE
+            before, found, rest = split_at_marker(text, (mark,))
+            if self._header is None:
+                self._sink.content(before)
+                self._header = "" if found else None
+            else:
+                self._header += before
+                if found:
+                    self._begin(self._header)
+            self._held, text = ("", rest) if found else (rest, "")
+
+    def _end(self) -> None:
+        self._sink.content(self._held if self._header is None else "")
+
+    def _begin(self, header: str) -> None:
+        name = RECIPIENT.search(header)
+        assert name is not None, "messages without a recipient are no calls"
+        self._sink.begin(name[1])
+        self._value, self._is_open = JsonValue(), True
+
+    def _in_arguments(self, value: JsonValue, text: str) -> str:
+        before, found, rest = split_at_marker(text, (END,))
+        for character in before.lstrip() if not value.started else before:
+            if self._is_open:
+                belongs, ended = value.feed(character)
+                self._sink.argue(character if belongs else "")
+                self._is_open = not ended
+                self.num_complete += ended
+        if found is None:
+            self._held = rest
+            return ""
+        if self._is_open:
+            self._sink.argue("" if value.started else "{}")
+            self.num_complete += not value.started
+        self._value, self._header = None, None
+        return rest

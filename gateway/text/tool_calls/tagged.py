@@ -1,0 +1,200 @@
+"""Calls whose arguments stand one by one between marks (Qwen's XML, GLM, MiniMax, DeepSeek from V3.2 on).
+
+Every argument becomes JSON of its schema's type; one that can only be a text is passed on as it comes. A
+value ends at its closing mark where the next argument, or the call's end, follows: other closing marks are
+its text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from contract.formats import TaggedForm
+from gateway.text.markers import split_at_marker
+from gateway.text.tool_calls.parser import CallIds, ToolCallParser
+from gateway.text.tool_calls.values import ToolTypes, is_text, typed_value
+
+_SPACE = " \t\r\n"
+_NAME = re.compile(r"[^\s<>\"{}]+")
+
+
+class TaggedParser(ToolCallParser):
+    """A call is one from its first argument or its end on; what never gets there is content."""
+
+    def __init__(self, form: TaggedForm, call_id: CallIds, tools: ToolTypes) -> None:
+        super().__init__(call_id)
+        self._form = form
+        self._tools = tools
+        # Takes some of the text and returns the rest.
+        self._step: Callable[[TaggedParser, str], str] = TaggedParser._content
+        # What was read of the format since the last call.
+        self._raw = ""
+        self._name = ""
+        self._announced = False
+        self._num_arguments = 0
+        # What may follow an argument.
+        ends = (form.key_open, form.call_close or form.close, form.close)
+        self._after_value = tuple(dict.fromkeys(ends))
+        self._kinds: frozenset[str] = frozenset()
+        self._at_start = False
+        self._back = ""
+        self._value: list[str] = []
+
+    def _read(self, text: str) -> None:
+        rest = self._held + text
+        self._held = ""
+        while rest:
+            rest = self._step(self, rest)
+
+    def _end(self) -> None:
+        if self._step is TaggedParser._content:
+            self._end_of_content()
+        elif not self._announced and (self._raw or self._held.strip()):
+            self._sink.content(self._raw + self._held)
+
+    def _wait(self, text: str) -> str:
+        self._held = text
+        return ""
+
+    def _next(self, text: str, marks: Sequence[str]) -> tuple[str | None, str]:
+        """(the mark that `text` begins with after white space, the rest); ("", …) where it is another text,
+        and (None, …) where that is not known yet.
+        """
+        rest = text.lstrip(_SPACE)
+        for mark in marks:
+            if rest.startswith(mark):
+                return mark, rest[len(mark) :]
+        return (None if any(mark.startswith(rest) for mark in marks) else ""), rest
+
+    def _content(self, text: str) -> str:
+        rest = self._content_up_to(text, self._form.open)
+        if rest is None:
+            return ""
+        self._raw, self._held = self._held + self._form.open, ""
+        self._step = TaggedParser._between if self._form.call_open else TaggedParser._in_name
+        return rest
+
+    def _no_call(self, text: str) -> str:
+        self._sink.content(self._raw)
+        self._raw = ""
+        self._step = TaggedParser._content
+        return text
+
+    def _between(self, text: str) -> str:
+        form = self._form
+        mark, rest = self._next(text, (form.call_open, form.close))
+        if mark is None:
+            return self._wait(text)
+        if mark != form.call_open and self._raw:
+            # No call has come in this section, or not since something else.
+            return self._no_call(text)
+        if mark == form.call_open:
+            self._raw += text[: len(text) - len(rest)]
+            self._step = TaggedParser._in_name
+            return rest
+        self._step = TaggedParser._content
+        return rest if mark else text
+
+    def _in_name(self, text: str) -> str:
+        form = self._form
+        marks = (form.name_close,) if form.call_open else (form.name_close, form.key_open, form.close)
+        written, mark, rest = split_at_marker(text, marks)
+        name = written.strip(" ") if mark else written
+        if (name or mark) and not _NAME.fullmatch(name if mark else name.strip(" ") or "_"):
+            return self._no_call(text)
+        if mark is None:
+            return self._wait(text)
+        self._name = name
+        self._announced, self._num_arguments = False, 0
+        self._step = TaggedParser._arguments
+        if mark != form.name_close:
+            self._raw += written
+            return mark + rest
+        self._raw += written + mark
+        return rest
+
+    def _arguments(self, text: str) -> str:
+        form = self._form
+        mark, rest = self._next(text, self._after_value)
+        if mark is None:
+            return self._wait(text)
+        if mark:
+            if not self._announced:
+                self._announced, self._raw = True, ""
+                self._sink.begin(self._name)
+            if mark == form.key_open:
+                self._step = TaggedParser._in_key
+                return rest
+            self._sink.argue("}" if self._num_arguments else "{}")
+            self.num_complete += 1
+            self._announced = False
+            in_section = form.call_close and mark == form.call_close
+            self._step = TaggedParser._between if in_section else TaggedParser._content
+            return rest
+        if not self._announced:
+            return self._no_call(text)
+        # The name is out already, and what is no argument belongs to nobody.
+        _, found, rest = split_at_marker(text, self._after_value)
+        return found + rest if found else self._wait(rest)
+
+    def _in_key(self, text: str) -> str:
+        form = self._form
+        written, mark, rest = split_at_marker(text, (form.key_close,))
+        if mark is None:
+            return self._wait(text)
+        key, _, kind = written.partition(form.kind) if form.kind else (written, "", "")
+        self._kinds = frozenset({"string"}) if kind == "true" else self._tools.kinds(self._name, key)
+        self._sink.argue(
+            ("{" if not self._num_arguments else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+        )
+        self._num_arguments += 1
+        self._step = TaggedParser._before_value if form.value_open else TaggedParser._begin_value
+        return rest if form.value_open else self._begin_value(rest)
+
+    def _before_value(self, text: str) -> str:
+        mark, rest = self._next(text, (self._form.value_open,))
+        if mark is None:
+            return self._wait(text)
+        return self._begin_value(rest)
+
+    def _begin_value(self, text: str) -> str:
+        self._at_start, self._back, self._value = True, "", []
+        if is_text(self._kinds):
+            self._sink.argue('"')
+        self._step = TaggedParser._in_value
+        return text
+
+    def _in_value(self, text: str) -> str:
+        before, mark, rest = split_at_marker(text, (self._form.value_close,))
+        self._pass(before)
+        if mark is None:
+            return self._wait(rest)
+        follows, _ = self._next(rest, self._after_value)
+        if follows is None:
+            return self._wait(mark + rest)
+        if not follows:
+            self._pass(mark)
+            return rest
+        if is_text(self._kinds):
+            self._sink.argue('"')
+        else:
+            value = "".join(self._value)
+            self._sink.argue(typed_value(value.removesuffix(self._form.pad), self._kinds))
+        self._step = TaggedParser._arguments
+        return rest
+
+    def _pass(self, text: str) -> None:
+        """A piece of the value."""
+        pad = self._form.pad
+        if self._at_start and text:
+            self._at_start, text = False, text.removeprefix(pad)
+        if not is_text(self._kinds):
+            self._value.append(text)
+            return
+        text, self._back = self._back + text, ""
+        if pad and text.endswith(pad):
+            text, self._back = text[: -len(pad)], pad
+        if text:
+            self._sink.argue(json.dumps(text, ensure_ascii=False)[1:-1])

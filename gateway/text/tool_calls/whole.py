@@ -1,0 +1,275 @@
+"""Calls that can only be read when they are whole: Llama 4's list of Python calls, Gemma's braces."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from contract.formats import BracedForm
+from gateway.text.markers import split_at_marker
+from gateway.text.tool_calls.parser import CallIds, ToolCallParser
+from gateway.text.tool_calls.values import ToolTypes
+
+_SPACE = " \t\r\n"
+_NAME = re.compile(r"[\w.-]+")
+_MAX_NAME = 256
+PYTHON_OPEN, PYTHON_CLOSE = "<|python_start|>", "<|python_end|>"
+_NAMES_IN_JSON = {"true": True, "false": False, "null": None}
+_UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
+
+
+class PythonicParser(ToolCallParser):
+    """`[f(a=1), g(b="x")]` as the whole answer, perhaps between Llama 4's marks. An answer that begins so and
+    calls none of the request's tools is content.
+    """
+
+    def __init__(self, call_id: CallIds, tools: ToolTypes) -> None:
+        super().__init__(call_id)
+        self._tools = tools
+        # No call can come any more.
+        self._plain = False
+        # Open brackets, and the quote of the text that is read.
+        self._depth, self._quote, self._escaped = 0, "", False
+        # What was read of the list since the last call, and of the call.
+        self._raw = ""
+        self._call: list[str] = []
+        self._in_list = False
+
+    def _read(self, text: str) -> None:
+        for position, character in enumerate(text):
+            if self._plain:
+                self._sink.content(text[position:])
+                return
+            if self._depth:
+                self._in_call(character)
+            else:
+                self._between(character)
+
+    def _end(self) -> None:
+        left = self._raw + "".join(self._call)
+        if self.num_calls and not self._depth:
+            left = left.strip(_SPACE + ",]").removesuffix(PYTHON_CLOSE)
+        self._sink.content(left)
+        self._raw = ""
+
+    def _between(self, character: str) -> None:
+        self._raw += character
+        if not self._in_list:
+            before = self._raw.strip(_SPACE)
+            self._in_list = before.removeprefix(PYTHON_OPEN).strip(_SPACE) == "["
+            if not (self._in_list or PYTHON_OPEN.startswith(before)):
+                self._give_up()
+            return
+        name = self._raw.lstrip(_SPACE).removeprefix(PYTHON_OPEN).lstrip(_SPACE + "[,")
+        if character == "(" and _NAME.fullmatch(name[:-1]) and self._tools.knows(name[:-1]):
+            self._depth, self._call = 1, []
+        elif self.num_calls and not name.strip(_SPACE + "]"):
+            return
+        elif (
+            name
+            and (len(name) > _MAX_NAME or not _NAME.fullmatch(name))
+            and not (self.num_calls and self._closes(name))
+        ):
+            self._give_up()
+
+    def _closes(self, text: str) -> bool:
+        """Whether the end of the list, or a part of it, stands there."""
+        mark = text.strip(_SPACE).removeprefix("]").strip(_SPACE)
+        return text.startswith("]") and (PYTHON_CLOSE.startswith(mark))
+
+    def _in_call(self, character: str) -> None:
+        self._call.append(character)
+        if self._quote:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == self._quote:
+                self._quote = ""
+        elif character in "'\"":
+            self._quote = character
+        elif character in "([{":
+            self._depth += 1
+        elif character in ")]}":
+            self._depth -= 1
+            if not self._depth:
+                self._end_call()
+
+    def _end_call(self) -> None:
+        self._raw, self._call = self._raw + "".join(self._call), []
+        source = self._raw.lstrip(_SPACE).removeprefix(PYTHON_OPEN).lstrip(_SPACE + "[,")
+        try:
+            name, arguments = _python_call(source)
+            written = self._tools.written(name, arguments)
+        except _UNREADABLE:
+            self._give_up()
+            return
+        self._raw = ""
+        self._sink.begin(name)
+        self._sink.argue(written)
+        self.num_complete += 1
+
+    def _give_up(self) -> None:
+        self._plain = True
+        text, self._raw = self._raw, ""
+        self._sink.content(text)
+
+
+def _python_call(source: str) -> tuple[str, dict[str, Any]]:
+    name, _, rest = source.partition("(")
+    call = ast.parse(f"f({rest}", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("not a call with named arguments")
+    return name, {str(each.arg): _python_value(each.value) for each in call.keywords if each.arg}
+
+
+def _python_value(node: ast.expr) -> Any:
+    """A value as Python or JSON writes it."""
+    if isinstance(node, ast.Name) and node.id in _NAMES_IN_JSON:
+        return _NAMES_IN_JSON[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_python_value(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
+            raise ValueError("a key of an object that is no text")
+        return {
+            ast.literal_eval(k): _python_value(v) for k, v in zip(node.keys, node.values, strict=True) if k
+        }
+    value = ast.literal_eval(node)
+    if isinstance(value, str):
+        # JSON writes what lies beyond the first 65,536 characters as two halves.
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
+
+
+class BracedParser(ToolCallParser):
+    """`open NAME{key:value,…}close`: texts stand between quotes, keys and other values as they are."""
+
+    def __init__(self, form: BracedForm, call_id: CallIds, tools: ToolTypes) -> None:
+        super().__init__(call_id)
+        self._form = form
+        self._tools = tools
+        # What was read of a call; None outside of calls.
+        self._parts: list[str] | None = None
+        self._in_text = False
+
+    def _read(self, text: str) -> None:
+        text = self._held + text
+        self._held = ""
+        while text:
+            text = self._content(text) if self._parts is None else self._in_call(self._parts, text)
+
+    def _end(self) -> None:
+        if self._parts is None:
+            self._end_of_content()
+        else:
+            self._sink.content(self._form.open + "".join(self._parts) + self._held)
+        self._parts = None
+
+    def _content(self, text: str) -> str:
+        rest = self._content_up_to(text, self._form.open)
+        if rest is None:
+            return ""
+        self._held, self._parts, self._in_text = "", [], False
+        return rest
+
+    def _in_call(self, parts: list[str], text: str) -> str:
+        form = self._form
+        marks = (form.quote,) if self._in_text else (form.quote, form.close)
+        before, mark, rest = split_at_marker(text, marks)
+        parts.append(before)
+        if mark is None:
+            self._held = rest
+            return ""
+        if mark == form.quote:
+            parts.append(mark)
+            self._in_text = not self._in_text
+            return rest
+        self._parts = None
+        source = "".join(parts)
+        name, _, body = source.partition("{")
+        try:
+            if not _NAME.fullmatch(name):
+                raise ValueError(name)
+            written = self._tools.written(name, _Braces(body + "}", form.quote).members())
+        except _UNREADABLE:
+            self._sink.content(form.open + source + form.close)
+            return rest
+        self._sink.begin(name)
+        self._sink.argue(written)
+        self.num_complete += 1
+        return rest
+
+
+class _Braces:
+    """Reads what stands behind an opening brace. Raises ValueError for another form."""
+
+    def __init__(self, text: str, quote: str) -> None:
+        self._text = text
+        self._quote = quote
+        self._at = 0
+
+    def members(self) -> dict[str, Any]:
+        """The whole text."""
+        value = self._members()
+        if self._text[self._at :].strip(_SPACE):
+            raise ValueError("text after the end")
+        return value
+
+    def _members(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while not self._took("}"):
+            if found and not self._took(","):
+                raise ValueError("no comma")
+            if self._took(self._quote):
+                key = self._up_to(self._quote)
+                self._expect(":")
+            else:
+                key = self._up_to(":").strip(_SPACE).strip('"')
+            found[key] = self._value()
+        return found
+
+    def _value(self) -> Any:
+        if self._took(self._quote):
+            return self._up_to(self._quote)
+        if self._took("{"):
+            return self._members()
+        if self._took("["):
+            values: list[Any] = []
+            while not self._took("]"):
+                if values:
+                    self._expect(",")
+                values.append(self._value())
+            return values
+        start = self._at
+        while self._at < len(self._text) and self._text[self._at] not in ",}]":
+            self._at += 1
+        written = self._text[start : self._at].strip(_SPACE)
+        if not written:
+            raise ValueError("no value")
+        try:
+            return json.loads(written)
+        except ValueError:
+            return {"None": None, "True": True, "False": False}.get(written, written)
+
+    def _took(self, mark: str) -> bool:
+        while self._text[self._at : self._at + 1] in _SPACE and self._at < len(self._text):
+            self._at += 1
+        if not self._text.startswith(mark, self._at):
+            return False
+        self._at += len(mark)
+        return True
+
+    def _expect(self, mark: str) -> None:
+        if not self._took(mark):
+            raise ValueError(f"no {mark}")
+
+    def _up_to(self, mark: str) -> str:
+        end = self._text.find(mark, self._at)
+        if end < 0:
+            raise ValueError(f"no {mark}")
+        text = self._text[self._at : end]
+        self._at = end + len(mark)
+        return text

@@ -1,0 +1,227 @@
+"""Every family's calls: known by what its template writes, read at every cut, led by its grammar, and written
+again by the template as they were read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import get_args
+
+import jsonschema_rs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.formats import REASONING, ToolCallFormat
+from gateway.text.delta import TextDelta
+from gateway.text.harmony import HarmonyParser
+from gateway.text.reasoning import TextParser, ThinkParser
+from gateway.text.tool_calls import PARSERS, marks
+from gateway.text.tool_calls.values import ToolTypes
+from tests.contract.call_corpus import FAMILIES, SCHEMA, TOOLS, corpus, source_of, turn
+from tokenizer_svc.text.formats import reasoning_format, tool_call_format
+
+VALIDATOR = jsonschema_rs.validator_for(SCHEMA)
+TYPES = ToolTypes(TOOLS)
+Read = tuple[str, str, list[tuple[str, str, str]]]
+
+
+def read(name: str, pieces: Iterable[str], types: ToolTypes = TYPES) -> Read:
+    """(content, reasoning, [(id, name, arguments)])"""
+    parser: TextParser = PARSERS[name](lambda index: f"id{index}", types)
+    reasoning = FAMILIES[name].reasoning
+    if name == "harmony":
+        parser = HarmonyParser(parser, calls_tools=True)
+    elif reasoning:
+        parser = ThinkParser(parser, opened=False, form=REASONING[reasoning])
+    total, delta = TextDelta(), TextDelta()
+    calls: dict[int, list[str]] = {}
+    for piece in [*pieces, None]:
+        delta = TextDelta()
+        if piece is None:
+            parser.finish(delta)
+        else:
+            parser.feed(piece, delta)
+        total.content += delta.content
+        total.reasoning += delta.reasoning
+        for part in delta.tool_calls:
+            call = calls.setdefault(part.index, ["", "", ""])
+            call[:] = [call[0] + part.id, call[1] + part.name, call[2] + part.arguments]
+    return total.content, total.reasoning, [(call[0], call[1], call[2]) for call in calls.values()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_format_is_known_by_what_the_template_writes(name: str) -> None:
+    assert tool_call_format({"default": source_of(name)}, set(), {"bos_token": ""}) == name
+    assert reasoning_format({"default": source_of(name)}, set()) == FAMILIES[name].reasoning
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_corpus_is_read_whole_and_at_every_cut(name: str) -> None:
+    num_forms = 0
+    for text, content, calls in corpus(name):
+        whole = read(name, [text])
+        assert whole[0].strip() == content, text
+        assert [(each[1], json.loads(each[2])) for each in whole[2]] == calls, text
+        assert all(VALIDATOR.is_valid(json.loads(each[2])) for each in whole[2]), text
+        assert read(name, text) == whole, text
+        if num_forms % 6 == 0:
+            for at in range(len(text)):
+                assert read(name, [text[:at], text[at:]]) == whole, (text, at)
+        num_forms += 1
+    assert num_forms >= 40
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_was_read_is_written_again(name: str) -> None:
+    for text, content, _ in itertools.islice(corpus(name), 12):
+        read_calls = [(each[1], json.loads(each[2])) for each in read(name, [text])[2]]
+        assert turn(name, read_calls, content) == text
+
+
+@pytest.mark.parametrize("name", get_args(ToolCallFormat))
+def test_every_format_has_a_corpus(name: str) -> None:
+    assert name in FAMILIES
+
+
+NOISE = (
+    *'{}[]()",:=\\ \n<|>',
+    "text",
+    "null",
+    "get_weather",
+    "functions.f:0",
+    '"name"',
+    "call:",
+    "json",
+    "🙂",
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(data=st.data())
+def test_malformed_calls_read_the_same_at_every_cut(name: str, data: st.DataObject) -> None:
+    text = turn(name, [("get_weather", {"text": "}", "count": 1})])
+    at = data.draw(st.integers(0, len(text)))
+    pieces = data.draw(
+        st.lists(st.sampled_from([*marks(name), *NOISE, text, text[:at], text[at:]]), max_size=8)
+    )
+    joined = "".join(pieces)
+    whole = read(name, [joined])
+    assert read(name, joined) == whole
+    assert read(name, pieces) == whole
+    assert all(each[1] for each in whole[2]), "every call has a name"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen_xml", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        ("glm", '<tool_call>{"name": "f"}</tool_call>'),
+        ("minimax", "<minimax:tool_call>\nnothing\n</minimax:tool_call>"),
+        ("deepseek_v32", "<｜DSML｜function_calls>x"),
+        ("kimi", "<|tool_calls_section_begin|>none<|tool_calls_section_end|>"),
+        ("gemma4", "<|tool_call>call:f{text:}<tool_call|>"),
+        ("functiongemma", "<start_function_call>call:f{text}<end_function_call>"),
+        ("llama4", "[1, 2, 3]"),
+        ("llama4", "[see (this)](https://a.b)"),
+        ("llama4", "[f(1)]"),
+        ("granite", "<|tool_call|>{}"),
+        ("phi4", "<|tool_call|>[]<|/tool_call|>"),
+        ("functools", "functools is a module of Python: functools[0]"),
+        ("command", '<|START_ACTION|>[{"tool_call_id": "0"}]<|END_ACTION|>'),
+        ("harmony", "no message at all"),
+    ],
+)
+def test_what_is_no_call_is_content(name: str, text: str) -> None:
+    assert read(name, [text]) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "thoughts", "content"),
+    [
+        ("qwen_xml", "<think>\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("granite", "<think>hm</think><response>yes</response>", "hm", "yes"),
+        ("granite", "<response>yes</response>", "", "yes"),
+        ("command", "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>yes<|END_RESPONSE|>", "hm", "yes"),
+        ("gemma4", "<|channel>thought\nhm<channel|>yes", "hm", "yes"),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>",
+            "hm",
+            "yes",
+        ),
+        (
+            "harmony",
+            "<|channel|>commentary<|message|>So:<|end|><|start|>assistant<|channel|>final<|message|> yes",
+            "",
+            "So: yes",
+        ),
+    ],
+)
+def test_thoughts(name: str, text: str, thoughts: str, content: str) -> None:
+    assert read(name, [text]) == (content, thoughts, [])
+    assert read(name, text) == (content, thoughts, [])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.f<|message|>",
+        " to=functions.f<|channel|>commentary json<|message|>",
+    ],
+)
+def test_harmony_calls_with_the_recipient_on_either_side(header: str) -> None:
+    before = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    assert read("harmony", before + header + '{"count": 1}<|call|>') == (
+        "",
+        "hm",
+        [("id0", "f", '{"count": 1}')],
+    )
+
+
+def test_ids_that_templates_need_back_are_the_models() -> None:
+    text = turn("kimi", [("f", {}), ("f", {})])
+    assert [call[0] for call in read("kimi", [text])[2]] == ["functions.f:0", "functions.f:1"]
+    twice = text.replace("f:1", "f:0")
+    assert [call[0] for call in read("kimi", [twice])[2]] == ["functions.f:0", "id1"]
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "value"),
+    [
+        ("42", "count", 42),
+        ("42", "text", "42"),
+        ("True", "flag", True),
+        ("{'x': 1}", "point", {"x": 1}),
+        ("null", "maybe", None),
+        ("nulls", "maybe", "nulls"),
+        ("null", "size", None),
+        ("much", "count", "much"),
+        ("[1]", "unknown", [1]),
+        ("plain", "unknown", "plain"),
+    ],
+)
+def test_values_get_the_types_of_the_schema(written: str, key: str, value: object) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    assert json.loads(read("qwen_xml", [text])[2][0][2]) == {key: value}
+
+
+def test_texts_arrive_while_they_are_written() -> None:
+    text = turn("qwen_xml", [("f", {"text": "x" * 1000})])
+    parser = PARSERS["qwen_xml"](str, TYPES)
+    delta = TextDelta()
+    parser.feed(text[: len(text) // 2], delta)
+    assert sum(len(piece.arguments) for piece in delta.tool_calls) > 400
+
+
+def test_an_unknown_format_is_said_and_read_as_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}<tool_call>!{{ c.function.name }}"
+        "{% endfor %}{% endfor %}"
+    )
+    assert tool_call_format({"default": template}, {"<|python_tag|>"}, {}) == ""
+    assert "<tool_call>!probe_name" in caplog.text
+    assert "--tool-call-parser" in caplog.text

@@ -1,0 +1,169 @@
+"""Grammars lead every family to calls as its template writes them, required and after free text alike."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from contract.chat import JsonSchemaFormat, ToolChoiceMode
+from tests.contract.call_corpus import ARGUMENTS, FAMILIES, SCHEMA, TEMPLATE_OF, TOOLS, turn
+from tests.contract.test_call_formats import read
+from tests.unit.tokenizer_svc.families import MORE
+from tests.unit.tokenizer_svc.test_grammars import Family
+from tokenizer_svc.grammar.request import (
+    Built,
+    GrammarRequest,
+    Reasoning,
+    ToolRules,
+    ToolSpec,
+    WorkRefusal,
+)
+
+SPECS = tuple(ToolSpec(name=tool.name, parameters_json=tool.parameters_json) for tool in TOOLS)
+# Values in the order of the schema, which is that of grammars; Gemma's templates sort.
+ORDER = list(SCHEMA["properties"])
+
+
+def ordered(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    keys = sorted(arguments) if name in ("gemma4", "functiongemma") else sorted(arguments, key=ORDER.index)
+    return {key: arguments[key] for key in keys}
+
+
+@pytest.fixture(scope="module", params=sorted(MORE))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Family]:
+    return request.param, Family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def rules(
+    name: str, mode: ToolChoiceMode, tools: tuple[ToolSpec, ...] = SPECS, **more: Any
+) -> GrammarRequest:
+    return GrammarRequest(tools=ToolRules(tools=tools, mode=mode, parallel=True, format=name), **more)
+
+
+def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """The call without the thoughts that the template may put before it."""
+    text = turn(name, [(called, ordered(arguments, name)) for called, arguments in calls])
+    for empty in ("<think></think>", "<|START_THINKING|><|END_THINKING|>"):
+        text = text.lstrip("\n").removeprefix(empty)
+    return text.lstrip("\n")
+
+
+def test_the_checkpoint_has_the_format(family: tuple[str, Family]) -> None:
+    name, side = family
+    assert side.format == name
+
+
+@pytest.mark.parametrize("mode", [ToolChoiceMode.REQUIRED, ToolChoiceMode.AUTO])
+def test_what_templates_write_is_what_grammars_admit(
+    family: tuple[str, Family], mode: ToolChoiceMode
+) -> None:
+    name, side = family
+    matches = side.admitting(rules(name, mode))
+    for arguments in ARGUMENTS:
+        # What holds a closing mark itself cannot be led.
+        if "</parameter>" not in arguments.get("text", ""):
+            assert matches(written(name, ("f", arguments))), (written(name, ("f", arguments)), name)
+    if not FAMILIES[name].single:
+        both = written(name, ("get_weather", {"text": "a"}), ("f", {"count": 1}))
+        assert matches(both), both
+
+
+@pytest.mark.parametrize("mode", [ToolChoiceMode.REQUIRED, ToolChoiceMode.AUTO])
+@pytest.mark.parametrize(
+    "wrong",
+    [("g", {}), ("f", {"count": "many"}), ("f", {"flag": 3}), ("f", {"kind": "d"}), ("f", {"new": 1})],
+)
+def test_calls_that_the_tools_do_not_allow_are_not_written(
+    family: tuple[str, Family], mode: ToolChoiceMode, wrong: tuple[str, dict[str, Any]]
+) -> None:
+    name, side = family
+    called, arguments = wrong
+    text = turn(name, [(called, arguments)])
+    for empty in ("<think></think>", "<|START_THINKING|><|END_THINKING|>"):
+        text = text.lstrip("\n").removeprefix(empty)
+    assert not side.admitting(rules(name, mode))(text.lstrip("\n"))
+
+
+def test_text_without_a_call_is_free_when_calls_are_optional(family: tuple[str, Family]) -> None:
+    name, side = family
+    text = "It is 3 o'clock.\nSo [1]."
+    if name == "harmony":
+        text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{text}"
+    assert side.admitting(rules(name, ToolChoiceMode.AUTO))(text)
+    assert not side.admitting(rules(name, ToolChoiceMode.REQUIRED))(text)
+
+
+def test_a_walk_through_the_grammar_is_a_call(family: tuple[str, Family]) -> None:
+    name, side = family
+    schema = {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer"},
+            "s": {"type": "string", "maxLength": 4},
+            "k": {"enum": ["a"]},
+        },
+        "required": ["n", "k"],
+        "additionalProperties": False,
+    }
+    tool = ToolSpec(name="f", parameters_json=json.dumps(schema), strict=True)
+    request = rules(name, ToolChoiceMode.REQUIRED, (tool,))
+    built = side.build(request)
+    assert isinstance(built, Built), built
+    calls = {"n": 5, "k": "a"} if name in ("gemma4", "functiongemma") else {"n": 5, "k": "a"}
+    text = turn(name, [("f", dict(sorted(calls.items()) if "gemma" in name else calls.items()))])
+    for empty in ("<think></think>", "<|START_THINKING|><|END_THINKING|>"):
+        text = text.lstrip("\n").removeprefix(empty)
+    assert side.accepts(request, text.lstrip("\n"))
+    assert [each[1:] for each in read(name, [text])[2]]
+    missing = written(name, ("f", {"count": 5})).replace("count", "n")
+    assert not side.accepts(request, missing)
+
+
+def test_a_strict_tool_whose_texts_cannot_be_led_is_refused(family: tuple[str, Family]) -> None:
+    name, side = family
+    schema = {
+        "type": "object",
+        "properties": {"s": {"type": "string", "pattern": "^a+$"}},
+        "required": ["s"],
+        "additionalProperties": False,
+    }
+    tool = ToolSpec(name="f", parameters_json=json.dumps(schema), strict=True)
+    outcome = side.build(rules(name, ToolChoiceMode.AUTO, (tool,)))
+    if isinstance(outcome, Built):
+        assert not side.accepts(
+            rules(name, ToolChoiceMode.AUTO, (tool,)), written(name, ("f", {"text": "b"}))
+        )
+        return
+    assert isinstance(outcome, WorkRefusal)
+    assert outcome.field == "tools[0].function.parameters"
+    assert "pattern at /tools/0/parameters/properties/s/pattern cannot be enforced" in outcome.message
+
+
+THINKING = {
+    "harmony": ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>"),
+    "gemma4": ("<|channel>thought\nhm<channel|>", ""),
+    "command": ("<|START_THINKING|>hm<|END_THINKING|>", "<|START_RESPONSE|>"),
+    "granite": ("<think>hm</think>", "<response>"),
+    "kimi": ("<think>hm</think>", ""),
+}
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_thoughts_come_before_what_is_led(name: str, tmp_path: Any) -> None:
+    side = Family(name, tmp_path)
+    thoughts, opens = THINKING[name]
+    tags = {"harmony": "harmony", "gemma4": "gemma4", "command": "command", "granite": "granite"}.get(
+        name, "think"
+    )
+    form = JsonSchemaFormat('{"type": "object", "properties": {"x": {"type": "null"}}}')
+    request = GrammarRequest(response_format=form, reasoning=Reasoning.OPTIONAL, reasoning_format=tags)
+    closes = {"<response>": "</response>", "<|START_RESPONSE|>": "<|END_RESPONSE|>"}.get(opens, "")
+    assert side.accepts(request, f'{thoughts}{opens}{{"x": null}}{closes}')
+    assert not side.accepts(request, f'{thoughts}{opens}{{"x": 1}}{closes}')
+    required = rules(name, ToolChoiceMode.REQUIRED, reasoning=Reasoning.OPTIONAL, reasoning_format=tags)
+    assert side.accepts(required, thoughts + written(name, ("f", {"count": 1})))
+    assert TEMPLATE_OF.get(name, name) == name
+    assert list(itertools.islice(FAMILIES, 1))
