@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -34,6 +35,7 @@ _TOOL_TEMPLATE = "tool_use"
 # Names under which templates look for whether, and how much, the model thinks. Gateways set all of them.
 _THINKING = ("enable_thinking", "thinking", "reasoning_effort")
 _WITHOUT_THINKING = (False, "none", "minimal")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 # Templates write far less than this after the last control token.
 _TAIL_CHARACTERS = 4096
 
@@ -458,7 +460,9 @@ class ChatTemplates:
             text = str(error).replace(self._control.mark, "") or type(error).__name__
             message = f"the model's chat template refuses this conversation: {text}"
             raise TemplateRefusal(Reason.TEMPLATE_FAILED, message, field="messages") from error
-        return "".join(pieces)
+        text = "".join(pieces)
+        # JSON inside of texts, as of a call that was cut off, can spell half a pair. No encoding has that.
+        return text if text.isascii() else _HALF_PAIR.sub("\ufffd", text)
 
 
 class _Rendering:
