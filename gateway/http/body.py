@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import TypeVar
 
 import msgspec
 
@@ -11,12 +14,25 @@ from contract.chat import Role
 from contract.errors import MillraceError, Reason, invalid, unsupported
 
 Body = TypeVar("Body")
-_decode, _encode = msgspec.json.Decoder().decode, msgspec.json.Encoder().encode
+Fields = dict[str, msgspec.Raw]
+_fields, _encode = msgspec.json.Decoder(Fields).decode, msgspec.json.Encoder().encode
 
 # msgspec says where: "Expected `int`, got `str` - at `$.max_tokens`".
 _AT = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
 # A field's number such as 1.0 is an integer for JSON Schema, and for languages that have one kind of number.
-_IS_FLOAT = re.compile(r"^Expected `int[^`]*`, got `float`")
+# Those in lists stay: the lists of numbers that a body has are token ids, and whoever sends a float there has
+# computed something else.
+_IS_FLOAT = re.compile(r"^Expected `int[^`]*`, got `float` - at `\$\.(?P<path>[^`\[]*)`$")
+# Objects of a body that have such fields, at most.
+_MAX_ROUNDS = 8
+# No whole number of a field is written longer.
+_MAX_DIGITS = 40
+# Characters of a key that an error shows.
+_MAX_KEY = 80
+# How JSON's values begin, by the names that errors have for their types.
+_BEGINNINGS = {"str": b'"', "null": b"n", "bool": b"tf", "array": b"[", "object": b"{"} | dict.fromkeys(
+    ("int", "float"), b"-0123456789"
+)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _ROLE = re.compile(r"^Invalid enum value (?P<value>'.*')$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
@@ -25,14 +41,9 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTA
 def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     """The body as the decoder's type; raises MALFORMED_BODY, INVALID_ARGUMENT or UNSUPPORTED_FIELD."""
     try:
-        try:
-            return decoder.decode(body)
-        except msgspec.ValidationError as error:
-            if not _IS_FLOAT.match(str(error)):
-                raise
-            return decoder.decode(_encode(_whole(_decode(body))))
+        return _decoded(decoder, body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
+        raise _invalid(str(error), body) from error
     except msgspec.DecodeError as error:
         raise MillraceError(
             Reason.MALFORMED_BODY, f"the body is not JSON: {error}; send one JSON object (NaN is not JSON)"
@@ -47,23 +58,47 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         ) from error
 
 
-def _whole(value: Any) -> Any:
-    """The same with integers for floats of fields that are whole. Those in lists stay: the lists of numbers
-    that a body has are token ids, and whoever sends a float there has computed something else.
+def _decoded(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    for _ in range(_MAX_ROUNDS):
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            found = _IS_FLOAT.match(str(error))
+            changed = _with_whole(body, found["path"].split(".")) if found else body
+            if changed == body:
+                raise
+            body = changed
+    return decoder.decode(body)
+
+
+def _with_whole(body: bytes, path: Sequence[str]) -> bytes:
+    """The same with integers for the whole numbers beside the field at `path`. All else stays as it was
+    written: the numbers of a schema mean what their digits say.
     """
-    match value:
-        case list():
-            return [_whole(each) for each in value]
-        case dict():
-            return {
-                name: int(each) if isinstance(each, float) and each.is_integer() else _whole(each)
-                for name, each in value.items()
-            }
-        case _:
-            return value
+    fields, (name, *below) = _fields(body), path
+    if below:
+        fields[name] = msgspec.Raw(_with_whole(bytes(fields[name]), below))
+        return _encode(fields)
+    return _encode({name: _whole(bytes(value)) for name, value in fields.items()})
 
 
-def _invalid(message: str) -> MillraceError:
+def _whole(value: bytes) -> msgspec.Raw:
+    if value[:1] in _BEGINNINGS["int"] and len(value) <= _MAX_DIGITS:
+        with contextlib.suppress(ArithmeticError):
+            number = Decimal(value.decode())
+            if number.adjusted() < _MAX_DIGITS and number == int(number):
+                value = b"%d" % int(number)
+    return msgspec.Raw(value)
+
+
+def _key_of(body: bytes, field: str, problem: str) -> str:
+    """Which key of a mapping is meant, as far as the type of its value shows it."""
+    begins = _BEGINNINGS.get(problem.rpartition("got `")[2].rstrip("`"), b"")
+    values = _fields(bytes(_fields(body)[field]))
+    return next((name for name, value in values.items() if bytes(value)[:1] in begins), "")
+
+
+def _invalid(message: str, body: bytes) -> MillraceError:
     at = _AT.search(message)
     path = at["path"].lstrip(".") if at else ""
     problem = message[: at.start()] if at else message
@@ -77,4 +112,8 @@ def _invalid(message: str) -> MillraceError:
     if role:
         # Roles are the one enum of the bodies.
         problem = f"{role['value']} is not one of {', '.join(Role)}"
+    field, is_mapping, _ = path.partition("[...]")
+    if is_mapping and "." not in field:
+        key = _key_of(body, field, problem)
+        return invalid(field, f"key {key[:_MAX_KEY]!r}: {problem}" if key else problem)
     return MillraceError(Reason.INVALID_ARGUMENT, f"{path or 'the body'}: {problem}", field=path)

@@ -130,7 +130,9 @@ class _Planner:
         engines_of = [model for model in models.models.values() for _ in range(self._num_engines(model))]
         self._num_threads = max(1, num_cores() // len(engines_of))
         count = 6 + 2 * len(engines_of) + 3 * self._num_gateways
-        ports = iter(free_ports(count, _LOOPBACK))
+        first = self._settings.metrics_port
+        fixed = {self.options.port, *range(first, first + count)}
+        ports = iter(free_ports(count, _LOOPBACK, beside=fixed))
         edge = join(self.options.host, self.options.port or next(ports))
         admin = f"{_LOOPBACK}:{next(ports)}"
         api_key = self._plan_security()

@@ -18,6 +18,7 @@ from services.supervisor.config import Options
 from services.supervisor.health import wait_model
 from services.supervisor.layout import Layout
 from services.supervisor.models import resolve_models, served_tables, write_engines, write_models
+from services.supervisor.ports import release
 from services.supervisor.process import ProcessSpec
 from services.supervisor.stack import Stack, StartFailed
 
@@ -89,7 +90,7 @@ class Rollout:
         except BaseException:
             for name in specs:
                 del self._serves[name]
-                self._layout.addresses.pop(name, None)
+                release(self._layout.addresses.pop(name, {}).values())
             raise
 
     async def _followed(self, came: Set[str], went: Set[str]) -> None:

@@ -19,6 +19,7 @@ from services.supervisor.edge import (
 )
 from services.supervisor.health import wait_healthy, wait_hung
 from services.supervisor.layout import Layout
+from services.supervisor.ports import release
 from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec, describe_code
 from services.supervisor.report import StartReport
 from services.supervisor.state import (
@@ -145,7 +146,7 @@ class Stack:
         await asyncio.gather(*(child.stop() for child in children))
         for name in names:
             del self._children[name]
-            self.layout.addresses.pop(name, None)
+            release(self.layout.addresses.pop(name, {}).values())
         self._write_state()
 
     async def _watch_loading(self, report: StartReport) -> None:

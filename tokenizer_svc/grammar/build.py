@@ -6,6 +6,7 @@ Runs in a worker process; everything here may be slow, and is killed when it is.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -33,10 +34,11 @@ from tokenizer_svc.grammar.call_layouts import HARMONY
 from tokenizer_svc.grammar.endless import Endless, needing_first_items, without_endless
 from tokenizer_svc.grammar.gbnf import gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRefused, GrammarRequest, Reasoning, WorkerReply
+from tokenizer_svc.grammar.schema.back_end_numbers import NOT_FINITE
 from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile_schema
 from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import MAX_REPAIRS, repair
-from tokenizer_svc.grammar.schema.unwritable import culprits, places
+from tokenizer_svc.grammar.schema.unwritable import culprits, parts, places
 from tokenizer_svc.grammar.tools import literal, parameters_field, parameters_path, tool_grammars
 
 # Turns on the flag that makes white space and comments of a regular expression layout.
@@ -80,7 +82,7 @@ def _written(grammars: list[Grammar], backend: Backend, limits: PromptLimitsConf
         except UnicodeEncodeError:
             return "", "there is half a surrogate pair in it, which no text in UTF-8 holds"
         except ValueError:
-            return "", "the schema has a number beyond 1.8e308, or NaN; numbers must be finite"
+            return "", NOT_FINITE
         if len(payload) > limits.max_artifact_bytes:
             limit = limits.max_artifact_bytes
             return "", f"the grammar grows to {len(payload)} bytes; the limit is {limit}"
@@ -117,6 +119,8 @@ def _without_culprits(
     Raises GrammarRefused when strict, with those keywords, and for all others that it stops at.
     """
     told = _told(error, request.response_format)
+    if told == NOT_FINITE:
+        told += "".join(f", not so at {path}" for path in _not_finite(request)[:1])
     sources = [] if _is_unsatisfiable(error) else _sources(request)
     lenient = _lenient(request)
 
@@ -140,6 +144,16 @@ def _without_culprits(
             what = f"{source.title}{place.rpartition('/')[2]} at {place} cannot be enforced"
             raise GrammarRefused(f"{what}: {told}{others}; change the schema{advice}", source.field, report)
     return payload, report
+
+
+def _not_finite(request: GrammarRequest) -> list[str]:
+    """The places of such numbers in its schemas."""
+    return [
+        path
+        for source in _sources(request)
+        for path, value in parts(source.schema, source.prefix)
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
 
 
 def _never_ends(request: GrammarRequest, endless: Endless, limits: PromptLimitsConfig) -> GrammarRefused:

@@ -50,7 +50,7 @@ def needing_first_items(grammars: list[Grammar], backend: Backend) -> bool:
     changed = False
     for grammar in grammars:
         schema = grammar.get("json_schema")
-        plain = with_change(schema, _without_contains)
+        plain = with_change(schema, without_contains)
         if plain is not schema:
             begun = {**grammar, "json_schema": with_change(schema, _begun)}
             for _ in range(MAX_REPAIRS):
@@ -96,9 +96,10 @@ def _as_written(rules: list[str]) -> list[str]:
     return sorted(named, key="start".__eq__)
 
 
-def _without_contains(node: dict[str, Any]) -> Schema:
+def without_contains(node: dict[str, Any]) -> Schema:
+    """A node of a finished schema without what the back end does not know, see `needing_first_items`."""
     return {key: value for key, value in node.items() if key != "contains"} if "contains" in node else node
 
 
 def _begun(node: dict[str, Any]) -> Schema:
-    return all_of([_without_contains(node), node["contains"]]) if "contains" in node else node
+    return all_of([without_contains(node), node["contains"]]) if "contains" in node else node

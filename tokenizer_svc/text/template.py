@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ _TOOL_TEMPLATE = "tool_use"
 _THINKING = ("enable_thinking", "thinking", "reasoning_effort")
 _WITHOUT_THINKING = (False, "none", "minimal")
 _OPENINGS = tuple(form.open.rstrip() for form in REASONING.values())
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 # Templates write far less than this after the last control token.
 _TAIL_CHARACTERS = 4096
 
@@ -367,7 +369,9 @@ class ChatTemplates:
             text = str(error).replace(self._control.mark, "") or type(error).__name__
             message = f"the model's chat template refuses this conversation: {text}"
             raise TemplateRefusal(Reason.TEMPLATE_FAILED, message, field="messages") from error
-        return "".join(pieces)
+        text = "".join(pieces)
+        # JSON inside of texts, as of a call that was cut off, can spell half a pair. No encoding has that.
+        return text if text.isascii() else _HALF_PAIR.sub("\ufffd", text)
 
 
 class _Rendering:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag, urljoin
 
 from contract.chat import Tool
 from tokenizer_svc.refusals import invalid
@@ -21,6 +21,13 @@ _MAX_REFERENCE_DEPTH = 32
 _MAX_RESOLVED = 10_000
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _LED_TO = ("type", "description", "enum", "const", "properties", "required", "items", "additionalProperties")
+# Clients write null where they have nothing to say.
+_NEVER_NULL = frozenset(_LED_TO) - {"const"}
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+# Values of these are no schemas.
+_DATA = frozenset({"const", "enum", "default", "examples"})
+_ANY = {"type": "any", "description": ""}
 
 
 def call_arguments(arguments_json: str, *, objects_only: bool) -> Any:
@@ -61,7 +68,7 @@ def resolved(tool: dict[str, Any]) -> dict[str, Any]:
 def completed(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool with all that a client may leave out."""
     function = {"description": "", "parameters": {}} | tool["function"]
-    parameters = {"type": "object", "required": []} | function["parameters"]
+    parameters = {"type": "object"} | function["parameters"]
     return tool | {"function": function | {"parameters": _completed(parameters)}}
 
 
@@ -91,63 +98,133 @@ def _deeper_than(value: Any, limit: int) -> bool:
 
 
 def _completed(schema: dict[str, Any]) -> dict[str, Any]:
-    properties = schema.get("properties")
-    if not isinstance(properties, dict):
-        return schema | {"properties": {}}
-    return schema | {
-        "properties": {
-            name: {"type": "any", "description": ""} | each if isinstance(each, dict) else {"type": "any"}
-            for name, each in properties.items()
-        }
-    }
+    schema = {key: value for key, value in schema.items() if value is not None or key not in _NEVER_NULL}
+    if schema.get("type") == "object" or "properties" in schema:
+        properties = schema.get("properties")
+        items = properties.items() if isinstance(properties, dict) else ()
+        schema = {"required": []} | schema | {"properties": {name: _part(each) for name, each in items}}
+    if schema.get("type") == "array" or "items" in schema:
+        schema["items"] = _part(schema.get("items"))
+    for key in _LISTS:
+        if key in schema:
+            schema[key] = [_part(each) for each in _list_of(schema, key)]
+    return schema
+
+
+def _part(schema: Any) -> dict[str, Any]:
+    """A schema inside another."""
+    return _ANY | _completed(schema) if isinstance(schema, dict) else _ANY
 
 
 class _Resolver:
     def __init__(self, document: dict[str, Any]) -> None:
-        self._document = document
         self._left = _MAX_RESOLVED
+        # Schemas by the names that they give themselves, and what names inside each schema are relative to.
+        self._named: dict[str, Any] = {"": document}
+        self._bases: dict[int, str] = {}
+        self._index(document, "")
 
-    def resolved(self, schema: Any, above: tuple[str, ...], depth: int = 0) -> Any:
-        """`schema` with what it leads to; `above` are the references that it stands behind."""
+    def resolved(self, schema: Any, above: tuple[int, ...], depth: int = 0) -> Any:
+        """`schema` with what it leads to; `above` are those (by id) that are being resolved."""
         if not isinstance(schema, dict):
             return schema
         self._left -= 1
         found: dict[str, Any] = {}
-        reference = schema.get("$ref")
-        follows = depth < _MAX_REFERENCE_DEPTH and self._left > 0
-        if isinstance(reference, str) and reference not in above and follows:
-            found |= self.resolved(self._target(reference), (*above, reference), depth + 1) or {}
-        schema = {key: self._inside(key, value, above, depth + 1) for key, value in schema.items()}
-        for each in _list_of(schema, "allOf"):
-            found |= {key: each[key] for key in _LED_TO if isinstance(each, dict) and key in each}
-        found |= _of_branches(_list_of(schema, "anyOf") or _list_of(schema, "oneOf"))
-        schema = found | schema
-        if "type" not in schema:
-            values = _list_of(schema, "enum") or [schema.get("const")]
-            types = list(dict.fromkeys(_TYPES[type(each)] for each in values if type(each) in _TYPES))
-            if types:
-                schema["type"] = types[0] if len(types) == 1 else types
-        return schema
+        if depth < _MAX_REFERENCE_DEPTH and self._left > 0:
+            for target in map(self._target, [schema] * len(_REFERENCES), _REFERENCES):
+                if target is not None and id(target) not in above:
+                    found = _merged(found, self.resolved(target, (*above, id(target)), depth + 1))
+        given = {
+            key: self._inside(key, value, above, depth + 1)
+            for key, value in schema.items()
+            if value is not None or key not in _NEVER_NULL
+        }
+        for each in _list_of(given, "allOf"):
+            found = _merged(found, _led_to(each))
+        branches = _list_of(given, "anyOf") or _list_of(given, "oneOf")
+        return _typed(_merged(_merged(found, _of_branches(branches)), given))
 
-    def _inside(self, key: str, value: Any, above: tuple[str, ...], depth: int) -> Any:
+    def _inside(self, key: str, value: Any, above: tuple[int, ...], depth: int) -> Any:
         if key in ("properties", "patternProperties") and isinstance(value, dict):
             return {name: self.resolved(each, above, depth) for name, each in value.items()}
-        if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+        if key in _LISTS and isinstance(value, list):
             return [self.resolved(each, above, depth) for each in value]
         return self.resolved(value, above, depth) if key in ("items", "additionalProperties") else value
 
-    def _target(self, reference: str) -> dict[str, Any] | None:
-        value: Any = self._document
-        if reference != "#" and not reference.startswith("#/"):
-            # Another document, or a name in this one.
+    def _index(self, node: Any, base: str) -> None:
+        if isinstance(node, list):
+            for each in node:
+                self._index(each, base)
+        if not isinstance(node, dict):
+            return
+        for key in ("$id", "id"):
+            # As an address of its own, `id` is of draft 4, and an annotation of many programs.
+            if isinstance(name := node.get(key), str) and (key == "$id" or name.startswith("#")):
+                base = self._name(node, *urldefrag(_joined(base, name)))
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(node.get(key), str):
+                self._name(node, base, node[key])
+        self._bases[id(node)] = base
+        for key, each in node.items():
+            if key not in _DATA:
+                self._index(each, base)
+
+    def _name(self, node: dict[str, Any], url: str, fragment: str) -> str:
+        self._named.setdefault(f"{url}#{fragment}" if fragment else url, node)
+        return url
+
+    def _target(self, schema: dict[str, Any], keyword: str) -> dict[str, Any] | None:
+        """What a reference leads to; None where that is nothing, or another document."""
+        reference = schema.get(keyword)
+        if not isinstance(reference, str):
             return None
-        for part in unquote(reference[1:]).split("/")[1:]:
+        url, fragment = urldefrag(_joined(self._bases.get(id(schema), ""), reference))
+        fragment = unquote(fragment)
+        value = self._named.get(url if not fragment or fragment.startswith("/") else f"{url}#{fragment}")
+        for part in fragment.split("/")[1:] if fragment.startswith("/") else ():
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
                 value = value[int(name)]
             else:
                 value = value.get(name) if isinstance(value, dict) else None
         return value if isinstance(value, dict) else None
+
+
+def _joined(base: str, reference: str) -> str:
+    # A fragment alone stays in the resource, whatever scheme its address has.
+    return base + reference if reference.startswith("#") else urljoin(base, reference)
+
+
+def _merged(schema: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """One that says what both say; `more` has the last word."""
+    both = schema | more
+    properties, others = schema.get("properties"), more.get("properties")
+    if isinstance(properties, dict) and isinstance(others, dict):
+        both["properties"] = properties | {
+            name: _merged(properties[name], each)
+            if isinstance(properties.get(name), dict) and isinstance(each, dict)
+            else each
+            for name, each in others.items()
+        }
+    required = [*_list_of(schema, "required"), *_list_of(more, "required")]
+    if required:
+        both["required"] = [each for index, each in enumerate(required) if each not in required[:index]]
+    return both
+
+
+def _typed(schema: dict[str, Any]) -> dict[str, Any]:
+    if "type" not in schema:
+        values = _list_of(schema, "enum") or [schema.get("const")]
+        types = list(dict.fromkeys(_TYPES[type(each)] for each in values if type(each) in _TYPES))
+        if not types and ("properties" in schema or "items" in schema):
+            types = ["object" if "properties" in schema else "array"]
+        if types:
+            schema["type"] = types[0] if len(types) == 1 else types
+    return schema
+
+
+def _led_to(schema: Any) -> dict[str, Any]:
+    return {key: schema[key] for key in _LED_TO if key in schema} if isinstance(schema, dict) else {}
 
 
 def _list_of(schema: dict[str, Any], key: str) -> list[Any]:
@@ -157,11 +234,22 @@ def _list_of(schema: dict[str, Any], key: str) -> list[Any]:
 
 def _of_branches(branches: list[Any]) -> dict[str, Any]:
     """What the branches of a choice say: all of the only one beside `null`, the types of several."""
-    others = [each for each in branches if isinstance(each, dict) and each.get("type") != "null"]
+    others = [each for each in branches if isinstance(each, dict) and not _is_null(each)]
     if len(others) == 1:
-        return {key: others[0][key] for key in _LED_TO if key in others[0]}
+        return _led_to(others[0])
+    if not others:
+        return {"type": "null"} if branches and all(isinstance(each, dict) for each in branches) else {}
     types: list[str] = []
     for each in others:
         named = each.get("type")
         types += named if isinstance(named, list) else [named] if isinstance(named, str) else []
-    return {"type": list(dict.fromkeys(types))} if types else {}
+    types = [each for each in dict.fromkeys(types) if each != "null"]
+    found: dict[str, Any] = {"type": types[0] if len(types) == 1 else types} if types else {}
+    if all("const" in each or "enum" in each for each in others):
+        found["enum"] = [value for each in others for value in _list_of(each, "enum") or [each.get("const")]]
+    return found
+
+
+def _is_null(schema: dict[str, Any]) -> bool:
+    values = (schema.get("type"), schema.get("enum"))
+    return "null" in values or ["null"] in values or [None] in values or schema.get("const", 0) is None

@@ -62,11 +62,44 @@ def absent(turns: Turns, rendered: str) -> list[int]:
 def other_ways(turns: Turns) -> Iterator[Turns]:
     """The same conversation in other forms, those first that change least."""
     made = [turns]
-    for way in (_first_merged, _later_folded, _all_folded, _calls_apart):
+    for way in (_results_named, _values_as_texts, _first_merged, _later_folded, _all_folded, _calls_apart):
         changed = way(turns)
         if changed not in made:
             made.append(changed)
             yield changed
+
+
+def _results_named(turns: Turns) -> Turns:
+    """Results say which tool they are of, as their calls do."""
+    calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    return [
+        turn | {"name": names[turn["tool_call_id"]]}
+        if "name" not in turn and turn.get("tool_call_id") in names
+        else turn
+        for turn in turns
+    ]
+
+
+def _values_as_texts(turns: Turns) -> Turns:
+    """Arguments of calls are texts, for templates that put them together."""
+    return [
+        turn | {"tool_calls": [_with_texts(call) for call in turn["tool_calls"]]}
+        if turn.get("tool_calls")
+        else turn
+        for turn in turns
+    ]
+
+
+def _with_texts(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if not isinstance(function["arguments"], dict):
+        return call
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in function["arguments"].items()
+    }
+    return call | {"function": function | {"arguments": texts}}
 
 
 def _marks(index: int) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from gateway.pipeline.validate import check_metadata
 from gateway.types.request import GenerationRequest
 
 # A token id as a key of a JSON object is written.
-_TOKEN_ID = re.compile(r"-?0|[1-9][0-9]{0,18}")
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

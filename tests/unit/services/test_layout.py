@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from services.supervisor import checkpoint
 from services.supervisor.checks import check_tables
 from services.supervisor.config import DEFAULT_CONFIG, Options
 from services.supervisor.layout import Layout, plan_layout
-from services.supervisor.ports import can_bind, free_ports
+from services.supervisor.ports import can_bind, free_ports, release
 from services.supervisor.report import summary, usage_examples
 
 
@@ -247,6 +249,24 @@ def test_free_ports_are_different_and_free() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
     assert all(can_bind("127.0.0.1", port) for port in ports)
+
+
+def test_a_port_that_is_held_is_given_to_nobody_else_until_its_holder_lets_it_go() -> None:
+    (port,) = free_ports(1)
+    every_other = {*range(20_000, 32_000)} - {port}
+    # Neither before its process listens, nor while it does, nor after that has ended.
+    with pytest.raises(ConfigError, match="no 1 free ports"):
+        free_ports(1, beside=every_other)
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError):
+            free_ports(1, beside=every_other)
+        with pytest.raises(ConfigError):
+            free_ports(1, beside=every_other)
+    release([f"127.0.0.1:{port}"])
+    # Another process takes it, as another stack would.
+    others = f"{{*range(20_000, 32_000)}} - {{{port}}}"
+    command = f"from services.supervisor.ports import free_ports; print(free_ports(1, beside={others}))"
+    assert subprocess.check_output([sys.executable, "-c", command], text=True) == f"[{port}]\n"
 
 
 def test_missing_model_says_what_was_tried() -> None:

@@ -49,6 +49,10 @@ def _keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]
         "maxItems": size,
         "uniqueItems": st.booleans(),
         "contains": inner,
+        "minContains": size,
+        "maxContains": size,
+        "unevaluatedItems": inner,
+        "unevaluatedProperties": inner,
         "properties": st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
         "patternProperties": st.dictionaries(st.sampled_from(("^a", "b$")), inner, max_size=1),
         "additionalProperties": inner,
@@ -66,6 +70,7 @@ def _keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]
         "then": inner,
         "else": inner,
         "$ref": st.sampled_from(("#/$defs/p", "#/$defs/q", "#")),
+        "$dynamicRef": st.sampled_from(("#/$defs/p", "#")),
     }
 
 

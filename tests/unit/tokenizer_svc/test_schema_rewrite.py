@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.tokenizer_svc.schemas import documents, values
+from tokenizer_svc.grammar.endless import without_contains
 from tokenizer_svc.grammar.schema.compiler import CompiledSchema, SchemaRefused, compile_schema
+from tokenizer_svc.grammar.schema.finished import with_change
 
 
 def compiled(schema: Any, *, strict: bool = True) -> CompiledSchema:
@@ -27,7 +29,9 @@ def validator(schema: Any) -> Any:
 
 
 def plain(schema: Any) -> Any:
-    return {key: value for key, value in schema.items() if key != "x-guidance"}
+    # A schema of `contains` that is left is no part of the grammar: it tells whether a finite array is there.
+    plain = with_change(schema, without_contains)
+    return {key: value for key, value in plain.items() if key != "x-guidance"}
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -83,6 +87,54 @@ def test_malformed_schemas_are_refused_or_understood(schema: Any, strict: bool) 
         compiled(schema, strict=strict)
 
 
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"not": {"$dynamicRef": "#/$defs/p"}}, [None, 1], [[], [1]]),
+        ({"oneOf": [{"type": "null"}, {"$dynamicRef": "#/$defs/p"}]}, [None, []], [1, "x"]),
+        ({"if": {"$dynamicRef": "#/$defs/p"}, "then": {"maxItems": 1}}, [[], [1], 1], [[1, 2]]),
+        # One condition, and what follows from it differs.
+        (
+            {
+                "oneOf": [
+                    {"if": {"type": "array"}, "then": {"maxItems": 1}, "else": False},
+                    {"if": {"type": "array"}, "then": {"minItems": 1}, "else": False},
+                ]
+            },
+            [[], [1, 2]],
+            [[1], None],
+        ),
+    ],
+)
+def test_what_a_reference_or_a_condition_says_is_also_negated(
+    schema: Any, valid: list[Any], invalid: list[Any]
+) -> None:
+    after = validator(plain(compiled({**schema, "$defs": {"p": {"type": "array"}}}).schema))
+    assert all(map(after.is_valid, valid))
+    assert not any(map(after.is_valid, invalid))
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"properties": {"a": {"minimum": "1"}}}, "/properties/a/minimum"),
+        ({"required": True}, "/required"),
+        ({"exclusiveMinimum": None}, "/exclusiveMinimum"),
+    ],
+)
+def test_malformed_keywords_are_refused_by_their_place(schema: Any, path: str) -> None:
+    with pytest.raises(SchemaRefused, match=f"malformed: .* at {path}$"):
+        compiled(schema, strict=False)
+
+
+@pytest.mark.parametrize("keyword", ["dependentSchemas", "dependencies"])
+def test_what_depends_on_itself_is_refused_as_other_loops_are(keyword: str) -> None:
+    with pytest.raises(SchemaRefused, match="leads back to itself without end"):
+        compiled({"type": "object", keyword: {"a": {"$ref": "#"}}}, strict=False)
+    with pytest.raises(SchemaRefused, match="leads back to itself without end"):
+        compiled({"$dynamicAnchor": "me", "anyOf": [{"$dynamicRef": "#me"}, {"type": "null"}]}, strict=False)
+
+
 def test_equal_numbers_and_unequal_booleans_are_told_apart() -> None:
     schema = {"oneOf": [{"const": 1}, {"const": True}, {"enum": [1.0, 2]}]}
     after = validator(plain(compiled(schema).schema))
@@ -121,6 +173,23 @@ def test_what_is_exact_is_also_small() -> None:
         ({"type": "array", "contains": {"const": 1}}, "contains", "/contains"),
         ({"type": "object", "minProperties": 2}, "minProperties", "/minProperties"),
         ({"properties": {"a/b": {"$dynamicRef": "#x"}}}, "$dynamicRef", "/properties/a~1b/$dynamicRef"),
+        ({"not": {"unevaluatedItems": False}}, "unevaluatedItems", "/not/unevaluatedItems"),
+        (
+            {"if": {"unevaluatedProperties": {"type": "null"}}, "then": {"required": ["a"]}},
+            "unevaluatedProperties",
+            "/if/unevaluatedProperties",
+        ),
+        # What constrains nothing because its value is none for it.
+        ({"minProperties": "1"}, "minProperties", "/minProperties"),
+        ({"items": {"uniqueItems": "true"}}, "uniqueItems", "/items/uniqueItems"),
+        ({"type": "array", "prefixItems": {}}, "prefixItems", "/prefixItems"),
+        ({"type": "string", "format": 5}, "format", "/format"),
+        ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum", "/exclusiveMinimum"),
+        (
+            {"type": "integer", "minimum": 1, "exclusiveMaximum": True},
+            "exclusiveMaximum",
+            "/exclusiveMaximum",
+        ),
     ],
 )
 def test_strict_refusals_name_keyword_and_path(schema: Any, keyword: str, path: str) -> None:

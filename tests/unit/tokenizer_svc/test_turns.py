@@ -137,7 +137,7 @@ def _called(arguments_json: str, content: str = "") -> Conversation:
         messages=(
             Message(role=Role.USER, content="Look it up."),
             Message(role=Role.ASSISTANT, content=content, tool_calls=(call,)),
-            Message(role=Role.TOOL, content="It is 7.", tool_call_id="abcdefghi", name="look_up"),
+            Message(role=Role.TOOL, content="It is 7.", tool_call_id="abcdefghi"),
         ),
         tools=(Tool(name="look_up", description="d", parameters_json='{"type": "object"}'),),
     )
@@ -157,6 +157,20 @@ CALLING = {
     )
     .replace(" HOW", ".items()")
     .replace("{% endfor %}>", "{% endfor %}{% endif %}>"),
+    "put_together": _ITERATING.replace("HOW", ".items()").replace(
+        "{{ key }}={{ value | string }}", "{{ key + '=' + value }}"
+    ),
+    "mappings_only": _ITERATING.replace("HOW", ".items()").replace(
+        "{% for key",
+        "{% if c.function.arguments is not mapping %}{{ raise_exception('no mapping') }}{% endif %}"
+        "{% for key",
+    ),
+    "json_of_json": _ITERATING.partition("{% for key")[0] + " {{ c.function.arguments | tojson | tojson }}>"
+    "{% endfor %}{% endfor %}",
+    "joined_text": _ITERATING.partition("{% for key")[0] + "{{ ' ' + c.function.arguments }}>"
+    "{% endfor %}{% endfor %}",
+    "named_results": "{% for m in messages %}{% if m.role == 'tool' %}{{ m.name + ': ' }}{% endif %}"
+    + _ITERATING.partition("%}")[2].replace("HOW", "| items"),
 }
 ARGUMENTS = {
     "cut off": '{"text": "half a sen',
@@ -168,6 +182,13 @@ ARGUMENTS = {
     "deep": '{"a":' * 490 + "1" + "}" * 490,
     "deeper": "[" * 100_000,
     "deepest": '{"a":' * 100_000,
+    "half a pair": '{"text": "said \\ud83d"}',
+    "no text among its values": '{"a": 1, "b": null, "c": [true], "d": "said"}',
+    "names of methods": '{"items": 1, "keys": 2, "get": "said"}',
+    "more behind it": '{"a": "said"} {"b": 2}',
+    "as Python writes it": "{'a': None, 'b': 'said'}",
+    "no number": '{"a": NaN, "b": 1e999, "c": "said"}',
+    "too long a number": '{"a": ' + "9" * 5000 + "}",
 }
 
 
@@ -186,6 +207,7 @@ def test_a_call_with_odd_arguments_leaves_the_conversation_usable(calling: Text,
     rendered = calling.templates.render(_called(arguments)).replace(calling.control.mark, "")
     assert "look_up" in rendered
     assert "It is 7." in rendered
+    assert calling.ids(_called(arguments))
     for part in ("half a sen", "said"):
         assert (part in arguments) <= (part in rendered)
 
@@ -200,6 +222,11 @@ def test_what_is_said_beside_a_call_is_written(calling: Text) -> None:
         return
     assert "Let me have a look at it." in rendered
     assert rendered.index("Let me have") < rendered.index("look_up", rendered.index("Let me have"))
+
+
+def test_a_result_says_its_tool_where_the_template_wants_it(tmp_path: Path) -> None:
+    text = Text(write(tmp_path, byte_level(CHATML), CALLING["named_results"]))
+    assert "look_up: [tool]It is 7." in text.templates.render(_called("{}")).replace(text.control.mark, "")
 
 
 READS_FIELDS = (
@@ -258,6 +285,67 @@ def test_a_template_that_reads_fields_sees_what_a_schema_refers_to(tmp_path: Pat
         assert written in rendered
 
 
+# Schemas of one property `a`, and what a template that reads fields writes of the tool.
+LED_TO: dict[str, tuple[dict[str, Any], str]] = {
+    "$anchor": ({"$ref": "#me", "$defs": {"x": {"$anchor": "me", "type": "integer"}}}, ";a integer "),
+    "$id": (
+        {"$ref": "http://x/q", "$defs": {"x": {"$id": "http://x/q", "type": "integer"}}},
+        ";a integer ",
+    ),
+    "$id of draft 4": ({"$ref": "#me", "$defs": {"x": {"id": "#me", "type": "integer"}}}, ";a integer "),
+    "a place inside another $id": (
+        {"$ref": "http://x/q#/$defs/i", "$defs": {"x": {"$id": "http://x/q", "$defs": {"i": {"enum": [7]}}}}},
+        ";a integer  7",
+    ),
+    "$dynamicRef": (
+        {"$dynamicRef": "#me", "$defs": {"x": {"$dynamicAnchor": "me", "type": "integer"}}},
+        ";a integer ",
+    ),
+    "lists of types": (
+        {"anyOf": [{"type": ["string", "null"]}, {"type": "integer"}]},
+        ";a ['string', 'integer'] ",
+    ),
+    "one type twice": ({"anyOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, ";a string "),
+    "null as a list": ({"anyOf": [{"type": ["null"]}, {"type": "integer"}]}, ";a integer "),
+    "null as a constant": ({"oneOf": [{"const": None}, {"type": "integer"}]}, ";a integer "),
+    "null alone": ({"anyOf": [{"type": "null"}]}, ";a null "),
+    "constants": ({"oneOf": [{"const": "x"}, {"const": "y"}]}, ";a string  x|y"),
+    "properties alone": ({"properties": {"b": {}}}, ";a object "),
+    "items alone": ({"items": {}}, ";a array "),
+    "nulls": ({"type": "string", "description": None}, ";a string "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LED_TO)
+def test_however_a_schema_says_it(name: str, tmp_path: Path) -> None:
+    schema, written = LED_TO[name]
+    text = Text(write(tmp_path, byte_level(CHATML), READS_FIELDS))
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tool = Tool(name="f", description="d", parameters_json=json.dumps(parameters))
+    assert written in text.templates.render(_offered(tool)).replace(text.control.mark, "") + " "
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"properties": {"x": {"type": "integer"}}}, {"properties": {"y": {"type": "string"}}}]},
+        {
+            "$ref": "#/$defs/base",
+            "properties": {"y": {"type": "string"}},
+            "$defs": {"base": {"properties": {"x": {"type": "integer"}}}},
+        },
+    ],
+    ids=["allOf", "$ref"],
+)
+def test_what_several_parts_of_a_schema_say_is_put_together(schema: dict[str, Any], tmp_path: Path) -> None:
+    text = Text(write(tmp_path, byte_level(CHATML), READS_FIELDS))
+    rendered = text.templates.render(
+        _offered(Tool(name="f", description="d", parameters_json=json.dumps(schema)))
+    )
+    assert ";x integer" in rendered
+    assert ";y string" in rendered
+
+
 def test_references_that_double_are_followed_within_bounds(tmp_path: Path) -> None:
     text = Text(write(tmp_path, byte_level(CHATML), READS_FIELDS))
     doubling: dict[str, Any] = {
@@ -279,8 +367,14 @@ def test_references_that_double_are_followed_within_bounds(tmp_path: Path) -> No
         Tool(name="bare", description="d"),
         Tool(name="bare", parameters_json='{"type": "object", "properties": {"a": {}, "b": true}}'),
         Tool(name="bare", parameters_json="{}"),
+        Tool(name="bare", parameters_json='{"properties": null, "required": null}'),
+        Tool(
+            name="bare",
+            parameters_json='{"properties": {"a": {"allOf": [{"properties": {"x": {}, "y": true}}]}, '
+            '"b": {"type": "array"}, "c": {"items": {"properties": {"z": {}}}}}}',
+        ),
     ],
-    ids=["nothing", "no-parameters", "no-description", "empty"],
+    ids=["nothing", "no-parameters", "no-description", "empty", "nulls", "nested"],
 )
 @pytest.mark.parametrize(
     "reads",
@@ -289,8 +383,12 @@ def test_references_that_double_are_followed_within_bounds(tmp_path: Path) -> No
         "{{ tools[0].function.description.split('.')[0] }}{{ tools[0].function.parameters.keys() }}bare",
         "{% for n, p in tools[0].function.parameters.properties | items %}{{ p.description | trim }}"
         "{{ p.type.upper() }}{% endfor %}{{ tools[0].function.parameters.required | length }}bare",
+        "{% macro of(p) %}{{ p.type + p.description }}{% if p.type == 'object' %}{{ p.required | join }}"
+        "{% for n, each in p.properties | items %}{{ of(each) }}{% endfor %}{% elif p.type == 'array' %}"
+        "{{ of(p['items']) }}{% endif %}{% endmacro %}{% for n, p in tools[0].function.parameters.properties "
+        "| items %}{{ of(p) }}{% endfor %}bare",
     ],
-    ids=["fields", "methods", "deep"],
+    ids=["fields", "methods", "deep", "nested"],
 )
 def test_what_a_client_may_leave_out_of_a_tool_is_given(tool: Tool, reads: str, tmp_path: Path) -> None:
     text = Text(write(tmp_path, byte_level(CHATML), reads + "{{ messages[0].content }}"))

@@ -21,7 +21,10 @@ _LARGEST, _LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
 # Stands for "more than 0": smaller numbers have too many places for the back end's expressions.
 _SMALLEST = 1e-30
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+# What `true` turns into an exclusive bound in draft 4.
+EXCLUSIVE = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 _BOUNDED = frozenset(BOUNDS)
+NOT_FINITE = "the schema has a number beyond 1.8e308, or NaN; numbers must be finite"
 MOVED = "the bound is moved to the next number that the back end has"
 BEYOND = "no number of 64 bits is there"
 

@@ -147,6 +147,10 @@ _WITH_GIVEN: dict[str, Callable[..., Schema]] = {
     "anyOf": _any_given,
     "$ref": _reference_given,
 }
-# Keywords whose complement is ruled out where the very same one is known to hold. What prefixItems says also
-# depends on items.
-_SCALARS = KEYWORDS.keys() - _WITH_GIVEN.keys() - {"prefixItems"}
+# Keywords whose complement is ruled out where the very same one is known to hold. What the others say also
+# depends on what stands beside them.
+_SCALARS = (
+    KEYWORDS.keys()
+    - _WITH_GIVEN.keys()
+    - {"prefixItems", "contains", "unevaluatedItems", "unevaluatedProperties", "if"}
+)

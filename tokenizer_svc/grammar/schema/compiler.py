@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import jsonschema_rs
 import msgspec
 
 from contract.grammar import EnforcementReport, KeywordStatus
-from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, ROUNDED, with_bounds
+from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, EXCLUSIVE, NOT_FINITE, ROUNDED, with_bounds
 from tokenizer_svc.grammar.schema.back_end_patterns import PATTERNS, with_patterns
 from tokenizer_svc.grammar.schema.context import Context, SchemaLocation, TooLarge
 from tokenizer_svc.grammar.schema.document import SchemaDocument
@@ -35,8 +38,11 @@ _META = jsonschema_rs.Draft202012Validator({"$ref": "https://json-schema.org/dra
 # Keywords whose values have the same shape in every draft; elsewhere older forms are understood.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("enum", "allOf", "anyOf", "oneOf")
-_SHAPED = frozenset(
-    {*_MAPS, *_LISTS, "pattern", "multipleOf", "minLength", "maxLength", "minItems", "maxItems"}
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "maxProperties")
+_SHAPED = frozenset({*_MAPS, *_LISTS, *_SIZES, *BOUNDS, "pattern", "multipleOf", "required"})
+# Those whose values are passed over where they are of another shape.
+_PASSED_OVER = frozenset(
+    {"minProperties", "minContains", "maxContains", "uniqueItems", "prefixItems", "format"}
 )
 
 
@@ -119,7 +125,7 @@ def _rewritten(
     schema: Any, max_depth: int, left_out: Mapping[str, str] | None
 ) -> tuple[Context, Schema, Contents, str]:
     document = SchemaDocument(schema, max_depth=max_depth)
-    _check_shapes(schema)
+    misshapen = _misshapen(schema)
     place = SchemaLocation("", document.base)
     context = Context(document, positive=positive, negative=negative, left_out=left_out)
     rewritten = context.positive(schema, place, ALL_TYPES)
@@ -138,16 +144,34 @@ def _rewritten(
     endless = document.endless_reference()
     if endless:
         raise SchemaRefused(f"$ref {endless!r} leads back to itself without end; give it something to match")
+    for keyword, path, note in misshapen:
+        context.unenforced.setdefault((keyword, path), KeywordStatus(keyword, path, note))
     return context, rewritten, contents, lark or ""
 
 
-def _check_shapes(schema: Any) -> None:
-    """Refuses keywords that would otherwise be passed over because their value is of the wrong type."""
+def _misshapen(schema: Any) -> list[tuple[str, str, str]]:
+    """Keywords, places and why: what constrains nothing because its value is of the wrong type.
+
+    Refuses those that nothing can be made of.
+    """
+    found = []
     for error in _META.iter_errors(schema):
         keywords = [step for step in error.instance_path if isinstance(step, str)]
-        if keywords and keywords[-1] in _SHAPED:
-            where = "/".join(map(str, error.instance_path))
-            raise SchemaRefused(f"the schema is malformed: {error.message} at /{where}")
+        keyword, path = keywords[-1] if keywords else "", "/" + "/".join(map(str, error.instance_path))
+        if keyword in _PASSED_OVER:
+            found.append((keyword, path, error.message))
+        elif keyword in _SHAPED:
+            *above, _ = error.instance_path
+            node = reduce(getitem, above, schema)
+            value = node[keyword] if isinstance(node, dict) else None
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SchemaRefused(f"{NOT_FINITE}, not so at {path}")
+            if not isinstance(value, bool) or keyword not in EXCLUSIVE:
+                raise SchemaRefused(f"the schema is malformed: {error.message} at {path}")
+            # As draft 4 has them.
+            if value and EXCLUSIVE[keyword] not in node:
+                found.append((keyword, path, f"there is no {EXCLUSIVE[keyword]} beside it"))
+    return found
 
 
 def _malformed(schema: Any) -> str:

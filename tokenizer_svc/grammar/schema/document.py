@@ -56,8 +56,10 @@ SINCE = {
     "$recursiveRef": Draft.DRAFT2019_09,
 }
 # Keywords whose schemas judge the same value.
-_SAME_LEVEL = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-_LEADING_ON = frozenset({"$ref", *_SAME_LEVEL})
+_BY_NAMES = ("dependentSchemas", "dependencies")
+_SAME_LEVEL = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", *_BY_NAMES)
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_LEADING_ON = frozenset({*_REFERENCES, *_SAME_LEVEL})
 _WHOLE = "http://schema.invalid/whole"
 
 
@@ -137,10 +139,15 @@ class SchemaDocument:
     def _same_level(self, target: RefTarget) -> Iterator[RefTarget]:
         """The schemas that judge the same value as the target does."""
         node, path = target.node, target.path
-        if isinstance(node.get("$ref"), str) and (referred := self.resolve(node["$ref"], target.base)):
-            yield referred
+        for keyword in _REFERENCES:
+            is_known = keyword == "$ref" or (self.draft >= SINCE[keyword] and self.is_one_resource())
+            referred = node.get(keyword) if is_known else None
+            if isinstance(referred, str) and (leading := self.resolve(referred, target.base)):
+                yield leading
         for keyword in _SAME_LEVEL:
             value = node.get(keyword)
+            if keyword in _BY_NAMES and isinstance(value, dict):
+                value = list(value.values())
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, dict):
                     yield RefTarget(each, f"{path}/{keyword}", self.base_of(each, target.base))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from itertools import combinations, pairwise
 from typing import Any
 
+from msgspec import structs
+
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.automata import outside
 from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, is_rounded
@@ -203,10 +205,10 @@ def _size(kind: str, keyword: str, opposite: str, step: int) -> Callable[..., Sc
     return complement
 
 
-def _no_form(kind: str, keyword: str, note: str) -> Callable[..., Schema]:
+def _no_form(kind: str, keyword: str, note: str, *, never_broken: bool = False) -> Callable[..., Schema]:
     def complement(part: SchemaPart) -> Schema:
         relevant = part.types & NUMBERS if kind == "number" else part.types & {kind}
-        if not relevant or part.node[keyword] is False:
+        if not relevant or part.node[keyword] is never_broken:
             return False
         part.give_up(keyword, note)
         return _of_types(part.context, relevant, part.place)
@@ -311,6 +313,8 @@ def items(part: SchemaPart) -> Schema:
 
 
 def _contains(part: SchemaPart) -> Schema:
+    if part.node.get("minContains") == 0 and "maxContains" not in part.node:
+        return False
     if "minContains" in part.node or "maxContains" in part.node:
         part.give_up("contains", "counting matches has no exact equivalent")
         return {"type": "array"}
@@ -390,13 +394,25 @@ def reference(part: SchemaPart) -> Schema:
     return definition if isinstance(definition, bool) else {"$ref": f"#/$defs/{name}"}
 
 
+def _dynamic(keyword: str) -> Complement:
+    def complement(part: SchemaPart) -> Schema:
+        if not part.context.document.is_one_resource():
+            part.give_up(keyword, "dynamic references are not resolved")
+            return True
+        return reference(structs.replace(part, node={"$ref": part.node[keyword]}))
+
+    return complement
+
+
 # Keywords about values of one type, which values of others cannot break.
 _KINDS = {
     **dict.fromkeys(("pattern", "format"), "string"),
-    **dict.fromkeys(("items", "prefixItems", "contains"), "array"),
+    **dict.fromkeys(("items", "prefixItems", "contains", "unevaluatedItems"), "array"),
     **dict.fromkeys(("properties", "additionalProperties", "patternProperties", "propertyNames"), "object"),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "object"),
+    "unevaluatedProperties": "object",
 }
+_UNEVALUATED = "that some value which nothing else evaluates breaks it has no exact form"
 KEYWORDS: dict[str, Complement] = {
     "const": _const,
     "enum": _enum,
@@ -431,4 +447,8 @@ KEYWORDS: dict[str, Complement] = {
     "dependentRequired": _dependencies("dependentRequired"),
     "dependentSchemas": _dependencies("dependentSchemas"),
     "$ref": reference,
+    "$dynamicRef": _dynamic("$dynamicRef"),
+    "$recursiveRef": _dynamic("$recursiveRef"),
+    "unevaluatedItems": _no_form("array", "unevaluatedItems", _UNEVALUATED, never_broken=True),
+    "unevaluatedProperties": _no_form("object", "unevaluatedProperties", _UNEVALUATED, never_broken=True),
 }

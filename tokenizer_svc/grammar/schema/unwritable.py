@@ -7,7 +7,7 @@ helps, they are put back as far as it still does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _KEYWORDS = ("pattern", "patternProperties", "multipleOf")
@@ -17,17 +17,22 @@ _MAX_PLACES, _MAX_TRIALS = 256, 64
 
 def places(schema: Any, prefix: str = "") -> list[str]:
     """JSON pointers of what the back end may stop at, after the prefix; beyond a limit none."""
-    found: list[str] = []
+    nodes = ((path, node) for path, node in parts(schema, prefix) if isinstance(node, dict))
+    found = [f"{path}/{keyword}" for path, node in nodes for keyword in _KEYWORDS if keyword in node]
+    return sorted(found) if len(found) <= _MAX_PLACES else []
+
+
+def parts(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All values inside a schema with their JSON pointers, after the prefix."""
     pending = [(prefix, schema)]
     while pending:
         path, node = pending.pop()
+        yield path, node
         if isinstance(node, dict):
-            found += [f"{path}/{keyword}" for keyword in _KEYWORDS if keyword in node]
             escaped = ((key.replace("~", "~0").replace("/", "~1"), value) for key, value in node.items())
             pending += [(f"{path}/{key}", value) for key, value in escaped]
         elif isinstance(node, list):
             pending += [(f"{path}/{index}", value) for index, value in enumerate(node)]
-    return sorted(found) if len(found) <= _MAX_PLACES else []
 
 
 def culprits(kept: list[str], works_without: Callable[[list[str]], bool]) -> list[str]:

@@ -400,6 +400,43 @@ async def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 
 
+async def test_beside_such_a_number_all_else_is_what_was_written() -> None:
+    async with deployed() as stack:
+        schema = b'{"enum":[1.0,12345678901234567890.123,100000000000000000000001]}'
+        format_ = b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}' % schema
+        body = (
+            b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"max_tokens":3.0,"response_format":%b'
+            b',"seed":9007199254740993.0,"logit_bias":{"7":1.5}}'
+        )
+        answer = await stack.http.post("/v1/chat/completions", content=body % format_)
+        assert answer.status_code == 200, answer.text
+        (prepared,) = stack.tokenizer.prepared
+        assert prepared.response_format.json_schema.schema_json.encode() == schema
+        (submitted,) = stack.engines[0].submissions
+        assert submitted.sampling.seed == 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ('"logit_bias": {"5": 1, "007": 1}', "logit_bias: key '007' is not a token id"),
+        ('"logit_bias": {"0": 1, "-0": 2}', "logit_bias: key '-0' is not a token id"),
+        ('"logit_bias": {"5": 1, "7": "x"}', "logit_bias: key '7': Expected `float`, got `str`"),
+        ('"metadata": {"a": "b", "c": 1}', "metadata: key 'c': Expected `str`, got `int`"),
+        ('"metadata": {"a": null}', "metadata: key 'a': Expected `str`, got `null`"),
+        ('"logit_bias": {"7": 1e400}', "logit_bias: Number out of range"),
+    ],
+)
+async def test_a_refused_entry_is_named_by_its_key(field: str, said: str) -> None:
+    async with deployed() as stack:
+        body = '{"model":"tiny","messages":[{"role":"user","content":"hi"}],%s}' % field  # noqa: UP031
+        answer = await stack.http.post("/v1/chat/completions", content=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"].startswith(said)
+        assert error["param"] == field[1 : field.index('"', 1)]
+
+
 async def test_what_changes_nothing_is_known_by_its_value() -> None:
     async with deployed() as stack:
         body = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],%b}'
@@ -408,6 +445,7 @@ async def test_what_changes_nothing_is_known_by_its_value() -> None:
             (b'"store": 0', 400),
             (b'"priority": false', 400),
             (b'"priority": 1e999', 400),
+            (b'"n": 1.0, "priority": 1e999999999999999999999', 400),
         ):
             answer = await stack.http.post("/v1/chat/completions", content=body % extra)
             assert answer.status_code == status, (extra, answer.text)
