@@ -15,6 +15,7 @@ from gateway.auth.authorizer import HttpCallers
 from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
 from gateway.engines.fleet import Fleet, follow, lookup_of
+from gateway.faces.anthropic import routes as anthropic
 from gateway.faces.error_forms import ERROR_FORMS
 from gateway.faces.grpc.large import add_to_server
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
@@ -122,6 +123,7 @@ class Gateway:
                 [
                     openai.routes(self._current_pipeline, self._config.admin_tenants),
                     responses.routes(self._current_pipeline, self._settings.security.secret()),
+                    anthropic.routes(self._current_pipeline),
                 ],
                 callers,
                 edge.counter,

@@ -11,7 +11,7 @@ from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoic
 from contract.errors import invalid, unsupported
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.faces.bodies import Tolerance
-from gateway.faces.openai.fields import UNSERVED
+from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.requests import CommonBody, check_common, generation_request, sampling
 from gateway.faces.options import effort_options, json_text
 from gateway.pipeline.validate import SizedConversation, check_counts
@@ -139,7 +139,7 @@ TOLERANCE = Tolerance(
         ToolBody: {"function": FunctionBody},
     },
 )
-DECODER = msgspec.json.Decoder(UNSERVED.declared_on(ChatBody))
+DECODER = msgspec.json.Decoder(FIELDS.declared_in(ChatBody))
 # The names that fields of a conversation have in a body.
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 

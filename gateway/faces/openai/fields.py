@@ -70,6 +70,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "add_special_tokens": "the template decides",
 }
 
-UNSERVED = Unserved(
-    refused=REFUSED, harmless=HARMLESS_VALUES, without_effect=WITHOUT_EFFECT, remedies=_REMEDIES
+
+FIELDS = Unserved(
+    refused=REFUSED, harmless=HARMLESS_VALUES, remedies=_REMEDIES, without_effect=WITHOUT_EFFECT
 )

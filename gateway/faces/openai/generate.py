@@ -13,7 +13,7 @@ from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answer_types import UsageBody
 from gateway.faces.openai.answers import DONE, AnswerWriter, ChatWriter, CompletionWriter, usage_body
 from gateway.faces.openai.errors import error_event
-from gateway.faces.openai.fields import UNSERVED
+from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.requests import CommonBody, yielding
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.errors import unexpected
@@ -87,7 +87,7 @@ class GenerateEndpoints:
 
 
 def _warn(exchange: Exchange, body: CommonBody) -> None:
-    for warning in [*UNSERVED.check(body), *yielding(body)]:
+    for warning in [*FIELDS.check(body), *yielding(body)]:
         exchange.add_headers({WARNING_HEADER: warning})
 
 

@@ -23,4 +23,4 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_options": "prefixes are kept as long as there is room",
     "client_metadata": "send metadata, which the ledger keeps",
 }
-UNSERVED = Unserved(refused=REFUSED, harmless=HARMLESS_VALUES, without_effect=WITHOUT_EFFECT)
+FIELDS = Unserved(refused=REFUSED, harmless=HARMLESS_VALUES, without_effect=WITHOUT_EFFECT, remedies={})
