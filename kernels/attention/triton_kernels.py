@@ -92,6 +92,18 @@ def _visible(offset, there, position, window, WINDOW: tl.constexpr, ALONE: tl.co
 
 
 @triton.jit
+def _add_scaled(total, share, scale, value):
+    """A total and the values [STEP, E], each times its share [rows, STEP] and its scale [STEP]."""
+    if tl.float16 == value.dtype:
+        # Shares of small values would be below what float16 holds.
+        most = tl.maximum(tl.max(scale, axis=0), 1e-30)
+        share *= (scale / most)[None, :]
+        return tl.dot(share.to(value.dtype), value, input_precision="ieee") * most + total
+    share *= scale[None, :]
+    return tl.dot(share.to(value.dtype), value, total, input_precision="ieee")
+
+
+@triton.jit
 def _advance(
     start,
     begin,
@@ -165,19 +177,12 @@ def _advance(
         )
     if BULK and MASKED:
         value = tl.where(there[:, None], value, 0.0)
+    total *= shrink[:, None]
     if SCALED:
-        column: tl.constexpr = 0 if SHARED_VALUE else 1
-        part = tl.load(scales + slot.to(tl.int64) * 2 + column, mask=there, other=0.0)
-        if tl.float16 == DTYPE:
-            # Shares of small values would be below what float16 holds.
-            most = tl.maximum(tl.max(part, axis=0), 1e-30)
-            share *= (part / most)[None, :]
-            total = tl.dot(share.to(DTYPE), value, input_precision="ieee") * most + total * shrink[:, None]
-        else:
-            share *= part[None, :]
-            total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
+        part = scales + slot.to(tl.int64) * 2 + (0 if SHARED_VALUE else 1)
+        total = _add_scaled(total, share, tl.load(part, mask=there, other=0.0), value)
     else:
-        total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
+        total = tl.dot(share.to(DTYPE), value, total, input_precision="ieee")
     return higher, weight, total
 
 
@@ -208,7 +213,25 @@ def _of_tokens(numbers, token, present, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _queries(q, positions, token, head, present, num_heads, GROUP: tl.constexpr, SIZES: tl.constexpr):
+def _as_half(vectors):
+    """As float16, which holds every number of fp8: a device makes it of fp8 in one instruction, and
+    bfloat16 in two, of which one has a sixteenth of the rate.
+    """
+    return tl.clamp(vectors.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+
+
+@triton.jit
+def _queries(
+    q,
+    positions,
+    token,
+    head,
+    present,
+    num_heads,
+    GROUP: tl.constexpr,
+    SIZES: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """Of a tile's rows: main part and tail of each vector, and its position."""
     position = tl.zeros_like(head) + _of_tokens(positions, token, present, GROUP)
     row = (token.to(tl.int64) * num_heads + head) * (SIZES[0] + SIZES[1])
@@ -216,15 +239,9 @@ def _queries(q, positions, token, head, present, num_heads, GROUP: tl.constexpr,
     q_tail = q_main
     if SIZES[1] > 0:
         q_tail = _vectors(q, row, present, SIZES[0], SIZES[1], SIZES[4], True)
+    if HALF:
+        q_main, q_tail = _as_half(q_main), _as_half(q_tail)
     return q_main, q_tail, position
-
-
-@triton.jit
-def _as_half(vectors):
-    """As float16, which holds every number of fp8: a device makes it of fp8 in one instruction, and
-    bfloat16 in two, of which one has a sixteenth of the rate.
-    """
-    return tl.clamp(vectors.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
 
 @triton.jit
@@ -365,10 +382,9 @@ def attention_kernel(
 ):
     """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
     writes results, else sums and stats (maximum in powers of two, weight) of a part. SIZES: main part and
-    tail of a key, value, and the widths of their tiles.
-
-    LISTED: num_items is room for so many items, num_listed [1] how many there are, and programs take turns.
-    HALF: products are of float16, whatever the queries are.
+    tail of a key, value, and the widths of their tiles. LISTED: num_items is room for so many items,
+    num_listed [1] how many there are, and programs take turns. HALF: products are of
+    float16, whatever the queries are.
     """
     begin, end, stride = 0, 1, 1
     if LISTED:
@@ -379,14 +395,11 @@ def attention_kernel(
         sequence = tl.load(field + 2 * num_items)
         token, head, present = _rows_of(rows, field, num_items, GROUP, TILE, False)
         table, kv_head = tables + sequence * table_stride, tl.program_id(1) // CHUNKS
-        q_main, q_tail, position = _queries(q, positions, token, head, present, num_heads, GROUP, SIZES)
-        if HALF:
-            q_main, q_tail = _as_half(q_main), _as_half(q_tail)
         largest, weight, total = _attend(
             tl.load(field + 3 * num_items),
             tl.load(field + 4 * num_items),
             present,
-            (q_main, q_tail, position),
+            _queries(q, positions, token, head, present, num_heads, GROUP, SIZES, HALF),
             (table, keys, tails, values, scales, kv_head, num_kv_heads),
             (scale, soft_cap, window),
             SIZES,
@@ -406,9 +419,8 @@ def attention_kernel(
             _store_result(out, sinks, largest, weight, total, at, head, present, SIZES, SINKS)
         else:
             number = _of_tokens(part_base, token, present, GROUP) + tl.load(field + 5 * num_items)
-            _store_part(
-                sums, stats, largest, weight, total, number.to(tl.int64) * num_heads + head, present, SIZES
-            )
+            at = number.to(tl.int64) * num_heads + head
+            _store_part(sums, stats, largest, weight, total, at, present, SIZES)
 
 
 @triton.jit
