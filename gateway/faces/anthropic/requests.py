@@ -49,6 +49,7 @@ _FIELD_NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
     "template_options": "thinking",
+    "max_thinking_tokens": "thinking.budget_tokens",
     "continue_final_message": "messages",
 }
 _FIELD_PARTS = {".function.name": ".name", ".enable_thinking": "", ".thinking": "", ".reasoning_effort": ""}
@@ -91,7 +92,7 @@ def message_request(
     if isinstance(body, MessagesBody):
         request = msgspec.structs.replace(
             request,
-            sampling=_sampling(body),
+            sampling=_sampling(body, thinks=reasons(body.model)),
             service_tier="" if body.service_tier in OWN_TIER else body.service_tier or "",
             metadata=_labels(body),
             streaming=bool(body.stream),
@@ -201,10 +202,7 @@ def _thinking(body: CountTokensBody, *, reasons: Callable[[str], bool]) -> tuple
         return thinking_options(False, "none"), (
             ["output_config.effort has no effect: thinking is disabled"] if effort else []
         )
-    warnings = []
-    if config is not None and config.budget_tokens is not None:
-        warnings.append("thinking.budget_tokens has no effect beyond switching thinking on")
-    return thinking_options(True, EFFORTS[effort] if effort else ""), warnings
+    return thinking_options(True, EFFORTS[effort] if effort else ""), []
 
 
 def _check_thinking(body: CountTokensBody, kind: str, budget: int | None) -> None:
@@ -245,9 +243,10 @@ def _response_format(body: CountTokensBody) -> tuple[JsonSchemaFormat | None, st
     return JsonSchemaFormat(bytes(given.schema).decode(), strict=True), field
 
 
-def _sampling(body: MessagesBody) -> SamplingOptions:
+def _sampling(body: MessagesBody, *, thinks: bool) -> SamplingOptions:
     return SamplingOptions(
         max_tokens=body.max_tokens,
+        max_thinking_tokens=body.thinking.budget_tokens if body.thinking is not None and thinks else None,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,

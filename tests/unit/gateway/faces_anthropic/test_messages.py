@@ -279,6 +279,11 @@ SERVED: list[tuple[dict[str, Any], Look, object]] = [
     ({"service_tier": "fast"}, lambda s, p: tier_of(s), "fast"),
     ({"service_tier": "standard_only"}, lambda s, p: tier_of(s), "standard"),
     ({"thinking": {"type": "adaptive"}}, lambda s, p: option(p, "enable_thinking"), True),
+    (
+        {"thinking": {"type": "enabled", "budget_tokens": 99}},
+        lambda s, p: s.sampling.max_thinking_tokens,
+        99,
+    ),
     ({"thinking": {"type": "disabled"}}, lambda s, p: option(p, "enable_thinking"), False),
     ({"output_config": {"effort": "max"}}, lambda s, p: option(p, "reasoning_effort"), "xhigh"),
     ({}, lambda s, p: option(p, "enable_thinking"), None),
@@ -355,6 +360,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"thinking": THINKS}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {**THINKS, "budget_tokens": 0}}, "thinking.budget_tokens"),
+    # What ends a thought takes more.
+    ({"thinking": {**THINKS, "budget_tokens": 1}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"output_config": {"effort": "none"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
