@@ -13,7 +13,7 @@ import pytest
 from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
-from gateway.auth.keys import hash_key
+from gateway.auth.directory import hash_key
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic.errors import ApiErrorBody
 from gateway.faces.anthropic.fields import REFUSED, WITHOUT_EFFECT
