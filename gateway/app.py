@@ -21,6 +21,7 @@ from gateway.faces.grpc.large import add_to_server
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
 from gateway.faces.grpc.unread import grpc_server
 from gateway.faces.openai import routes as openai
+from gateway.faces.responses import routes as responses
 from gateway.http.application import build_app
 from gateway.http.server import HttpServer
 from gateway.intake.intake import Intake
@@ -121,6 +122,7 @@ class Gateway:
             build_app(
                 [
                     openai.routes(self._current_pipeline, self._config.admin_tenants),
+                    responses.routes(self._current_pipeline, self._settings.security.secret()),
                     anthropic.routes(self._current_pipeline),
                 ],
                 callers,

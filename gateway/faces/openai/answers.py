@@ -12,6 +12,7 @@ import msgspec
 
 from contract.chat import CHAT_ID, COMPLETION_ID
 from contract.outputs import FinishReason, TokenLogprobs
+from gateway.faces.logprobs import ChatLogprobs, CompletionLogprobs
 from gateway.faces.openai.answer_types import (
     CachedTokens,
     Enforcement,
@@ -19,7 +20,6 @@ from gateway.faces.openai.answer_types import (
     Timings,
     UsageBody,
 )
-from gateway.faces.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, TimeToFirstToken, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer

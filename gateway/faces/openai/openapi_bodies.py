@@ -33,6 +33,7 @@ from gateway.faces.openai.requests import (
     StreamOptions,
     StructuredOutputs,
 )
+from gateway.faces.options import EFFORTS
 from gateway.faces.schemas import NULL, REF, TEXT, list_of, object_of, or_null, ref, text
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
@@ -123,7 +124,7 @@ _FIELDS: Mapping[Struct, Mapping[str, Any]] = {
         "messages": _MESSAGES,
         "top_logprobs": or_null({**_ID, "maximum": _logprobs.maximum}),
         "safety_identifier": or_null(text(MAX_METADATA_VALUE)),
-        "reasoning_effort": {"enum": [*chat.EFFORTS, None]},
+        "reasoning_effort": {"enum": [*EFFORTS, None]},
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, ref(chat.ToolChoiceBody)]},
     },
     completions.CompletionBody: {
