@@ -51,6 +51,6 @@ ACCEPTED: Mapping[str, str] = {
     "whole",
     "thinking.type": "`enabled`, `adaptive` and `disabled`; without it the model's template decides",
     "thinking.budget_tokens": "less than `max_tokens`; kept to the token",
-    "thinking.display": "`omitted` leaves the text out, and the next turn is without it, too",
+    "thinking.display": "`omitted` leaves the text out; the signature carries it to the next turn, sealed",
     "metadata.user_id": "kept with the request's entry in the ledger",
 }

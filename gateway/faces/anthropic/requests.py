@@ -29,6 +29,7 @@ from gateway.faces.anthropic.bodies import (
     ToolDefinition,
 )
 from gateway.faces.anthropic.fields import FIELDS
+from gateway.faces.anthropic.thoughts import Thoughts
 from gateway.faces.anthropic.turns import TurnReader, content_text, unanswered
 from gateway.faces.thinking import thinking_options
 from gateway.pipeline.validate import MAX_METADATA_VALUE, SizedConversation, check_counts
@@ -67,16 +68,16 @@ def message_request(
     body: CountTokensBody,
     *,
     reasons: Callable[[str], bool],
-    seal: Callable[[str], str],
+    thoughts: Thoughts,
     limits: RequestConfig,
 ) -> MessageRequest:
-    """The request of a body. `reasons` says whether the model of a name can think, `seal` what proves that a
-    thought was this caller's. Raises INVALID_ARGUMENT and UNSUPPORTED_FIELD.
+    """The request of a body. `reasons` says whether the model of a name can think, `thoughts` are the
+    caller's. Raises INVALID_ARGUMENT and UNSUPPORTED_FIELD.
     """
     check_counts(_sized(body), limits)
     warnings = FIELDS.check(body)
     options, thinking_warnings = _thinking(body, reasons=reasons)
-    conversation, turn_warnings = _conversation(body, options, seal)
+    conversation, turn_warnings = _conversation(body, options, thoughts)
     format_, format_field = _response_format(body)
     warnings += [*thinking_warnings, *turn_warnings]
     request = GenerationRequest(
@@ -122,12 +123,12 @@ def _blocks(content: str | Sequence[ContentBlock] | None) -> Sequence[ContentBlo
 
 
 def _conversation(
-    body: CountTokensBody, options: dict[str, Any], seal: Callable[[str], str]
+    body: CountTokensBody, options: dict[str, Any], thoughts: Thoughts
 ) -> tuple[Conversation, list[str]]:
     messages = []
     if body.system:
         messages.append(Message(role=Role.SYSTEM, content=content_text(body.system, "system")))
-    reader = TurnReader(seal)
+    reader = TurnReader(thoughts)
     if not body.messages:
         raise invalid("messages", "it is empty; give at least one message")
     messages += reader.messages(body.messages)
