@@ -110,7 +110,8 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
     bodies.TextFormatBody: {"type": {"enum": ["text", "json_object", "json_schema"]}},
     bodies.ReasoningBody: {
         "effort": {"enum": [*EFFORTS, None]},
-        **dict.fromkeys(("summary", "generate_summary"), {"enum": [*bodies.SUMMARIES, None]}),
+        "summary": {"enum": [*bodies.SUMMARIES, None]},
+        "generate_summary": {"enum": [*bodies.SUMMARIES, None]},
     },
     bodies.ResponseStreamOptions: {"include_obfuscation": {"enum": [None, False]}},
 }
@@ -164,9 +165,7 @@ class OpenAiError(msgspec.Struct, frozen=True):
 
 def document() -> bytes:
     """The document as JSON."""
-    paths: dict[str, Any] = {
-        path: {"post": _operation(*operation)} for path, operation in _OPERATIONS.items()
-    }
+    paths: dict[str, Any] = {path: {"post": _operation(*each)} for path, each in _OPERATIONS.items()}
     responses = {"200": _answered({"application/json": {"schema": _OBJECT}}), **_refusals()}
     itself = {"operationId": "describeResponses", "summary": "Show this document", "responses": responses}
     kinds = (answers.Response, answers.ResponseEvent, answers.InputTokens, answers.CompactedResponse)
@@ -201,8 +200,8 @@ def _operation(
 ) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": ref(answer)}}
     if answer is answers.Response:
-        data = {"anyOf": [{"const": "[DONE]"}, {**TEXT, "contentMediaType": "application/json"}]}
-        data["anyOf"][1]["contentSchema"] = ref(answers.ResponseEvent)
+        said = {"contentMediaType": "application/json", "contentSchema": ref(answers.ResponseEvent)}
+        data = {"anyOf": [{"const": "[DONE]"}, {**TEXT, **said}]}
         event = {"type": "object", **object_of("data", event=TEXT, data=data)}
         content["text/event-stream"] = {"schema": {"description": "One event; the last is [DONE].", **event}}
     examples = {each: {"value": value} for each, value in EXAMPLES[name].items()}
