@@ -123,7 +123,7 @@ class Gateway:
                 [
                     openai.routes(self._current_pipeline, self._config.admin_tenants),
                     responses.routes(self._current_pipeline, self._settings.security.secret()),
-                    anthropic.routes(self._current_pipeline),
+                    anthropic.routes(self._current_pipeline, self._settings.security.secret()),
                 ],
                 callers,
                 edge.counter,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from contract.chat import Message, Role, ToolCall
 from contract.errors import MillraceError, invalid, unsupported
 from gateway.faces.anthropic.bodies import ContentBlock, TurnBody
+from gateway.faces.anthropic.thoughts import Thoughts
 
 # A block with the name of its field.
 Placed = tuple[str, ContentBlock]
 
 # Beginning of the ids of tool calls at this API; the model's own id follows.
 TOOL_ID = "toolu_"
-# Beginning of our signatures of thoughts, by which those of other servers are told apart.
-SIGNATURE = "mr1."
 _SERVED = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _BY_ROLE = {
     Role.SYSTEM: ("text",),
@@ -26,9 +25,8 @@ _BY_ROLE = {
 class TurnReader:
     """Reads turns one after another. Consecutive ones of one role are one, as the API has it."""
 
-    def __init__(self, seal: Callable[[str], str]) -> None:
-        """`seal` makes what follows SIGNATURE for a thought of this caller's."""
-        self._seal = seal
+    def __init__(self, thoughts: Thoughts) -> None:
+        self._thoughts = thoughts
         self._call_ids: set[str] = set()
         # What is not read as it was sent.
         self.warnings: list[str] = []
@@ -104,16 +102,10 @@ class TurnReader:
     def _thought(self, field: str, block: ContentBlock) -> str:
         if block.thinking is None:
             raise invalid(f"{field}.thinking", "it is required")
-        signature = block.signature or ""
-        if signature == SIGNATURE + self._seal(block.thinking):
-            return block.thinking
-        if signature.startswith(SIGNATURE):
-            raise invalid(
-                f"{field}.signature",
-                "it is not that of this thinking; send thinking blocks back as they came, or leave them out",
-            )
-        self.warnings.append(f"{field} has no effect: its signature is not of this deployment")
-        return ""
+        thought = self._thoughts.read(block.thinking, block.signature or "", f"{field}.signature")
+        if thought is None:
+            self.warnings.append(f"{field} has no effect: its signature is not of this deployment")
+        return thought or ""
 
 
 def content_text(content: str | Sequence[ContentBlock], field: str) -> str:

@@ -43,7 +43,8 @@ class GenerateEndpoints:
         )
         body, request = await read(exchange, pipeline.intake, chat.DECODER, convert, chat.TOLERANCE)
         _warn(exchange, body)
-        await self._answer(exchange, body, [request], ChatWriter)
+        writer = partial(ChatWriter, shows_reasoning=body.include_reasoning is not False)
+        await self._answer(exchange, body, [request], writer)
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
@@ -58,7 +59,7 @@ class GenerateEndpoints:
         exchange: Exchange,
         body: CommonBody,
         requests: Sequence[GenerationRequest],
-        kind: type[AnswerWriter],
+        kind: Callable[..., AnswerWriter],
     ) -> None:
         pipeline = self._pipeline()
         async with Accepted(exchange, pipeline, requests) as answer:

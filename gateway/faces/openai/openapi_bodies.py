@@ -66,6 +66,8 @@ BEYOND: Mapping[str, str] = {
     r"messages\[\d+\]\.reasoning": "it is what reasoning_content says, where both are given",
     r"metadata\.(user|safety_identifier)": "it is what the field of that name says, where both are given",
     r"reasoning_effort": "it is for models that reason",
+    r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
+    r"include_reasoning": "logprobs show what is thought, so one of them is left out",
     r"(documents|chat_template_kwargs)([.\[].*)?": "the template reads it, and reasoning_effort agrees",
     r"messages\[\d+\]\.name": "the checkpoint's template writes names of this role",
     r"(lora_)?(name|path)": "the name is model:adapter, and engines find an adapter at the path",

@@ -106,10 +106,6 @@ with works("several at once"):
     asyncio.run(asynchronous())
 with works("models"):
     assert client.models.retrieve(MODEL).id in [each.id for each in client.models.list()]
-with works("another try after too many requests"):
-    # The SDK waits as long as it is told, if that is no more than a minute.
-    patient = anthropic.Anthropic(**{**OPTIONS, "api_key": LIMITED_KEY, "max_retries": 4})
-    assert patient.messages.create(**ASKED).content
 with refused("too many requests", anthropic.RateLimitError, "rate_limit_error"):
     for _ in range(2):
         client.with_options(api_key=LIMITED_KEY).messages.create(**ASKED)
