@@ -56,6 +56,7 @@ BEYOND: Mapping[str, str] = {
     r"(max_tokens|max_completion_tokens)": "they are equal where both are given; 0 needs echo",
     r"top_logprobs": "logprobs is true",
     r"min_tokens": "it is not more than max_tokens",
+    r"stream_options": "stream is true",
     r"n": "greedy answers are equal: with temperature 0 there is one, unless beam_width is more",
     r"(n|best_of)": "prompts times answers have a limit; best_of is at least n, and is not streamed",
     r"(beam_width|temperature|top_k|\w+_p|logit_bias|\w+_penalty)": "beams are at least n, and not drawn",
@@ -274,7 +275,8 @@ def _ways(**unforced: Any) -> list[dict[str, Any]]:
 # A call that is forced is a constraint, too.
 _CALLED = _object("tools", **_NO_CONSTRAINT, ignore_eos=_NOT_SET, tools=_TOOLS)
 _TOGETHER: Mapping[Struct, tuple[list[dict[str, Any]], ...]] = {
-    chat.ChatBody: ([_CALLED, *_ways(tool_choice=_MAY_CALL)], _STREAMED),
+    # Not with _STREAMED as well: their product is more than generators of requests unfold.
+    chat.ChatBody: ([_CALLED, *_ways(tool_choice=_MAY_CALL)],),
     completions.CompletionBody: (_ways(), _STREAMED),
     TokenizeBody: (_TOKENIZED,),
     chat.MessageBody: (_BY_ROLE,),
