@@ -56,7 +56,6 @@ BEYOND: Mapping[str, str] = {
     r"(max_tokens|max_completion_tokens)": "they are equal where both are given; 0 needs echo",
     r"top_logprobs": "logprobs is true",
     r"min_tokens": "it is not more than max_tokens",
-    r"stream_options": "stream is true",
     r"n": "greedy answers are equal: with temperature 0 there is one, unless beam_width is more",
     r"(n|best_of)": "prompts times answers have a limit; best_of is at least n, and is not streamed",
     r"(beam_width|temperature|top_k|\w+_p|logit_bias|\w+_penalty)": "beams are at least n, and not drawn",
@@ -236,7 +235,9 @@ _TOKENIZED = [
     _object("prompt", prompt=_TEXT, **_OF_PROMPT),
     _object("messages", messages=_MESSAGES, prompt=_NULL, add_special_tokens=_NULL),
 ]
-_STREAMED = [_object(stream_options=_NULL), _object("stream", stream={"const": True})]
+# By reference: its product with the other rules is more than generators of requests unfold.
+_STREAMED = {"$ref": "#/components/schemas/Streamed"}
+_STREAMED_WAYS = [_object(stream_options=_NULL), _object("stream", stream={"const": True})]
 
 _FREE = _or_null({"type": "object", **_object("type", type={"const": "text"})})
 _BOUND = {"type": "object", **_object("type", type={"enum": [each for each in FORMATS if each != "text"]})}
@@ -274,16 +275,15 @@ def _ways(**unforced: Any) -> list[dict[str, Any]]:
 
 # A call that is forced is a constraint, too.
 _CALLED = _object("tools", **_NO_CONSTRAINT, ignore_eos=_NOT_SET, tools=_TOOLS)
-_TOGETHER: Mapping[Struct, tuple[list[dict[str, Any]], ...]] = {
-    # Not with _STREAMED as well: their product is more than generators of requests unfold.
-    chat.ChatBody: ([_CALLED, *_ways(tool_choice=_MAY_CALL)],),
-    completions.CompletionBody: (_ways(), _STREAMED),
-    TokenizeBody: (_TOKENIZED,),
-    chat.MessageBody: (_BY_ROLE,),
-    chat.ContentPart: (_PARTS,),
-    chat.ToolChoiceBody: (_CHOICES,),
-    ResponseFormatBody: (_BY_FORMAT,),
-    StructuredOutputs: (_STRUCTURED,),
+_TOGETHER: Mapping[Struct, list[dict[str, Any]]] = {
+    chat.ChatBody: [{"anyOf": [_CALLED, *_ways(tool_choice=_MAY_CALL)]}, _STREAMED],
+    completions.CompletionBody: [{"anyOf": _ways()}, _STREAMED],
+    TokenizeBody: [{"anyOf": _TOKENIZED}],
+    chat.MessageBody: [{"anyOf": _BY_ROLE}],
+    chat.ContentPart: [{"anyOf": _PARTS}],
+    chat.ToolChoiceBody: [{"anyOf": _CHOICES}],
+    ResponseFormatBody: [{"anyOf": _BY_FORMAT}],
+    StructuredOutputs: [{"anyOf": _STRUCTURED}],
 }
 
 
@@ -297,7 +297,8 @@ def body_schemas() -> dict[str, dict[str, Any]]:
     for kind in _with_strange_keys(TOLERANCE.fields.values()):
         del found[kind.__name__]["additionalProperties"]
     for kind, groups in _TOGETHER.items():
-        found[kind.__name__]["allOf"] = [{"anyOf": group} for group in groups]
+        found[kind.__name__]["allOf"] = groups
+    found["Streamed"] = {"anyOf": _STREAMED_WAYS}
     for kind in (chat.ChatBody, completions.CompletionBody):
         _describe_options(found[kind.__name__]["properties"])
         _describe_unserved(found[kind.__name__]["properties"])
