@@ -10,14 +10,16 @@ from gateway.faces.anthropic import bodies
 from gateway.faces.anthropic import fields as anthropic
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai import fields as openai
+from gateway.faces.responses import fields as responses
+from gateway.faces.responses import items, requests, tools
 from gateway.faces.unserved import Unserved
 
 _HEAD = """## Fields
 
 What becomes of each field of a request's body. Any other field is refused by its name, except inside of
 messages, blocks and tools, where strange keys are ignored and named in `x-millrace-ignored`. What has no
-effect is named in `x-millrace-warning`. Types and limits are in `/openapi.json` and
-`/v1/messages/openapi.json`.
+effect is named in `x-millrace-warning`. Types and limits are in `/openapi.json`, `/v1/responses/openapi.json`
+and `/v1/messages/openapi.json`.
 """
 _MESSAGES_KINDS = (
     ("", bodies.MessagesBody),
@@ -30,6 +32,18 @@ _MESSAGES_KINDS = (
     ("output_config.format.", bodies.OutputFormat),
     ("metadata.", bodies.MessageMetadata),
 )
+_RESPONSES_KINDS = (
+    ("", requests.ResponseBody),
+    ("input[].", items.InputItem),
+    ("input[].content[].", items.ItemPart),
+    ("tools[].", tools.OfferedTool),
+    ("tools[].format.", tools.ToolFormat),
+    ("tool_choice.", tools.ToolSelection),
+    ("text.", requests.TextBody),
+    ("text.format.", requests.TextFormatBody),
+    ("reasoning.", requests.ReasoningBody),
+    ("stream_options.", requests.ResponseStreamOptions),
+)
 
 
 def section() -> str:
@@ -39,6 +53,7 @@ def section() -> str:
         (
             _HEAD,
             _table("`/v1/chat/completions` and `/v1/completions`", chats, openai.FIELDS, {}),
+            _table("`/v1/responses`", _RESPONSES_KINDS, responses.FIELDS, responses.ACCEPTED),
             _table("`/v1/messages`", _MESSAGES_KINDS, anthropic.FIELDS, anthropic.ACCEPTED),
         )
     )

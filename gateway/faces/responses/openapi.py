@@ -62,6 +62,7 @@ BEYOND: Mapping[str, str] = {
     r"tool_choice.*": "it names tools; a call that is forced leaves no room for a schema",
     r"text\.format\..*": "a format has the fields of its type",
     r"reasoning\.effort": "the model reasons",
+    r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
     r"stream_options": "stream is true",
     r"metadata\.(user|safety_identifier)": "it is what the field of that name says, where both are given",
 }
