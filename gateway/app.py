@@ -122,8 +122,8 @@ class Gateway:
             build_app(
                 [
                     openai.routes(self._current_pipeline, self._config.admin_tenants),
-                    anthropic.routes(self._current_pipeline),
                     responses.routes(self._current_pipeline, self._settings.security.secret()),
+                    anthropic.routes(self._current_pipeline, self._settings.security.secret()),
                 ],
                 callers,
                 edge.counter,

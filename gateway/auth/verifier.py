@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hmac
 import re
 import time
 from typing import Literal, get_args
@@ -94,8 +92,6 @@ class CallerVerifier:
 
     def __init__(self, security: SecurityConfig, tiers: Tiers) -> None:
         self._secret = security.secret()
-        # Another key than that of contexts: what one signs is no proof of the other.
-        self._seal_key = hmac.digest(self._secret, b"texts that come back", "sha256")
         self._max_age_s = security.max_context_age_s
         self._tiers = tiers
 
@@ -142,11 +138,6 @@ class CallerVerifier:
             num_retries=int(arrival.retries) if _IS_COUNT(arrival.retries) else 0,
             context=context,
         )
-
-    def seal(self, tenant: str, text: str) -> str:
-        """What proves, when `text` comes back, that this deployment gave it to `tenant` as it is."""
-        digest = hmac.digest(self._seal_key, f"{tenant}\0{text}".encode(), "sha256")
-        return base64.b64encode(digest).decode()
 
     def sign(
         self, caller: Caller, tier: Tier, traceparent: tuple[str, str], model: str = ""

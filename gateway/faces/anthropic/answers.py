@@ -6,7 +6,7 @@ all but the text is encoded once a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -14,7 +14,8 @@ import msgspec
 from contract.chat import MESSAGE_ID
 from contract.outputs import FinishReason
 from gateway.faces.anthropic import answer_types as answers
-from gateway.faces.anthropic.turns import SIGNATURE, TOOL_ID
+from gateway.faces.anthropic.thoughts import Thoughts
+from gateway.faces.anthropic.turns import TOOL_ID
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
 
@@ -37,7 +38,7 @@ class MessageWriter:
         *,
         tier: str,
         max_tokens: int,
-        seal: Callable[[str], str],
+        thoughts: Thoughts,
         shows_thinking: bool = True,
         eager_tools: Collection[str] = (),
     ) -> None:
@@ -47,7 +48,7 @@ class MessageWriter:
         self._info = info
         self._tier = tier
         self._max_tokens = max_tokens
-        self._seal = seal
+        self._thoughts = thoughts
         self._shows_thinking = shows_thinking
         self._eager_tools = eager_tools
         self._index = -1
@@ -104,7 +105,7 @@ class MessageWriter:
         blocks: list[answers.AnswerBlock] = []
         if gathered.reasoning:
             shown = gathered.reasoning if self._shows_thinking else ""
-            blocks.append(answers.ThinkingAnswer(shown, self._signature(shown)))
+            blocks.append(answers.ThinkingAnswer(shown, self._signature(gathered.reasoning)))
         if gathered.content.strip():
             blocks.append(answers.TextAnswer(gathered.content))
         blocks += [
@@ -135,7 +136,7 @@ class MessageWriter:
             input_tokens=usage.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=usage.billed_tokens,
-            output_tokens_details=answers.OutputTokensDetails(usage.reasoning_tokens),
+            output_tokens_details=answers.ThoughtTokens(usage.reasoning_tokens),
             service_tier="standard" if self._tier == "default" else self._tier,
         )
 
@@ -153,14 +154,14 @@ class MessageWriter:
             case _:
                 return "end_turn", None
 
-    def _signature(self, shown: str) -> str:
-        return SIGNATURE + self._seal(shown)
+    def _signature(self, thought: str) -> str:
+        return self._thoughts.sign(thought, shown=self._shows_thinking)
 
     def _think(self, text: str, parts: list[bytes]) -> None:
         if self._open != "thinking":
             self._start(answers.ThinkingAnswer("", ""), b'"thinking_delta","thinking":', parts)
+        self._kept.append(text)
         if self._shows_thinking:
-            self._kept.append(text)
             self._piece(text, parts)
 
     def _say(self, text: str, parts: list[bytes]) -> None:

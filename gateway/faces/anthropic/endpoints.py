@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -13,10 +14,12 @@ from contract.errors import MillraceError
 from gateway.faces.accepted import Accepted
 from gateway.faces.anthropic.answer_types import InputTokenCount, MessageModel, MessageModelList
 from gateway.faces.anthropic.answers import MessageWriter
-from gateway.faces.anthropic.bodies import COUNT_TOKENS, MESSAGES, TOLERANCE, MessagesBody
+from gateway.faces.anthropic.bodies import COUNT_TOKENS, MESSAGES, TOLERANCE, CountTokensBody, MessagesBody
 from gateway.faces.anthropic.errors import ERRORS, error_event
 from gateway.faces.anthropic.requests import MessageRequest, eager_tools, message_request
+from gateway.faces.anthropic.thoughts import PURPOSE, Thoughts
 from gateway.faces.bodies import read
+from gateway.faces.sealed import Seal
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange
@@ -28,6 +31,7 @@ MODELS_PATH = "/v1/models"
 # Deltas whose events are written at once.
 _TOGETHER = 32
 _encode = msgspec.json.Encoder().encode
+Body = TypeVar("Body", bound=CountTokensBody)
 # The limits that other APIs' headers tell, in this one's words.
 _LIMIT_HEADERS = {
     f"x-ratelimit-{part}-{unit}".encode(): f"anthropic-ratelimit-{unit}-{part}"
@@ -39,17 +43,16 @@ _LIMIT_HEADERS = {
 class MessagesEndpoints:
     """The handlers."""
 
-    def __init__(self, pipeline: Callable[[], Pipeline]) -> None:
+    def __init__(self, pipeline: Callable[[], Pipeline], secret: bytes) -> None:
+        """`secret` is shared by all gateways of the deployment."""
         self._pipeline = pipeline
+        self._seal = Seal(secret, PURPOSE)
 
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/messages."""
         pipeline = self._pipeline()
-        tenant = exchange.verified_caller.identity.tenant
-        seal = partial(pipeline.callers.seal, tenant)
-        convert = partial(message_request, reasons=pipeline.reasons, seal=seal, limits=pipeline.intake.limits)
-        body, made = await read(exchange, pipeline.intake, MESSAGES, convert, TOLERANCE)
-        _warn(exchange, made)
+        thoughts = Thoughts(self._seal, exchange.verified_caller.identity.tenant)
+        body, made = await self._read(exchange, MESSAGES, thoughts)
         async with Accepted(exchange, pipeline, [made.request]) as answer:
             _tell_limits(exchange)
             (attempt,) = answer.attempts
@@ -57,7 +60,7 @@ class MessagesEndpoints:
                 attempt.info,
                 tier=attempt.call.tier.openai_name,
                 max_tokens=body.max_tokens,
-                seal=seal,
+                thoughts=thoughts,
                 shows_thinking=not _omits_thinking(body),
                 eager_tools=eager_tools(body),
             )
@@ -74,10 +77,8 @@ class MessagesEndpoints:
     async def count_tokens(self, exchange: Exchange) -> None:
         """POST /v1/messages/count_tokens."""
         pipeline, caller = self._pipeline(), exchange.verified_caller
-        seal = partial(pipeline.callers.seal, caller.identity.tenant)
-        convert = partial(message_request, reasons=pipeline.reasons, seal=seal, limits=pipeline.intake.limits)
-        body, made = await read(exchange, pipeline.intake, COUNT_TOKENS, convert, TOLERANCE)
-        _warn(exchange, made)
+        thoughts = Thoughts(self._seal, caller.identity.tenant)
+        body, made = await self._read(exchange, COUNT_TOKENS, thoughts)
         check_conversation(made.request, made.conversation)
         served = pipeline.model(caller, body.model)
         token_ids = await pipeline.encode(caller, served, made.request)
@@ -96,6 +97,18 @@ class MessagesEndpoints:
         first, last = (models[0].id, models[-1].id) if models else (None, None)
         await exchange.respond(200, _encode(MessageModelList(data=models, first_id=first, last_id=last)))
 
+    async def _read(
+        self, exchange: Exchange, decoder: msgspec.json.Decoder[Body], thoughts: Thoughts
+    ) -> tuple[Body, MessageRequest]:
+        """The body and its request; the response names what has no effect."""
+        pipeline = self._pipeline()
+        limits = pipeline.intake.limits
+        convert = partial(message_request, reasons=pipeline.reasons, thoughts=thoughts, limits=limits)
+        body, made = await read(exchange, pipeline.intake, decoder, convert, TOLERANCE)
+        for warning in made.warnings:
+            exchange.add_headers({WARNING_HEADER: warning})
+        return body, made
+
     def _model(self, name: str) -> MessageModel:
         pipeline = self._pipeline()
         served = pipeline.catalog.any_of(name)
@@ -108,11 +121,6 @@ class MessagesEndpoints:
             max_input_tokens=longest,
             max_tokens=longest,
         )
-
-
-def _warn(exchange: Exchange, made: MessageRequest) -> None:
-    for warning in made.warnings:
-        exchange.add_headers({WARNING_HEADER: warning})
 
 
 def _tell_limits(exchange: Exchange) -> None:

@@ -33,16 +33,24 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 FIELDS = Unserved(refused=REFUSED, harmless=HARMLESS_VALUES, remedies={}, without_effect=WITHOUT_EFFECT)
 
-# Fields that are taken, and do nothing more than is said here.
+# What is to be known of fields that are served.
 ACCEPTED: Mapping[str, str] = {
-    "cache_control": "prefixes are cached anyway; `usage.cache_read_input_tokens` tells how much was",
-    "tools[].eager_input_streaming": "true: arguments are sent as they come, valid or not; "
-    "otherwise once they are whole",
-    "tools[].type": "`custom`; server tools are refused",
-    "thinking.display": "`omitted` leaves the text out, and the next turn is without it, too",
-    "service_tier": "`auto` and `standard_only` are the caller's own tier; a tier's name asks for it",
     "max_tokens": "at least 1; the answer ends earlier where the model's context does",
-    "metadata": "`user_id` is kept with the request's entry in the ledger",
-    "messages[].content[]": "text, tool_use, tool_result, thinking and redacted_thinking blocks; images, "
+    "service_tier": "`auto` and `standard_only` are the caller's own tier; a tier's name asks for it",
+    "cache_control": "wherever it stands; prefixes are cached anyway, and `usage.cache_read_input_tokens` "
+    "tells how much was",
+    "output_format": "as `output_config.format`",
+    "messages[].content": "text, tool_use, tool_result, thinking and redacted_thinking blocks; images, "
     "documents and results of server tools are refused by type",
+    "messages[].content[].data": "of redacted_thinking, which is not read: it is another server's",
+    "messages[].content[].signature": "ours are checked; thinking with another has no effect",
+    "messages[].content[].citations": "taken and not read, as SDKs send answers back",
+    "messages[].content[].caller": "taken and not read, as SDKs send answers back",
+    "tools[].type": "`custom`; server tools are refused",
+    "tools[].eager_input_streaming": "arguments are sent as they come, valid or not; otherwise once they are "
+    "whole",
+    "thinking.type": "`enabled`, `adaptive` and `disabled`; without it the model's template decides",
+    "thinking.budget_tokens": "less than `max_tokens`; kept to the token",
+    "thinking.display": "`omitted` leaves the text out; the signature carries it to the next turn, sealed",
+    "metadata.user_id": "kept with the request's entry in the ledger",
 }

@@ -29,6 +29,7 @@ from gateway.faces.anthropic.bodies import (
     ToolDefinition,
 )
 from gateway.faces.anthropic.fields import FIELDS
+from gateway.faces.anthropic.thoughts import Thoughts
 from gateway.faces.anthropic.turns import TurnReader, content_text, unanswered
 from gateway.faces.options import thinking_options
 from gateway.pipeline.validate import MAX_METADATA_VALUE, SizedConversation, check_counts
@@ -49,6 +50,7 @@ _FIELD_NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
     "template_options": "thinking",
+    "max_thinking_tokens": "thinking.budget_tokens",
     "continue_final_message": "messages",
 }
 _FIELD_PARTS = {".function.name": ".name", ".enable_thinking": "", ".thinking": "", ".reasoning_effort": ""}
@@ -66,16 +68,16 @@ def message_request(
     body: CountTokensBody,
     *,
     reasons: Callable[[str], bool],
-    seal: Callable[[str], str],
+    thoughts: Thoughts,
     limits: RequestConfig,
 ) -> MessageRequest:
-    """The request of a body. `reasons` says whether the model of a name can think, `seal` what proves that a
-    thought was this caller's. Raises INVALID_ARGUMENT and UNSUPPORTED_FIELD.
+    """The request of a body. `reasons` says whether the model of a name can think, `thoughts` are the
+    caller's. Raises INVALID_ARGUMENT and UNSUPPORTED_FIELD.
     """
     check_counts(_sized(body), limits)
     warnings = FIELDS.check(body)
     options, thinking_warnings = _thinking(body, reasons=reasons)
-    conversation, turn_warnings = _conversation(body, options, seal)
+    conversation, turn_warnings = _conversation(body, options, thoughts)
     format_, format_field = _response_format(body)
     warnings += [*thinking_warnings, *turn_warnings]
     request = GenerationRequest(
@@ -91,7 +93,7 @@ def message_request(
     if isinstance(body, MessagesBody):
         request = msgspec.structs.replace(
             request,
-            sampling=_sampling(body),
+            sampling=_sampling(body, thinks=reasons(body.model)),
             service_tier="" if body.service_tier in OWN_TIER else body.service_tier or "",
             metadata=_labels(body),
             streaming=bool(body.stream),
@@ -121,12 +123,12 @@ def _blocks(content: str | Sequence[ContentBlock] | None) -> Sequence[ContentBlo
 
 
 def _conversation(
-    body: CountTokensBody, options: dict[str, Any], seal: Callable[[str], str]
+    body: CountTokensBody, options: dict[str, Any], thoughts: Thoughts
 ) -> tuple[Conversation, list[str]]:
     messages = []
     if body.system:
         messages.append(Message(role=Role.SYSTEM, content=content_text(body.system, "system")))
-    reader = TurnReader(seal)
+    reader = TurnReader(thoughts)
     if not body.messages:
         raise invalid("messages", "it is empty; give at least one message")
     messages += reader.messages(body.messages)
@@ -195,16 +197,13 @@ def _thinking(body: CountTokensBody, *, reasons: Callable[[str], bool]) -> tuple
         return {}, []
     if not reasons(body.model):
         field = "thinking" if asked else "output_config.effort"
-        why = f"{field} has no effect: model {body.model!r} does not reason"
+        why = f"{field} has no effect: model {body.model[:80]!r} does not reason"
         return {}, [why] if asked or effort is not None else []
     if config is not None and not asked:
         return thinking_options(False, "none"), (
             ["output_config.effort has no effect: thinking is disabled"] if effort else []
         )
-    warnings = []
-    if config is not None and config.budget_tokens is not None:
-        warnings.append("thinking.budget_tokens has no effect beyond switching thinking on")
-    return thinking_options(True, EFFORTS[effort] if effort else ""), warnings
+    return thinking_options(True, EFFORTS[effort] if effort else ""), []
 
 
 def _check_thinking(body: CountTokensBody, kind: str, budget: int | None) -> None:
@@ -245,9 +244,10 @@ def _response_format(body: CountTokensBody) -> tuple[JsonSchemaFormat | None, st
     return JsonSchemaFormat(bytes(given.schema).decode(), strict=True), field
 
 
-def _sampling(body: MessagesBody) -> SamplingOptions:
+def _sampling(body: MessagesBody, *, thinks: bool) -> SamplingOptions:
     return SamplingOptions(
         max_tokens=body.max_tokens,
+        max_thinking_tokens=body.thinking.budget_tokens if body.thinking is not None and thinks else None,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,

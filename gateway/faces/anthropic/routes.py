@@ -19,9 +19,9 @@ _NOT_SERVED: Mapping[str, str] = {
 }
 
 
-def routes(pipeline: Callable[[], Pipeline]) -> Routes:
-    """The face. `pipeline` raises what to answer while there is none yet."""
-    endpoints = MessagesEndpoints(pipeline)
+def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
+    """The face. `pipeline` raises what to answer while there is none yet; `secret` is the deployment's."""
+    endpoints = MessagesEndpoints(pipeline, secret)
     schema = openapi.document()
 
     async def describe(exchange: Exchange) -> None:

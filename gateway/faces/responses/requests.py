@@ -103,6 +103,8 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
     include: list[str] | None = None
     max_output_tokens: int | None = None
+    # Extension: most tokens of thoughts.
+    max_thinking_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
@@ -175,6 +177,7 @@ def asked(
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         max_tokens=body.max_output_tokens,
+        max_thinking_tokens=body.max_thinking_tokens,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
     request = GenerationRequest(

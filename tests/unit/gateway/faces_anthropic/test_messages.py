@@ -13,12 +13,14 @@ import pytest
 from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
-from gateway.auth.keys import hash_key
+from gateway.auth.directory import hash_key
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic.errors import ApiErrorBody
 from gateway.faces.anthropic.fields import REFUSED, WITHOUT_EFFECT
+from gateway.faces.anthropic.thoughts import PURPOSE, Thoughts
+from gateway.faces.sealed import Seal
 from runtime.context import CONTEXT_HEADER
-from tests.unit.gateway.rig.deployment import Deployment, deployed
+from tests.unit.gateway.rig.deployment import SECRET, Deployment, deployed
 from tests.unit.gateway.rig.engine import Reply, ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode
 
@@ -105,8 +107,13 @@ def joined(events: list[answers.MessageEvent]) -> answers.MessageAnswer:
     )
 
 
-def without_ids(message: answers.MessageAnswer) -> Any:
-    return msgspec.json.encode(message)
+def but_signatures(message: answers.MessageAnswer) -> answers.MessageAnswer:
+    """No two of them are alike."""
+    content = [
+        msgspec.structs.replace(each, signature="") if isinstance(each, answers.ThinkingAnswer) else each
+        for each in message.content
+    ]
+    return msgspec.structs.replace(message, content=content)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +155,7 @@ async def test_a_stream_is_the_whole_message_however_it_is_cut(
         assert [each.__struct_config__.tag for each in message.content] == blocks
         assert message.stop_reason == reason
         assert message.stop_sequence == ("STOP" if reason == "stop_sequence" else None)
-        assert without_ids(joined(events)) == without_ids(message)
+        assert but_signatures(joined(events)) == but_signatures(message)
         assert message.id == "msg_request-1"
         assert message.usage.input_tokens == len("2: hi\n") - 1
         assert message.usage.cache_read_input_tokens == 1
@@ -192,7 +199,9 @@ async def test_a_stream_that_can_send_nothing_for_long_sends_pings() -> None:
         thought, text = joined(events).content
         assert isinstance(thought, answers.ThinkingAnswer)
         assert (thought.thinking, text) == ("", answers.TextAnswer("so"))
-        assert without_ids(joined(events)) == without_ids(await whole(stack, thinking=config, max_tokens=700))
+        assert but_signatures(joined(events)) == but_signatures(
+            await whole(stack, thinking=config, max_tokens=700)
+        )
 
 
 async def test_thoughts_go_back_as_they_came_and_no_others() -> None:
@@ -204,6 +213,13 @@ async def test_thoughts_go_back_as_they_came_and_no_others() -> None:
         _, told, _ = stack.tokenizer.prepared[-1].conversation.messages
         assert (told.reasoning, told.content) == ("why", "hello")
 
+        hidden = (await whole(stack, thinking={"type": "adaptive", "display": "omitted"})).content
+        turns[1]["content"] = msgspec.to_builtins(hidden)
+        assert turns[1]["content"][0]["thinking"] == ""
+        await whole(stack, messages=turns)
+        assert stack.tokenizer.prepared[-1].conversation.messages[1].reasoning == "why"
+
+        turns[1]["content"] = content
         content[0]["thinking"] = "why not"
         changed = await stack.http.post(PATH, json={**BODY, "messages": turns})
         assert refused_field(changed) == "messages[1].content[0].signature"
@@ -218,11 +234,10 @@ async def test_thoughts_go_back_as_they_came_and_no_others() -> None:
 async def test_a_thought_of_one_tenant_is_none_of_another() -> None:
     async with deployed(ScriptedEngine(reply=says("why\n</think>\n\nhello"))) as stack:
         stack.tokenizer.assistant_prefix = "<think>\n"
-        seal = stack.gateway._callers.seal
-        block = {"type": "thinking", "thinking": "why"}
         for tenant, status in (("acme", 200), ("other", 400)):
-            content = [{**block, "signature": f"mr1.{seal(tenant, 'why')}"}]
-            turns = [*HI, {"role": "assistant", "content": content}, *HI]
+            thoughts = Thoughts(Seal(SECRET.encode(), PURPOSE), tenant)
+            block = {"type": "thinking", "thinking": "why", "signature": thoughts.sign("why", shown=True)}
+            turns = [*HI, {"role": "assistant", "content": [block]}, *HI]
             assert (await stack.http.post(PATH, json={**BODY, "messages": turns})).status_code == status
 
 
@@ -232,6 +247,7 @@ async def test_turns_become_the_messages_of_a_template() -> None:
         result = {"type": "tool_result", "tool_use_id": "toolu_a"}
         turns = [
             {"role": "user", "content": "one"},
+            {"role": "assistant", "content": []},
             {"role": "user", "content": [{"type": "text", "text": "two"}]},
             {"role": "assistant", "content": [{"type": "text", "text": "so"}, used]},
             {
@@ -279,6 +295,11 @@ SERVED: list[tuple[dict[str, Any], Look, object]] = [
     ({"service_tier": "fast"}, lambda s, p: tier_of(s), "fast"),
     ({"service_tier": "standard_only"}, lambda s, p: tier_of(s), "standard"),
     ({"thinking": {"type": "adaptive"}}, lambda s, p: option(p, "enable_thinking"), True),
+    (
+        {"thinking": {"type": "enabled", "budget_tokens": 99}},
+        lambda s, p: s.sampling.max_thinking_tokens,
+        99,
+    ),
     ({"thinking": {"type": "disabled"}}, lambda s, p: option(p, "enable_thinking"), False),
     ({"output_config": {"effort": "max"}}, lambda s, p: option(p, "reasoning_effort"), "xhigh"),
     ({}, lambda s, p: option(p, "enable_thinking"), None),
@@ -322,7 +343,8 @@ def refused_field(response: httpx.Response, kind: str = "invalid_request_error")
     error = msgspec.json.decode(response.content, type=ApiErrorBody)
     assert error.error.type == kind, response.text
     assert error.request_id == response.headers["request-id"] == "request-1"
-    assert error.error.details.field is None or error.error.details.field in error.error.message
+    field, code = error.error.details.field, error.error.details.error_code
+    assert field is None or field in error.error.message or code == "context_length_exceeded"
     return error.error.details.field
 
 
@@ -355,6 +377,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"thinking": THINKS}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {**THINKS, "budget_tokens": 0}}, "thinking.budget_tokens"),
+    # What ends a thought takes more.
+    ({"thinking": {**THINKS, "budget_tokens": 1}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"output_config": {"effort": "none"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
@@ -404,6 +428,10 @@ async def test_errors_have_the_apis_statuses_and_types() -> None:
         assert (unknown.status_code, refused_field(unknown, "not_found_error")) == (404, "model")
         nothing = await stack.http.get("/v1/messages/nothing")
         assert (nothing.status_code, refused_field(nothing, "not_found_error")) == (404, None)
+        long = await stack.http.post(PATH, json={**BODY, "system": "a" * 5000})
+        assert (long.status_code, refused_field(long)) == (400, "messages")
+        told = "prompt is too long: 5010 tokens > 4096 maximum. "
+        assert long.json()["error"]["message"].startswith(told)
         large = await stack.http.post(PATH, json={**BODY, "system": "a" * 200_000})
         assert (large.status_code, refused_field(large, "request_too_large")) == (413, None)
         many = await stack.http.post(PATH, json={**BODY, "system": [{}] * 40_000})
