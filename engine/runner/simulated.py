@@ -19,6 +19,7 @@ import msgspec
 
 from checkpoint.files import find
 from checkpoint.vocabulary import read_token_ids
+from contract.thinking import Thought
 from engine.config import EngineConfig, SimulatedConfig
 from engine.runner.base import Progress, RunnerBroken
 from engine.types import (
@@ -51,6 +52,8 @@ class SimulatedSequence:
     # Prompt and output, the tokens sampled here included.
     num_tokens: int
     is_poisoned: bool
+    # With a budget.
+    thought: Thought | None = None
 
 
 class SimulatedStep:
@@ -117,7 +120,9 @@ class SimulatedRunner:
         for new in plan.new_sequences:
             self._states[new.sequence_id] = self._new_state(new)
         for parent, child in plan.forks:
-            self._states[child] = replace(self._states[parent])
+            state = self._states[parent]
+            thought = None if state.thought is None else state.thought.copy()
+            self._states[child] = replace(state, thought=thought)
         seconds = self._duration(plan)
         self._free_s = max(time.monotonic(), self._free_s) + seconds
         if any(self._states[row.sequence_id].is_poisoned for row in plan.scheduled):
@@ -154,6 +159,10 @@ class SimulatedRunner:
         if self._config.break_token_id in prompt:
             raise RunnerBroken("a prompt holds simulation.break_token_id")
         poisoned = self._config.poison_token_id in prompt
+        thought, budget = None, new.sampling.max_thinking_tokens
+        if new.thinking is not None and budget is not None:
+            thought = Thought(new.thinking, budget, prompt[-1:])
+            thought.read(new.token_ids[new.num_prompt_tokens :])
         return SimulatedSequence(
             new.sampling,
             new.choice_index,
@@ -161,6 +170,7 @@ class SimulatedRunner:
             sum(prompt) + sum(new.adapter.encode()),
             len(new.token_ids),
             poisoned,
+            thought,
         )
 
     def _duration(self, plan: SchedulerOutput) -> float:
@@ -175,11 +185,11 @@ class SimulatedRunner:
         if not row.samples:
             return SequenceResult(row.sequence_id, (), prompt_logprobs=prompt_logprobs)
         first = state.num_tokens - len(state.prompt)
-        tokens = [self.token(state, first)]
+        tokens = [self._drawn(state, first)]
         for draft in row.draft_token_ids:
             if draft != tokens[-1]:
                 break
-            tokens.append(self.token(state, first + len(tokens)))
+            tokens.append(self._drawn(state, first + len(tokens)))
         state.num_tokens += len(tokens)
         count = state.sampling.logprobs
         logprobs = () if count is None else tuple(self._logprob(token, count) for token in tokens)
@@ -191,6 +201,14 @@ class SimulatedRunner:
             num_drafted=len(row.draft_token_ids),
             num_accepted=len(tokens) - 1,
         )
+
+    def _drawn(self, state: SimulatedSequence, position: int) -> int:
+        """The token that is due in a thought, or the formula's."""
+        forced = None if state.thought is None else state.thought.forced()
+        token = self.token(state, position) if forced is None else forced
+        if state.thought is not None:
+            state.thought.read((token,))
+        return token
 
     def _prompt_logprobs(self, row: ScheduledSequence, state: SimulatedSequence) -> tuple[TokenLogprobs, ...]:
         count = state.sampling.prompt_logprobs

@@ -100,8 +100,6 @@ def _thinking(
     budget, field = sampling.max_thinking_tokens, "sampling.max_thinking_tokens"
     if budget is None:
         return None
-    if limits.simulated:
-        raise unsupported(field, "the simulated engine does not think; use a real model")
     if not submit.HasField("thinking"):
         raise invalid("thinking", f"it is required with {field}: the tags around what the model thinks")
     tags = convert.thinking_tags(submit.thinking)
