@@ -16,6 +16,8 @@ ToolCallFormat = Literal[
     "deepseek_v32", "qwen_xml", "glm", "kimi", "minimax", "harmony", "granite", "gemma4", "functiongemma",
     "phi4", "functools", "command",
 ]  # fmt: skip
+# Calls that the template writes in none of them.
+UNKNOWN_FORMAT = "unknown"
 ReasoningFormat = Literal["think", "mistral", "gemma4", "command", "granite", "harmony"]
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from contract.formats import REASONING, THINK_CLOSE
+from contract.formats import REASONING, THINK_CLOSE, UNKNOWN_FORMAT
 from tokenizer_svc.text import sandbox
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,9 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
 def tool_call_format(
     templates: Mapping[str, str], tokens: Set[str], special_tokens: Mapping[str, str]
 ) -> str:
-    """Name of the tool-call format that the templates write, or "": then it is logged what they write."""
+    """Name of the tool-call format that the templates write, "" for none; UNKNOWN_FORMAT, with a line in the
+    log, where they write calls otherwise.
+    """
     unknown = ""
     for written in _trials(templates, special_tokens):
         for name, pattern in _WRITTEN.items():
@@ -99,7 +101,7 @@ def tool_call_format(
             "tools are refused; if it is one of the known ones, name it with --tool-call-parser",
             unknown[start : start + 160],
         )
-    return name
+    return name or UNKNOWN_FORMAT
 
 
 def reasoning_format(templates: Mapping[str, str], tokens: Set[str]) -> str:
