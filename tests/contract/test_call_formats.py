@@ -201,7 +201,9 @@ def test_ids_that_templates_need_back_are_the_models() -> None:
     text = turn("kimi", [("f", {}), ("f", {})])
     assert [call[0] for call in read("kimi", [text])[2]] == ["functions.f:0", "functions.f:1"]
     twice = text.replace("f:1", "f:0")
-    assert [call[0] for call in read("kimi", [twice])[2]] == ["functions.f:0", "id1"]
+    assert [call[0] for call in read("kimi", [twice])[2]] == ["functions.f:0", "functions.f:1"]
+    bare = text.replace("functions.f:1", "f")
+    assert [call[:2] for call in read("kimi", [bare])[2]][1] == ("functions.f:1", "f")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.chat import JsonSchemaFormat, ToolChoiceMode
+from contract.chat import Conversation, JsonSchemaFormat, Message, Role, ToolCall, ToolChoiceMode
 from tests.contract.call_corpus import ARGUMENTS, FAMILIES, SCHEMA, TOOLS, turn
 from tests.contract.test_call_formats import read
-from tests.unit.tokenizer_svc.families import MORE
+from tests.unit.tokenizer_svc.building import Text
+from tests.unit.tokenizer_svc.families import MORE, make
 from tests.unit.tokenizer_svc.test_grammars import Family
 from tokenizer_svc.grammar.request import (
     Built,
@@ -155,3 +157,38 @@ def test_thoughts_come_before_what_is_led(name: str, tmp_path: Any) -> None:
     assert not side.accepts(request, f'{thoughts}{opens}{{"x": 1}}{closes}')
     required = rules(name, ToolChoiceMode.REQUIRED, reasoning=Reasoning.OPTIONAL, reasoning_format=tags)
     assert side.accepts(required, thoughts + written(name, ("f", {"count": 1})))
+
+
+@pytest.mark.parametrize("broken", ['{"city": "Ber', '"text"', "[1]", "7", "null", ""])
+def test_broken_arguments_in_a_history_stay_usable(
+    family: tuple[str, Family], broken: str, tmp_path: Path
+) -> None:
+    name, _ = family
+    text = Text(make(name, tmp_path))
+    call = ToolCall(id="call_1", name="get_weather", arguments_json=broken)
+    messages = (
+        Message(role=Role.USER, content="Weather?"),
+        Message(role=Role.ASSISTANT, tool_calls=(call,)),
+        Message(
+            role=Role.TOOL, content="sunny in all of the land", tool_call_id="call_1", name="get_weather"
+        ),
+        Message(role=Role.USER, content="Thanks"),
+    )
+    rendered = text.templates.render(Conversation(messages=messages))
+    assert "get_weather" in rendered
+    assert "sunny in all of the land" in rendered
+    if "Ber" in broken:
+        assert "Ber" in rendered
+
+
+def test_ids_of_other_servers_get_the_form_that_the_template_needs(tmp_path: Path) -> None:
+    text = Text(make("kimi", tmp_path))
+    calls = tuple(ToolCall(id=id_, name="f", arguments_json="{}") for id_ in ("functions.f:0", "call_9"))
+    messages = (
+        Message(role=Role.USER, content="q"),
+        Message(role=Role.ASSISTANT, tool_calls=calls),
+        Message(role=Role.TOOL, content="one", tool_call_id="call_9"),
+    )
+    rendered = text.templates.render(Conversation(messages=messages))
+    assert "<|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}" in rendered
+    assert "## Return of functions.f:1" in rendered
