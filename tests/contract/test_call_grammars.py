@@ -183,12 +183,12 @@ def test_broken_arguments_in_a_history_stay_usable(
 
 def test_ids_of_other_servers_get_the_form_that_the_template_needs(tmp_path: Path) -> None:
     text = Text(make("kimi", tmp_path))
-    calls = tuple(ToolCall(id=id_, name="f", arguments_json="{}") for id_ in ("functions.f:0", "call_9"))
+    calls = tuple(ToolCall(id=id_, name="f", arguments_json="{}") for id_ in ("functions.f:1", "call_9"))
     messages = (
         Message(role=Role.USER, content="q"),
         Message(role=Role.ASSISTANT, tool_calls=calls),
         Message(role=Role.TOOL, content="one", tool_call_id="call_9"),
     )
     rendered = text.templates.render(Conversation(messages=messages))
-    assert "<|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}" in rendered
-    assert "## Return of functions.f:1" in rendered
+    assert "<|tool_call_begin|>functions.f:2<|tool_call_argument_begin|>{}" in rendered
+    assert "## Return of functions.f:2" in rendered

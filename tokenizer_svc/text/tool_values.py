@@ -6,6 +6,7 @@ nothing behind `$ref`, or in `anyOf` beside `null`: it gets the fields that thos
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -46,6 +47,7 @@ def with_naming_ids(messages: Sequence[Message]) -> list[Message]:
     """The conversation with ids that hold the names of what they call, as templates need them that write the
     ids alone (Kimi's): clients bring ids of other servers.
     """
+    taken = {call.id for message in messages for call in message.tool_calls}
     given: dict[str, str] = {}
     made: list[Message] = []
     for message in messages:
@@ -53,7 +55,10 @@ def with_naming_ids(messages: Sequence[Message]) -> list[Message]:
         for call in message.tool_calls:
             form = f"functions.{call.name}:"
             is_own = call.id.startswith(form) and call.id.removeprefix(form).isdecimal()
-            given[call.id] = call.id if is_own else f"{form}{len(given)}"
+            numbers = itertools.count(len(given))
+            new = next(id_ for number in numbers if (id_ := f"{form}{number}") not in taken)
+            given[call.id] = call.id if is_own else new
+            taken.add(given[call.id])
             calls.append(msgspec.structs.replace(call, id=given[call.id]))
         result_of = given.get(message.tool_call_id, message.tool_call_id)
         made.append(msgspec.structs.replace(message, tool_calls=tuple(calls), tool_call_id=result_of))
