@@ -25,7 +25,8 @@ _TOOL_TEMPLATE, _DEFAULT_TEMPLATE = "tool_use", "default"
 _MAX_CHARACTERS, _MAX_TRIAL_S = 1 << 20, 1.0
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
 _ARGUMENTS = rf'\{{\s*"{_KEY}": "{_VALUE}"\s*\}}'
-_OBJECT = rf'\{{(?:"type": "function", )?"name": "{_NAME}", "(?:arguments|parameters)": "?{_ARGUMENTS}'
+# A call as a JSON object, up to its name; the arguments may come first.
+_OBJECT = rf'\{{(?:[^{{}}]*|\s*"arguments": {_ARGUMENTS}, )"name":\s*"{_NAME}"'
 # How each format writes the call of the trial.
 _WRITTEN: Mapping[str, str] = {
     "qwen_xml": rf"<tool_call>\s*<function={_NAME}>\s*<parameter={_KEY}>\s*{_VALUE}\s*</parameter>",
@@ -42,7 +43,7 @@ _WRITTEN: Mapping[str, str] = {
     MISTRAL: rf"\[TOOL_CALLS\]\s*\[\s*{_OBJECT}",
     "gemma4": rf"<\|tool_call>call:{_NAME}\{{",
     "functiongemma": rf"<start_function_call>call:{_NAME}\{{",
-    "phi4": rf"<\|tool_call\|>\s*\[\s*{_OBJECT}\s*\}}\s*\]\s*<\|/tool_call\|>",
+    "phi4": rf"<\|tool_call\|>\s*\[\s*{_OBJECT}[^\]]*\]\s*<\|/tool_call\|>",
     "granite": rf"<\|tool_call\|>\s*\[\s*{_OBJECT}",
     "command": rf'<\|START_ACTION\|>\s*\[\s*\{{"tool_call_id": "\w+", "tool_name": "{_NAME}"',
     LLAMA4: rf"\[{_NAME}\({_KEY}=[\"']{_VALUE}[\"']\)\]",
@@ -95,7 +96,7 @@ def tool_call_format(
     # What is written in another form than a format's own is not read as that format.
     name = next((name for name in told if name not in _WRITTEN), "")
     if not name:
-        start = max(unknown.index(_NAME) - 60, 0)
+        start = max(unknown.rfind(_NAME if _NAME in unknown else _KEY) - 60, 0)
         _log.warning(
             "the chat template writes tool calls in a format that is not known here (%r), and requests with "
             "tools are refused; if it is one of the known ones, name it with --tool-call-parser",
@@ -136,7 +137,7 @@ def _trials(templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> 
         # A template may refuse a form in any way.
         with contextlib.suppress(Exception):
             text = _rendered(source, variables)
-            if _NAME in text:
+            if _NAME in text or _KEY in text:
                 yield text
 
 
