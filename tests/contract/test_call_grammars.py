@@ -114,6 +114,29 @@ def test_required_arguments_of_a_strict_tool_are_written(family: tuple[str, Fami
     assert not side.accepts(request, written(name, ("f", {"n": 5})))
 
 
+def test_a_tool_that_says_nothing_of_its_arguments_takes_any(family: tuple[str, Family]) -> None:
+    name, side = family
+    tool = ToolSpec(name="f", parameters_json='{"type": "object"}')
+    admits = side.admitting(rules(name, ToolChoiceMode.AUTO, (tool,)))
+    assert admits(written(name, ("f", {"a": "b", "c": 1})))
+    assert admits(written(name, ("f", {})))
+    nothing = ToolSpec(name="f", parameters_json='{"type": "object", "properties": {}}')
+    assert not side.accepts(rules(name, ToolChoiceMode.AUTO, (nothing,)), written(name, ("f", {"a": "b"})))
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"minLength": 2, "maxLength": 3.0}, {"maxLength": 10**9}, {"minLength": 2}]
+)
+def test_lengths_of_texts(family: tuple[str, Family], bounds: dict[str, Any]) -> None:
+    name, side = family
+    schema = {"type": "object", "properties": {"s": {"type": "string", **bounds}}, "required": ["s"]}
+    tool = ToolSpec(name="f", parameters_json=json.dumps(schema))
+    admits = side.admitting(rules(name, ToolChoiceMode.REQUIRED, (tool,)))
+    assert admits(written(name, ("f", {"s": "abc"})))
+    assert admits(written(name, ("f", {"s": "a"}))) is ("minLength" not in bounds)
+    assert admits(written(name, ("f", {"s": "abcd"}))) is (3.0 not in bounds.values())
+
+
 def test_a_strict_tool_whose_texts_cannot_be_led_is_refused(family: tuple[str, Family]) -> None:
     name, side = family
     schema = {
