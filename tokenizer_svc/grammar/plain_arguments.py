@@ -35,11 +35,20 @@ Literal = Callable[[str], str]
 class PlainArguments:
     """The arguments of one tool: rules of Lark, and what they do not enforce."""
 
-    def __init__(self, index: int, schema: dict[str, Any], json_rule: JsonRule, literal: Literal) -> None:
+    def __init__(
+        self,
+        index: int,
+        schema: dict[str, Any],
+        json_rule: JsonRule,
+        literal: Literal,
+        shared: dict[str, str],
+    ) -> None:
+        """`shared` are symbols of texts by how these are written, for all tools."""
         self._index = index
         self._root = schema
         self._json = json_rule
         self._literal = literal
+        self._shared = shared
         self._by_reference: dict[str, str] = {}
         self._num_names = 0
         self.rules: list[str] = []
@@ -183,17 +192,20 @@ class PlainArguments:
     def _text(self, schema: Any, close: str) -> str:
         """Any text up to its closing mark, of a length that the schema allows, and the mark."""
         least, most = (_length(schema, word) for word in ("minLength", "maxLength"))
-        length = "*" if least is most is None else f"{{{least or 0},{'' if most is None else most}}}"
-        mark = self._literal(close)
-        name = self._name()
+        length = f"{{{least or 0},{'' if most is None else most}}}" if least or most is not None else "*"
+        key = f"{length} {close}"
+        if key not in self._shared:
+            self._shared[key] = self._new_text(length, close, is_optional=not least)
+        return self._shared[key]
+
+    def _new_text(self, length: str, close: str, *, is_optional: bool) -> str:
+        mark, name = self._literal(close), self._name()
         if not mark.startswith("<["):
             self.rules.append(f"{name}[lazy]: /(?s:.{length})/ {mark}")
             return name
-        optional = "?" if not least else ""
-        terminal = name.upper()
         escaped = re.escape(close).replace("/", r"\/")
-        self.rules.append(f"{terminal}: /(?s:.{length})/ & /(?s:.+)/ & ~/(?s:.*{escaped}.*)/")
-        return f"{terminal}{optional} {mark}"
+        self.rules.append(f"{name.upper()}: /(?s:.{length})/ & /(?s:.+)/ & ~/(?s:.*{escaped}.*)/")
+        return f"{name.upper()}{'?' if is_optional else ''} {mark}"
 
     def _rule(self, body: str) -> str:
         if not body.strip():
