@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from contract.chat import Conversation, JsonSchemaFormat, Message, Role, ToolCall, ToolChoiceMode
+from gateway.text.choice import ChoiceText, TextOptions, shown_ids
+from gateway.text.delta import TextDelta
+from gateway.text.detokenizer import TokenTexts
+from gateway.tokenizer.client import vocabulary
 from tests.contract.call_corpus import ARGUMENTS, FAMILIES, SCHEMA, TOOLS, turn
 from tests.contract.test_call_formats import read
 from tests.unit.tokenizer_svc.building import Text
@@ -22,6 +26,8 @@ from tokenizer_svc.grammar.request import (
     ToolSpec,
     WorkRefusal,
 )
+from tokenizer_svc.messages.wire import vocabulary_response
+from tokenizer_svc.text.checkpoint import load_checkpoint
 
 SPECS = tuple(ToolSpec(name=tool.name, parameters_json=tool.parameters_json) for tool in TOOLS)
 # Values in the order of the schema, which is that of grammars; Gemma's templates sort.
@@ -215,3 +221,26 @@ def test_ids_of_other_servers_get_the_form_that_the_template_needs(tmp_path: Pat
     rendered = text.templates.render(Conversation(messages=messages))
     assert "<|tool_call_begin|>functions.f:2<|tool_call_argument_begin|>{}" in rendered
     assert "## Return of functions.f:2" in rendered
+
+
+def test_calls_come_through_as_the_tokens_of_the_checkpoint(
+    family: tuple[str, Family], tmp_path: Path
+) -> None:
+    """Control tokens that a format is made of are shown to parsers, whatever special ones are hidden."""
+    name, side = family
+    checkpoint = load_checkpoint(make(name, tmp_path))
+    known = vocabulary(vocabulary_response(checkpoint))
+    options = TextOptions(
+        tool_call_format=known.tool_call_format, reasoning_format=known.reasoning_format, tools=TOOLS
+    )
+    plain = TokenTexts(known)
+    texts = TokenTexts(known, shown_ids=shown_ids(plain, options))
+    for arguments in ARGUMENTS:
+        choice, total = ChoiceText(texts, options, str), TextDelta()
+        for token_id in side.tokenizer.encode(turn(name, [("f", arguments)]), add_special_tokens=False).ids:
+            delta = TextDelta()
+            choice.feed([token_id], delta)
+            total.content += delta.content
+        choice.finish(total)
+        assert [(each[0], json.loads(each[1])) for each in choice.tool_calls()] == [("f", arguments)]
+        assert not total.content.strip()
