@@ -16,6 +16,8 @@ ToolCallFormat = Literal[
     "deepseek_v32", "qwen_xml", "glm", "kimi", "minimax", "harmony", "granite", "gemma4", "functiongemma",
     "phi4", "functools", "command",
 ]  # fmt: skip
+# Calls that the template writes in none of them.
+UNKNOWN_FORMAT = "unknown"
 ReasoningFormat = Literal["think", "mistral", "gemma4", "command", "granite", "harmony"]
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -134,6 +136,8 @@ JSON: Mapping[str, JsonForm] = {
 class SectionForm(msgspec.Struct, frozen=True, kw_only=True):
     """A section of calls, each in marks of its own: `call_open NAME separator {ARGUMENTS} call_close`."""
 
+    # In place of the name stands an id that holds it, which the template writes again.
+    has_ids: bool = False
     open: str
     close: str
     call_open: str
@@ -152,6 +156,7 @@ SECTIONS: Mapping[str, SectionForm] = {
     "deepseek": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "kimi": SectionForm(
+        has_ids=True,
         open="<|tool_calls_section_begin|>",
         close="<|tool_calls_section_end|>",
         call_open="<|tool_call_begin|>",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from contract.chat import Conversation, TextPrompt
+from contract.formats import UNKNOWN_FORMAT
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from gateway.engines.types import EngineOutput
@@ -322,11 +323,13 @@ class AnswerReader:
         prompt = request.prompt
         self.thoughts.check(request)
         if isinstance(prompt, Conversation) and prompt.calls_tools and not self._tool_format:
-            raise refuse(
-                request,
-                "tools",
-                f"model {request.model!r} has no tool-call format that can be read; leave them out",
-            )
+            problem = f"model {request.model!r} has no tool-call format that can be read; leave them out"
+            if self.vocabulary.tool_call_format == UNKNOWN_FORMAT:
+                problem = (
+                    f"model {request.model!r} writes tool calls in a format that is not known here; leave "
+                    "them out, or have it served with --tool-call-parser"
+                )
+            raise refuse(request, "tools", problem)
 
     def echo(self, request: GenerationRequest, prepared: Prepared) -> Echo | None:
         """The prompt, where answers begin with it."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.formats import REASONING, ToolCallFormat
+from contract.formats import REASONING, UNKNOWN_FORMAT, ToolCallFormat
 from gateway.text.delta import TextDelta
 from gateway.text.harmony import HarmonyParser
 from gateway.text.reasoning import TextParser, ThinkParser
@@ -182,11 +182,28 @@ def test_harmony_calls_with_the_recipient_on_either_side(header: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('<|python_tag|>f.call(text="a) b", count=1)', ("", [("id0", "f", '{"text": "a) b", "count": 1}')])),
+        ('<|python_tag|>print("f.call(1)")', ('<|python_tag|>print("f.call(1)")', [])),
+        ("<|python_tag|>f.call(1)", ("<|python_tag|>f.call(1)", [])),
+        ("<|python_tag|>f.call(text=", ("<|python_tag|>f.call(text=", [])),
+    ],
+)
+def test_python_behind_its_tag(text: str, expected: object) -> None:
+    for pieces in ([text], text):
+        content, _, calls = read("llama3", pieces)
+        assert (content, calls) == expected
+
+
 def test_ids_that_templates_need_back_are_the_models() -> None:
     text = turn("kimi", [("f", {}), ("f", {})])
     assert [call[0] for call in read("kimi", [text])[2]] == ["functions.f:0", "functions.f:1"]
     twice = text.replace("f:1", "f:0")
-    assert [call[0] for call in read("kimi", [twice])[2]] == ["functions.f:0", "id1"]
+    assert [call[0] for call in read("kimi", [twice])[2]] == ["functions.f:0", "functions.f:1"]
+    bare = text.replace("functions.f:1", "f")
+    assert [call[:2] for call in read("kimi", [bare])[2]][1] == ("functions.f:1", "f")
 
 
 @pytest.mark.parametrize(
@@ -222,6 +239,6 @@ def test_an_unknown_format_is_said_and_read_as_no_other(caplog: pytest.LogCaptur
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}<tool_call>!{{ c.function.name }}"
         "{% endfor %}{% endfor %}"
     )
-    assert tool_call_format({"default": template}, {"<|python_tag|>"}, {}) == ""
+    assert tool_call_format({"default": template}, {"<|python_tag|>"}, {}) == UNKNOWN_FORMAT
     assert "<tool_call>!probe_name" in caplog.text
     assert "--tool-call-parser" in caplog.text

@@ -21,6 +21,8 @@ _HELD = frozenset({"type", "enum", "const", "minLength", "maxLength", "nullable"
 _SILENT = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema"})
 _IN_BRACES = frozenset({"items", "properties", "required", "additionalProperties", "$defs", "definitions"})
 _TEXT = frozenset({"string"})
+# Bounds of a text's length that are held.
+_MAX_LENGTH = 1000
 # References are followed so far.
 _MAX_REFERENCES = 16
 _WHY = "the model's format writes this value as plain text"
@@ -33,11 +35,20 @@ Literal = Callable[[str], str]
 class PlainArguments:
     """The arguments of one tool: rules of Lark, and what they do not enforce."""
 
-    def __init__(self, index: int, schema: dict[str, Any], json_rule: JsonRule, literal: Literal) -> None:
+    def __init__(
+        self,
+        index: int,
+        schema: dict[str, Any],
+        json_rule: JsonRule,
+        literal: Literal,
+        shared: dict[str, str],
+    ) -> None:
+        """`shared` are symbols of texts by how these are written, for all tools."""
         self._index = index
         self._root = schema
         self._json = json_rule
         self._literal = literal
+        self._shared = shared
         self._by_reference: dict[str, str] = {}
         self._num_names = 0
         self.rules: list[str] = []
@@ -45,22 +56,26 @@ class PlainArguments:
         self.unenforced: list[KeywordStatus] = []
         object_ = schema if "properties" in schema else (target_of(schema, schema) or schema)
         self._properties: dict[str, Any] = object_.get("properties") or {}
-        self._required = frozenset(object_.get("required") or ()) & self._properties.keys()
+        self._required = _required(object_)
+        # Nothing is said of the arguments, and there may be some.
+        self._is_free = not self._properties and schema.get("additionalProperties") is not False
 
     def tagged(self, form: TaggedForm) -> str:
         """The rule of all arguments between marks, each on a line."""
+        if self._is_free:
+            return self._rule(f"({self._tagged_item(self._key(), {}, '', form)})*")
         items = []
         for key, schema in self._properties.items():
-            path = f"/properties/{_pointer(key)}"
-            kinds, value = self._tagged_value(schema, path, form)
-            kind = (
-                f"{self._literal(form.kind)} ({' | '.join(map(self._literal, kinds))})" if form.kind else ""
-            )
-            between = f'"\\n"? {self._literal(form.value_open)}' if form.value_open else ""
-            opens = f"{self._literal(form.key_open + key)} {kind} {self._literal(form.key_close)}"
-            item = f'{opens} {between} {self._literal(form.pad)} {value} "\\n"?'
+            item = self._tagged_item(self._literal(key), schema, f"/properties/{_pointer(key)}", form)
             items.append(item if key in self._required else f"({item})?")
         return self._rule(" ".join(items))
+
+    def _tagged_item(self, key: str, schema: Any, path: str, form: TaggedForm) -> str:
+        kinds, value = self._tagged_value(schema, path, form)
+        kind = f"{self._literal(form.kind)} ({' | '.join(map(self._literal, kinds))})" if form.kind else ""
+        between = f'"\\n"? {self._literal(form.value_open)}' if form.value_open else ""
+        opens = f"{self._literal(form.key_open)} {key} {kind} {self._literal(form.key_close)}"
+        return f'{opens} {between} {self._literal(form.pad)} {value} "\\n"?'
 
     def _tagged_value(self, schema: Any, path: str, form: TaggedForm) -> tuple[tuple[str, ...], str]:
         """(whether it is a text: "true", "false", or either; the rule of the value and what closes it)."""
@@ -87,6 +102,9 @@ class PlainArguments:
 
     def pythonic(self) -> str:
         """The rule of arguments as Python writes them; JSON's values are taken for Python's."""
+        if self._is_free:
+            item = self._rule(f'{self._key()} "=" {self._json({}, "")}')
+            return self._rule(f'({item} (", " {item})*)?')
         items = {
             key: f"{self._literal(key + '=')} {self._json(schema, f'/properties/{_pointer(key)}')}"
             for key, schema in self._properties.items()
@@ -95,6 +113,9 @@ class PlainArguments:
 
     def braced(self, form: BracedForm) -> str:
         """The rule of arguments in braces, by their keys, as the templates sort them."""
+        if self._is_free:
+            item = self._rule(f'{self._key()} ":" {self._braced_value({}, form, "")}')
+            return self._rule(f'({item} ("," {item})*)?')
         return self._members(self._properties, self._required, form, "")
 
     def _members(self, properties: Mapping[str, Any], required: Any, form: BracedForm, path: str) -> str:
@@ -143,9 +164,14 @@ class PlainArguments:
             return f'"[" ({item} ("," {item})*)? "]"'
         if kind == "object":
             properties = schema.get("properties") or {}
-            required = frozenset(schema.get("required") or ()) & properties.keys()
-            return f'"{{" {self._members(properties, required, form, path)} "}}"'
+            return f'"{{" {self._members(properties, _required(schema), form, path)} "}}"'
         return self._json({**schema, "type": kind} if isinstance(schema, dict) else {"type": kind}, path)
+
+    def _key(self) -> str:
+        """The name of an argument of which the schema says nothing."""
+        name = self._name().upper()
+        self.rules.append(f"{name}: /[a-zA-Z_][a-zA-Z0-9_]*/")
+        return name
 
     def _separated(self, items: Mapping[str, str], required: frozenset[str], separator: str) -> str:
         """Items in their order with a separator between those that are there."""
@@ -165,19 +191,21 @@ class PlainArguments:
 
     def _text(self, schema: Any, close: str) -> str:
         """Any text up to its closing mark, of a length that the schema allows, and the mark."""
-        schema = schema if isinstance(schema, dict) else {}
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        length = "*" if (least, most) == (0, "") else f"{{{least},{most}}}"
-        mark = self._literal(close)
-        name = self._name()
+        least, most = (_length(schema, word) for word in ("minLength", "maxLength"))
+        length = f"{{{least or 0},{'' if most is None else most}}}" if least or most is not None else "*"
+        key = f"{length} {close}"
+        if key not in self._shared:
+            self._shared[key] = self._new_text(length, close, is_optional=not least)
+        return self._shared[key]
+
+    def _new_text(self, length: str, close: str, *, is_optional: bool) -> str:
+        mark, name = self._literal(close), self._name()
         if not mark.startswith("<["):
             self.rules.append(f"{name}[lazy]: /(?s:.{length})/ {mark}")
             return name
-        optional = "?" if not least else ""
-        terminal = name.upper()
         escaped = re.escape(close).replace("/", r"\/")
-        self.rules.append(f"{terminal}: /(?s:.{length})/ & /(?s:.+)/ & ~/(?s:.*{escaped}.*)/")
-        return f"{terminal}{optional} {mark}"
+        self.rules.append(f"{name.upper()}: /(?s:.{length})/ & /(?s:.+)/ & ~/(?s:.*{escaped}.*)/")
+        return f"{name.upper()}{'?' if is_optional else ''} {mark}"
 
     def _rule(self, body: str) -> str:
         if not body.strip():
@@ -194,11 +222,24 @@ class PlainArguments:
         """Puts down which keywords of a text do not hold."""
         schema = self._resolved(schema)
         for keyword in schema if isinstance(schema, dict) else ():
-            if keyword not in _HELD | _SILENT | also:
+            too_long = keyword in ("minLength", "maxLength") and _length(schema, keyword) is None
+            if too_long or keyword not in _HELD | _SILENT | also:
                 self.unenforced.append(KeywordStatus(keyword, f"{path}/{keyword}", _WHY))
             elif keyword in ("anyOf", "oneOf") and not also:
                 for index, part in enumerate(schema[keyword]):
                     self._note(part, f"{path}/{keyword}/{index}")
+
+
+def _required(schema: dict[str, Any]) -> frozenset[str]:
+    listed = schema.get("required")
+    properties = schema.get("properties") or {}
+    return frozenset(key for key in properties if isinstance(listed, list) and key in listed)
+
+
+def _length(schema: Any, keyword: str) -> int | None:
+    """A bound that can be held; None without one."""
+    value = schema.get(keyword) if isinstance(schema, dict) else None
+    return int(value) if isinstance(value, int | float) and 0 <= value <= _MAX_LENGTH else None
 
 
 def _values(schema: Any) -> list[Any] | None:

@@ -57,8 +57,9 @@ def tool_grammars(
     grammars: list[Grammar] = []
     reports: list[EnforcementReport] = []
     alternatives, lines = [], []
+    shared: dict[str, str] = {}
     for index, tool in enumerate(rules.tools):
-        written = _Arguments(tool, index, max_schema_depth, left_out or {})
+        written = _Arguments(tool, index, max_schema_depth, left_out or {}, shared)
         arguments = written.rule(layout, lambda text: literal(text, token_ids))
         grammars += written.grammars
         reports.append(written.report)
@@ -168,11 +169,20 @@ _WITHOUT_ARGUMENTS = frozenset(
 class _Arguments:
     """The arguments of one tool: grammars of their own, and rules where they are no JSON object."""
 
-    def __init__(self, tool: ToolSpec, index: int, max_depth: int, left_out: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        tool: ToolSpec,
+        index: int,
+        max_depth: int,
+        left_out: Mapping[str, str],
+        shared: dict[str, str],
+    ) -> None:
         self._tool = tool
         self._index = index
         self._max_depth = max_depth
         self._left_out = left_out
+        # Symbols of values that several arguments have alike, also those of other tools.
+        self._shared = shared
         self._schema = _completed(tool.parameters)
         self.grammars: list[Grammar] = []
         self.lines: list[str] = []
@@ -185,7 +195,7 @@ class _Arguments:
         self.report = _under(prefix, compiled.enforcement)
         if layout.arguments is None and not layout.is_python:
             return self._named(compiled.grammar)
-        plain = PlainArguments(self._index, self._schema, self._part, write)
+        plain = PlainArguments(self._index, self._schema, self._part, write, self._shared)
         match layout.arguments:
             case TaggedForm() as form:
                 symbol = plain.tagged(form)
@@ -217,7 +227,11 @@ class _Arguments:
         """The symbol of a value in JSON, by a part of the schema."""
         whole = {word: self._schema[word] for word in ("$defs", "definitions") if word in self._schema}
         part = {**whole, **schema} if isinstance(schema, dict) else schema
-        return self._named(self._compiled(part, strict=False, path=path).grammar)
+        grammar = self._compiled(part, strict=False, path=path).grammar
+        key = json.dumps(grammar)
+        if key not in self._shared:
+            self._shared[key] = self._named(grammar)
+        return self._shared[key]
 
     def _named(self, grammar: Grammar) -> str:
         name = f"arguments_{self._index}" + (f"_{len(self.grammars)}" if self.grammars else "")

@@ -11,7 +11,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
-from contract.formats import REASONING
+from contract.formats import REASONING, UNKNOWN_FORMAT
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
     GrammarRequest,
@@ -35,7 +35,8 @@ class Prompts:
 
     def __init__(self, checkpoint: Checkpoint, limits: PromptLimitsConfig, *, turn_cache_tokens: int) -> None:
         added = checkpoint.description.get("added_tokens", [])
-        self.tool_call_format = checkpoint.tool_call_format
+        known = checkpoint.tool_call_format != UNKNOWN_FORMAT
+        self.tool_call_format = checkpoint.tool_call_format if known else ""
         self.reasoning_format = checkpoint.reasoning_format
         self._tags = REASONING.get(self.reasoning_format, REASONING["think"])
         # Tools' schemas are grammars as well.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from contract.formats import REASONING, THINK_CLOSE
+from contract.formats import REASONING, THINK_CLOSE, UNKNOWN_FORMAT
 from tokenizer_svc.text import sandbox
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ _TOOL_TEMPLATE, _DEFAULT_TEMPLATE = "tool_use", "default"
 _MAX_CHARACTERS, _MAX_TRIAL_S = 1 << 20, 1.0
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
 _ARGUMENTS = rf'\{{\s*"{_KEY}": "{_VALUE}"\s*\}}'
-_OBJECT = rf'\{{(?:"type": "function", )?"name": "{_NAME}", "(?:arguments|parameters)": "?{_ARGUMENTS}'
+# A call as a JSON object, up to its name; the arguments may come first.
+_OBJECT = rf'\{{(?:[^{{}}]*|\s*"arguments": {_ARGUMENTS}, )"name":\s*"{_NAME}"'
 # How each format writes the call of the trial.
 _WRITTEN: Mapping[str, str] = {
     "qwen_xml": rf"<tool_call>\s*<function={_NAME}>\s*<parameter={_KEY}>\s*{_VALUE}\s*</parameter>",
@@ -42,7 +43,7 @@ _WRITTEN: Mapping[str, str] = {
     MISTRAL: rf"\[TOOL_CALLS\]\s*\[\s*{_OBJECT}",
     "gemma4": rf"<\|tool_call>call:{_NAME}\{{",
     "functiongemma": rf"<start_function_call>call:{_NAME}\{{",
-    "phi4": rf"<\|tool_call\|>\s*\[\s*{_OBJECT}\s*\}}\s*\]\s*<\|/tool_call\|>",
+    "phi4": rf"<\|tool_call\|>\s*\[\s*{_OBJECT}[^\]]*\]\s*<\|/tool_call\|>",
     "granite": rf"<\|tool_call\|>\s*\[\s*{_OBJECT}",
     "command": rf'<\|START_ACTION\|>\s*\[\s*\{{"tool_call_id": "\w+", "tool_name": "{_NAME}"',
     LLAMA4: rf"\[{_NAME}\({_KEY}=[\"']{_VALUE}[\"']\)\]",
@@ -78,7 +79,9 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
 def tool_call_format(
     templates: Mapping[str, str], tokens: Set[str], special_tokens: Mapping[str, str]
 ) -> str:
-    """Name of the tool-call format that the templates write, or "": then it is logged what they write."""
+    """Name of the tool-call format that the templates write, "" for none; UNKNOWN_FORMAT, with a line in the
+    log, where they write calls otherwise.
+    """
     unknown = ""
     for written in _trials(templates, special_tokens):
         for name, pattern in _WRITTEN.items():
@@ -93,13 +96,13 @@ def tool_call_format(
     # What is written in another form than a format's own is not read as that format.
     name = next((name for name in told if name not in _WRITTEN), "")
     if not name:
-        start = max(unknown.index(_NAME) - 60, 0)
+        start = max(unknown.rfind(_NAME if _NAME in unknown else _KEY) - 60, 0)
         _log.warning(
             "the chat template writes tool calls in a format that is not known here (%r), and requests with "
             "tools are refused; if it is one of the known ones, name it with --tool-call-parser",
             unknown[start : start + 160],
         )
-    return name
+    return name or UNKNOWN_FORMAT
 
 
 def reasoning_format(templates: Mapping[str, str], tokens: Set[str]) -> str:
@@ -134,7 +137,7 @@ def _trials(templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> 
         # A template may refuse a form in any way.
         with contextlib.suppress(Exception):
             text = _rendered(source, variables)
-            if _NAME in text:
+            if _NAME in text or _KEY in text:
                 yield text
 
 

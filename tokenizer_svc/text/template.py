@@ -21,7 +21,7 @@ from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text import sandbox
 from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.text.encoding import ControlTokens
-from tokenizer_svc.text.tool_values import call_arguments, completed, resolved, tool_value
+from tokenizer_svc.text.tool_values import call_arguments, completed, resolved, tool_value, with_naming_ids
 from tokenizer_svc.text.turns import Turns, absent, all_written, missing, other_ways
 
 # Names under which templates look for an assistant turn's reasoning.
@@ -99,6 +99,7 @@ class ChatTemplates:
         source = "\n".join(templates.values())
         self._reasons = any(form.close in source for form in REASONING.values())
         self._shape = self._find_shape()
+        self._names_by_id = self._find_ids()
         # Templates that write tools field by field and not as JSON.
         self._reading_fields = frozenset(name for name in templates if not self._dumps_tools(name))
         # Roles of messages whose name each template does not write, as far as a trial shows.
@@ -118,7 +119,7 @@ class ChatTemplates:
         self._refuse_names(conversation, self._nameless[name])
         rendering = _Rendering(
             self._templates[name],
-            [self._message(each, self._shape, name) for each in conversation.messages],
+            [self._message(each, self._shape, name) for each in self._known_calls(conversation.messages)],
             self._variables(conversation, reading_fields=name in self._reading_fields),
             self._run,
             time.monotonic() + self._limits.max_render_s,
@@ -126,6 +127,19 @@ class ChatTemplates:
         if conversation.continue_final_message:
             rendering.tag = self._control.mark * 2 + " "
         return rendering.prompt()
+
+    def _known_calls(self, messages: Sequence[Message]) -> Sequence[Message]:
+        called = self._names_by_id and any(message.tool_calls for message in messages)
+        return with_naming_ids(messages) if called else messages
+
+    def _find_ids(self) -> bool:
+        """Whether the default template writes a call's id and not its name."""
+        call = ToolCall(id="abcdefghi", name="probe_name", arguments_json="{}")
+        turns = (Message(role=Role.USER, content="q"), Message(role=Role.ASSISTANT, tool_calls=(call,)))
+        template = self._templates.get(_TOOL_TEMPLATE, self._templates.get(DEFAULT_TEMPLATE))
+        variables = self._variables(Conversation(messages=turns))
+        text = self._tried(template, turns, self._shape, variables) if template is not None else ""
+        return "abcdefghi" in (text or "") and "probe_name" not in (text or "")
 
     def _find_shape(self) -> _Shape:
         """Tries the ways on a small conversation; the first under which the call appears whole is taken."""

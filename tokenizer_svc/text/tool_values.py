@@ -6,11 +6,15 @@ nothing behind `$ref`, or in `anyOf` beside `null`: it gets the fields that thos
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from contract.chat import Tool
+import msgspec
+
+from contract.chat import Message, Tool
 from tokenizer_svc.refusals import invalid
 
 # Levels of nesting in a tool's schema and in a call's arguments.
@@ -44,6 +48,28 @@ def call_arguments(arguments_json: str, *, objects_only: bool) -> Any:
     if isinstance(value, dict) or not objects_only:
         return value
     return {} if value is None else {"arguments": value}
+
+
+def with_naming_ids(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with ids that hold the names of what they call, as templates need them that write the
+    ids alone (Kimi's): clients bring ids of other servers.
+    """
+    taken = {call.id for message in messages for call in message.tool_calls}
+    given: dict[str, str] = {}
+    made: list[Message] = []
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            form = f"functions.{call.name}:"
+            is_own = call.id.startswith(form) and call.id.removeprefix(form).isdecimal()
+            numbers = itertools.count(len(given))
+            new = next(id_ for number in numbers if (id_ := f"{form}{number}") not in taken)
+            given[call.id] = call.id if is_own else new
+            taken.add(given[call.id])
+            calls.append(msgspec.structs.replace(call, id=given[call.id]))
+        result_of = given.get(message.tool_call_id, message.tool_call_id)
+        made.append(msgspec.structs.replace(message, tool_calls=tuple(calls), tool_call_id=result_of))
+    return made
 
 
 def tool_value(tool: Tool, index: int) -> dict[str, Any]:

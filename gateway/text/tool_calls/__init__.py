@@ -38,7 +38,7 @@ PARSERS: Mapping[str, Parsers] = {
     **{name: partial(_untyped, partial(SectionedParser, form)) for name, form in SECTIONS.items()},
     **{name: partial(TaggedParser, form) for name, form in TAGGED.items()},
     **dict.fromkeys(_MISTRAL, partial(_untyped, MistralParser)),
-    "llama3": partial(_untyped, Llama3Parser),
+    "llama3": Llama3Parser,
     "llama4": PythonicParser,
     "harmony": partial(_untyped, AddressedParser),
 }

@@ -1,24 +1,32 @@
 """Llama 3's JSON format: an answer that is `{"name": …, "parameters": {…}}`, several separated by `;`.
 
 An answer is a call only if it begins with one, after `<|python_tag|>` or white space. Many answers that are
-not calls begin with `{`: what turns out not to be a call, with its arguments, is content.
+not calls begin with `{`: what turns out not to be a call, with its arguments, is content. After the tag the
+models' own tools are called in Python, as `NAME.call(key=value)`.
 """
 
 from __future__ import annotations
 
+import re
+
 from gateway.text.tool_calls.json_call import CallState, JsonCall
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
+from gateway.text.tool_calls.values import ToolTypes
+from gateway.text.tool_calls.whole import PythonCall
 
 TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;"
+_PYTHON, _PYTHON_BEGUN = re.compile(r"\w{1,128}\.call\("), re.compile(r"\w{1,128}(\.\w{0,4})?")
 
 
 class Llama3Parser(ToolCallParser):
     """Calls are streamed as their arguments come."""
 
-    def __init__(self, call_id: CallIds) -> None:
+    def __init__(self, call_id: CallIds, tools: ToolTypes) -> None:
         super().__init__(call_id)
+        self._tools = tools
         self._call: JsonCall | None = None
+        self._python: PythonCall | None = None
         # No call can come any more.
         self._plain = False
 
@@ -27,13 +35,18 @@ class Llama3Parser(ToolCallParser):
             if self._plain:
                 self._sink.content(text[position:])
                 return
-            if self._call is None:
+            if self._python is not None:
+                if self._python.feed(character):
+                    self._end_python(self._python)
+            elif self._call is None:
                 self._before_call(character)
             else:
                 self._in_call(self._call, character)
 
     def _end(self) -> None:
-        if self._call is not None and not self._call.named:
+        if self._python is not None:
+            self._sink.content(self._held + self._python.source)
+        elif self._call is not None and not self._call.named:
             self._sink.content(self._held + "".join(self._call.raw))
         elif self._call is None and not self.num_calls:
             self._sink.content(self._held)
@@ -47,8 +60,24 @@ class Llama3Parser(ToolCallParser):
             return
         self._held += character
         before = (before + character).lstrip(_BETWEEN)
-        if not TAG.startswith(before.rstrip(_BETWEEN)):
+        if TAG.startswith(before.rstrip(_BETWEEN)):
+            return
+        name = before.removeprefix(TAG)
+        if character == "(" and before.startswith(TAG) and _PYTHON.fullmatch(name):
+            self._held, self._python = self._held.removesuffix(name), PythonCall(name)
+        elif not before.startswith(TAG) or not _PYTHON_BEGUN.fullmatch(name):
             self._give_up(self._held)
+
+    def _end_python(self, call: PythonCall) -> None:
+        self._python = None
+        read = call.read(self._tools)
+        if read is None:
+            self._give_up(self._held + call.source)
+            return
+        self._held = ""
+        self._sink.begin(read[0])
+        self._sink.argue(read[1])
+        self.num_complete += 1
 
     def _in_call(self, call: JsonCall, character: str) -> None:
         call.feed(character)

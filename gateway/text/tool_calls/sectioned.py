@@ -16,7 +16,7 @@ from gateway.text.tool_calls.json_call import JsonValue
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
 _OLD_TYPE = "function"
-_NAME_IN_ID = re.compile(r"(?:functions\.)?([^\s:]+):\d+")
+_NAME_IN_ID = re.compile(r"(?:functions\.)?(.+):\d+", re.DOTALL)
 
 
 class SectionedParser(ToolCallParser):
@@ -105,12 +105,17 @@ class SectionedParser(ToolCallParser):
             self._raw += self._header
 
     def _begin(self) -> None:
-        name = self._name()
-        found = _NAME_IN_ID.fullmatch(name)
+        written = self._name()
+        if not self._form.has_ids:
+            self._sink.begin(written)
+            return
+        found = _NAME_IN_ID.fullmatch(written)
+        name, call_id, index = found[1] if found else written, written, self.num_calls
         # An id that came before in this answer would be two calls' own.
-        is_new = name not in self._ids
-        self._ids.add(name)
-        self._sink.begin(found[1] if found else name, name if found and is_new else "")
+        while call_id in self._ids or not _NAME_IN_ID.fullmatch(call_id):
+            call_id, index = f"functions.{name}:{index}", index + 1
+        self._ids.add(call_id)
+        self._sink.begin(name, call_id)
 
     def _name(self) -> str:
         """What the header calls."""

@@ -20,6 +20,49 @@ _NAMES_IN_JSON = {"true": True, "false": False, "null": None}
 _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 
+class PythonCall:
+    """Reads one call `f(a=1)` character by character, from behind its opening bracket on."""
+
+    def __init__(self, source: str) -> None:
+        self._source = [source]
+        # Open brackets, and the quote of the text that is read.
+        self._depth, self._quote, self._escaped = 1, "", False
+
+    @property
+    def source(self) -> str:
+        """What was read."""
+        return "".join(self._source)
+
+    def feed(self, character: str) -> bool:
+        """Whether the call has ended."""
+        self._source.append(character)
+        if self._quote:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == self._quote:
+                self._quote = ""
+        elif character in "'\"":
+            self._quote = character
+        else:
+            self._depth += (character in "([{") - (character in ")]}")
+        return not self._depth
+
+    def read(self, tools: ToolTypes) -> tuple[str, str] | None:
+        """(name, arguments as JSON); None where it is no call with named arguments."""
+        name, _, rest = self.source.partition("(")
+        name = name.removesuffix(".call")
+        try:
+            call = ast.parse(f"f({rest}", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                return None
+            arguments = {str(each.arg): _python_value(each.value) for each in call.keywords if each.arg}
+            return name, tools.written(name, arguments)
+        except _UNREADABLE:
+            return None
+
+
 class PythonicParser(ToolCallParser):
     """`[f(a=1), g(b="x")]` as the whole answer, perhaps between Llama 4's marks. An answer that begins so and
     calls none of the request's tools is content.
@@ -30,11 +73,9 @@ class PythonicParser(ToolCallParser):
         self._tools = tools
         # No call can come any more.
         self._plain = False
-        # Open brackets, and the quote of the text that is read.
-        self._depth, self._quote, self._escaped = 0, "", False
-        # What was read of the list since the last call, and of the call.
+        self._call: PythonCall | None = None
+        # What was read of the list since the last call, and before the call that is read.
         self._raw = ""
-        self._call: list[str] = []
         self._in_list = False
 
     def _read(self, text: str) -> None:
@@ -42,14 +83,16 @@ class PythonicParser(ToolCallParser):
             if self._plain:
                 self._sink.content(text[position:])
                 return
-            if self._depth:
-                self._in_call(character)
-            else:
+            if self._call is None:
                 self._between(character)
+            elif self._call.feed(character):
+                self._end_call(self._call)
 
     def _end(self) -> None:
-        left = self._raw + "".join(self._call)
-        if self.num_calls and not self._depth:
+        left = self._raw
+        if self._call is not None:
+            left += self._call.source
+        elif self.num_calls:
             left = left.strip(_SPACE + ",]").removesuffix(PYTHON_CLOSE)
         self._sink.content(left)
         self._raw = ""
@@ -60,69 +103,34 @@ class PythonicParser(ToolCallParser):
             before = self._raw.strip(_SPACE)
             self._in_list = before.removeprefix(PYTHON_OPEN).strip(_SPACE) == "["
             if not (self._in_list or PYTHON_OPEN.startswith(before)):
-                self._give_up()
+                self._give_up(self._raw)
             return
         name = self._raw.lstrip(_SPACE).removeprefix(PYTHON_OPEN).lstrip(_SPACE + "[,")
         if character == "(" and _NAME.fullmatch(name[:-1]) and self._tools.knows(name[:-1]):
-            self._depth, self._call = 1, []
-        elif self.num_calls and not name.strip(_SPACE + "]"):
+            self._raw, self._call = self._raw.removesuffix(name), PythonCall(name)
+        elif not name or (self.num_calls and self._closes(name)):
             return
-        elif (
-            name
-            and (len(name) > _MAX_NAME or not _NAME.fullmatch(name))
-            and not (self.num_calls and self._closes(name))
-        ):
-            self._give_up()
+        elif len(name) > _MAX_NAME or not _NAME.fullmatch(name):
+            self._give_up(self._raw)
 
     def _closes(self, text: str) -> bool:
         """Whether the end of the list, or a part of it, stands there."""
-        mark = text.strip(_SPACE).removeprefix("]").strip(_SPACE)
-        return text.startswith("]") and (PYTHON_CLOSE.startswith(mark))
+        return text.startswith("]") and PYTHON_CLOSE.startswith(text[1:].strip(_SPACE))
 
-    def _in_call(self, character: str) -> None:
-        self._call.append(character)
-        if self._quote:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == self._quote:
-                self._quote = ""
-        elif character in "'\"":
-            self._quote = character
-        elif character in "([{":
-            self._depth += 1
-        elif character in ")]}":
-            self._depth -= 1
-            if not self._depth:
-                self._end_call()
-
-    def _end_call(self) -> None:
-        self._raw, self._call = self._raw + "".join(self._call), []
-        source = self._raw.lstrip(_SPACE).removeprefix(PYTHON_OPEN).lstrip(_SPACE + "[,")
-        try:
-            name, arguments = _python_call(source)
-            written = self._tools.written(name, arguments)
-        except _UNREADABLE:
-            self._give_up()
+    def _end_call(self, call: PythonCall) -> None:
+        self._call = None
+        read = call.read(self._tools)
+        if read is None:
+            self._give_up(self._raw + call.source)
             return
         self._raw = ""
-        self._sink.begin(name)
-        self._sink.argue(written)
+        self._sink.begin(read[0])
+        self._sink.argue(read[1])
         self.num_complete += 1
 
-    def _give_up(self) -> None:
-        self._plain = True
-        text, self._raw = self._raw, ""
+    def _give_up(self, text: str) -> None:
+        self._plain, self._raw = True, ""
         self._sink.content(text)
-
-
-def _python_call(source: str) -> tuple[str, dict[str, Any]]:
-    name, _, rest = source.partition("(")
-    call = ast.parse(f"f({rest}", mode="eval").body
-    if not isinstance(call, ast.Call) or call.args:
-        raise ValueError("not a call with named arguments")
-    return name, {str(each.arg): _python_value(each.value) for each in call.keywords if each.arg}
 
 
 def _python_value(node: ast.expr) -> Any:

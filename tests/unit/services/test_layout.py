@@ -201,9 +201,9 @@ def test_template_and_parsers_of_the_file_are_those_of_its_checkpoint(tmp_path: 
         ),
         (
             {"tool_call_parser": "pythonic"},
-            r"model\.tool_call_parser: .*'pythonic'; expected one of deepseek, .*, hermes, .*, mistral_v13$",
+            r"model\.tool_call_parser: .*'pythonic'; expected one of command, .*, hermes, .*, qwen_xml$",
         ),
-        ({"reasoning_parser": "x"}, r"model\.reasoning_parser: .*'x'; expected one of think$"),
+        ({"reasoning_parser": "x"}, r"model\.reasoning_parser: .*'x'; expected one of command, .*, think$"),
     ],
 )
 def test_template_or_parser_that_is_not_known_is_refused_before_anything_starts(

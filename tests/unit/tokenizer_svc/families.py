@@ -54,7 +54,8 @@ MORE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "phi4": (("<|tool_call|>", "<|/tool_call|>", "<|user|>", "<|assistant|>", "<|end|>"), ()),
     "functools": (("<|user|>", "<|assistant|>", "<|end|>"), ()),
     "gemma4": (
-        ("<bos>", "<|turn>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<turn|>"), (),
+        ("<bos>", "<|turn>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<turn|>"),
+        (),
     ),
     "functiongemma": (
         ("<bos>", "<start_of_turn>", "<start_function_call>", "<end_function_call>", "<escape>",

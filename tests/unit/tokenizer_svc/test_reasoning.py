@@ -12,7 +12,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from tests.unit.tokenizer_svc.checkpoints import byte_level, write
-from tests.unit.tokenizer_svc.families import CHATML, MARKUP
+from tests.unit.tokenizer_svc.families import CHATML, MARKUP, make
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import GrammarRequest, PromptRequest, Reasoning
 from tokenizer_svc.prompt.prompts import Prompts
@@ -36,10 +36,12 @@ ON_REQUEST = _TURNS + "{% if enable_thinking is defined and enable_thinking %}<t
 
 
 def _reasoning(folder: Path, template: str, tokens: tuple[str, ...] = MARKUP, **options: Any) -> Reasoning:
-    checkpoint = load_checkpoint(
-        write(folder, byte_level(CHATML, tokens), template, config={"eos_token": "<|im_end|>"})
-    )
-    prompts = Prompts(checkpoint, PromptLimitsConfig(), turn_cache_tokens=1024)
+    path = write(folder, byte_level(CHATML, tokens), template, config={"eos_token": "<|im_end|>"})
+    return _reasoning_at(path, **options)
+
+
+def _reasoning_at(path: Path, **options: Any) -> Reasoning:
+    prompts = Prompts(load_checkpoint(path), PromptLimitsConfig(), turn_cache_tokens=1024)
     fields = {key: struct_pb2.Value(bool_value=value) for key, value in options.items() if key != "more"}
     conversation = chat_pb2.Conversation(
         messages=[
@@ -74,6 +76,26 @@ def test_the_model_may_think_unless_the_template_or_the_client_has_ended_it(
     tmp_path: Path, template: str, options: dict[str, Any], expected: Reasoning
 ) -> None:
     assert _reasoning(tmp_path, template, **options) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("gemma4", {}, Reasoning.NONE),
+        ("gemma4", {"enable_thinking": True}, Reasoning.OPTIONAL),
+        ("minimax", {}, Reasoning.OPEN),
+        ("deepseek_v32", {}, Reasoning.OPEN),
+        ("kimi", {}, Reasoning.OPTIONAL),
+        ("harmony", {}, Reasoning.OPTIONAL),
+        ("command", {}, Reasoning.OPTIONAL),
+        ("granite", {}, Reasoning.OPTIONAL),
+        ("phi4", {}, Reasoning.NONE),
+    ],
+)
+def test_families_think_between_tags_of_their_own(
+    name: str, options: dict[str, Any], expected: Reasoning, tmp_path: Path
+) -> None:
+    assert _reasoning_at(make(name, tmp_path), **options) is expected
 
 
 def test_an_answer_that_is_continued_holds_no_more_thoughts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from contract.formats import UNKNOWN_FORMAT
 from tests.unit.gateway.rig.deployment import deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.tokenizer import ByteTokenizer
@@ -50,3 +51,28 @@ async def test_a_call_that_a_stop_string_cuts_is_not_told_as_a_call() -> None:
         whole = (await stack.http.post("/v1/chat/completions", json={**BODY, "stop": "none"})).json()
     assert [choice["finish_reason"] for choice in cut["choices"]] == ["stop", "stop"]
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["tool_calls", "tool_calls"]
+
+
+async def test_plain_arguments_get_the_types_of_the_requests_tools() -> None:
+    arguments = "".join(f"<parameter={key}>\n7\n</parameter>\n" for key in "ns")
+    text = f"<tool_call>\n<function=f>\n{arguments}</function>\n</tool_call>"
+    engine = ScriptedEngine(reply=lambda submit, choice: [*encode(text), END_ID])
+    tokenizer = ByteTokenizer()
+    tokenizer.tool_call_format = "qwen_xml"
+    types = {"n": {"type": "integer"}, "s": {"type": "string"}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": types}}
+    body = {**BODY, "n": 1, "tools": [{"type": "function", "function": function}]}
+    async with deployed(engine, tokenizer=tokenizer) as stack:
+        answer = (await stack.http.post("/v1/chat/completions", json=body)).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"n": 7, "s": "7"}'}
+
+
+async def test_tools_of_a_model_whose_calls_nobody_can_read_are_refused() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.tool_call_format = UNKNOWN_FORMAT
+    async with deployed(ScriptedEngine(), tokenizer=tokenizer) as stack:
+        answer = await stack.http.post("/v1/chat/completions", json=BODY)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools"
+    assert "writes tool calls in a format that is not known here" in answer.json()["error"]["message"]
