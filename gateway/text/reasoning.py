@@ -77,7 +77,7 @@ class ThinkParser:
         self._answer.finish(delta)
 
     def _before(self, text: str, delta: TextDelta) -> str:
-        stripped = text.lstrip("\n")
+        stripped = text.lstrip(" \n")
         if stripped.startswith(THINK_OPEN):
             self._step = ThinkParser._think
             return stripped[len(THINK_OPEN) :]

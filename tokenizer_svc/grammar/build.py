@@ -24,7 +24,6 @@ from contract.chat import (
     LarkFormat,
     RegexFormat,
     ResponseFormat,
-    ToolChoiceMode,
 )
 from contract.formats import THINK_CLOSE, THINK_OPEN
 from contract.grammar import EnforcementReport
@@ -288,9 +287,7 @@ def _grammars(
     else:
         assert answer is not None
         grammars = [{"name": "answer", **answer}]
-    # Optional calls come after any text already, thoughts among it.
-    is_free = answer is None and request.tools is not None and request.tools.mode is ToolChoiceMode.AUTO
-    if request.reasoning is Reasoning.OPEN or (request.reasoning is Reasoning.OPTIONAL and not is_free):
+    if request.reasoning is not Reasoning.NONE:
         grammars = [_reasoning_first(request.reasoning, grammars[0]["name"], token_ids), *grammars]
     return grammars, enforcement
 
@@ -311,7 +308,10 @@ def _unforced(grammars: list[Grammar], backend: Backend) -> list[Grammar]:
 
 def _reasoning_first(reasoning: Reasoning, then: str, token_ids: Mapping[str, int]) -> Grammar:
     """Free text up to the end of the reasoning block, then the grammar called `then`."""
-    opens = f"<[{token_ids[THINK_OPEN]}]>" if THINK_OPEN in token_ids else f"/[ \\n]?{THINK_OPEN}/"
+    if THINK_OPEN in token_ids:
+        opens = f"/[ \\n]{{1,2}}/? <[{token_ids[THINK_OPEN]}]>"
+    else:
+        opens = f"/[ \\n]{{0,2}}{THINK_OPEN}/"
     closes = f"<[{token_ids[THINK_CLOSE]}]>" if THINK_CLOSE in token_ids else json.dumps(THINK_CLOSE)
     if THINK_CLOSE in token_ids:
         escaped = THINK_CLOSE.replace("/", r"\/")
