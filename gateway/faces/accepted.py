@@ -12,7 +12,7 @@ from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.types.request import GenerationRequest
 
 
-class Accepted:
+class AcceptedAnswer:
     """The answer to one exchange; a client that leaves cancels it."""
 
     def __init__(self, exchange: Exchange, pipeline: Pipeline, requests: Sequence[GenerationRequest]) -> None:

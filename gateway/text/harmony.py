@@ -35,6 +35,11 @@ class HarmonyParser:
         """Whether text that comes now is no answer."""
         return self._header is not None or self._kind == "analysis"
 
+    @property
+    def is_over(self) -> bool:
+        """Never: thoughts may come between messages."""
+        return False
+
     def feed(self, text: str, delta: TextDelta) -> None:
         """See TextParser."""
         text = self._held + text

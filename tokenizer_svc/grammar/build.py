@@ -24,7 +24,6 @@ from contract.chat import (
     LarkFormat,
     RegexFormat,
     ResponseFormat,
-    ToolChoiceMode,
 )
 from contract.formats import REASONING, ReasoningForm
 from contract.grammar import EnforcementReport
@@ -293,14 +292,11 @@ def _grammars(
     else:
         assert answer is not None
         grammars = [{"name": "answer", **answer}]
-    # Optional calls come after any text already, thoughts among it.
-    tools = request.tools
-    is_free = answer is None and tools is not None and tools.mode is ToolChoiceMode.AUTO
-    if tools is not None and tools.format == HARMONY:
-        return grammars, enforcement
-    if request.reasoning is Reasoning.OPEN or (request.reasoning is Reasoning.OPTIONAL and not is_free):
+    # Harmony's messages say themselves what they are.
+    is_harmony = request.tools is not None and request.tools.format == HARMONY
+    if request.reasoning is not Reasoning.NONE and not is_harmony:
         form = REASONING[request.reasoning_format]
-        form = form if tools is None else msgspec.structs.replace(form, answer_open="")
+        form = form if request.tools is None else msgspec.structs.replace(form, answer_open="")
         grammars = [_reasoning_first(request.reasoning, form, grammars[0]["name"], token_ids), *grammars]
     return grammars, enforcement
 
@@ -324,8 +320,10 @@ def _reasoning_first(
 ) -> Grammar:
     """Free text up to the end of the reasoning block, then the grammar called `then`."""
     opens, closes = literal(form.open, token_ids), literal(form.close, token_ids)
-    if opens.startswith('"'):
-        opens = f"/[ \\n]?{re.escape(form.open)}/"
+    if opens.startswith("<["):
+        opens = f"/[ \\n]{{1,2}}/? {opens}"
+    else:
+        opens = f"/[ \\n]{{0,2}}{re.escape(form.open)}/"
     if closes.startswith("<["):
         escaped = re.escape(form.close).replace("/", r"\/")
         lark = f"thoughts: TEXT? {closes} SPACE\nTEXT: /(?s:.+)/ & ~/(?s:.*{escaped}.*)/\n"

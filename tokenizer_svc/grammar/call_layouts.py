@@ -12,7 +12,7 @@ from tokenizer_svc.text import formats
 HARMONY = "harmony"
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class CallLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How a family writes calls. `{name}` in `before` is the tool's name as JSON text, `{raw}` as it is, and
     `{id}` the call's id.
     """
@@ -37,21 +37,21 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 _OBJECT = '{"name": {name}, "arguments": '
 
 
-def _list(form: JsonForm) -> Layout:
+def _list(form: JsonForm) -> CallLayout:
     end = "]" if form.close == "]" else "]" + form.close
     # A word of the language is a mark with what follows it alone.
     mark, opening = (form.open + "[", "") if form.open.isalpha() else (form.open, '"["')
-    return Layout(mark=mark, opening=opening, before=_OBJECT, after="}", between=", ", end=end)
+    return CallLayout(mark=mark, opening=opening, before=_OBJECT, after="}", between=", ", end=end)
 
 
-def _section(form: SectionForm, name: str, call_id: str) -> Layout:
+def _section(form: SectionForm, name: str, call_id: str) -> CallLayout:
     before = f"{form.call_open}{name}{form.separator}"
-    return Layout(
+    return CallLayout(
         mark=form.open, before=before, after=form.call_close, between="", end=form.close, call_id=call_id
     )
 
 
-def _tagged(form: TaggedForm) -> Layout:
+def _tagged(form: TaggedForm) -> CallLayout:
     if form.call_open:
         # Several calls stand in one section, or each in its own.
         shared = form.name_close != ">"
@@ -60,33 +60,33 @@ def _tagged(form: TaggedForm) -> Layout:
         end = f"\n{form.close}"
     else:
         before, between, end = f"{{raw}}{form.name_close}", f"{form.close}\n{form.open}", form.close
-    return Layout(
+    return CallLayout(
         mark=form.open, before=before, after=form.call_close, between=between, end=end, arguments=form
     )
 
 
-def _braced(form: BracedForm) -> Layout:
+def _braced(form: BracedForm) -> CallLayout:
     # The mark is what free text may not have: where it is a token, the rest belongs to the call.
     mark = form.open.removesuffix("call:")
-    return Layout(mark=mark, before="call:{raw}{", after=form.close, between=mark, arguments=form)
+    return CallLayout(mark=mark, before="call:{raw}{", after=form.close, between=mark, arguments=form)
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    formats.HERMES: Layout(
+LAYOUTS: Mapping[str, CallLayout] = {
+    formats.HERMES: CallLayout(
         mark="<tool_call>",
         before='\n{"name": {name}, "arguments": ',
         after="}\n",
         between="</tool_call>\n<tool_call>",
         end="</tool_call>",
     ),
-    formats.LLAMA3: Layout(
+    formats.LLAMA3: CallLayout(
         mark="<|python_tag|>",
         before='{"name": {name}, "parameters": ',
         after="}",
         between="; ",
         no_call="[^{]",
     ),
-    formats.LLAMA4: Layout(
+    formats.LLAMA4: CallLayout(
         mark="<|python_start|>",
         opening='"["',
         before="{raw}(",
@@ -96,7 +96,7 @@ LAYOUTS: Mapping[str, Layout] = {
         no_call=r"([^\[]|\[[^a-zA-Z_])",
         is_python=True,
     ),
-    formats.MISTRAL: Layout(
+    formats.MISTRAL: CallLayout(
         mark="[TOOL_CALLS]",
         opening='/ {0,2}/ "["',
         before='{"name": {name}, "arguments": ',
@@ -104,18 +104,18 @@ LAYOUTS: Mapping[str, Layout] = {
         between=", ",
         end="]",
     ),
-    formats.MISTRAL_V11: Layout(
+    formats.MISTRAL_V11: CallLayout(
         mark="[TOOL_CALLS]", before="{raw}[CALL_ID]{id}[ARGS]", after="", between="[TOOL_CALLS]"
     ),
-    formats.MISTRAL_V13: Layout(mark="[TOOL_CALLS]", before="{raw}[ARGS]", after="", between="[TOOL_CALLS]"),
-    formats.DEEPSEEK: Layout(
+    formats.MISTRAL_V13: CallLayout(mark="[TOOL_CALLS]", before="{raw}[ARGS]", after="", between="[TOOL_CALLS]"),
+    formats.DEEPSEEK: CallLayout(
         mark="<｜tool▁calls▁begin｜>",
         before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{raw}\n```json\n",
         after="\n```<｜tool▁call▁end｜>",
         between="\n",
         end="<｜tool▁calls▁end｜>",
     ),
-    formats.DEEPSEEK_V31: Layout(
+    formats.DEEPSEEK_V31: CallLayout(
         mark="<｜tool▁calls▁begin｜>",
         before="<｜tool▁call▁begin｜>{raw}<｜tool▁sep｜>",
         after="<｜tool▁call▁end｜>",
@@ -123,7 +123,7 @@ LAYOUTS: Mapping[str, Layout] = {
         end="<｜tool▁calls▁end｜>",
     ),
     **{name: _list(JSON[name]) for name in ("granite", "phi4", "functools")},
-    "command": Layout(
+    "command": CallLayout(
         mark=JSON["command"].open,
         opening='"[" /[ \\n]{0,8}/',
         before='{"tool_call_id": "{id}", "tool_name": {name}, "parameters": ',
@@ -136,5 +136,5 @@ LAYOUTS: Mapping[str, Layout] = {
     **{name: _tagged(form) for name, form in TAGGED.items()},
     **{name: _braced(form) for name, form in BRACED.items()},
     # Messages, which `tools` writes itself.
-    HARMONY: Layout(mark="<|channel|>", before="", after="", between=""),
+    HARMONY: CallLayout(mark="<|channel|>", before="", after="", between=""),
 }

@@ -18,7 +18,7 @@ from contract.chat import ToolChoiceMode
 from contract.formats import REASONING, BracedForm, TaggedForm
 from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.backend import Grammar
-from tokenizer_svc.grammar.call_layouts import HARMONY, LAYOUTS, Layout
+from tokenizer_svc.grammar.call_layouts import HARMONY, LAYOUTS, CallLayout
 from tokenizer_svc.grammar.plain_arguments import PlainArguments
 from tokenizer_svc.grammar.request import GrammarRefused, ToolRules, ToolSpec
 from tokenizer_svc.grammar.schema.compiler import CompiledSchema, SchemaRefused, compile_schema
@@ -113,7 +113,7 @@ def _messages(mode: ToolChoiceMode, token_ids: Mapping[str, int], *, has_answer:
     ]
 
 
-def _optional(layout: Layout, token_ids: Mapping[str, int], *, has_answer: bool) -> list[str]:
+def _optional(layout: CallLayout, token_ids: Mapping[str, int], *, has_answer: bool) -> list[str]:
     """Rules of an answer that may or may not call: constrained from the mark on."""
     mark = literal(layout.mark, token_ids)
     if has_answer:
@@ -188,7 +188,7 @@ class _Arguments:
         self.lines: list[str] = []
         self.report = EnforcementReport()
 
-    def rule(self, layout: Layout, write: Callable[[str], str]) -> str:
+    def rule(self, layout: CallLayout, write: Callable[[str], str]) -> str:
         """The symbol of all arguments. Raises GrammarRefused."""
         compiled = self._compiled(self._schema, strict=self._tool.strict)
         prefix = parameters_path(self._index)

@@ -37,13 +37,31 @@ class TextThreads:
         mutex, num_users = self._mutexes.get(key, (asyncio.Lock(), 0))
         self._mutexes[key] = (mutex, num_users + 1)
         try:
-            async with mutex:
-                executor = self._huge if huge else self._long
-                return await asyncio.get_running_loop().run_in_executor(executor, work)
-        finally:
-            mutex, num_users = self._mutexes.pop(key)
-            if num_users > 1:
-                self._mutexes[key] = (mutex, num_users - 1)
+            await mutex.acquire()
+            job = (self._huge if huge else self._long).submit(work)
+        except BaseException:
+            self._leave(key)
+            raise
+        done = asyncio.wrap_future(job)
+        done.add_done_callback(lambda _: self._ended(key, done))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            # What a thread has begun it ends, and the tenant's next waits for that.
+            job.cancel()
+            raise
+
+    def _ended(self, key: tuple[str, bool], done: asyncio.Future[Result]) -> None:
+        if not done.cancelled():
+            # Nobody may be left whom it concerns.
+            done.exception()
+        self._mutexes[key][0].release()
+        self._leave(key)
+
+    def _leave(self, key: tuple[str, bool]) -> None:
+        mutex, num_users = self._mutexes.pop(key)
+        if num_users > 1:
+            self._mutexes[key] = (mutex, num_users - 1)
 
     def close(self) -> None:
         """Gives up what has not begun."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from contract.errors import MillraceError
-from gateway.faces.accepted import Accepted
+from gateway.faces.accepted import AcceptedAnswer
 from gateway.faces.anthropic.answer_types import InputTokenCount, MessageModel, MessageModelList
 from gateway.faces.anthropic.answers import MessageWriter
 from gateway.faces.anthropic.bodies import COUNT_TOKENS, MESSAGES, TOLERANCE, CountTokensBody, MessagesBody
@@ -53,7 +53,7 @@ class MessagesEndpoints:
         pipeline = self._pipeline()
         thoughts = Thoughts(self._seal, exchange.verified_caller.identity.tenant)
         body, made = await self._read(exchange, MESSAGES, thoughts)
-        async with Accepted(exchange, pipeline, [made.request]) as answer:
+        async with AcceptedAnswer(exchange, pipeline, [made.request]) as answer:
             _tell_limits(exchange)
             (attempt,) = answer.attempts
             writer = MessageWriter(

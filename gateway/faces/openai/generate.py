@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from contract.errors import MillraceError
-from gateway.faces.accepted import Accepted
+from gateway.faces.accepted import AcceptedAnswer
 from gateway.faces.bodies import read
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answer_types import UsageBody
@@ -62,7 +62,7 @@ class GenerateEndpoints:
         kind: Callable[..., AnswerWriter],
     ) -> None:
         pipeline = self._pipeline()
-        async with Accepted(exchange, pipeline, requests) as answer:
+        async with AcceptedAnswer(exchange, pipeline, requests) as answer:
             writers = [
                 kind(
                     attempt.info,

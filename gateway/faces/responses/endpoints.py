@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from contract.chat import Conversation, Message, Role
 from contract.errors import MillraceError
-from gateway.faces.accepted import Accepted
+from gateway.faces.accepted import AcceptedAnswer
 from gateway.faces.bodies import read
 from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens
 from gateway.faces.responses.fields import FIELDS
@@ -80,7 +80,7 @@ class ResponseEndpoints:
         if body.truncation == "auto":
             request, told = await truncated(pipeline, caller, request)
             _warn(exchange, [told] if told else ())
-        async with Accepted(exchange, pipeline, [request]) as answer:
+        async with AcceptedAnswer(exchange, pipeline, [request]) as answer:
             _warn(exchange, _unenforced(answer.attempts[0]))
             writer = self.writer(body, understood, answer.attempts[0], streams=bool(body.stream))
             with pipeline.intake.lease(caller.identity.tenant) as lease:
@@ -107,7 +107,7 @@ class ResponseEndpoints:
         convert = partial(self._summary, unseal=self._unseal(exchange))
         body, request = await read(exchange, pipeline.intake, COMPACT_DECODER, convert, TOLERANCE)
         _warn(exchange, FIELDS.check(body))
-        async with Accepted(exchange, pipeline, [request]) as answer:
+        async with AcceptedAnswer(exchange, pipeline, [request]) as answer:
             text = ""
             async for _, deltas in answer.deltas():
                 answer.attempts[0].first_chunk_written()

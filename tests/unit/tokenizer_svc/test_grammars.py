@@ -359,6 +359,8 @@ def test_thoughts_are_free_and_the_answer_is_not(
 ) -> None:
     request = GrammarRequest(response_format=form, reasoning=reasoning)
     opened = THOUGHT.removeprefix("<think>")
+    for space in ("\n", "\n\n", " "):
+        assert qwen.accepts(request, space + THOUGHT + answer) is (reasoning is not Reasoning.NONE)
     assert qwen.accepts(request, answer) is (reasoning is not Reasoning.OPEN)
     assert qwen.accepts(request, THOUGHT + answer) is (reasoning is not Reasoning.NONE)
     assert qwen.accepts(request, opened + answer) is (reasoning is Reasoning.OPEN)
@@ -533,6 +535,15 @@ def test_optional_calls_after_free_text(family: tuple[str, Family]) -> None:
     if name != "llama3":
         assert side.accepts(request, "I will look.\n" + one)
         assert not side.accepts(request, "I will look.\n" + wrong)
+
+
+def test_a_mark_in_thoughts_begins_no_call(qwen: Family) -> None:
+    plain = rules(qwen, ToolChoiceMode.AUTO)
+    optional = msgspec.structs.replace(plain, reasoning=Reasoning.OPTIONAL)
+    thoughts = "<think>\nI could write <tool_call> or </tool_call>\n</think>\n\n"
+    for answer in ("Hello", "", CALLS["qwen_tools"][0]):
+        assert qwen.accepts(optional, thoughts + answer)
+    assert not qwen.accepts(optional, "I could write <tool_call> or not")
 
 
 def test_thinking_before_an_optional_call(qwen: Family) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -25,7 +27,7 @@ from tokenizer_svc.service.compiler import GrammarCompiler
 from tokenizer_svc.service.prepare import Preparer
 from tokenizer_svc.service.servicer import TokenizerServicer
 from tokenizer_svc.service.shelf import Served, Shelf
-from tokenizer_svc.service.threads import INLINE_CHARACTERS
+from tokenizer_svc.service.threads import INLINE_CHARACTERS, TextThreads
 from tokenizer_svc.text.checkpoint import load_checkpoint
 from tokenizer_svc.workers.pool import WorkerPool
 
@@ -114,3 +116,33 @@ async def test_texts_of_a_tenant_in_debt_are_prepared_by_workers_of_the_lowest_p
         workers = set(pool._workers)
         assert await ids("other", long) == expected
         assert pool._workers == workers
+
+
+async def test_what_a_client_has_left_goes_on_in_its_tenants_turn_alone() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def slow() -> None:
+        begun.set()
+        assert may_end.wait(60)
+        ran.append("left")
+
+    with closing(TextThreads()) as threads:
+
+        def asked(work: str, tenant: str) -> asyncio.Task[None]:
+            return asyncio.create_task(threads.run(INLINE_CHARACTERS, lambda: ran.append(work), tenant))
+
+        left = asyncio.create_task(threads.run(INLINE_CHARACTERS, slow, "a"))
+        await asyncio.to_thread(begun.wait, 60)
+        # Of one tenant: one that begins after it, and one that nobody waits for before it has begun.
+        waiting, never = asked("next", "a"), asked("never", "a")
+        await asked("first", "b")
+        for each in (left, never):
+            each.cancel()
+        await asyncio.gather(left, never, return_exceptions=True)
+        await asked("second", "b")
+        assert ran == ["first", "second"]
+        may_end.set()
+        await waiting
+        assert ran == ["first", "second", "left", "next"]
+        assert not threads._mutexes
