@@ -12,8 +12,8 @@ import msgspec
 
 from contract.chat import CHAT_ID, COMPLETION_ID
 from contract.outputs import FinishReason, TokenLogprobs
+from gateway.faces.logprobs import ChatLogprobs, CompletionLogprobs
 from gateway.faces.openai.answer_types import CachedTokens, Enforcement, ReasoningTokens, UsageBody
-from gateway.faces.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer

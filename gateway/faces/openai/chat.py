@@ -11,13 +11,11 @@ from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoic
 from contract.errors import invalid, unsupported
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.faces.bodies import Tolerance
-from gateway.faces.openai.fields import with_unserved
-from gateway.faces.openai.requests import CommonBody, check_common, generation_request, json_text, sampling
+from gateway.faces.openai.fields import UNSERVED
+from gateway.faces.openai.requests import CommonBody, check_common, generation_request, sampling
+from gateway.faces.options import effort_options, json_text
 from gateway.pipeline.validate import SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
-
-# Values of reasoning_effort, and whether the model thinks under them.
-EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,7 +139,7 @@ TOLERANCE = Tolerance(
         ToolBody: {"function": FunctionBody},
     },
 )
-DECODER = msgspec.json.Decoder(with_unserved(ChatBody))
+DECODER = msgspec.json.Decoder(UNSERVED.declared_on(ChatBody))
 # The names that fields of a conversation have in a body.
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 
@@ -180,7 +178,13 @@ def conversation(body: ChatBody, *, reasons: bool, limits: RequestConfig) -> Con
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        template_options=_template_options(body, reasons=reasons),
+        template_options=effort_options(
+            body.reasoning_effort,
+            "reasoning_effort",
+            body.model,
+            reasons=reasons,
+            given=body.chat_template_kwargs or {},
+        ),
         documents=tuple(body.documents or ()),
         template_name=body.template_name or "",
         continue_final_message=bool(body.continue_final_message),
@@ -311,24 +315,3 @@ def _mode(mode: str, modes: Sequence[str], field: str) -> ToolChoiceMode:
     if mode not in modes:
         raise invalid(field, f"{mode!r} is not one of {', '.join(modes)}")
     return ToolChoiceMode(mode)
-
-
-def _template_options(body: ChatBody, *, reasons: bool) -> dict[str, Any]:
-    options = dict(body.chat_template_kwargs or {})
-    effort = body.reasoning_effort
-    if effort is None:
-        return options
-    if effort not in EFFORTS:
-        raise invalid("reasoning_effort", f"{effort!r} is not one of {', '.join(EFFORTS)}")
-    if not reasons and EFFORTS[effort]:
-        problem = f"model {body.model!r} does not reason"
-        raise unsupported("reasoning_effort", "leave it out or send none", problem)
-    # Templates know the switch under one of these names. A switch that says the opposite is no accident.
-    for name, value in (
-        ("enable_thinking", EFFORTS[effort]),
-        ("thinking", EFFORTS[effort]),
-        ("reasoning_effort", effort),
-    ):
-        if options.setdefault(name, value) != value:
-            raise invalid(f"chat_template_kwargs.{name}", f"reasoning_effort is {effort!r}; give one of them")
-    return options

@@ -6,20 +6,10 @@ header. Nothing is ignored in silence.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import msgspec
-
-from contract.errors import unsupported
-from gateway.http.body import decode
-
-# Response header that lists fields without effect.
-WARNING_HEADER = "x-millrace-warning"
-
-_NULL = (b"", b"null")
-_anything = msgspec.json.Decoder()
+from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
     "audio": "audio output is not served",
@@ -67,7 +57,6 @@ HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 _REMEDIES: Mapping[str, str] = {
-    **REFUSED,
     "store": "answers are not stored; leave it out or send false",
     "modalities": 'only text is served; leave it out or send ["text"]',
     "skip_special_tokens": "special tokens are never shown",
@@ -81,53 +70,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "add_special_tokens": "the template decides",
 }
 
-
-# They are declared, so that null, and values that change nothing, are accepted.
-UNSERVED = tuple({**REFUSED, **HARMLESS_VALUES, **WITHOUT_EFFECT})
-_values = operator.attrgetter(*UNSERVED)
-_UNSET = (msgspec.Raw(),) * len(UNSERVED)
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-
-
-def with_unserved(body: type[Body]) -> type[Body]:
-    """The type of a body with the fields that are not served beside its own."""
-    served = body.__struct_fields__
-    declared = [(name, msgspec.Raw, msgspec.Raw()) for name in UNSERVED if name not in served]
-    made = msgspec.defstruct(
-        body.__name__, declared, bases=(body,), frozen=True, kw_only=True, forbid_unknown_fields=True
-    )
-    return cast(type[Body], made)
-
-
-def check_unserved(body: msgspec.Struct) -> list[str]:
-    """Warnings for fields without effect; raises UNSUPPORTED_FIELD for one that asks for what is not
-    served.
-    """
-    if _values(body) == _UNSET:
-        return []
-    warnings = []
-    for name, value in zip(UNSERVED, _values(body), strict=True):
-        # One API may serve what another does not.
-        raw = bytes(value) if isinstance(value, msgspec.Raw) else b""
-        if raw in _NULL or _changes_nothing(name, raw):
-            continue
-        if name in WITHOUT_EFFECT:
-            warnings.append(f"{name} has no effect: {WITHOUT_EFFECT[name]}")
-            continue
-        raise unsupported(name, remedy(name))
-    return warnings
-
-
-def remedy(name: str) -> str:
-    """What to do instead of asking for a field that is not served."""
-    return _REMEDIES.get(name, "leave it out")
-
-
-def _changes_nothing(name: str, raw: bytes) -> bool:
-    harmless = HARMLESS_VALUES.get(name)
-    if not harmless:
-        return False
-    value = decode(_anything, raw)
-    # For Python 0 is False.
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)
+UNSERVED = Unserved(
+    refused=REFUSED, harmless=HARMLESS_VALUES, without_effect=WITHOUT_EFFECT, remedies=_REMEDIES
+)

@@ -13,8 +13,9 @@ from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answer_types import UsageBody
 from gateway.faces.openai.answers import DONE, AnswerWriter, ChatWriter, CompletionWriter, usage_body
 from gateway.faces.openai.errors import error_event
-from gateway.faces.openai.fields import WARNING_HEADER, check_unserved
+from gateway.faces.openai.fields import UNSERVED
 from gateway.faces.openai.requests import CommonBody, yielding
+from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import ByteLease, Slices
@@ -86,7 +87,7 @@ class GenerateEndpoints:
 
 
 def _warn(exchange: Exchange, body: CommonBody) -> None:
-    for warning in [*check_unserved(body), *yielding(body)]:
+    for warning in [*UNSERVED.check(body), *yielding(body)]:
         exchange.add_headers({WARNING_HEADER: warning})
 
 

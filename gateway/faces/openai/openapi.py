@@ -13,8 +13,8 @@ from gateway.auth.authorizer import API_KEY_HEADERS
 from gateway.faces.bodies import IGNORED_HEADER
 from gateway.faces.openai import answer_types as answers
 from gateway.faces.openai.errors import ERRORS
-from gateway.faces.openai.fields import WARNING_HEADER
 from gateway.faces.openai.openapi_bodies import BEYOND, BEYOND_REASONS, REF, body_schemas
+from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.application import HealthPage
 
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer", "minimum": 0}

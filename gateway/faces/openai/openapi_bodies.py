@@ -22,7 +22,7 @@ from contract.sampling import (
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.adapters import LoadBody, UnloadBody
 from gateway.faces.openai.chat import TOLERANCE
-from gateway.faces.openai.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT, remedy
+from gateway.faces.openai.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT
 from gateway.faces.openai.inspect import DetokenizeBody, TokenizeBody
 from gateway.faces.openai.requests import (
     FORMATS,
@@ -33,6 +33,7 @@ from gateway.faces.openai.requests import (
     StreamOptions,
     StructuredOutputs,
 )
+from gateway.faces.options import EFFORTS
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
     MAX_METADATA_KEY,
@@ -145,7 +146,7 @@ _FIELDS: Mapping[Struct, Mapping[str, Any]] = {
         "messages": _MESSAGES,
         "top_logprobs": _or_null({**_ID, "maximum": _logprobs.maximum}),
         "safety_identifier": _or_null(_text(MAX_METADATA_VALUE)),
-        "reasoning_effort": {"enum": [*chat.EFFORTS, None]},
+        "reasoning_effort": {"enum": [*EFFORTS, None]},
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _ref(chat.ToolChoiceBody)]},
     },
     completions.CompletionBody: {
@@ -319,7 +320,7 @@ def _describe_options(properties: dict[str, Any]) -> None:
 
 
 def _describe_unserved(properties: dict[str, Any]) -> None:
-    for name in UNSERVED:
+    for name in UNSERVED.names:
         # A body that serves it says so itself: what is not served has no type.
         if "anyOf" in properties.get(name, {}):
             continue
@@ -327,4 +328,4 @@ def _describe_unserved(properties: dict[str, Any]) -> None:
             properties[name] = {"description": f"Without effect: {WITHOUT_EFFECT[name]}."}
         else:
             values = {"enum": [None, *HARMLESS_VALUES.get(name, ())]}
-            properties[name] = {**values, "description": f"Not served: {remedy(name)}."}
+            properties[name] = {**values, "description": f"Not served: {UNSERVED.remedy(name)}."}

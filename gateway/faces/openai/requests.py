@@ -22,7 +22,8 @@ from contract.chat import (
 )
 from contract.errors import invalid, unsupported
 from contract.sampling import CommonOptions, SamplingOptions
-from gateway.pipeline.validate import MAX_METADATA_VALUE, check_metadata
+from gateway.faces.options import labels
+from gateway.pipeline.validate import check_metadata
 from gateway.types.request import GenerationRequest
 
 # A token id as a key of a JSON object is written.
@@ -131,24 +132,6 @@ def yielding(body: CommonBody) -> list[str]:
     return warnings
 
 
-def _labels(body: CommonBody, safety_identifier: str | None) -> dict[str, str]:
-    # Kept with the ledger entry: metadata, and the client's own ids of its users, which are bounded like it.
-    found = dict(body.metadata or {})
-    for name, value in (("user", body.user), ("safety_identifier", safety_identifier)):
-        if value:
-            if len(value) > MAX_METADATA_VALUE:
-                raise invalid(name, f"{len(value)} characters; the limit is {MAX_METADATA_VALUE}")
-            if found.get(name, value) != value:
-                raise invalid(f"metadata.{name}", f"{name} says something else; give one of them")
-            found[name] = value
-    return found
-
-
-def json_text(value: Mapping[str, Any] | None) -> str:
-    """A JSON object as text; "" for none."""
-    return "" if value is None else msgspec.json.encode(value).decode()
-
-
 def generation_request(
     body: CommonBody,
     prompt: Prompt,
@@ -168,7 +151,7 @@ def generation_request(
         response_format=format_,
         service_tier=body.service_tier or "",
         prompt_cache_key=body.prompt_cache_key or "",
-        metadata=_labels(body, safety_identifier),
+        metadata=labels(body.metadata, user=body.user, safety_identifier=safety_identifier),
         allow_fallback=body.allow_fallback is not False,
         echo=echo,
         num_prompts=num_prompts,

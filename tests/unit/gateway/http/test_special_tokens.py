@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.faces.openai.fields import WARNING_HEADER
+from gateway.faces.unserved import WARNING_HEADER
 from tests.unit.gateway.rig.deployment import deployed
 from tests.unit.gateway.rig.tokenizer import ByteTokenizer
 

@@ -28,17 +28,18 @@ class ChatLogprobs:
         """`pieces` is what stands before and behind a token's log-probability, shared by all choices."""
         self._vocabulary = vocabulary
         self._pieces = pieces
-        self._parts: list[bytes] = []
+        # Each token as JSON.
+        self.parts: list[bytes] = []
 
     def add(self, logprobs: Iterable[TokenLogprobs]) -> int:
         """Keeps them; how many bytes they take."""
         parts = list(map(self._token, logprobs))
-        self._parts += parts
+        self.parts += parts
         return sum(map(len, parts))
 
     def written(self) -> bytes:
         """All that were added."""
-        return b'{"content":[' + b",".join(self._parts) + b'],"refusal":null}'
+        return b'{"content":[' + b",".join(self.parts) + b'],"refusal":null}'
 
     def _token(self, each: TokenLogprobs) -> bytes:
         top = b"},".join([self._alternative(*one) for one in each.top])

@@ -1,0 +1,60 @@
+"""What several APIs ask for in the same words: how hard to think, labels of the ledger, names of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from contract.errors import invalid, unsupported
+from gateway.pipeline.validate import MAX_METADATA_VALUE
+
+# Values of reasoning_effort, and whether the model thinks under them.
+EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
+
+
+def effort_options(
+    effort: str | None, field: str, model: str, *, reasons: bool, given: Mapping[str, Any] = {}
+) -> dict[str, Any]:
+    """Variables of the template for an effort that was asked for in `field`, beside those that were `given`.
+
+    Raises INVALID_ARGUMENT for an effort that nobody knows, and for a variable that says the opposite;
+    UNSUPPORTED_FIELD where the model does not reason.
+    """
+    options = dict(given)
+    if effort is None:
+        return options
+    if effort not in EFFORTS:
+        raise invalid(field, f"{effort!r} is not one of {', '.join(EFFORTS)}")
+    if not reasons and EFFORTS[effort]:
+        raise unsupported(field, "leave it out or send none", f"model {model!r} does not reason")
+    # Templates know the switch under one of these names. A switch that says the opposite is no accident.
+    for name, value in (
+        ("enable_thinking", EFFORTS[effort]),
+        ("thinking", EFFORTS[effort]),
+        ("reasoning_effort", effort),
+    ):
+        if options.setdefault(name, value) != value:
+            raise invalid(f"chat_template_kwargs.{name}", f"{field} is {effort!r}; give one of them")
+    return options
+
+
+def labels(metadata: Mapping[str, str] | None, **ids: str | None) -> dict[str, str]:
+    """What is kept with the ledger entry: metadata, and the client's own ids of its users, by their fields,
+    which are bounded like it.
+    """
+    found = dict(metadata or {})
+    for name, value in ids.items():
+        if value:
+            if len(value) > MAX_METADATA_VALUE:
+                raise invalid(name, f"{len(value)} characters; the limit is {MAX_METADATA_VALUE}")
+            if found.get(name, value) != value:
+                raise invalid(f"metadata.{name}", f"{name} says something else; give one of them")
+            found[name] = value
+    return found
+
+
+def json_text(value: Mapping[str, Any] | None) -> str:
+    """A JSON object as text; "" for none."""
+    return "" if value is None else msgspec.json.encode(value).decode()

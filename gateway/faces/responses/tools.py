@@ -1,0 +1,210 @@
+"""Tools of the Responses API: what of them a model can be told, and how its calls are written.
+
+A model knows functions. A custom tool, whose input is free text, stands as a function of one text; a
+namespace stands in its functions' names. Calls are turned back by the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from contract.chat import Tool, ToolChoice, ToolChoiceMode
+from contract.errors import invalid, unsupported
+from gateway.faces.bodies import Tolerance
+from gateway.faces.options import json_text
+from gateway.faces.responses.items import joined
+from gateway.pipeline.validate import NAME
+
+# Tools that agents offer whatever the server: the model may do without them, so that they are set aside with
+# a warning; a choice that names one is refused.
+SET_ASIDE = ("web_search", "web_search_preview", "image_generation", "tool_search")
+# Codex' name for the functions that stand in no namespace.
+_DEFAULT_NAMESPACE = "functions"
+
+
+class ToolFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of a custom tool's input."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class OfferedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool; `type` says which of the fields it has."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: ToolFormat | None = None
+    # Of a namespace.
+    tools: list[OfferedTool] | None = None
+    defer_loading: bool | None = None
+
+
+class ToolSelection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A choice that names a tool, or some."""
+
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[ToolSelection] | None = None
+
+
+TOOL_TOLERANCE = Tolerance({"tools": OfferedTool}, {OfferedTool: {"tools": OfferedTool}})
+_INPUT = {"type": "string"}
+
+
+@dataclass(frozen=True)
+class Called:
+    """How calls of a function are told."""
+
+    name: str
+    namespace: str = ""
+    is_custom: bool = False
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a request: what the model is told, and what its calls are, by the functions' names."""
+
+    tools: tuple[Tool, ...] = ()
+    calls: Mapping[str, Called] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def called(self, name: str) -> Called:
+        """What a call of this function is; a name that nobody offered is the model's own."""
+        return self.calls.get(name) or Called(name)
+
+
+def toolbox(offered: Sequence[OfferedTool]) -> Toolbox:
+    """The tools; raises INVALID_ARGUMENT or UNSUPPORTED_FIELD by the path of the field."""
+    collector = _Collector()
+    for index, tool in enumerate(offered):
+        collector.add(tool, f"tools[{index}]")
+    return Toolbox(tuple(collector.tools), collector.calls, tuple(collector.warnings))
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.tools: list[Tool] = []
+        self.calls: dict[str, Called] = {}
+        self.warnings: list[str] = []
+
+    def add(self, tool: OfferedTool, path: str, namespace: str = "") -> None:
+        match tool.type:
+            case "function":
+                self._put(tool, path, namespace, tool.description or "", json_text(tool.parameters))
+            case "custom":
+                description, schema = self._custom(tool, path)
+                self._put(tool, path, namespace, description, json_text(schema), is_custom=True)
+            case "namespace" if not namespace:
+                name = "" if tool.name == _DEFAULT_NAMESPACE else _name(tool, path)
+                for index, inner in enumerate(tool.tools or ()):
+                    self.add(inner, f"{path}.tools[{index}]", name)
+            case kind if kind in SET_ASIDE:
+                self.warnings.append(
+                    f"{path} has no effect: {kind} is not served, so the model is not told of it"
+                )
+            case kind:
+                remedy = "use function or custom, and run it yourself"
+                raise unsupported(f"{path}.type", remedy, f"{kind!r} is not served")
+
+    def _put(
+        self,
+        tool: OfferedTool,
+        path: str,
+        namespace: str,
+        description: str,
+        schema: str,
+        *,
+        is_custom: bool = False,
+    ) -> None:
+        name = _name(tool, path)
+        full = joined(namespace, name)
+        if not NAME.fullmatch(full):
+            problem = f"{full[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'"
+            raise invalid(f"{path}.name", problem)
+        if full in self.calls:
+            raise invalid(f"{path}.name", f"{full!r} is there twice")
+        self.calls[full] = Called(name, namespace, is_custom)
+        strict = bool(tool.strict)
+        self.tools.append(Tool(name=full, description=description, parameters_json=schema, strict=strict))
+
+    def _custom(self, tool: OfferedTool, path: str) -> tuple[str, dict[str, Any]]:
+        """What a model is told of a custom tool: a description, and the schema of the one text."""
+        text: dict[str, Any] = dict(_INPUT)
+        description, form = tool.description or "", tool.format
+        if form is not None and form.type == "grammar":
+            if form.syntax not in ("lark", "regex"):
+                raise invalid(f"{path}.format.syntax", f"{form.syntax!r} is not one of lark, regex")
+            if not form.definition:
+                raise invalid(f"{path}.format.definition", "it is required with this type")
+            description += f"\n\nThe input follows this {form.syntax} grammar:\n{form.definition}"
+            if form.syntax == "regex":
+                text["pattern"] = f"^(?:{form.definition})$"
+            else:
+                self.warnings.append(
+                    f"{path}.format is not enforced: a call's input is text inside of JSON, which no lark "
+                    "grammar leads; the model is told of it"
+                )
+        elif form is not None and form.type != "text":
+            raise invalid(f"{path}.format.type", f"{form.type!r} is not one of text, grammar")
+        schema = {
+            "type": "object",
+            "properties": {"input": text},
+            "required": ["input"],
+            "additionalProperties": False,
+        }
+        return description.lstrip("\n"), schema
+
+
+def _name(tool: OfferedTool, path: str) -> str:
+    if not tool.name:
+        raise invalid(f"{path}.name", "it is required")
+    return tool.name
+
+
+def chosen(box: Toolbox, choice: str | ToolSelection | None) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that may be called, which are those that the model sees, and whether one must be."""
+    if choice is None:
+        return box.tools, ToolChoice()
+    if isinstance(choice, str):
+        return box.tools, ToolChoice(_mode(choice, "tool_choice"))
+    if choice.type != "allowed_tools":
+        return box.tools, ToolChoice(ToolChoiceMode.NAMED, _chosen_name(box, choice, "tool_choice"))
+    if not choice.tools:
+        raise invalid("tool_choice.tools", "it is empty; send tool_choice none where no tool may be called")
+    names = {
+        _chosen_name(box, each, f"tool_choice.tools[{index}]") for index, each in enumerate(choice.tools)
+    }
+    mode = _mode(choice.mode or "auto", "tool_choice.mode")
+    return tuple(tool for tool in box.tools if tool.name in names), ToolChoice(mode)
+
+
+def _chosen_name(box: Toolbox, choice: ToolSelection, path: str) -> str:
+    if choice.type not in ("function", "custom"):
+        raise unsupported(f"{path}.type", "name a function or custom tool", f"{choice.type!r} is not served")
+    known = box.calls.get(choice.name or "")
+    if known is None or known.is_custom != (choice.type == "custom"):
+        problem = f"{choice.name!r} is no {choice.type} tool of this request; declare it in tools, too"
+        raise invalid(f"{path}.name", problem)
+    return choice.name or ""
+
+
+def _mode(mode: str, path: str) -> ToolChoiceMode:
+    modes = ("none", "auto", "required")
+    if mode not in modes:
+        raise invalid(path, f"{mode!r} is not one of {', '.join(modes)}")
+    return ToolChoiceMode(mode)
+
+
+def count_tools(offered: Sequence[OfferedTool]) -> int:
+    """Tools, those of namespaces included."""
+    return sum(1 + len(each.tools or ()) for each in offered)

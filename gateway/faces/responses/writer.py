@@ -1,0 +1,319 @@
+"""From the deltas of an answer to the events of its stream and, at the end, to the resource.
+
+The same writer makes both, so that a stream and a whole answer have the same items with the same ids. It
+needs no HTTP exchange: whoever keeps events writes them with it, too. Ids derive from the request's, so that
+what another gateway writes of the same answer has them, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.errors import MillraceError
+from contract.outputs import FinishReason, TokenLogprobs
+from gateway.faces.logprobs import ChatLogprobs
+from gateway.faces.responses.answer_types import (
+    CustomToolCallItem,
+    EventError,
+    EventType,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+    ResponseError,
+    ResponseEvent,
+    ResponseUsage,
+)
+from gateway.faces.responses.custom_input import CustomInput
+from gateway.faces.responses.tools import Toolbox
+from gateway.pipeline.delta import ChoiceDelta, Usage
+from gateway.text.delta import ToolCallDelta
+from gateway.text.detokenizer import Vocabulary
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+_CUT = frozenset({FinishReason.LENGTH, FinishReason.BUDGET})
+_Kind: TypeAlias = Literal["reasoning", "message", "function_call", "custom_tool_call"]
+_ID_PREFIXES: dict[_Kind, str] = {
+    "reasoning": "rs_",
+    "message": "msg_",
+    "function_call": "fc_",
+    "custom_tool_call": "ctc_",
+}
+
+
+def response_id(request_id: str) -> str:
+    """The id of the response to a request."""
+    return f"resp_{request_id}"
+
+
+def response_usage(usage: Usage) -> ResponseUsage:
+    """Tokens as the resource tells them."""
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.billed_tokens,
+        total_tokens=usage.prompt_tokens + usage.billed_tokens,
+        input_tokens_details=InputTokensDetails(usage.cached_prompt_tokens),
+        output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
+    )
+
+
+class _OpenItem:
+    """The item that is written: its parts so far."""
+
+    def __init__(self, kind: _Kind, index: int, item_id: str) -> None:
+        self.kind: _Kind = kind
+        self.index = index
+        self.id = item_id
+        self.texts: list[str] = []
+        self.logprobs: list[bytes] = []
+        # Of calls.
+        self.call_index = -1
+        self.fields: dict[str, Any] = {}
+        self.reader = CustomInput() if kind == "custom_tool_call" else None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class ResponseWriter:
+    """Writes one response. `begin`, `event` for each delta, then `end` or `fail`; what they return are the
+    bytes of a stream, nothing where the answer is asked for as a whole. `response` is the resource so far.
+    """
+
+    def __init__(
+        self,
+        response: Response,
+        tools: Toolbox,
+        *,
+        streams: bool,
+        vocabulary: Vocabulary | None = None,
+        seal: Callable[[str], str] | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`response` is the resource in progress, without output. With a `vocabulary` texts have their
+        log-probabilities; with `seal` thoughts have an `encrypted_content`. `now_s` is in Unix seconds.
+        """
+        self.response = response
+        self.sequence_number = 0
+        self._tools = tools
+        self._streams = streams
+        self._seal = seal
+        self._now_s = now_s
+        self._vocabulary = vocabulary
+        self._pieces: dict[int, tuple[bytes, bytes]] = {}
+        self._out: list[bytes] = []
+        self._items: list[OutputItem] = []
+        self._open: _OpenItem | None = None
+        # White space between items belongs to none of them until text follows; and what may belong to text.
+        self._held = ""
+        self._logprobs: list[TokenLogprobs] = []
+        self._finish: FinishReason | None = None
+
+    def begin(self) -> bytes:
+        """The events before the first delta."""
+        self._emit("response.created", response=self.response)
+        self._emit("response.in_progress", response=self.response)
+        return self._written()
+
+    def event(self, delta: ChoiceDelta) -> bytes:
+        """One delta, whose parts come in the order of an answer: thoughts, text, calls."""
+        if delta.reasoning:
+            self._think(delta.reasoning)
+        if self._vocabulary is not None:
+            self._logprobs += delta.logprobs
+        if delta.content:
+            self._say(delta.content)
+        elif delta.reasoning:
+            self._logprobs.clear()
+        for piece in delta.tool_calls:
+            self._call(piece)
+        self._finish = delta.finish_reason or self._finish
+        return self._written()
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events: of the item that is written, and of the response with its usage."""
+        is_cut = self._finish in _CUT
+        speaks = any(not isinstance(each, ReasoningItem) for each in self._items)
+        if self._open is None or self._open.kind == "reasoning":
+            # An answer of nothing is an empty message.
+            if self._held and not speaks:
+                self._say_held()
+            elif not speaks and not is_cut:
+                self._begin("message")
+        self._close("incomplete" if is_cut else "completed")
+        self.response = replace(
+            self.response,
+            status="incomplete" if is_cut else "completed",
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            completed_at=None if is_cut else int(self._now_s()),
+            output=self._items,
+            usage=response_usage(usage),
+        )
+        self._emit("response.incomplete" if is_cut else "response.completed", response=self.response)
+        return self._written() + (DONE if self._streams else b"")
+
+    def fail(self, error: MillraceError, usage: Usage | None = None) -> bytes:
+        """The last events of an answer that failed: what is there of it, and why."""
+        self._close("incomplete")
+        code, message = error.reason.openai_code, error.message
+        self.response = replace(
+            self.response,
+            status="failed",
+            error=ResponseError(code, message),
+            output=self._items,
+            usage=None if usage is None else response_usage(usage),
+        )
+        param = error.field or None
+        told = EventError(error.mapping.openai_type, code, message, param)
+        self._emit("error", error=told, code=code, message=message, param=param)
+        self._emit("response.failed", response=self.response)
+        return self._written() + (DONE if self._streams else b"")
+
+    # --- items ------------------------------------------------------------------------------------------
+
+    def _think(self, text: str) -> None:
+        item = self._item("reasoning")
+        item.texts.append(text)
+        self._emit_of(item, "response.reasoning_text.delta", content_index=0, delta=text)
+
+    def _say(self, text: str) -> None:
+        text = self._held + text
+        if (self._open is None or self._open.kind != "message") and not text.strip():
+            self._held = text
+            return
+        self._held = text
+        self._say_held()
+
+    def _say_held(self) -> None:
+        item, text, self._held = self._item("message"), self._held, ""
+        logprobs: Any = []
+        if self._vocabulary is not None:
+            fresh = ChatLogprobs(self._vocabulary, self._pieces)
+            fresh.add(self._logprobs)
+            self._logprobs.clear()
+            item.logprobs += fresh.parts
+            logprobs = _list(fresh.parts)
+        item.texts.append(text)
+        self._emit_of(item, "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+
+    def _call(self, piece: ToolCallDelta) -> None:
+        self._held = ""
+        self._logprobs.clear()
+        item = self._open
+        if item is None or item.call_index != piece.index:
+            called = self._tools.called(piece.name)
+            item = self._begin("custom_tool_call" if called.is_custom else "function_call", piece, called)
+        if not piece.arguments:
+            return
+        if item.reader is None:
+            item.texts.append(piece.arguments)
+            self._emit_of(item, "response.function_call_arguments.delta", delta=piece.arguments)
+        else:
+            self._give(item, item.reader.feed(piece.arguments))
+
+    def _give(self, item: _OpenItem, text: str) -> None:
+        if text:
+            item.texts.append(text)
+            self._emit_of(item, "response.custom_tool_call_input.delta", delta=text)
+
+    def _item(self, kind: _Kind) -> _OpenItem:
+        """The open item, where it is of this kind, or a new one."""
+        return self._open if self._open is not None and self._open.kind == kind else self._begin(kind)
+
+    def _begin(self, kind: _Kind, piece: ToolCallDelta | None = None, called: Any = None) -> _OpenItem:
+        self._close("completed")
+        index = len(self._items)
+        item_id = f"{_ID_PREFIXES[kind]}{self.response.id.removeprefix('resp_')}_{index}"
+        item = self._open = _OpenItem(kind, index, item_id)
+        if piece is not None:
+            item.call_index = piece.index
+            item.fields = {"call_id": piece.id, "name": called.name}
+            if called.namespace:
+                item.fields["namespace"] = called.namespace
+        added = self._made(item, "in_progress")
+        self._emit("response.output_item.added", output_index=index, item=added)
+        if piece is None:
+            part = ReasoningText(text="") if kind == "reasoning" else OutputText(text="")
+            self._emit_of(item, "response.content_part.added", content_index=0, part=part)
+        return item
+
+    def _close(self, status: ItemStatus) -> None:
+        """Ends the item that is written; of several it is the last that an answer which is cut cuts."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        text = item.text
+        match item.kind:
+            case "reasoning":
+                self._emit_of(item, "response.reasoning_text.done", content_index=0, text=text)
+                part: Any = ReasoningText(text=text)
+                self._emit_of(item, "response.content_part.done", content_index=0, part=part)
+            case "message":
+                logprobs = _list(item.logprobs)
+                self._emit_of(
+                    item, "response.output_text.done", content_index=0, text=text, logprobs=logprobs
+                )
+                part = OutputText(text=text, logprobs=logprobs)
+                self._emit_of(item, "response.content_part.done", content_index=0, part=part)
+            case "function_call":
+                name = item.fields["name"]
+                self._emit_of(item, "response.function_call_arguments.done", name=name, arguments=text)
+            case "custom_tool_call":
+                assert item.reader is not None, "its input is read"
+                self._give(item, item.reader.finish())
+                self._emit_of(item, "response.custom_tool_call_input.done", input=item.text)
+        done = self._made(item, status)
+        self._items.append(done)
+        self._emit("response.output_item.done", output_index=item.index, item=done)
+
+    def _made(self, item: _OpenItem, status: ItemStatus) -> OutputItem:
+        """The item as it is now."""
+        begins, text = status == "in_progress", item.text
+        match item.kind:
+            case "reasoning":
+                sealed = msgspec.UNSET if self._seal is None or begins else self._seal(text)
+                content = [] if begins else [ReasoningText(text=text)]
+                return ReasoningItem(id=item.id, content=content, encrypted_content=sealed, status=status)
+            case "message":
+                parts = [] if begins else [OutputText(text=text, logprobs=_list(item.logprobs))]
+                return MessageItem(id=item.id, status=status, content=parts)
+            case "function_call":
+                return FunctionCallItem(id=item.id, status=status, arguments=text, **item.fields)
+            case "custom_tool_call":
+                return CustomToolCallItem(id=item.id, status=status, input=text, **item.fields)
+
+    # --- events -----------------------------------------------------------------------------------------
+
+    def _emit_of(self, item: _OpenItem, kind: EventType, **fields: Any) -> None:
+        if self._streams:
+            self._emit(kind, item_id=item.id, output_index=item.index, **fields)
+
+    def _emit(self, kind: EventType, **fields: Any) -> None:
+        if self._streams:
+            event = ResponseEvent(type=kind, sequence_number=self.sequence_number, **fields)
+            self._out.append(b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n")
+            self.sequence_number += 1
+
+    def _written(self) -> bytes:
+        out, self._out = self._out, []
+        return b"".join(out)
+
+
+def _list(parts: list[bytes]) -> Any:
+    """A JSON array of written values."""
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")

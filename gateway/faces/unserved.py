@@ -1,0 +1,83 @@
+"""Fields of an API that a face does not serve: refused by name, or named in a header where they have no
+effect.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from contract.errors import unsupported
+from gateway.http.body import decode
+
+# Response header that lists fields without effect.
+WARNING_HEADER = "x-millrace-warning"
+
+_NULL = (b"", b"null")
+_anything = msgspec.json.Decoder()
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class Unserved:
+    """The fields of one API, which are declared on its bodies, so that null, and values that change nothing,
+    are accepted.
+    """
+
+    def __init__(
+        self,
+        *,
+        refused: Mapping[str, str],
+        harmless: Mapping[str, tuple[Any, ...]],
+        without_effect: Mapping[str, str],
+        remedies: Mapping[str, str] = {},
+    ) -> None:
+        """Remedies by field, values by field that ask for what happens anyway, and why by field it has no
+        effect. `remedies` are of fields that are refused for a value only.
+        """
+        self._harmless, self._without_effect = harmless, without_effect
+        self._remedies = {**refused, **remedies}
+        self.names = tuple({**refused, **harmless, **without_effect})
+        self._values = operator.attrgetter(*self.names)
+        self._unset = (msgspec.Raw(),) * len(self.names)
+
+    def declared_on(self, body: type[Body]) -> type[Body]:
+        """The type of a body with these fields beside its own."""
+        served = body.__struct_fields__
+        declared = [(name, msgspec.Raw, msgspec.Raw()) for name in self.names if name not in served]
+        made = msgspec.defstruct(
+            body.__name__, declared, bases=(body,), frozen=True, kw_only=True, forbid_unknown_fields=True
+        )
+        return cast(type[Body], made)
+
+    def check(self, body: msgspec.Struct) -> list[str]:
+        """Warnings for fields without effect; raises UNSUPPORTED_FIELD for one that asks for what is not
+        served.
+        """
+        values = self._values(body)
+        if values == self._unset:
+            return []
+        warnings = []
+        for name, value in zip(self.names, values, strict=True):
+            # One body may serve what another does not.
+            raw = bytes(value) if isinstance(value, msgspec.Raw) else b""
+            if raw in _NULL or self._changes_nothing(name, raw):
+                continue
+            if name not in self._without_effect:
+                raise unsupported(name, self.remedy(name))
+            warnings.append(f"{name} has no effect: {self._without_effect[name]}")
+        return warnings
+
+    def remedy(self, name: str) -> str:
+        """What to do instead of asking for a field that is not served."""
+        return self._remedies.get(name, "leave it out")
+
+    def _changes_nothing(self, name: str, raw: bytes) -> bool:
+        harmless = self._harmless.get(name)
+        if not harmless:
+            return False
+        value = decode(_anything, raw)
+        # For Python 0 is False.
+        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)
