@@ -52,7 +52,7 @@ class BackgroundStore:
         self._lease_ms = round(lease_s * 1000)
 
     def create(self, tenant: str, new: NewResponse, body: bytes) -> BackgroundWork:
-        """Stores a response that is queued, and takes the lease; raises STORE_FULL."""
+        """Stores a response that is computed from now on, and takes the lease; raises STORE_FULL."""
         database = self._database
         with database.writing() as connection:
             self._responses.insert(connection, tenant, new, background=True)
@@ -70,16 +70,11 @@ class BackgroundStore:
         return BackgroundWork(tenant, new.id, body)
 
     def add(self, work: BackgroundWork, first: int, events: Sequence[bytes]) -> None:
-        """Appends events of which the first has this sequence number, and renews the lease; raises LeaseLost,
-        and STORE_FULL.
-        """
+        """Appends events of which the first has this sequence number, and renews the lease; raises LeaseLost."""
         with self._database.writing() as connection:
             self._hold(connection, work)
-            if not events:
-                return
-            self._write(connection, work, first, events)
-            mine = (RESPONSES.c.tenant == work.tenant, RESPONSES.c.id == work.response_id)
-            connection.execute(update(RESPONSES).where(*mine).values(status="in_progress"))
+            if events:
+                self._write(connection, work, first, events)
 
     def _hold(self, connection: Connection, work: BackgroundWork) -> None:
         renewed = update(WORK).where(*_work(work.tenant, work.response_id), WORK.c.owner == self._owner)
@@ -227,7 +222,7 @@ class BackgroundStore:
         mine = (RESPONSES.c.tenant == tenant, RESPONSES.c.id == id_)
         more = RESPONSES.c.num_bytes + num_bytes
         connection.execute(update(RESPONSES).where(*mine).values(num_bytes=more))
-        self._database.take(connection, tenant, num_bytes, keep=id_)
+        self._database.take(connection, tenant, num_bytes, keep=id_, accepted=True)
 
     def _until(self) -> int:
         return self._database.now_ms() + self._lease_ms

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, Table, delete, func, insert, select, 
 from sqlalchemy.dialects import postgresql, sqlite
 
 from contract.errors import MillraceError, Reason
-from gateway.store.seal import OVERHEAD_BYTES, Seal
+from gateway.store.seal import OVERHEAD_BYTES, RowSeal
 from gateway.store.tables import CONVERSATIONS, EVENTS, ITEMS, MAX_ID, RESPONSES, USED, WORK
 
 # Bytes that a row is counted with, beside its body.
@@ -44,7 +44,7 @@ class StoreDatabase:
     def __init__(
         self,
         engine: Engine,
-        seal: Seal,
+        seal: RowSeal,
         *,
         retention_s: float,
         max_bytes: int,
@@ -69,18 +69,21 @@ class StoreDatabase:
             yield connection
 
     def seal(self, plain: bytes, *place: object) -> bytes:
-        """See Seal; `place` is the table's name and the key of the row."""
+        """See RowSeal; `place` is the table's name and the key of the row."""
         return self._seal.seal("/".join(map(str, place)), plain)
 
     def open(self, sealed: bytes, *place: object) -> bytes:
-        """See Seal."""
+        """See RowSeal."""
         return self._seal.open("/".join(map(str, place)), sealed)
 
     # Bytes.
 
-    def take(self, connection: Connection, tenant: str, num_bytes: int, *, keep: str = "") -> None:
+    def take(
+        self, connection: Connection, tenant: str, num_bytes: int, *, keep: str = "", accepted: bool = False
+    ) -> None:
         """Counts bytes, which may be negative. Where there are too many, the responses that were not used for
-        longest go, never one that is computed, nor the one named; raises STORE_FULL where that is not enough.
+        longest go, never one that is computed, nor the one named; raises STORE_FULL where that is not enough,
+        save for what belongs to an answer that was `accepted`.
         """
         row = {"tenant": tenant, "num_bytes": 0}
         is_sqlite = self.engine.dialect.name == "sqlite"
@@ -95,9 +98,19 @@ class StoreDatabase:
         used = connection.scalar(select(USED.c.num_bytes).where(USED.c.tenant == tenant)) or 0
         while num_bytes > 0 and used > self.max_bytes:
             freed = self._evict(connection, tenant, used - self.max_bytes, keep)
+            if not freed and accepted:
+                break
             if not freed:
                 raise self.full(num_bytes)
             used -= freed
+
+    def check_room(self, tenant: str, num_bytes: int) -> None:
+        """Raises STORE_FULL where so many bytes would not fit beside the tenant's conversations."""
+        query = select(func.sum(CONVERSATIONS.c.num_bytes)).where(CONVERSATIONS.c.tenant == tenant)
+        with self.engine.connect() as connection:
+            kept = int(connection.scalar(query) or 0)
+        if kept + num_bytes > self.max_bytes:
+            raise self.full(num_bytes)
 
     def full(self, num_bytes: int) -> MillraceError:
         """STORE_FULL for so many bytes."""

@@ -21,7 +21,7 @@ class SealBroken(Exception):
     """A row was written with a key that is not here, or was altered, or stands where it was not written."""
 
 
-class Seal:
+class RowSeal:
     """Seals with the first key, and opens what any of them has sealed."""
 
     def __init__(self, keys: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from gateway.store.background import BackgroundStore
 from gateway.store.conversations import ConversationStore
 from gateway.store.database import StoreDatabase
 from gateway.store.responses import ResponseStore
-from gateway.store.seal import Seal, SealBroken
+from gateway.store.seal import RowSeal, SealBroken
 from gateway.store.tables import CONVERSATIONS, RESPONSES, USED, open_store
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Store:
         self.responses = ResponseStore(database)
         self.conversations = ConversationStore(database)
         self.background = BackgroundStore(database, self.responses, secrets.token_hex(8), config.lease_s)
-        self.find_items = database.find_items
+        self.find_items, self.check_room = database.find_items, database.check_room
         self._sweeping: asyncio.Task[None] | None = None
 
     @classmethod
@@ -53,7 +53,7 @@ class Store:
             return None
         database = StoreDatabase(
             open_store(config.url),
-            Seal(config.secrets()),
+            RowSeal(config.secrets()),
             retention_s=config.retention_days * 86400,
             max_bytes=config.max_bytes,
         )

@@ -18,7 +18,7 @@ from gateway.store import tables
 from gateway.store.background import LeaseLost
 from gateway.store.database import StoreDatabase, StoredItem
 from gateway.store.responses import NewResponse
-from gateway.store.seal import Seal, SealBroken
+from gateway.store.seal import RowSeal, SealBroken
 from gateway.store.store import Store, storing
 from runtime.errors import ConfigError
 from tests.unit.gateway.ledger.conftest import postgres_url
@@ -42,7 +42,7 @@ class Clock:
 
 def opened(url: str, clock: Clock, *, max_bytes: int = 1 << 30, keys: tuple[str, ...] = (KEY,)) -> Store:
     database = StoreDatabase(
-        tables.open_store(url), Seal(keys), retention_s=3600, max_bytes=max_bytes, clock=clock
+        tables.open_store(url), RowSeal(keys), retention_s=3600, max_bytes=max_bytes, clock=clock
     )
     return Store(StoreConfig(tenants=("*",), lease_s=10), database)
 
