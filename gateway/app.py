@@ -20,6 +20,7 @@ from gateway.faces.grpc.large import add_to_server
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
 from gateway.faces.grpc.unread import grpc_server
 from gateway.faces.openai import routes as openai
+from gateway.faces.responses import routes as responses
 from gateway.http.application import build_app
 from gateway.http.server import HttpServer
 from gateway.intake.intake import Intake
@@ -118,7 +119,10 @@ class Gateway:
         edge, callers = self._edge, HttpCallers(self._edge.authorizer, self._callers)
         return HttpServer(
             build_app(
-                [openai.routes(self._current_pipeline, self._config.admin_tenants)],
+                [
+                    openai.routes(self._current_pipeline, self._config.admin_tenants),
+                    responses.routes(self._current_pipeline, self._settings.security.secret()),
+                ],
                 callers,
                 edge.counter,
                 edge.authorizer,

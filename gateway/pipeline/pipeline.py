@@ -25,7 +25,7 @@ from gateway.pipeline.books import Books
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.shadow import Shadows
-from gateway.pipeline.validate import check_streams, validate
+from gateway.pipeline.validate import check_streams, token_limit, validate
 from gateway.settings import ANY_MODEL
 from gateway.text.detokenizer import detokenizer
 from gateway.tiers import Tier, Tiers
@@ -239,6 +239,11 @@ class Pipeline:
     def max_model_len(self, served: ServedModel) -> int:
         """Longest prompt plus completion of a model; 0 while no engine is attached."""
         return self.attempts.max_model_len(served)
+
+    def context_limit(self, caller: Caller, request: GenerationRequest, served: ServedModel) -> int:
+        """Longest prompt plus completion under the request's tier; 0 while no engine is attached."""
+        tier = self._tiers.resolve(caller.identity, request.service_tier)
+        return token_limit(self.max_model_len(served), tier.config.max_context_tokens)
 
     async def encode(
         self,

@@ -15,14 +15,13 @@ from gateway.pipeline.pipeline import Pipeline
 # Paths of OpenAI's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {
     "/v1/embeddings": "the served model generates text and has no embeddings",
-    "/v1/responses": "use /v1/chat/completions",
     "/v1/moderations": "moderation is not served",
     "/v1/images/generations": "images are not served",
     "/v1/audio/speech": "audio is not served",
     "/v1/audio/transcriptions": "audio is not served",
     "/v1/files": "files are not kept",
     "/v1/batches": "send requests under a lower service_tier instead",
-    "/v1/assistants": "use /v1/chat/completions",
+    "/v1/assistants": "use /v1/responses",
     "/v1/edits": "use /v1/chat/completions",
 }
 

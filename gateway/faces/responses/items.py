@@ -182,14 +182,14 @@ def _take(turns: _Turns, item: InputItem, field: str, unseal: Open) -> None:
             summary = unseal(item.encrypted_content or "", f"{field}.encrypted_content")
             turns.add(Message(role=Role.USER, content=summary))
         case _:
-            content = _text(item.output, f"{field}.output")
+            content = text_of(item.output, f"{field}.output")
             turns.add(Message(role=Role.TOOL, content=content, tool_call_id=item.call_id or ""))
 
 
 def _take_message(turns: _Turns, item: InputItem, field: str) -> None:
     if item.role not in _ROLES:
         raise invalid(f"{field}.role", f"{item.role!r} is not one of {', '.join(_ROLES)}")
-    content, role = _text(item.content, f"{field}.content"), Role(item.role)
+    content, role = text_of(item.content, f"{field}.content"), Role(item.role)
     if role is Role.ASSISTANT:
         turns.say(content)
     else:
@@ -204,10 +204,11 @@ def _thoughts(item: InputItem, field: str, unseal: Open) -> str:
     """What was sealed is the whole of it; else what is written out, or at least its summary."""
     if item.encrypted_content:
         return unseal(item.encrypted_content, f"{field}.encrypted_content")
-    return _text(item.content, f"{field}.content") or _text(item.summary, f"{field}.summary")
+    return text_of(item.content, f"{field}.content") or text_of(item.summary, f"{field}.summary")
 
 
-def _text(content: str | list[ItemPart] | None, field: str) -> str:
+def text_of(content: str | list[ItemPart] | None, field: str) -> str:
+    """The text of all parts; raises by the path of the part that is none."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join([_part(part, f"{field}[{index}]") for index, part in enumerate(content)])

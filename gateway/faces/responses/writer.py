@@ -8,7 +8,8 @@ what another gateway writes of the same answer has them, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -123,6 +124,12 @@ class ResponseWriter:
         self._held = ""
         self._logprobs: list[TokenLogprobs] = []
         self._finish: FinishReason | None = None
+        self._num_kept = 0
+
+    def take_num_kept(self) -> int:
+        """Bytes of log-probabilities that it has come to keep since it was asked before."""
+        kept, self._num_kept = self._num_kept, 0
+        return kept
 
     def begin(self) -> bytes:
         """The events before the first delta."""
@@ -204,7 +211,7 @@ class ResponseWriter:
         logprobs: Any = []
         if self._vocabulary is not None:
             fresh = ChatLogprobs(self._vocabulary, self._pieces)
-            fresh.add(self._logprobs)
+            self._num_kept += fresh.add(_of_text(self._logprobs, text, self._vocabulary))
             self._logprobs.clear()
             item.logprobs += fresh.parts
             logprobs = _list(fresh.parts)
@@ -312,6 +319,22 @@ class ResponseWriter:
     def _written(self) -> bytes:
         out, self._out = self._out, []
         return b"".join(out)
+
+
+def _of_text(logprobs: list[TokenLogprobs], text: str, vocabulary: Vocabulary) -> Sequence[TokenLogprobs]:
+    """Those of the tokens that the text is made of: beside them stand markers, and the answer's end."""
+    pieces = [vocabulary.token_bytes(each.token_id) for each in logprobs]
+    wanted = text.encode("utf-8", "surrogatepass")
+    begins = b"".join(pieces).rfind(wanted)
+    if begins < 0:
+        return list(logprobs)
+    starts = accumulate(map(len, pieces), initial=0)
+    ends = begins + len(wanted)
+    return [
+        each
+        for each, piece, start in zip(logprobs, pieces, starts, strict=False)
+        if start < ends and start + len(piece) > begins
+    ]
 
 
 def _list(parts: list[bytes]) -> Any:

@@ -1,0 +1,240 @@
+"""Handlers of the Responses API that need nothing kept: an answer, its tokens counted, a conversation made
+short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.chat import Conversation, Message, Role
+from contract.errors import MillraceError
+from gateway.faces.accepted import Accepted
+from gateway.faces.bodies import read
+from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens
+from gateway.faces.responses.fields import UNSERVED
+from gateway.faces.responses.items import Open, text_of
+from gateway.faces.responses.requests import (
+    COMPACT_DECODER,
+    ENCRYPTED_REASONING,
+    FIELD_NAMES,
+    PROMPT_DECODER,
+    RESPONSE_DECODER,
+    TOLERANCE,
+    Asked,
+    CompactBody,
+    PromptBody,
+    ResponseBody,
+    asked,
+    conversation_of,
+)
+from gateway.faces.responses.resource import resource
+from gateway.faces.responses.truncation import truncated
+from gateway.faces.responses.writer import ResponseWriter, response_usage
+from gateway.faces.sealed import Seal
+from gateway.faces.unserved import WARNING_HEADER
+from gateway.http.errors import unexpected
+from gateway.http.exchange import Exchange
+from gateway.intake.intake import ByteLease
+from gateway.pipeline.attempt import Attempt
+from gateway.pipeline.delta import ChoiceDelta
+from gateway.pipeline.pipeline import Answer, Pipeline
+from gateway.pipeline.validate import check_conversation
+from gateway.types.request import GenerationRequest
+
+_encode = msgspec.json.Encoder().encode
+# Deltas whose events are written at once.
+_TOGETHER = 32
+# Characters of a client's own words in a header.
+_MAX_WARNING = 512
+_SUMMARISE = (
+    "Summarise our conversation so far for an assistant that goes on with it and sees nothing else of it: "
+    "what was asked for, what has been done and found out, names, paths and values that matter, and what is "
+    "left to do. Write the summary alone."
+)
+_SUMMARY = "A summary of the conversation so far:\n\n"
+
+
+class ResponseEndpoints:
+    """Handlers below /v1/responses."""
+
+    def __init__(self, pipeline: Callable[[], Pipeline], seal: Seal) -> None:
+        """`pipeline` raises what to answer while there is none yet; `seal` closes what clients keep."""
+        self._pipeline = pipeline
+        self._seal = seal
+
+    async def create(self, exchange: Exchange) -> None:
+        """POST /v1/responses."""
+        pipeline, caller = self._pipeline(), exchange.verified_caller
+        convert = partial(
+            asked, reasons=pipeline.reasons, unseal=self._unseal(exchange), limits=pipeline.intake.limits
+        )
+        body, understood = await read(exchange, pipeline.intake, RESPONSE_DECODER, convert, TOLERANCE)
+        _warn(exchange, understood.warnings)
+        request = understood.request
+        if body.truncation == "auto":
+            request, told = await truncated(pipeline, caller, request)
+            _warn(exchange, [told] if told else ())
+        async with Accepted(exchange, pipeline, [request]) as answer:
+            _warn(exchange, _unenforced(answer.attempts[0]))
+            writer = self.writer(body, understood, answer.attempts[0], streams=bool(body.stream))
+            with pipeline.intake.lease(caller.identity.tenant) as lease:
+                if body.stream:
+                    await _stream(exchange, answer, writer, lease)
+                else:
+                    await exchange.respond(200, _encode((await _whole(answer, writer, lease)).response))
+
+    async def count(self, exchange: Exchange) -> None:
+        """POST /v1/responses/input_tokens."""
+        pipeline, caller = self._pipeline(), exchange.verified_caller
+        convert = partial(self._prompt, unseal=self._unseal(exchange))
+        body, request = await read(exchange, pipeline.intake, PROMPT_DECODER, convert, TOLERANCE)
+        _warn(exchange, UNSERVED.check(body))
+        served = pipeline.model(caller, body.model)
+        num_tokens = len(await pipeline.encode(caller, served, request))
+        await exchange.respond(200, _encode(InputTokens(input_tokens=num_tokens)))
+
+    async def compact(self, exchange: Exchange) -> None:
+        """POST /v1/responses/compact: the model summarises the conversation; the client keeps the summary
+        sealed, as the last item of what it sends from now on.
+        """
+        pipeline, caller = self._pipeline(), exchange.verified_caller
+        convert = partial(self._summary, unseal=self._unseal(exchange))
+        body, request = await read(exchange, pipeline.intake, COMPACT_DECODER, convert, TOLERANCE)
+        _warn(exchange, UNSERVED.check(body))
+        async with Accepted(exchange, pipeline, [request]) as answer:
+            text = ""
+            async for _, deltas in answer.deltas():
+                answer.attempts[0].first_chunk_written()
+                text += "".join([delta.content for delta in deltas])
+            request_id = answer.attempts[0].info.request_id
+            sealed = self._seal.close(caller.identity.tenant, _SUMMARY + text.strip())
+            compacted = CompactedResponse(
+                id=f"resp_{request_id}",
+                output=[
+                    *_said_by_user(body, request_id),
+                    CompactionItem(id=f"cmp_{request_id}", encrypted_content=sealed),
+                ],
+                created_at=int(time.time()),
+                usage=response_usage(answer.usages()[0]),
+            )
+            await exchange.respond(200, _encode(compacted))
+
+    def writer(
+        self, body: ResponseBody, understood: Asked, attempt: Attempt, *, streams: bool
+    ) -> ResponseWriter:
+        """Who writes the answer of an accepted request."""
+        tenant = attempt.call.caller.identity.tenant
+        return ResponseWriter(
+            resource(body, attempt),
+            understood.tools,
+            streams=streams,
+            vocabulary=attempt.reader.texts.vocabulary if body.wants_logprobs else None,
+            seal=partial(self._seal.close, tenant) if body.includes(ENCRYPTED_REASONING) else None,
+        )
+
+    def _unseal(self, exchange: Exchange) -> Open:
+        return partial(self._seal.open, exchange.verified_caller.identity.tenant)
+
+    def _prompt(self, body: PromptBody, *, unseal: Open) -> GenerationRequest:
+        pipeline = self._pipeline()
+        conversation, _ = conversation_of(
+            body, reasons=pipeline.reasons, unseal=unseal, limits=pipeline.intake.limits
+        )
+        request = GenerationRequest(model=body.model, prompt=conversation, field_names=FIELD_NAMES)
+        check_conversation(request, conversation)
+        return request
+
+    def _summary(self, body: CompactBody, *, unseal: Open) -> GenerationRequest:
+        prompt = PromptBody(model=body.model, input=body.input, instructions=body.instructions)
+        request = self._prompt(prompt, unseal=unseal)
+        conversation = request.prompt
+        assert isinstance(conversation, Conversation), "this API has conversations alone"
+        ask = Message(role=Role.USER, content=_SUMMARISE)
+        return replace(
+            request,
+            prompt=replace(conversation, messages=(*conversation.messages, ask)),
+            service_tier=body.service_tier or "",
+            prompt_cache_key=body.prompt_cache_key or "",
+        )
+
+
+def _warn(exchange: Exchange, warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        exchange.add_headers({WARNING_HEADER: warning})
+
+
+def _unenforced(attempt: Attempt) -> list[str]:
+    report = attempt.info.enforcement
+    if report is None or report.exact:
+        return []
+    parts = (*report.approximated, *report.unenforced)
+    missed = ", ".join([f"{each.keyword} at {each.path}" for each in parts])
+    # Paths are a client's words, and this is for a header: `ascii` writes what could end it as an escape.
+    return [f"text.format is not enforced exactly: {ascii(missed)[1:-1][:_MAX_WARNING]}"]
+
+
+def _said_by_user(body: CompactBody, request_id: str) -> list[dict[str, object]]:
+    """The user's messages, which a compacted conversation keeps as they are."""
+    given = [] if isinstance(body.input, str) or body.input is None else body.input
+    said = [body.input] if isinstance(body.input, str) else []
+    said += [text_of(item.content, "input") for item in given if item.role == "user"]
+    return [
+        {
+            "type": "message",
+            "id": f"msg_{request_id}_{index}",
+            "status": "completed",
+            "role": "user",
+            "content": [{"type": "input_text", "text": text}],
+        }
+        for index, text in enumerate(said)
+    ]
+
+
+async def _whole(answer: Answer, writer: ResponseWriter, lease: ByteLease) -> ResponseWriter:
+    writer.begin()
+    async for _, deltas in answer.deltas():
+        answer.attempts[0].first_chunk_written()
+        for delta in deltas:
+            writer.event(delta)
+        lease.grow(writer.take_num_kept())
+    writer.end(answer.usages()[0])
+    return writer
+
+
+async def _stream(exchange: Exchange, answer: Answer, writer: ResponseWriter, lease: ByteLease) -> None:
+    # The status can still say what is wrong until the first delta is there.
+    source = answer.deltas()
+    _, deltas = await anext(source)
+    await exchange.begin_events()
+    first = writer.begin()
+    try:
+        await _write(exchange, writer, deltas, first)
+        answer.attempts[0].first_chunk_written()
+        async for _, deltas in source:
+            answer.attempts[0].first_chunk_written()
+            await _write(exchange, writer, deltas)
+            lease.grow(writer.take_num_kept())
+    except MillraceError as error:
+        await exchange.end_events(writer.fail(error, answer.usages()[0]))
+        raise
+    except Exception:
+        await exchange.end_events(writer.fail(unexpected(), answer.usages()[0]))
+        raise
+    await exchange.end_events(writer.end(answer.usages()[0]))
+
+
+async def _write(
+    exchange: Exchange, writer: ResponseWriter, deltas: Sequence[ChoiceDelta], first: bytes = b""
+) -> None:
+    """Writes events, not too many together: a client that was slow has many waiting."""
+    while len(deltas) > _TOGETHER:
+        await exchange.write(first + b"".join(map(writer.event, deltas[:_TOGETHER])))
+        await asyncio.sleep(0)
+        deltas, first = deltas[_TOGETHER:], b""
+    await exchange.write(first + b"".join(map(writer.event, deltas)))
