@@ -70,7 +70,7 @@ class BackgroundStore:
         return BackgroundWork(tenant, new.id, body)
 
     def add(self, work: BackgroundWork, first: int, events: Sequence[bytes]) -> None:
-        """Appends events of which the first has this sequence number, and renews the lease; raises LeaseLost."""
+        """Appends events, the first one with this sequence number; renews the lease. Raises LeaseLost."""
         with self._database.writing() as connection:
             self._hold(connection, work)
             if events:

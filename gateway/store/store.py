@@ -132,8 +132,8 @@ class Store:
 
 
 def storing(store: Store | None, tenant: str, *, asked: bool | None, background: bool) -> Store | None:
-    """Where a response is kept, None where it is not. Raises UNSUPPORTED_FIELD where the tenant asks for what
-    its configuration does not allow.
+    """Where a response is kept, None where it is not. Raises UNSUPPORTED_FIELD for one in the background that
+    cannot be kept.
     """
     if store is not None and store.keeps(tenant):
         if background and asked is False:
@@ -141,8 +141,7 @@ def storing(store: Store | None, tenant: str, *, asked: bool | None, background:
                 "store", "a background response is kept while it is computed; send store true", "it is false"
             )
         return None if asked is False else store
-    remedy = "have the operator add your tenant to gateway.store.tenants, or leave it out"
-    for field, is_asked in (("background", background), ("store", bool(asked))):
-        if is_asked:
-            raise unsupported(field, remedy, "this deployment keeps no responses of your tenant")
+    if background:
+        remedy = "stream the answer, or have the operator add your tenant to gateway.store.tenants"
+        raise unsupported("background", remedy, "this deployment keeps no responses of your tenant")
     return None

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from contract.errors import MillraceError, Reason
 from gateway.auth.verifier import Arrival
 from gateway.faces.responses.answer_types import Response
-from gateway.faces.responses.keeping import Kept
+from gateway.faces.responses.keeping import Kept, plain
 from gateway.faces.responses.recut import Recut
 from gateway.faces.responses.requests import RESPONSE_DECODER, Asked, ResponseBody
 from gateway.faces.responses.tools import Toolbox
@@ -99,7 +99,7 @@ class Run:
                 )
 
     async def keep_writing(self, beat_s: float) -> None:
-        """Writes what comes, and signs of life, until it is cancelled; ends the work where the lease is lost."""
+        """Writes what comes, and signs of life; ends the work where the lease is lost."""
         while not self.is_lost:
             await asyncio.sleep(_FLUSH_S)
             if self._pending or time.monotonic() - self._written_s > beat_s:
@@ -126,7 +126,7 @@ class Run:
 
     async def finish(self, response: Response) -> None:
         """Writes the end, as soon as that can be done; raises LeaseLost."""
-        resource = msgspec.structs.asdict(response)
+        resource = plain(response)
         conversation = self._conversation_id if response.status in ("completed", "incomplete") else ""
         async with self._lock:
             while True:
@@ -173,7 +173,7 @@ class BackgroundResponses:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def create(self, caller: Caller, kept: Kept, asked: Asked) -> Response:
-        """Accepts a response, which goes on without its caller. Raises as `Pipeline.begin`, and STORE_FULL."""
+        """Accepts a response that goes on without its caller; raises as `Pipeline.begin`, and STORE_FULL."""
         caller = self._without_connection(caller.identity)
         attempt = await self._pipeline().begin(caller, asked.request)
         try:
@@ -220,7 +220,8 @@ class BackgroundResponses:
                     for delta in deltas:
                         for piece in recut.feed(delta):
                             run.take(writer.event(piece))
-                run.take(writer.end(attempt.usage()))
+                writer.conclude(attempt.usage())
+                run.take(writer.end())
             await self._end(run, writer.response)
         except asyncio.CancelledError:
             await self._store.call(self._store.background.release, run.work)
@@ -273,7 +274,8 @@ class BackgroundResponses:
         try:
             if work.num_owners > _MAX_OWNERS:
                 raise MillraceError(
-                    Reason.INTERNAL, f"{work.num_owners - 1} gateways were lost under it; send another request"
+                    Reason.INTERNAL,
+                    f"{work.num_owners - 1} gateways were lost under it; send another request",
                 )
             attempt, writer = await self._again(task, response)
         except asyncio.CancelledError:

@@ -82,8 +82,8 @@ class ConversationEndpoints:
         elif part == "items" and not item_id:
             await dispatch(exchange, {"GET": self._items, "POST": self._add}, id_)
         else:
-            handlers = {"GET": self._item, "DELETE": self._delete_item}
-            await dispatch(exchange, handlers if part == "items" else None, id_, item_id)
+            of_item = {"GET": self._item, "DELETE": self._delete_item}
+            await dispatch(exchange, of_item if part == "items" else None, id_, item_id)
 
     def _kept(self, exchange: Exchange, id_: str) -> tuple[Store, str]:
         tenant = exchange.verified_caller.identity.tenant

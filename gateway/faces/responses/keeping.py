@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from contract.errors import MillraceError, Reason, context_length, invalid
 from gateway.faces.responses.answer_types import Response
 from gateway.faces.responses.items import InputItem
-from gateway.faces.responses.requests import Asked, ResponseBody
+from gateway.faces.responses.requests import ResponseBody
 from gateway.pipeline.pipeline import Pipeline
 from gateway.store.database import StoredItem
 from gateway.store.responses import NewResponse
@@ -60,7 +60,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         """What is stored."""
         return NewResponse(
             id=response.id,
-            resource=msgspec.structs.asdict(response),
+            resource=plain(response),
             inputs=self.inputs,
             previous_id=self.previous_id,
             conversation_id=self.conversation_id,
@@ -78,6 +78,12 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
             _log.error("response %s is answered and not stored: %s", response.id, error.message)
             return replace(response, store=False)
         return response
+
+
+def plain(response: Response) -> dict[str, Any]:
+    """A resource as JSON has it."""
+    resource: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
+    return resource
 
 
 def needs_store(body: ResponseBody) -> bool:
@@ -234,5 +240,3 @@ def _conversation_id(body: ResponseBody) -> str:
             return id_
         case other:
             return other.id
-
-

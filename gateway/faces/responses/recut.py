@@ -1,4 +1,4 @@
-"""Deltas cut where their text says, not where an engine's messages ended: computed anew, they are the same."""
+"""Deltas cut by their text, not by an engine's messages: computed anew, they are the same."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Recut:
     def _made(self, text: str) -> ChoiceDelta:
         if isinstance(self._kind, int):
             return ChoiceDelta(tool_calls=[ToolCallDelta(self._kind, arguments=text)])
-        return ChoiceDelta(**{self._kind: text}) if self._kind else ChoiceDelta()
+        return ChoiceDelta(reasoning=text) if self._kind == "reasoning" else ChoiceDelta(content=text)
 
     def _flush(self) -> Iterator[ChoiceDelta]:
         held, is_empty = self._held, not self._text

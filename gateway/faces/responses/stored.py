@@ -166,5 +166,3 @@ async def stream_events(exchange: Exchange, store: Store, tenant: str, id_: str,
         await exchange.end_events(DONE)
     finally:
         exchange.unwatch()
-
-
