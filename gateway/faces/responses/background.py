@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from contract.errors import MillraceError, Reason
 from gateway.auth.verifier import Arrival
 from gateway.faces.responses.answer_types import Response
-from gateway.faces.responses.keeping import Kept, plain
+from gateway.faces.responses.keeping import Kept, plain, sent
 from gateway.faces.responses.recut import Recut
 from gateway.faces.responses.requests import RESPONSE_DECODER, Asked, ResponseBody
 from gateway.faces.responses.tools import Toolbox
@@ -135,7 +135,9 @@ class Run:
                     await self._store.call(end, list(self._pending), conversation)
                 except MillraceError as error:
                     if error.reason is not Reason.STORE_UNAVAILABLE:
-                        # The conversation was deleted, or is full: the answer is there without it.
+                        if not conversation:
+                            raise
+                        # It was deleted, or is full: the answer is there without it.
                         conversation = ""
                     await asyncio.sleep(error.retry_after_s or 0)
                 else:
@@ -181,7 +183,7 @@ class BackgroundResponses:
             writer.response = replace(kept.told(writer.response), background=True)
             task = _Task(
                 identity=caller.identity,
-                body=_body(kept.body),
+                body=msgspec.json.encode(sent(kept.body)),
                 seed=attempt.stream.seed,
                 resource=msgspec.json.encode(writer.response),
                 conversation_id=kept.conversation_id,
@@ -299,17 +301,6 @@ class BackgroundResponses:
         writer = self._writers.writer(body, asked, attempt, streams=True)
         writer.response = response
         return attempt, writer
-
-
-def _body(body: ResponseBody) -> bytes:
-    """A body's JSON without what was not sent."""
-    fields = {name: getattr(body, name) for name in body.__struct_fields__}
-    given = {
-        name: value
-        for name, value in fields.items()
-        if value is not None and not (isinstance(value, msgspec.Raw) and not bytes(value))
-    }
-    return msgspec.json.encode(given)
 
 
 async def follow(

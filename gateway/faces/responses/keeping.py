@@ -134,7 +134,7 @@ async def kept(
 
 
 def _source(store: Store | None, tenant: str, body: ResponseBody) -> Store:
-    field = "input"
+    field = next((f"input[{index}].id" for index in _references(body)), "input")
     if body.previous_response_id:
         field = "previous_response_id"
     elif body.conversation is not None:
@@ -192,7 +192,7 @@ def stored_items(
             made.append(found[item.id or ""])
             continue
         kind = item.type or "message"
-        fields = _without_nothing(msgspec.to_builtins(item))
+        fields = sent(item)
         id_ = fields.pop("id", "")
         if not id_ or len(id_) > MAX_ID:
             id_ = f"{_PREFIXES.get(kind, 'item_')}{name[-40:]}_i{index}"
@@ -204,14 +204,18 @@ def stored_items(
     return made
 
 
-def _without_nothing(value: Any) -> Any:
-    match value:
-        case dict():
-            return {name: _without_nothing(each) for name, each in value.items() if each not in (None, b"")}
-        case list():
-            return [_without_nothing(each) for each in value]
-        case other:
-            return other
+def sent(value: Any) -> Any:
+    """What was sent of a body, or of a part of one, as JSON can write it."""
+    if isinstance(value, list):
+        return [sent(each) for each in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    return {
+        name: sent(each)
+        for name, each in fields.items()
+        if each is not None and not (isinstance(each, msgspec.Raw) and not bytes(each))
+    }
 
 
 _decode_item: Callable[[bytes], InputItem] = msgspec.json.Decoder(InputItem).decode
