@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, insert, literal, select, update
 
+from contract.errors import invalid
 from gateway.store.conversations import append
-from gateway.store.database import ROW_BYTES, StoreDatabase, StoredItem, not_found
+from gateway.store.database import ROW_BYTES, RUNNING, StoreDatabase, StoredItem, not_found
 from gateway.store.tables import ITEMS, MAX_ID, RESPONSES
 
 # What is used again is kept anew, at most once in this part of its retention.
@@ -134,12 +135,17 @@ class ResponseStore:
 
     def history(self, tenant: str, id_: str, *, max_bytes: int) -> History:
         """Input and output of a response and of all that it continues, the newest of them up to `max_bytes`,
-        and uses them: they are kept anew. Raises STORED_NOT_FOUND where one of those is not there any more.
+        and uses them: they are kept anew.
+
+        Raises STORED_NOT_FOUND where one of those is not there any more, and INVALID_ARGUMENT for a response
+        that is still computed.
         """
         with self._database.engine.connect() as connection:
             chain = self._chain(connection, tenant, id_, max_bytes)
             if not chain:
                 raise not_found("Previous response", id_)
+            if chain[0].status in RUNNING:
+                raise invalid("previous_response_id", "it is still computed; wait until it is complete")
             last = chain[-1]
             is_cut = bool(last.previous_id) and last.total >= max_bytes
             if last.previous_id and not is_cut:
@@ -155,7 +161,7 @@ class ResponseStore:
     def _chain(self, connection: Connection, tenant: str, id_: str, max_bytes: int) -> Sequence[Row[Any]]:
         """Rows of id, previous_id, expires_unix_ms, num_bytes and `total` so far, the newest first."""
         columns = RESPONSES.c
-        picked = (columns.id, columns.previous_id, columns.expires_unix_ms, columns.num_bytes)
+        picked = (columns.id, columns.status, columns.previous_id, columns.expires_unix_ms, columns.num_bytes)
         alive = (columns.tenant == tenant, columns.expires_unix_ms > self._database.now_ms())
         first = select(*picked, columns.num_bytes.label("total"), literal(0).label("depth"))
         chain = first.where(*alive, columns.id == id_[:MAX_ID]).cte("chain", recursive=True)

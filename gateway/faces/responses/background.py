@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from contract.errors import MillraceError, Reason
 from gateway.auth.verifier import Arrival
 from gateway.faces.responses.answer_types import Response
-from gateway.faces.responses.keeping import Kept, plain, sent
+from gateway.faces.responses.keeping import HeldRequest, plain, sent
 from gateway.faces.responses.recut import Recut
 from gateway.faces.responses.requests import RESPONSE_DECODER, Asked, ResponseBody
 from gateway.faces.responses.tools import Toolbox
@@ -70,7 +70,7 @@ class Writers(Protocol):
         """Who writes the answer of an accepted request."""
 
 
-class Run:
+class BackgroundRun:
     """One response that this gateway computes: events that are not written yet, and those to be skipped."""
 
     def __init__(self, store: Store, work: BackgroundWork, conversation_id: str) -> None:
@@ -174,7 +174,7 @@ class BackgroundResponses:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def create(self, caller: Caller, kept: Kept, asked: Asked) -> Response:
+    async def create(self, caller: Caller, kept: HeldRequest, asked: Asked) -> Response:
         """Accepts a response that goes on without its caller; raises as `Pipeline.begin`, and STORE_FULL."""
         caller = self._without_connection(caller.identity)
         attempt = await self._pipeline().begin(caller, asked.request)
@@ -195,7 +195,7 @@ class BackgroundResponses:
             await attempt.close(error)
             raise
         response = writer.response
-        run = Run(self._store, work, kept.conversation_id)
+        run = BackgroundRun(self._store, work, kept.conversation_id)
         self._begin(self._write(run, attempt, writer))
         return response
 
@@ -208,7 +208,7 @@ class BackgroundResponses:
         self._runs.add(task)
         task.add_done_callback(self._runs.discard)
 
-    async def _write(self, run: Run, attempt: Attempt, writer: ResponseWriter) -> None:
+    async def _write(self, run: BackgroundRun, attempt: Attempt, writer: ResponseWriter) -> None:
         """Computes a response to its end, or leaves it to another gateway."""
         run.cancel = attempt.cancel
         writing = asyncio.create_task(run.keep_writing(self._beat_s), name="write events")
@@ -233,7 +233,7 @@ class BackgroundResponses:
         finally:
             writing.cancel()
 
-    async def _failed(self, run: Run, response: Response, error: Exception) -> None:
+    async def _failed(self, run: BackgroundRun, response: Response, error: Exception) -> None:
         if run.is_lost:
             return
         if isinstance(error, MillraceError) and error.reason is Reason.DRAINING:
@@ -244,7 +244,7 @@ class BackgroundResponses:
             _log.error("background response %s failed", response.id, exc_info=error)
         await self._end(run, run.failed(response, told))
 
-    async def _end(self, run: Run, response: Response) -> None:
+    async def _end(self, run: BackgroundRun, response: Response) -> None:
         try:
             await run.finish(response)
         except LeaseLost:
@@ -270,7 +270,7 @@ class BackgroundResponses:
 
     async def _compute_anew(self, work: BackgroundWork) -> None:
         task = _decode_task(work.body)
-        run = Run(self._store, work, task.conversation_id)
+        run = BackgroundRun(self._store, work, task.conversation_id)
         response = _decode_response(task.resource)
         _log.info("response %s is taken over at event %d", work.response_id, work.num_events)
         try:

@@ -22,7 +22,7 @@ from gateway.faces.responses.answer_types import CompactedResponse, CompactionIt
 from gateway.faces.responses.background import BackgroundResponses
 from gateway.faces.responses.fields import UNSERVED
 from gateway.faces.responses.items import Open, text_of
-from gateway.faces.responses.keeping import Kept, kept, needs_store
+from gateway.faces.responses.keeping import HeldRequest, kept, needs_store
 from gateway.faces.responses.requests import (
     COMPACT_DECODER,
     ENCRYPTED_REASONING,
@@ -118,7 +118,7 @@ class ResponseEndpoints:
         pipeline, unseal = self._pipeline(), partial(self._seal.open, caller.identity.tenant)
         return asked(body, reasons=pipeline.reasons, unseal=unseal, limits=pipeline.intake.limits)
 
-    async def _in_background(self, exchange: Exchange, held: Kept, understood: Asked) -> None:
+    async def _in_background(self, exchange: Exchange, held: HeldRequest, understood: Asked) -> None:
         assert self.background is not None, "without a store it is refused"
         assert held.store is not None, "without a store it is refused"
         caller = exchange.verified_caller

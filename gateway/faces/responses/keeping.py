@@ -36,7 +36,7 @@ _PREFIXES = {
 }
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request with what came before it in its input, and where its answer goes."""
 
     body: ResponseBody
@@ -93,7 +93,7 @@ def needs_store(body: ResponseBody) -> bool:
 
 async def kept(
     store: Store | None, pipeline: Pipeline, caller: Caller, body: ResponseBody, request_id: str
-) -> Kept:
+) -> HeldRequest:
     """Looks up what the request continues. Raises STORED_NOT_FOUND for what is not there, UNSUPPORTED_FIELD
     where the tenant's state is not kept, CONTEXT_LENGTH_EXCEEDED for what is longer than any prompt.
     """
@@ -104,10 +104,10 @@ async def kept(
         raise invalid("previous_response_id", "it is given beside conversation; give one of them")
     if not needs_store(body):
         if keeps is None:
-            return Kept(body=body)
+            return HeldRequest(body=body)
         inputs = stored_items(body.input, request_id)
         await keeps.call(keeps.check_room, tenant, sum(len(each.body) for each in inputs))
-        return Kept(body=body, store=keeps, inputs=inputs)
+        return HeldRequest(body=body, store=keeps, inputs=inputs)
     if conversation_id and keeps is None and body.store is False:
         raise invalid("store", "an answer within a conversation is kept in it; send store true")
     source = _source(store, tenant, body)
@@ -124,7 +124,7 @@ async def kept(
         room = pipeline.intake.limits.max_messages - len(given) - 1
         history = history[-room:] if room > 0 else []
     items = [*map(_item, history), *map(_item, given)]
-    return Kept(
+    return HeldRequest(
         body=replace(body, input=items),
         store=keeps,
         inputs=given,

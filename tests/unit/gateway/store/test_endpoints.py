@@ -19,7 +19,9 @@ from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode
-from tests.unit.gateway.store.test_store import KEY
+from tests.unit.gateway.store.test_store import KEY, postgres_url
+
+__all__ = ["postgres_url"]
 
 TEXT = "<think>Let me see what there is.</think>It is four, and it was four yesterday; it will be four. " * 2
 numbers = iter(range(10**6))
@@ -255,15 +257,18 @@ def without_clock(events: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("per_step", [1, 7])
-async def test_background_goes_on_when_its_gateway_is_gone(tmp_path: Path, per_step: int) -> None:
+@pytest.mark.parametrize(("per_step", "database"), [(1, "sqlite"), (7, "sqlite"), (7, "postgresql")])
+async def test_background_goes_on_when_its_gateway_is_gone(
+    tmp_path: Path, per_step: int, database: str, request: pytest.FixtureRequest
+) -> None:
+    shared = {"url": request.getfixturevalue("postgres_url")} if database == "postgresql" else {}
     for name in ("alone", "two"):
         (tmp_path / name).mkdir()
     given = [{"role": "user", "content": [{"type": "input_text", "text": "2+2?"}]}]
     other_id, expected = await undisturbed(tmp_path / "alone", text=given)
     # It answers half, and waits.
     slow = engine(step_s=0.005)
-    async with serving(tmp_path / "two", slow) as first:
+    async with serving(tmp_path / "two", slow, **shared) as first:
         made = await create(first, given, background=True)
         assert (made["status"], made["background"], made["store"]) == ("in_progress", True, True)
         path = f"responses/{made['id']}"
@@ -283,7 +288,7 @@ async def test_background_goes_on_when_its_gateway_is_gone(tmp_path: Path, per_s
         await background.close()
         before, over = await store.call(store.background.events, "acme", made["id"], -1)
         assert not over
-        async with serving(tmp_path / "two", engine(tokens_per_step=per_step)) as second:
+        async with serving(tmp_path / "two", engine(tokens_per_step=per_step), **shared) as second:
             streamed = await send(second, "GET", f"{path}?stream=true")
             # What was told before the kill is what is told now.
             assert streamed.text.startswith(b"".join(before).decode())
@@ -309,6 +314,10 @@ async def test_background_is_cancelled_from_another_gateway(tmp_path: Path) -> N
             return bool(slow.num_running)
 
         await until(running)
+        early = await send(
+            second, "POST", "responses", model="tiny", input="x", previous_response_id=made["id"]
+        )
+        assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
         cancelled = await send(second, "POST", f"{path}/cancel")
         assert cancelled.json()["status"] == "cancelled"
 

@@ -122,7 +122,7 @@ def test_ids_of_other_tenants_say_what_ids_that_never_were_say(store: Store, clo
     store.responses.put(TENANT, response("a"))
     store.conversations.create(TENANT, {"id": "conv_a", "metadata": {}}, [item("msg_c")])
     for other in ("evil", "acm", "acme/", "ACME", ""):
-        for number in range(200):
+        for number in range(50):
             assert store.find_items(other, ["in_a", "msg_a", "msg_c"]) == {}
             for call in (
                 lambda id_: store.responses.get(other, id_),  # noqa: B023
