@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-# Beginnings of an answer's id at the OpenAI face; the request's id follows.
+# Beginnings of an answer's id over HTTP; the request's id follows.
 CHAT_ID = "chatcmpl-"
 COMPLETION_ID = "cmpl-"
+MESSAGE_ID = "msg_"
 
 
 class Role(StrEnum):

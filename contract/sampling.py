@@ -58,6 +58,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: Annotated[int, Limits("choice", 1, _INT32)] = 16
     # Stop tokens are masked before this many output tokens.
     min_tokens: Annotated[int, Limits("choice", 0, _INT32)] = 0
+    # Tokens that may be thought, the closing tag's included; at the limit the model's own end of thinking is
+    # forced. None has no limit.
+    max_thinking_tokens: Annotated[int | None, Limits("choice", 0, _INT32)] = None
     # Tokens that end the choice, the model's own end-of-sequence tokens included unless ignored.
     stop_token_ids: Annotated[tuple[int, ...], Limits("choice")] = ()
     ignore_eos: Annotated[bool, Limits("choice")] = False
@@ -115,6 +118,7 @@ class SamplingOptions(CommonOptions, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    max_thinking_tokens: int | None = None
 
     @property
     def branches(self) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from gateway.auth.authorizer import HttpCallers
 from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
 from gateway.engines.fleet import Fleet, follow, lookup_of
+from gateway.faces.anthropic import routes as anthropic
 from gateway.faces.error_forms import ERROR_FORMS
 from gateway.faces.grpc.large import add_to_server
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
@@ -123,7 +124,11 @@ class Gateway:
         edge, callers = self._edge, HttpCallers(self._edge.authorizer, self._callers)
         return HttpServer(
             build_app(
-                [openai.routes(self._current_pipeline, self._config.admin_tenants), served],
+                [
+                    openai.routes(self._current_pipeline, self._config.admin_tenants),
+                    served,
+                    anthropic.routes(self._current_pipeline, secret),
+                ],
                 callers,
                 edge.counter,
                 edge.authorizer,

@@ -220,6 +220,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_concurrency: PositiveInt | None = None
     # Prompt plus completion.
     max_context_tokens: PositiveInt | None = None
+    # What a choice may think at most: the budget of requests that name none, and of those that ask for more.
+    max_thinking_tokens: PositiveInt | None = None
     # Model that answers where this one would be refused for its load ("*": any other one).
     fallback: dict[str, str] = {}
 

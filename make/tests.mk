@@ -35,6 +35,10 @@ test-arm: dev ## Run the native kernels' tests as on ARM's processors, emulated 
 test-clients: dev ## Drive one stack by clients that nobody here wrote, and write docs/clients.md; ARGS=litellm runs one
 	$(BIN)/python -m tests.clients --write docs/clients.md --torch '$(PIP_ARGS) "$(TORCH)"' $(ARGS) $(TESTS)
 
+.PHONY: test-agents
+test-agents: dev ## Coding agents from npm, unmodified, over a stack whose engine plays a script; AGENTS_RUNS=50 repeats their task
+	$(BIN)/python -m pytest -n 0 -m agents --durations=10 $(PYTEST_ARGS) $(or $(TESTS),tests/agents)
+
 .PHONY: test-rehearsal
 test-rehearsal: dev redis ## Kernels for GPUs under Triton's interpreter, and every phase of `make bench-gpu` over tiny shapes
 	WHOLE_REHEARSAL=1 $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --durations=10 $(PYTEST_ARGS) \

@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 from contract.engines import AdapterInfo, BlocksEvicted, BlocksStored, EngineInfo, EngineLoad, KvEvent
 from contract.outputs import NUMBERS, ChoiceStatistics, EngineTime, FirstToken, TokenLogprobs
 from contract.sampling import OPTIONS, SCALARS, SamplingOptions, SamplingParams, scalars_of
+from contract.thinking import ThinkingTags
 
 # Sampling options: from a message, and as the fields of one.
 
@@ -55,6 +56,17 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     found["allowed_token_ids"] = params.allowed_token_ids
     found["stop_token_ids"] = params.stop_token_ids
     return found
+
+
+def thinking_tags(message: engine_pb2.ThinkingTags) -> ThinkingTags:
+    """The tags around a thought, from the wire."""
+    return ThinkingTags(
+        open_id=message.open_id if message.HasField("open_id") else None,
+        close_id=message.close_id,
+        opened=message.opened,
+        line_breaks=tuple(message.line_breaks),
+        blank_line=tuple(message.blank_line),
+    )
 
 
 _ADAPTER = attrgetter(*AdapterInfo.__struct_fields__)

@@ -43,7 +43,10 @@ class StepInputs:
     batch: ForwardBatch | None = None
     # The step is queued while the one before it is on the device.
     ahead: bool = False
-    # Waits for the masks of sequences under a grammar that sample.
+    # Indices of those that sample under a matcher, in the order of their masks. Until the step is concluded a
+    # matcher may end with its thought.
+    guided: frozenset[int] = frozenset()
+    # Waits for these masks.
     masks: Callable[[], GrammarMasks | None] = no_masks
 
     def is_alive(self, member: int, table: SequenceTable) -> bool:

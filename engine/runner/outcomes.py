@@ -105,7 +105,7 @@ def sampling_rows(inputs: StepInputs, rows: LogitRows, masks: GrammarMasks | Non
         for row in range(1, len(drafts) + 1):
             draft_rows.extend([start + row] * row)
             draft_tokens.extend(drafts[:row])
-        if inputs.states[member].matcher is not None:
+        if member in inputs.guided:
             grammar_rows.extend(range(start, start + len(drafts) + 1))
     return SamplingRows(
         slots=rows.slots,
@@ -216,7 +216,7 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
 
 
 def _outcomes(step: Sampled, drawn: Drawn) -> list[SequenceResult]:
-    masks, states = step.masks, step.inputs.states
+    masks, guided = step.masks, step.inputs.guided
     if step.sound or (masks is None and step.rows.one_each and drawn.finite.all() and drawn.allowed.all()):
         # A short cut for most steps, in which each sequence gets one token and nothing else.
         ids = step.inputs.ids
@@ -232,7 +232,7 @@ def _outcomes(step: Sampled, drawn: Drawn) -> list[SequenceResult]:
             drawn,
             member,
             slice(start, end),
-            next(problems) if states[member].matcher is not None else "",
+            next(problems) if member in guided else "",
             grammar_s,
         )
         for member, start, end in zip(step.rows.members, step.rows.starts, step.rows.starts[1:], strict=False)

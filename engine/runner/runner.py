@@ -149,6 +149,7 @@ class ModelRunner:
         if not sound:
             self._book(step, (), 0.0)
             return
+        self._hold_thoughts(sound)
         ahead = executor.runs_ahead(sound)
         if not ahead:
             self._settle()
@@ -202,6 +203,20 @@ class ModelRunner:
                 sound.append(sequence)
         return sound, failed
 
+    def _hold_thoughts(self, sound: Sequence[ScheduledSequence]) -> None:
+        """Puts the thoughts that near their budget under masks, from tokens that are all here."""
+        if not self.table.thinking:
+            return
+        in_flight = self._in_flight()
+        drafts = {each.sequence_id: len(each.draft_token_ids) for each in sound}
+        reached = self.table.hold_thoughts(
+            lambda sequence_id: 1 + drafts.get(sequence_id, 0) + in_flight.get(sequence_id, 0)
+        )
+        if reached:
+            self._settle()
+        for state in reached:
+            self.table.hold(state)
+
     def _compute(self, sound: list[ScheduledSequence], *, ahead: bool) -> Sampled:
         inputs = self.executor.prepare(sound, ahead=ahead)
         inputs.masks = self._masks(inputs)
@@ -223,11 +238,13 @@ class ModelRunner:
         """Fills masks beside the forward; or after it, where they depend on tokens that the host has not
         read.
         """
-        wanted = [
-            (state.matcher, sequence.draft_token_ids)
-            for sequence, state in zip(inputs.scheduled, inputs.states, strict=True)
+        guided = [
+            (member, state.matcher, sequence.draft_token_ids)
+            for member, (sequence, state) in enumerate(zip(inputs.scheduled, inputs.states, strict=True))
             if sequence.samples and state.matcher is not None
         ]
+        inputs.guided = frozenset(member for member, _, _ in guided)
+        wanted = [(matcher, drafts) for _, matcher, drafts in guided]
         if not wanted:
             return no_masks
         if self._outstanding is None:

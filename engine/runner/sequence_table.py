@@ -9,15 +9,18 @@ Shape letters: N slots, L token columns, C block columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.thinking import Thought
 from engine.runner.speculation.economics import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
+from engine.sampling.thinking import ThinkingMatcher
 from engine.types import NewSequence, SamplingParams
 from kernels.host import Device
 
@@ -29,7 +32,10 @@ class SequenceState:
     slot: int
     num_prompt: int
     sampling: SamplingParams
-    matcher: Matcher | None = None
+    matcher: Matcher | ThinkingMatcher | None = None
+    # A thought with a budget that no matcher holds, and how many tokens of the output it has read.
+    thought: Thought | None = None
+    num_read: int = 0
     draft: DraftProgress = field(default_factory=DraftProgress)
     # Why the sequence cannot go on; it takes no further part in forwards.
     failure: str = ""
@@ -46,6 +52,8 @@ class SequenceTable:
         self.grammar = grammar
         self.sampling = SamplingTable(vocab_size, device)
         self.states: dict[int, SequenceState] = {}
+        # Those of them that think on a budget.
+        self.thinking: dict[int, SequenceState] = {}
         self.tokens = np.zeros((0, 256), np.int64)  # [N, L]
         self.blocks = np.zeros((0, 16), np.int64)  # [N, C]
         self.num_tokens = np.zeros(0, np.int64)  # [N]
@@ -73,20 +81,61 @@ class SequenceTable:
         params = SamplingParams(max_tokens=1) if state.failure else new.sampling
         prompt, output = np.split(ids, [new.num_prompt_tokens])
         self.sampling.put(slot, params, new.choice_index, prompt, output)
-        if new.grammar is not None and not forked and not state.failure:
+        if state.failure or forked:
+            return
+        matcher = None
+        if new.grammar is not None:
             try:
-                state.matcher = self.grammar.matcher(
+                matcher = state.matcher = self.grammar.matcher(
                     new.grammar, output.tolist(), self._output_limit(new.sampling, prompt.size)
                 )
             except GrammarError as error:
                 state.failure = str(error)
+                return
+        budget = new.sampling.max_thinking_tokens
+        if budget is None or new.thinking is None:
+            return
+        thought = Thought(new.thinking, budget, prompt[-1:].tolist(), has_grammar=matcher is not None)
+        if matcher is not None:
+            state.matcher = ThinkingMatcher(thought, output.tolist(), matcher)
+        else:
+            state.thought = thought
+            self.thinking[new.sequence_id] = state
 
     def release(self, sequence_id: int) -> None:
         """Forgets a sequence; one that is unknown is ignored."""
         state = self.states.pop(sequence_id, None)
+        self.thinking.pop(sequence_id, None)
         if state is not None:
             self.sampling.drop(state.slot)
             self._free.append(state.slot)
+
+    def hold_thoughts(self, num_drawn: Callable[[int], int]) -> list[SequenceState]:
+        """The thoughts that may reach their budget within the tokens that are drawn for them before they are
+        looked at again, by id. The others need no masks, and those that are over need none any more.
+        """
+        reached = []
+        for sequence_id, state in list(self.thinking.items()):
+            if isinstance(state.matcher, ThinkingMatcher):
+                if state.matcher.is_over:
+                    del self.thinking[sequence_id]
+                    state.matcher = None
+                continue
+            assert state.thought is not None, "it is among those that think"
+            output = self._output(state, state.num_read)
+            state.thought.read(output)
+            state.num_read += len(output)
+            if state.thought.is_over:
+                del self.thinking[sequence_id]
+                state.thought = None
+            elif state.thought.num_free < num_drawn(sequence_id):
+                reached.append(state)
+        return reached
+
+    def hold(self, state: SequenceState) -> None:
+        """Holds a thought to its budget from here on; all of its tokens are here."""
+        assert state.thought is not None, "as said by hold_thoughts"
+        state.matcher, state.thought = ThinkingMatcher(state.thought, self._output(state)), None
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """The child starts as a copy of the parent: tokens, grammar, counts and block table.
@@ -123,8 +172,9 @@ class SequenceTable:
             except GrammarError as error:
                 child.failure = str(error)
 
-    def _output(self, state: SequenceState) -> list[int]:
-        found: list[int] = self.tokens[state.slot, state.num_prompt : self.num_tokens[state.slot]].tolist()
+    def _output(self, state: SequenceState, start: int = 0) -> list[int]:
+        begin, end = state.num_prompt + start, self.num_tokens[state.slot]
+        found: list[int] = self.tokens[state.slot, begin:end].tolist()
         return found
 
     def add_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:

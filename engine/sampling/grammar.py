@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import llguidance
 import llguidance.numpy
@@ -34,6 +35,13 @@ BACKEND = "llguidance/1"
 
 class GrammarError(Exception):
     """A grammar that cannot be followed; the sequence fails and no other one does."""
+
+
+class FillsMasks(Protocol):
+    """What says which tokens may come next."""
+
+    def fill(self, masks: NDArray[np.int32], drafts: Sequence[int]) -> None:
+        """See Matcher."""
 
 
 class Matcher:
@@ -224,7 +232,7 @@ class GrammarEngine:
             raise GrammarError(f"grammar: {_reason(inner)}")
         return inner
 
-    def fill(self, wanted: list[tuple[Matcher, tuple[int, ...]]]) -> Future[GrammarMasks]:
+    def fill(self, wanted: Sequence[tuple[FillsMasks, tuple[int, ...]]]) -> Future[GrammarMasks]:
         """Starts filling the masks of matchers, each with its drafts; one row per draft and one more."""
         return self._thread.submit(self._fill, wanted)
 
@@ -233,7 +241,7 @@ class GrammarEngine:
         self._prototypes.close()
         self._thread.shutdown()
 
-    def _fill(self, wanted: list[tuple[Matcher, tuple[int, ...]]]) -> GrammarMasks:
+    def _fill(self, wanted: Sequence[tuple[FillsMasks, tuple[int, ...]]]) -> GrammarMasks:
         started = time.monotonic()
         rows = sum(len(drafts) + 1 for _, drafts in wanted)
         masks = np.full((rows, self.mask_width), -1, dtype=np.int32)

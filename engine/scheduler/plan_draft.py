@@ -173,6 +173,7 @@ class RowWriter:
             request.adapter,
             block_ids,
             self._state.adapters.slot_of(request.adapter),
+            request.thinking,
         )
 
     @staticmethod

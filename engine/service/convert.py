@@ -16,6 +16,7 @@ from contract.proto.engine import first_token_fields, logprobs_fields, statistic
 from contract.proto.grammar import grammar
 from contract.proto.status import to_detail
 from contract.sampling import SamplingParams, check, check_ids, check_token_ids
+from contract.thinking import ThinkingTags
 from engine.config import EngineConfig
 from engine.service.adapters import ServedAdapters
 from engine.types import MemoryPlan, ModelFacts, Request, TokenEvent
@@ -56,6 +57,7 @@ def to_request(
     if submit.HasField("grammar") and limits.simulated:
         raise unsupported("grammar", "the simulated engine has no grammar; use a real model")
     sampling = to_sampling(submit.sampling, limits, num_prompt_tokens=len(prompt))
+    thinking = _thinking(submit, sampling, limits)
     if output and (sampling.best_of > 1 or sampling.beam_width):
         raise invalid("output_token_ids", "it continues one choice; resubmit each choice with n = 1")
     if sampling.beam_width and submit.HasField("grammar"):
@@ -71,6 +73,7 @@ def to_request(
         output_token_ids=output,
         choice_index=submit.choice_index,
         grammar=grammar(submit.grammar) if submit.HasField("grammar") else None,
+        thinking=thinking,
         adapter=limits.adapters.version(submit.adapter, submit.adapter_version) if submit.adapter else "",
         tenant=context.tenant,
         tier=context.tier,
@@ -89,6 +92,24 @@ def to_request(
         traceparent=context.traceparent,
         tracestate=context.tracestate,
     )
+
+
+def _thinking(
+    submit: engine_pb2.Submit, sampling: SamplingParams, limits: ModelLimits
+) -> ThinkingTags | None:
+    budget, field = sampling.max_thinking_tokens, "sampling.max_thinking_tokens"
+    if budget is None:
+        return None
+    if limits.simulated:
+        raise unsupported(field, "the simulated engine does not think; use a real model")
+    if not submit.HasField("thinking"):
+        raise invalid("thinking", f"it is required with {field}: the tags around what the model thinks")
+    tags = convert.thinking_tags(submit.thinking)
+    if budget < tags.least:
+        raise invalid(field, f"{budget} is less than the {tags.least} tokens that end a thought")
+    ids = (tags.open_id or 0, tags.close_id, *tags.line_breaks, *tags.blank_line)
+    check_ids("thinking", ids, limits.facts.vocab_size, invalid)
+    return tags
 
 
 def to_sampling(

@@ -6,6 +6,7 @@ import msgspec
 
 from contract.grammar import GrammarSpec
 from contract.sampling import SamplingParams
+from contract.thinking import ThinkingTags
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     # Index of the first choice; part of the random seed.
     choice_index: int = 0
     grammar: GrammarSpec | None = None
+    # There with max_thinking_tokens.
+    thinking: ThinkingTags | None = None
     adapter: str = ""
     tenant: str = ""
     tier: str = ""

@@ -12,6 +12,7 @@ from contract.errors import RequestFailure
 from contract.grammar import GrammarSpec
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from contract.sampling import SamplingParams
+from contract.thinking import ThinkingTags
 from engine.types.request import Request
 
 # Events that leave the engine's core: tokens, ends and failures.
@@ -100,6 +101,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[int, ...]
     # Where the adapter is, which stays there while the sequence runs; -1 for the base model.
     adapter_slot: int = -1
+    # With a budget for what is thought.
+    thinking: ThinkingTags | None = None
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from contract import frames, prefix
+from contract import frames, prefix, thinking
 from engine.config import EngineConfig, num_threads
 from engine.vllm_core.environment import find_python
 from engine.vllm_core.install import inherited
@@ -24,7 +24,7 @@ def lay_out(folder: Path) -> None:
     (folder / _PACKAGE).symlink_to(_INSIDE, target_is_directory=True)
     # The only files of the suite that it imports; they need the standard library alone.
     (folder / "contract").mkdir()
-    for module in (frames, prefix):
+    for module in (frames, prefix, thinking):
         path = Path(str(module.__file__))
         (folder / "contract" / path.name).symlink_to(path)
     about = folder / f"{_PACKAGE}-1.dist-info"

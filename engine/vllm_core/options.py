@@ -49,7 +49,7 @@ EXCEPTIONS: dict[str, Support] = {
 _HONOURED = (
     *("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("allowed_token_ids", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n", "logprobs"),
-    *("prompt_logprobs", "adapter", "cache_salt", "deadline_s", "max_context_tokens"),
+    *("max_thinking_tokens", "prompt_logprobs", "adapter", "cache_salt", "deadline_s", "max_context_tokens"),
 )
 # Fields of SamplingParams, and those of Request whose effect somebody can notice.
 OPTIONS: dict[str, Support] = {**dict.fromkeys(_HONOURED, Support("honoured")), **EXCEPTIONS}

@@ -97,7 +97,8 @@ class Authorizer:
         except MillraceError as error:
             form = self._error_forms.of(path, _text(headers, CONTENT_TYPE_HEADER.encode()))
             refused = [(name.encode(), value.encode()) for name, value in form.headers(error).items()]
-            return EdgeAnswer(error.mapping.http_status, refused, form.body(error))
+            body = form.body(error, _text(headers, b"x-request-id"))
+            return EdgeAnswer(form.status(error), refused, body)
         return self._allowed(identity)
 
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Identity:

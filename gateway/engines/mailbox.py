@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from millrace.engine.v1 import engine_pb2
@@ -38,6 +39,7 @@ def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
         "output_token_ids": submission.output_token_ids,
         "sampling": sampling_fields(submission.sampling),
         "grammar": None if grammar is None else grammar_fields(grammar),
+        "thinking": None if submission.thinking is None else asdict(submission.thinking),
         "choice_index": submission.choice_index,
         "adapter": submission.adapter,
         "adapter_version": submission.adapter_version,

@@ -11,6 +11,7 @@ from contract.errors import MillraceError
 from contract.grammar import GrammarSpec
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from contract.sampling import SamplingParams
+from contract.thinking import ThinkingTags
 
 
 class EngineOutput(msgspec.Struct):
@@ -38,6 +39,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     grammar: GrammarSpec | None = None
+    # There with max_thinking_tokens.
+    thinking: ThinkingTags | None = None
     # The request's id in traces and logs.
     request_id: str = ""
     # Its row in the ledger; engines say it again if this gateway goes.

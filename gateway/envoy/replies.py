@@ -16,6 +16,8 @@ PUBLIC_PATHS = ("/health", "/openapi.json", "/grpc.health.v1.Health/Check")
 _TOO_OFTEN = "this is asked for too often, by all clients together; ask less often"
 _NO_GATEWAY = "no gateway is ready: none answers, or they lack an engine or the tokenizer; retry shortly"
 _NO_AUTHORIZATION = "no gateway process authorized the request in time; retry shortly"
+# Envoy puts the request's id there.
+_REQUEST_ID = "%REQ(X-REQUEST-ID)%"
 _IS_GRPC: dict[str, Any] = {
     "header_filter": {
         "header": {"name": "content-type", "string_match": {"prefix": "application/grpc"}},
@@ -96,17 +98,19 @@ def _grpc_mapper(when: dict[str, Any], error: MillraceError, form: ErrorForm) ->
 
 
 def _http_mapper(when: dict[str, Any], error: MillraceError, form: ErrorForm) -> dict[str, Any]:
-    headers = form.headers(error)
+    headers, status = form.headers(error), form.status(error)
     content_type = headers.pop("content-type")
+    if form.request_id_header:
+        headers[form.request_id_header] = _REQUEST_ID
     if error.mapping.http_status in (429, 503):
         # Another try helps where the state passes by itself.
         headers["retry-after"] = "1"
     return {
         "filter": when,
-        "status_code": error.mapping.http_status,
+        "status_code": status,
         **({"headers_to_add": [_header(*header) for header in headers.items()]} if headers else {}),
         "body_format_override": {
-            "json_format": msgspec.json.decode(form.body(error)),
+            "json_format": msgspec.json.decode(form.body(error, _REQUEST_ID)),
             "content_type": content_type,
         },
     }

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import invalid, unsupported
+from gateway.faces.thinking import thinking_options
 from gateway.pipeline.validate import MAX_METADATA_VALUE
 
 # Values of reasoning_effort, and whether the model thinks under them.
@@ -29,12 +30,8 @@ def effort_options(
         raise invalid(field, f"{effort!r} is not one of {', '.join(EFFORTS)}")
     if not reasons and EFFORTS[effort]:
         raise unsupported(field, "leave it out or send none", f"model {model!r} does not reason")
-    # Templates know the switch under one of these names. A switch that says the opposite is no accident.
-    for name, value in (
-        ("enable_thinking", EFFORTS[effort]),
-        ("thinking", EFFORTS[effort]),
-        ("reasoning_effort", effort),
-    ):
+    # A switch that says the opposite is no accident.
+    for name, value in thinking_options(EFFORTS[effort], effort).items():
         if options.setdefault(name, value) != value:
             raise invalid(f"chat_template_kwargs.{name}", f"{field} is {effort!r}; give one of them")
     return options

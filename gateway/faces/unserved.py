@@ -1,5 +1,7 @@
-"""Fields of an API that a face does not serve: refused by name, or named in a header where they have no
-effect.
+"""Fields of an API that are not served: how a face declares them, refuses them by name, or warns of them.
+
+A field that is not declared at all is refused as unknown; one that has no effect here is named in a warning
+header. Nothing is ignored in silence.
 """
 
 from __future__ import annotations
@@ -22,9 +24,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Unserved:
-    """The fields of one API, which are declared on its bodies, so that null, and values that change nothing,
-    are accepted.
-    """
+    """The fields of one API that it does not serve."""
 
     def __init__(
         self,
@@ -32,19 +32,20 @@ class Unserved:
         refused: Mapping[str, str],
         harmless: Mapping[str, tuple[Any, ...]],
         without_effect: Mapping[str, str],
-        remedies: Mapping[str, str] = {},
+        remedies: Mapping[str, str],
     ) -> None:
-        """Remedies by field, values by field that ask for what happens anyway, and why by field it has no
-        effect. `remedies` are of fields that are refused for a value only.
+        """`refused` and `remedies` say what to do instead, `without_effect` why nothing happens; `harmless`
+        are values that are accepted because they ask for what happens anyway.
         """
-        self._harmless, self._without_effect = harmless, without_effect
+        self.harmless, self.without_effect = harmless, without_effect
         self._remedies = {**refused, **remedies}
+        # They are declared, so that null, and values that change nothing, are accepted.
         self.names = tuple({**refused, **harmless, **without_effect})
         self._values = operator.attrgetter(*self.names)
         self._unset = (msgspec.Raw(),) * len(self.names)
 
-    def declared_on(self, body: type[Body]) -> type[Body]:
-        """The type of a body with these fields beside its own."""
+    def declared_in(self, body: type[Body]) -> type[Body]:
+        """The type of a body with the fields that are not served beside its own."""
         served = body.__struct_fields__
         declared = [(name, msgspec.Raw, msgspec.Raw()) for name in self.names if name not in served]
         made = msgspec.defstruct(
@@ -61,13 +62,14 @@ class Unserved:
             return []
         warnings = []
         for name, value in zip(self.names, values, strict=True):
-            # One body may serve what another does not.
+            # One endpoint may serve what another does not.
             raw = bytes(value) if isinstance(value, msgspec.Raw) else b""
             if raw in _NULL or self._changes_nothing(name, raw):
                 continue
-            if name not in self._without_effect:
-                raise unsupported(name, self.remedy(name))
-            warnings.append(f"{name} has no effect: {self._without_effect[name]}")
+            if name in self.without_effect:
+                warnings.append(f"{name} has no effect: {self.without_effect[name]}")
+                continue
+            raise unsupported(name, self.remedy(name))
         return warnings
 
     def remedy(self, name: str) -> str:
@@ -75,7 +77,7 @@ class Unserved:
         return self._remedies.get(name, "leave it out")
 
     def _changes_nothing(self, name: str, raw: bytes) -> bool:
-        harmless = self._harmless.get(name)
+        harmless = self.harmless.get(name)
         if not harmless:
             return False
         value = decode(_anything, raw)

@@ -131,6 +131,9 @@ class Routes:
     # By the beginning of paths: a method and a handler for all of them.
     below: Mapping[str, tuple[str, Handler]] = field(default_factory=dict)
     public: Mapping[tuple[str, str], Handler] = field(default_factory=dict)
+    # By a path, or a beginning of paths, that another face has: the header by which a request says that it
+    # speaks this face's API instead, and the handler.
+    by_header: Mapping[str, tuple[bytes, Handler]] = field(default_factory=dict)
     # Paths of its API that are known and not served, with the remedy.
     not_served: Mapping[str, str] = field(default_factory=dict)
 
@@ -151,6 +154,15 @@ def known(callers: HttpCallers, counter: RequestCounter, handler: Handler) -> Ha
         await handler(exchange)
 
     return checked
+
+
+def spoken(handler: Handler, header: bytes, other: Handler) -> Handler:
+    """The handler, or the other one where a request has the header."""
+
+    async def chosen(exchange: Exchange) -> None:
+        await (other if header in exchange.headers else handler)(exchange)
+
+    return chosen
 
 
 async def authorize(authorizer: Authorizer, exchange: Exchange) -> None:
@@ -241,17 +253,23 @@ def build_app(
         body, content_type = metrics.expose(exchange.header(b"accept"))
         await exchange.respond(200, body, [(b"content-type", content_type.encode())])
 
-    ours = partial(known, callers, counter)
+    def ours(path: str, handler: Handler) -> Handler:
+        for header, other in (face.by_header[path] for face in faces if path in face.by_header):
+            handler = spoken(handler, header, other)
+        return known(callers, counter, handler)
+
     public = {
         ("GET", "/health"): health,
         **{route: each for face in faces for route, each in face.public.items()},
     }
-    asking = {route: ours(each) for face in faces for route, each in face.exact.items()}
-    below = {start: (method, ours(each)) for face in faces for start, (method, each) in face.below.items()}
+    asking = {route: ours(route[1], each) for face in faces for route, each in face.exact.items()}
+    below = {
+        start: (method, ours(start, each)) for face in faces for start, (method, each) in face.below.items()
+    }
     return Application(
         {**asking, **public, ("GET", "/metrics"): expose},
         {AUTHORIZE_PREFIX: ("", partial(authorize, authorizer)), **below},
-        ours,
+        partial(known, callers, counter),
         public=tuple(path for _, path in public),
         not_served={path: remedy for face in faces for path, remedy in face.not_served.items()},
     )

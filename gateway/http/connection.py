@@ -191,7 +191,7 @@ class Connection(HttpToolsProtocol):
             return
         if not self.pipeline and (cycle is None or whole or not cycle.response_started):
             form = self._error_forms.of(self.url.decode("latin-1"))
-            body, status = form.body(error), error.mapping.http_status
+            body, status = form.body(error), form.status(error)
             headers = b"".join([b"%b: %b\r\n" % header for header in encoded(form.headers(error))])
             self.transport.write(
                 b"HTTP/1.1 %d \r\n%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"

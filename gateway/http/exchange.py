@@ -60,7 +60,8 @@ class Exchange:
         self.ended = False
         # The client has closed the connection.
         self.client_gone = False
-        self._error_form = error_form
+        # Errors are written in it; the path's, unless the request's headers speak another API.
+        self.error_form = error_form
         self._receive = receive
         self._send = send
         self._pieces: list[bytes] = []
@@ -204,8 +205,8 @@ class Exchange:
 
     async def respond_error(self, error: MillraceError) -> None:
         """The error's response; the client may be gone already."""
-        form = self._error_form
-        await self.respond(error.mapping.http_status, form.body(error), encoded(form.headers(error)))
+        form, body = self.error_form, self.error_form.body(error, self.request_id)
+        await self.respond(form.status(error), body, encoded(form.headers(error)))
 
     async def begin_events(self) -> None:
         """Head of an event stream."""
@@ -230,10 +231,13 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     def _common_headers(self) -> Headers:
-        headers = [(b"x-request-id", self.request_id.encode("latin-1"))]
-        if self._error_form.elapsed_header:
+        request_id = self.request_id.encode("latin-1")
+        headers = [(b"x-request-id", request_id)]
+        if self.error_form.request_id_header:
+            headers.append((self.error_form.request_id_header.encode(), request_id))
+        if self.error_form.elapsed_header:
             elapsed_ms = round((time.monotonic() - self.received_s) * 1000)
-            headers.append((self._error_form.elapsed_header.encode(), b"%d" % elapsed_ms))
+            headers.append((self.error_form.elapsed_header.encode(), b"%d" % elapsed_ms))
         headers += self.extra_headers
         if self.caller is not None:
             # For the edge's log and traces; it drops them.

@@ -100,7 +100,7 @@ class BodyShape:
     def _remedy(self, field: str) -> str:
         limits = self._limits
         match field:
-            case "messages" | "input":
+            case "messages" | "input" | "system":
                 few = f"{limits.max_messages} messages, {limits.max_parts} parts"
                 return f"a request has at most {few} and {limits.max_tool_calls} tool calls"
             case "tools":

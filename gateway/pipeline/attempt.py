@@ -191,8 +191,13 @@ class Attempt:
             completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
             candidate_tokens=0 if self._discard_tokens else candidate_tokens,
             cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
-            reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
+            reasoning_tokens=0
+            if self._discard_tokens
+            else sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
             ttft=meter.ttft(),
+            tokens_per_s=1 / gap_s if (gap_s := meter.tpot_s(1)) else None,
+            drafted_tokens=meter.statistics.drafted_tokens,
+            accepted_tokens=meter.statistics.accepted_tokens,
         )
 
     def tool_calls(self) -> list[tuple[str, str]]:

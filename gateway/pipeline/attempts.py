@@ -16,6 +16,7 @@ from contract.chat import JsonSchemaFormat
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
 from contract.sampling import SamplingParams
+from contract.thinking import ThinkingTags
 from gateway.auth.verifier import CallerVerifier
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
@@ -117,6 +118,8 @@ class Attempts:
         context = self.callers.sign(call.caller, call.tier, call.traceparent, served.key)
         prepared = await self._prepare(call, served, context)
         sampling = self._sampling(call, served, len(prepared.token_ids))
+        most = call.tier.config.max_thinking_tokens
+        sampling, thinking = reader.thoughts.held(request, prepared, sampling, most)
         if seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=seed)
         reservation = await self._reserve(call, target, len(prepared.token_ids), sampling, is_limited)
@@ -127,7 +130,7 @@ class Attempts:
                 wait_s = expected_wait_s(self.fleet, served.key, call.tier.config.pool)
                 call.later(self._note_wait, step.attributes, wait_s, call.tier.name)
             with call.step(names.GATEWAY_ROUTE) as routing:
-                stream = self._route(call, target, prepared, sampling, context)
+                stream = self._route(call, target, prepared, sampling, thinking, context)
                 submitted_s = time.monotonic()
                 await _let_go(stream)
                 call.later(self._note_route, routing.attributes, stream.engine, stream.route)
@@ -218,7 +221,13 @@ class Attempts:
             )
 
     def _route(
-        self, call: Call, target: Target, prepared: Prepared, sampling: SamplingParams, context: Any
+        self,
+        call: Call,
+        target: Target,
+        prepared: Prepared,
+        sampling: SamplingParams,
+        thinking: ThinkingTags | None,
+        context: Any,
     ) -> ContinuousStream:
         caller, tier, served = call.caller, call.tier, target.served
         stream = ContinuousStream(
@@ -228,6 +237,7 @@ class Attempts:
                 prompt_token_ids=prepared.token_ids,
                 sampling=sampling,
                 grammar=prepared.grammar,
+                thinking=thinking,
                 request_id=caller.identity.request_id,
                 entry_id=call.entry_id,
                 cache_salt=caller.identity.cache_salt,

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import msgspec
 
 from contract.chat import Conversation, TextPrompt
-from contract.formats import THINK_CLOSE, THINK_OPEN
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from gateway.engines.types import EngineOutput
 from gateway.models.catalog import ServedModel
+from gateway.pipeline.thinking import ThoughtBudget, is_opened
 from gateway.pipeline.validate import checkpoint_defaults, refuse
 from gateway.text.choice import ChoiceText, TextOptions, shown_ids
 from gateway.text.delta import TextDelta
@@ -85,6 +85,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     # None when no token was made.
     ttft: TimeToFirstToken | None = None
+    # Of all choices together, after the first; None with fewer than two.
+    tokens_per_s: float | None = None
+    # Of the tokens that speculation or a grammar proposed, those that were kept.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def billed_tokens(self) -> int:
@@ -301,6 +306,7 @@ class AnswerReader:
     def __init__(self, served: ServedModel) -> None:
         vocabulary = served.vocabulary
         self.vocabulary = vocabulary
+        self.thoughts = ThoughtBudget(vocabulary)
         # Sampling options that the model's checkpoint recommends.
         self.checkpoint = checkpoint_defaults(vocabulary.generation_config)
         self._tool_format = vocabulary.tool_call_format if vocabulary.tool_call_format in PARSERS else ""
@@ -310,8 +316,11 @@ class AnswerReader:
         self._marked: dict[tuple[str, str], TokenTexts] = {}
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises INVALID_ARGUMENT for tools whose calls nobody could read."""
+        """Raises INVALID_ARGUMENT for tools whose calls nobody could read, and for a budget that no thought
+        can be closed in; UNSUPPORTED_FIELD for one where nothing is thought.
+        """
         prompt = request.prompt
+        self.thoughts.check(request)
         if isinstance(prompt, Conversation) and prompt.calls_tools and not self._tool_format:
             raise refuse(
                 request,
@@ -357,14 +366,13 @@ class AnswerReader:
         prompt, sampling = request.prompt, request.sampling
         if not isinstance(prompt, Conversation):
             return TextOptions(stop=sampling.stop, min_tokens=sampling.min_tokens or 0)
-        prefix = prepared.assistant_prefix
         return TextOptions(
             stop=sampling.stop,
             stop_token_ids=frozenset(sampling.stop_token_ids if self.watches_ids(request) else ()),
             min_tokens=sampling.min_tokens or 0,
             tool_call_format=self._tool_format if prompt.calls_tools else "",
             reasoning_format=self.vocabulary.reasoning_format,
-            reasoning_opened=prefix.rfind(THINK_OPEN) > prefix.rfind(THINK_CLOSE),
+            reasoning_opened=is_opened(prepared),
             single_tool_call=not prompt.parallel_tool_calls,
         )
 

@@ -161,7 +161,8 @@ def _response_id(request: GenerationRequest, request_id: str) -> str:
     """The id that the client reads in the answer."""
     if request.face != "http":
         return request_id
-    return f"{CHAT_ID if isinstance(request.prompt, Conversation) else COMPLETION_ID}{request_id}"
+    of_prompt = CHAT_ID if isinstance(request.prompt, Conversation) else COMPLETION_ID
+    return f"{request.id_prefix or of_prompt}{request_id}"
 
 
 def ttft_parts(ttft: TimeToFirstToken) -> dict[TtftPart, float]:

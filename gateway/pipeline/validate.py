@@ -81,8 +81,8 @@ def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: 
     """Tokens that may be generated per choice; raises CONTEXT_LENGTH_EXCEEDED with the numbers."""
     asked = request.sampling.max_tokens
     allowance = limit - num_prompt_tokens
-    if allowance >= 1 and (asked is None or asked <= allowance):
-        return allowance if asked is None else asked
+    if allowance >= 1 and (asked is None or asked <= allowance or request.fills_context):
+        return allowance if asked is None else min(asked, allowance)
     metadata = {"prompt_tokens": str(num_prompt_tokens), "max_context_tokens": str(limit)}
     if allowance < 1:
         field = request.field("prompt")

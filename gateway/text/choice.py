@@ -186,8 +186,15 @@ class ChoiceText:
 
     def feed(self, token_ids: Sequence[int], delta: TextDelta) -> None:
         """Adds to `delta` what is certain after these ids. Ids after a stop string are dropped."""
-        if self._reasoning is not None and self._reasoning.thinking:
-            self.num_reasoning_tokens += len(token_ids)
+        while token_ids and self._reasoning is not None and not self._reasoning.is_over:
+            # One by one, so that those of the answer are not counted as thoughts, however they come together.
+            self.num_reasoning_tokens += self._reasoning.thinking
+            self._feed(token_ids[:1], delta)
+            token_ids = token_ids[1:]
+        if token_ids:
+            self._feed(token_ids, delta)
+
+    def _feed(self, token_ids: Sequence[int], delta: TextDelta) -> None:
         if self._min_tokens > self.num_tokens:
             early = token_ids[: self._min_tokens - self.num_tokens]
             self._decode(early, delta)

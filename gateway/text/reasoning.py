@@ -55,6 +55,11 @@ class ThinkParser:
         """Whether text that comes now is reasoning."""
         return self._step is ThinkParser._think
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all text that comes is the answer's."""
+        return self._step is ThinkParser._after_think
+
     def feed(self, text: str, delta: TextDelta) -> None:
         """See TextParser."""
         if self._step is ThinkParser._after_think:

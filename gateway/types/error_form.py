@@ -19,9 +19,15 @@ class ErrorForm(Protocol):
 
     # Header in which every response of the face says how many milliseconds it took; "" for none.
     elapsed_header: str
+    # Further header in which every response of the face has the request's id; "" for none.
+    request_id_header: str = ""
 
-    def body(self, error: MillraceError) -> bytes:
-        """The body of the response."""
+    def status(self, error: MillraceError) -> int:
+        """The HTTP status of the response: the error table's, unless the API has another one."""
+        return error.mapping.http_status
+
+    def body(self, error: MillraceError, request_id: str = "") -> bytes:
+        """The body of the response; some APIs repeat the request's id in it."""
 
     def headers(self, error: MillraceError) -> dict[str, str]:
         """The headers that say something of the error or of its body."""

@@ -94,12 +94,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Mapping[str, str] = {}
     # Whether a cheaper model may answer before the request is refused for load.
     allow_fallback: bool = True
+    # Where max_tokens are more than the model has room for, the answer ends with the room and is not refused.
+    fills_context: bool = False
     # Return the prompt before the completion.
     echo: bool = False
     streaming: bool = True
     # Prompts that came together with this one, itself included, where it is the first; 0 where it is another:
     # the first one takes the streams of all.
     num_prompts: int = 1
+    # Beginning of the answer's id; "" for the one of OpenAI's that the prompt has.
+    id_prefix: str = ""
     # For metrics: http or grpc.
     face: str = "http"
     # Our field name to the face's own, for error messages; and parts of names such as ".function.name".

@@ -45,13 +45,14 @@ def _slots(
     num_kv_heads,
     BLOCK_SIZE: tl.constexpr,
     STEP: tl.constexpr,
+    WITHIN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Slots of the cache for `offset`, positions [start, start + STEP), and the first of them. Where steps
-    lie within blocks, one number says where they begin; `first` means nothing elsewhere.
+    """Slots of the cache for `offset`, positions [start, start + STEP), and the first of them. WITHIN:
+    they lie in one block, so that one number says where they begin; `first` means nothing without it.
     """
     first = start
-    if BLOCK_SIZE % STEP == 0:
+    if WITHIN:
         block = tl.load(table + start // BLOCK_SIZE)
         first = (block * num_kv_heads + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE
         slot = first + tl.arange(0, STEP)
@@ -128,7 +129,9 @@ def _advance(
     there = offset < end
     if WINDOW:
         there = there & (offset >= begin)
-    slot, first = _slots(table, start, offset, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, MASKED)
+    # Latent keys leave no registers for it.
+    WITHIN: tl.constexpr = BLOCK_SIZE % STEP == 0 and (BULK or MAIN <= 256)
+    slot, first = _slots(table, start, offset, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, WITHIN, MASKED)
     if BULK:
         key = keys.load([first, 0]).to(DTYPE)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from contract.chat import CHAT_ID, COMPLETION_ID
+from contract.chat import CHAT_ID, COMPLETION_ID, MESSAGE_ID
 from observability.analysis.decode import StoredSpan
 
 # How much later than its start a span may end or be received: the longest stream, and the exporter's delay.
@@ -62,7 +62,7 @@ class SpanSource(ABC):
             if not trace_id:
                 raise StoreError(f"{self.name} is empty; send a request first")
             return self.trace(trace_id)
-        ours = what.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
+        ours = what.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID).removeprefix(MESSAGE_ID)
         ids = dict.fromkeys((ours, what))
         for trace_id in (*(found for each in ids for found in self.traces_of_request(each)), what):
             spans = self.trace(trace_id)

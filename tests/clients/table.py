@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tests.clients.environments import Client
+from tests.clients.fields import section
 
 _HEAD = """# Clients
 
@@ -48,7 +49,7 @@ def page(results: Mapping[str, Sequence[Result]], clients: Sequence[Client]) -> 
     for group in dict.fromkeys(each.group for each in clients):
         names = [each.name for each in clients if each.group == group]
         parts.append(f"## {group}\n\n{_table(names, results)}\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, section()])
 
 
 def _table(names: Sequence[str], results: Mapping[str, Sequence[Result]]) -> str:

@@ -1,4 +1,4 @@
-"""The OpenAPI document is true: whatever schemathesis sends, status, type and body are as documented."""
+"""The OpenAPI documents are true: whatever schemathesis sends, status, type and body are as documented."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.auth.authorizer import AUTHORIZE_PREFIX
+from gateway.faces.anthropic import openapi as anthropic
 from gateway.faces.openai.openapi import EXAMPLES, document
+from gateway.faces.responses import openapi as responses
 from gateway.http.application import Application
 from runtime.context import CONTEXT_HEADER
 from tests.clients.python.beyond_schema import only_beyond_schema, served
@@ -66,14 +68,21 @@ CHECKS = [
     only_beyond_schema,
     negative_data_rejection,
 ]
-PATHS = msgspec.json.decode(document())["paths"]
+# The paths of each document, by its own.
+DOCUMENTS = {
+    "/openapi.json": msgspec.json.decode(document())["paths"],
+    anthropic.PATH: msgspec.json.decode(anthropic.document())["paths"],
+    responses.PATH: msgspec.json.decode(responses.document())["paths"],
+}
+PATHS = {path: operations for paths in DOCUMENTS.values() for path, operations in paths.items()}
 OPERATIONS = [(method, path) for path, operations in PATHS.items() for method in operations]
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_nothing_undocumented_is_answered(address: str, method: str, path: str, mode: GenerationMode) -> None:
-    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    (described,) = [each for each, paths in DOCUMENTS.items() if path in paths]
+    schema = schemathesis.openapi.from_url(f"{address}{described}", headers=HEADERS)
     operation = schema[path][method]
 
     @given(case=operation.as_strategy(generation_mode=mode))
@@ -94,7 +103,7 @@ def test_nothing_undocumented_is_answered(address: str, method: str, path: str, 
 NOT_FOR_CLIENTS = {("get", "/metrics"), ("", AUTHORIZE_PREFIX)}
 
 
-async def test_the_document_lists_every_route_and_no_other() -> None:
+async def test_the_documents_list_every_route_and_no_other() -> None:
     async with deployed() as stack:
         application = stack.gateway.http._application._handler
         assert isinstance(application, Application)

@@ -75,7 +75,13 @@ class FollowingSteps:
             starts=starts,
             longest=max(starts),
             num_steps=0,
-            most_steps=batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
+            most_steps=min(
+                [
+                    batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
+                    # This step has drawn one, and nobody looks at a thought on the way.
+                    *(state.thought.num_free - 1 for state in inputs.states if state.thought is not None),
+                ]
+            ),
             inputs=inputs,
             batch=batch,
             rows=rows,

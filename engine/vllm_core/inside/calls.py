@@ -18,7 +18,7 @@ GRAMMAR_KEY = "millrace_grammar"
 _OF_OURS = frozenset(
     {
         *("n", "best_of", "beam_width", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"),
-        *("logit_bias", "allowed_token_ids", "prompt_logprobs"),
+        *("logit_bias", "allowed_token_ids", "prompt_logprobs", "max_thinking_tokens"),
     }
 )
 
@@ -37,7 +37,7 @@ class CoreCall:
     priority: int
     # The smaller one is served first among equals; set by `FairOrder`.
     start_tag: float = 0.0
-    # A serialized llguidance grammar and the tokens that it has seen, or none.
+    # A serialized llguidance grammar, a budget of thoughts, or both, with the tokens that they have seen.
     grammar: str = ""
     # Where this choice's events go.
     request_id: int = 0
@@ -129,7 +129,14 @@ def _bias(options: dict[str, Any], known: list[int]) -> dict[int, float]:
 
 
 def _grammar(request: dict[str, Any]) -> str:
-    grammar = request["grammar"]
-    if grammar is None:
+    grammar, tags = request["grammar"], request["thinking"]
+    if grammar is None and tags is None:
         return ""
-    return json.dumps({GRAMMAR_KEY: grammar["payload"].decode(), "replay": list(request["output_token_ids"])})
+    thinking = None
+    if tags is not None:
+        # All that a thought has to know of the prompt is how it ends.
+        budget, prompt = request["sampling"]["max_thinking_tokens"], list(request["prompt_token_ids"][-1:])
+        thinking = {"tags": tags, "budget": budget, "prompt": prompt}
+    payload = "" if grammar is None else grammar["payload"].decode()
+    known = list(request["output_token_ids"])
+    return json.dumps({GRAMMAR_KEY: payload, "thinking": thinking, "replay": known})

@@ -1,7 +1,7 @@
 """What vLLM loads into each of its processes (a general plugin): five things that its interface lacks.
 
-1. Its structured output takes the suite's serialized llguidance grammars as they are, and one that another
-   engine has begun goes on where it stopped.
+1. Its structured output takes the suite's serialized llguidance grammars as they are, and budgets of thoughts
+   around them or alone; what another engine has begun goes on where it stopped.
 2. The engine core reports its own books.
 3. Processes end with their parent, however that ends.
 4. On CPUs an adapter changes the answers of those alone who asked for it (vllm-project/vllm#48421).
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .calls import GRAMMAR_KEY
+from .thinking import ThinkingGrammar, thought_of
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,12 +37,14 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def unwrapped(spec: Any) -> tuple[str, list[int]] | None:
-    """The grammar of the suite in a specification, and the tokens it has seen; None for any other."""
+def unwrapped(spec: Any) -> dict[str, Any] | None:
+    """The suite's own specification: a grammar or "", a thought or none, and the tokens that they have seen;
+    None for any other.
+    """
     if not isinstance(spec, str) or not spec.startswith(f'{{"{GRAMMAR_KEY}"'):
         return None
-    wrapped = json.loads(spec)
-    return wrapped[GRAMMAR_KEY], wrapped["replay"]
+    found: dict[str, Any] = json.loads(spec)
+    return found
 
 
 def _accept_grammars() -> None:
@@ -53,12 +56,19 @@ def _accept_grammars() -> None:
 
     def serialized(request_type: Any, grammar_spec: Any, *rest: Any, **named: Any) -> str:
         found = unwrapped(grammar_spec)
-        return found[0] if found else str(serialize(request_type, grammar_spec, *rest, **named))
+        return (
+            str(found[GRAMMAR_KEY]) if found else str(serialize(request_type, grammar_spec, *rest, **named))
+        )
 
     def compiled(self: Any, request_type: Any, grammar_spec: Any, *rest: Any, **named: Any) -> Any:
-        grammar = compile_grammar(self, request_type, grammar_spec, *rest, **named)
         found = unwrapped(grammar_spec)
-        if found and found[1] and not grammar.accept_tokens("replay", found[1]):
+        grammar = None
+        if not found or found[GRAMMAR_KEY]:
+            grammar = compile_grammar(self, request_type, grammar_spec, *rest, **named)
+        if found and found["thinking"]:
+            thought = thought_of(found["thinking"], has_grammar=grammar is not None)
+            grammar = ThinkingGrammar(thought, grammar)
+        if found and found["replay"] and not grammar.accept_tokens("replay", found["replay"]):
             raise ValueError("the tokens of another engine do not follow the grammar")
         return grammar
 

@@ -6,17 +6,17 @@ import base64
 
 from contract.errors import MillraceError
 from contract.proto.status import to_status
-from gateway.types.error_form import retry_headers
+from gateway.types.error_form import ErrorForm, retry_headers
 
 DETAILS_HEADER = "grpc-status-details-bin"
 
 
-class GrpcErrors:
+class GrpcErrors(ErrorForm):
     """gRPC's form of errors (see ErrorForm)."""
 
     elapsed_header = ""
 
-    def body(self, error: MillraceError) -> bytes:
+    def body(self, error: MillraceError, request_id: str = "") -> bytes:
         """The message of the status; its code follows from the HTTP status."""
         return error.message.encode()
 

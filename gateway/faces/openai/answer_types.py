@@ -43,6 +43,21 @@ class ReasoningTokens(Struct, frozen=True):
     reasoning_tokens: Natural
 
 
+class Timings(Struct, frozen=True):
+    """What became of the time, in the words of the traces. Tokens a second are those after the first, of all
+    choices together; of drafted tokens some were accepted.
+    """
+
+    queue_ms: float
+    prepare_ms: float
+    prefill_ms: float
+    first_token_ms: float
+    tokens_per_second: float | None
+    cached_tokens: Natural
+    drafted_tokens: Natural
+    accepted_tokens: Natural
+
+
 class UsageBody(Struct, frozen=True):
     """Tokens of the request; `time_to_first_token` has its parts in milliseconds."""
 
@@ -52,6 +67,7 @@ class UsageBody(Struct, frozen=True):
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens
     time_to_first_token: dict[str, float] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class ChatToken(Struct, frozen=True):

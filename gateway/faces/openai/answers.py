@@ -13,8 +13,14 @@ import msgspec
 from contract.chat import CHAT_ID, COMPLETION_ID
 from contract.outputs import FinishReason, TokenLogprobs
 from gateway.faces.logprobs import ChatLogprobs, CompletionLogprobs
-from gateway.faces.openai.answer_types import CachedTokens, Enforcement, ReasoningTokens, UsageBody
-from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
+from gateway.faces.openai.answer_types import (
+    CachedTokens,
+    Enforcement,
+    ReasoningTokens,
+    Timings,
+    UsageBody,
+)
+from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, TimeToFirstToken, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
 
@@ -161,10 +167,21 @@ class ChatWriter(AnswerWriter):
     CHUNK_OBJECT = "chat.completion.chunk"
     PLAIN = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, info: AnswerInfo, texts: TokenTexts, **options: Any) -> None:
+    def __init__(
+        self, info: AnswerInfo, texts: TokenTexts, *, shows_reasoning: bool = True, **options: Any
+    ) -> None:
         """See AnswerWriter."""
         super().__init__(info, texts, **options)
         self._kept: dict[int, ChatLogprobs] = {}
+        self._shows_reasoning = shows_reasoning
+
+    def event(self, delta: ChoiceDelta) -> bytes:
+        """One delta; nothing of one that adds thoughts alone where these are not shown."""
+        if not self._shows_reasoning:
+            delta.reasoning = ""
+            if delta.index in self._begun and not (delta.content or delta.tool_calls or delta.finish_reason):
+                return b""
+        return super().event(delta)
 
     def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], msgspec.Raw | None]:
         said: dict[str, Any] = {}
@@ -175,7 +192,7 @@ class ChatWriter(AnswerWriter):
             said = {"role": "assistant", "content": delta.content}
         elif delta.content:
             said["content"] = delta.content
-        if delta.reasoning:
+        if delta.reasoning and self._shows_reasoning:
             said["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             said["tool_calls"] = [_tool_call(call, whole=whole) for call in delta.tool_calls]
@@ -264,15 +281,15 @@ class CompletionWriter(AnswerWriter):
 
 
 def usage_body(usages: Sequence[Usage], *, timing: bool) -> UsageBody:
-    """`usage` over the request's prompts; with the parts of the first one's time to first token when asked
-    for.
-    """
+    """`usage` over the request's prompts; with the first one's timings when asked for."""
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.billed_tokens for usage in usages)
     times: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
     if timing and (ttft := usages[0].ttft) is not None:
         parts = msgspec.structs.asdict(ttft).items()
         times = {f"{name.removesuffix('_s')}_ms": value * 1000 for name, value in parts}
+        timings = _timings(usages[0], ttft)
     return UsageBody(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -280,6 +297,20 @@ def usage_body(usages: Sequence[Usage], *, timing: bool) -> UsageBody:
         prompt_tokens_details=CachedTokens(sum(usage.cached_prompt_tokens for usage in usages)),
         completion_tokens_details=ReasoningTokens(sum(usage.reasoning_tokens for usage in usages)),
         time_to_first_token=times,
+        timings=timings,
+    )
+
+
+def _timings(usage: Usage, ttft: TimeToFirstToken) -> Timings:
+    return Timings(
+        queue_ms=ttft.queue_s * 1000,
+        prepare_ms=ttft.preprocess_s * 1000,
+        prefill_ms=ttft.prefill_s * 1000,
+        first_token_ms=ttft.total_s * 1000,
+        tokens_per_second=usage.tokens_per_s,
+        cached_tokens=usage.cached_prompt_tokens,
+        drafted_tokens=usage.drafted_tokens,
+        accepted_tokens=usage.accepted_tokens,
     )
 
 

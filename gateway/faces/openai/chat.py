@@ -11,7 +11,7 @@ from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoic
 from contract.errors import invalid, unsupported
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.faces.bodies import Tolerance
-from gateway.faces.openai.fields import UNSERVED
+from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.requests import CommonBody, check_common, generation_request, sampling
 from gateway.faces.options import effort_options, json_text
 from gateway.pipeline.validate import SizedConversation, check_counts
@@ -122,6 +122,9 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     tool_choice: str | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    max_thinking_tokens: int | None = None
+    # False: what the model thinks is counted, and not shown.
+    include_reasoning: bool | None = None
     safety_identifier: str | None = None
     # Extensions.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -139,7 +142,7 @@ TOLERANCE = Tolerance(
         ToolBody: {"function": FunctionBody},
     },
 )
-DECODER = msgspec.json.Decoder(UNSERVED.declared_on(ChatBody))
+DECODER = msgspec.json.Decoder(FIELDS.declared_in(ChatBody))
 # The names that fields of a conversation have in a body.
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 
@@ -150,10 +153,17 @@ def chat_request(
     """The domain request. `reasons` says whether the model of a name can think, for reasoning_effort."""
     check_common(body)
     max_tokens, max_field = _max_tokens(body)
+    if body.include_reasoning is False and body.logprobs:
+        raise invalid("include_reasoning", "logprobs would show the thoughts; leave one of them out")
     return generation_request(
         body,
         conversation(body, reasons=reasons(body.model), limits=limits),
-        sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
+        sampling(
+            body,
+            max_tokens=max_tokens,
+            logprobs=_logprobs(body),
+            max_thinking_tokens=body.max_thinking_tokens,
+        ),
         names={**CONVERSATION_NAMES, "max_tokens": max_field, "logprobs": "top_logprobs"},
         safety_identifier=body.safety_identifier,
     )

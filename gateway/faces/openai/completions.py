@@ -9,7 +9,7 @@ import msgspec
 from contract.chat import Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
-from gateway.faces.openai.fields import UNSERVED
+from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.requests import CommonBody, check_common, generation_request, sampling
 from gateway.pipeline.validate import check_answers
 from gateway.types.request import GenerationRequest
@@ -32,7 +32,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
     add_special_tokens: bool | None = None
 
 
-DECODER = msgspec.json.Decoder(UNSERVED.declared_on(CompletionBody))
+DECODER = msgspec.json.Decoder(FIELDS.declared_in(CompletionBody))
 
 
 def completion_requests(

@@ -8,17 +8,17 @@ import msgspec
 
 from contract.errors import MillraceError
 from gateway.faces.openai.answer_types import Error, ErrorDetail
-from gateway.types.error_form import retry_headers
+from gateway.types.error_form import ErrorForm, retry_headers
 
 _encode = msgspec.json.Encoder().encode
 
 
-class OpenAiErrors:
+class OpenAiErrors(ErrorForm):
     """OpenAI's form of errors (see ErrorForm)."""
 
     elapsed_header = "openai-processing-ms"
 
-    def body(self, error: MillraceError) -> bytes:
+    def body(self, error: MillraceError, request_id: str = "") -> bytes:
         """JSON of `{"error": {message, type, param, code, reason}}`, whose `reason` is the error table's own
         name; numbers for programs are added as `metadata`.
         """

@@ -32,7 +32,10 @@ REFUSED: Mapping[str, str] = {
     "mm_processor_kwargs": "only text is served",
     "return_tokens_as_token_ids": "use /tokenize, or the gRPC face, which returns token ids",
     "return_token_ids": "use /tokenize, or the gRPC face, which returns token ids",
-    "include_reasoning": "what the model thinks is part of its answer; reasoning_effort none ends it",
+    "thinking_token_budget": "use max_thinking_tokens",
+    "thinking": "use max_thinking_tokens; reasoning_effort none ends all thinking",
+    "include_reasoning": "thoughts are told apart in /v1/chat/completions alone",
+    "max_thinking_tokens": "thoughts are told apart in /v1/chat/completions alone",
     "request_id": "send the header x-request-id",
     "prompt_logprobs": "use /v1/completions with echo and logprobs, or Generate of the gRPC face",
     "kv_transfer_params": "engines decide where keys and values live",
@@ -70,6 +73,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "add_special_tokens": "the template decides",
 }
 
-UNSERVED = Unserved(
-    refused=REFUSED, harmless=HARMLESS_VALUES, without_effect=WITHOUT_EFFECT, remedies=_REMEDIES
+
+FIELDS = Unserved(
+    refused=REFUSED, harmless=HARMLESS_VALUES, remedies=_REMEDIES, without_effect=WITHOUT_EFFECT
 )

@@ -13,7 +13,7 @@ from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answer_types import UsageBody
 from gateway.faces.openai.answers import DONE, AnswerWriter, ChatWriter, CompletionWriter, usage_body
 from gateway.faces.openai.errors import error_event
-from gateway.faces.openai.fields import UNSERVED
+from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.requests import CommonBody, yielding
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.errors import unexpected
@@ -43,7 +43,8 @@ class GenerateEndpoints:
         )
         body, request = await read(exchange, pipeline.intake, chat.DECODER, convert, chat.TOLERANCE)
         _warn(exchange, body)
-        await self._answer(exchange, body, [request], ChatWriter)
+        writer = partial(ChatWriter, shows_reasoning=body.include_reasoning is not False)
+        await self._answer(exchange, body, [request], writer)
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
@@ -58,7 +59,7 @@ class GenerateEndpoints:
         exchange: Exchange,
         body: CommonBody,
         requests: Sequence[GenerationRequest],
-        kind: type[AnswerWriter],
+        kind: Callable[..., AnswerWriter],
     ) -> None:
         pipeline = self._pipeline()
         async with Accepted(exchange, pipeline, requests) as answer:
@@ -87,7 +88,7 @@ class GenerateEndpoints:
 
 
 def _warn(exchange: Exchange, body: CommonBody) -> None:
-    for warning in [*UNSERVED.check(body), *yielding(body)]:
+    for warning in [*FIELDS.check(body), *yielding(body)]:
         exchange.add_headers({WARNING_HEADER: warning})
 
 

@@ -13,7 +13,8 @@ from gateway.auth.authorizer import API_KEY_HEADERS
 from gateway.faces.bodies import IGNORED_HEADER
 from gateway.faces.openai import answer_types as answers
 from gateway.faces.openai.errors import ERRORS
-from gateway.faces.openai.openapi_bodies import BEYOND, BEYOND_REASONS, REF, body_schemas
+from gateway.faces.openai.openapi_bodies import BEYOND, BEYOND_REASONS, body_schemas
+from gateway.faces.schemas import REF, answer_schemas
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.application import HealthPage
 
@@ -162,7 +163,7 @@ def _document() -> dict[str, Any]:
         "tags": [{"name": name, "description": about} for name, about in _TAGS.items()],
         "paths": _paths(),
         "components": {
-            "schemas": {**body_schemas(), **_answer_schemas()},
+            "schemas": {**body_schemas(), **answer_schemas((*answers.ANSWERS, HealthPage))},
             "examples": {reason.value: {"value": _example(reason)} for reason in _GENERATES},
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
@@ -175,17 +176,6 @@ def _document() -> dict[str, Any]:
             *({"param": f"^({param})$", "rule": rule} for param, rule in BEYOND.items()),
         ],
     }
-
-
-def _answer_schemas() -> dict[str, dict[str, Any]]:
-    """The schema of every type that an answer is made of, by the type's name."""
-    _, found = msgspec.json.schema_components((*answers.ANSWERS, HealthPage), ref_template=REF)
-    for schema in found.values():
-        # Fields with a default are required, because they are always written.
-        properties = schema.get("properties", {}).items()
-        filled = [name for name, each in properties if each.pop("default", None) is not None]
-        schema["required"] = [*schema.get("required", ()), *filled]
-    return found
 
 
 def _paths() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from contract.sampling import (
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.adapters import LoadBody, UnloadBody
 from gateway.faces.openai.chat import TOLERANCE
-from gateway.faces.openai.fields import HARMLESS_VALUES, UNSERVED, WITHOUT_EFFECT
+from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.inspect import DetokenizeBody, TokenizeBody
 from gateway.faces.openai.requests import (
     FORMATS,
@@ -34,6 +34,7 @@ from gateway.faces.openai.requests import (
     StructuredOutputs,
 )
 from gateway.faces.options import EFFORTS
+from gateway.faces.schemas import NULL, REF, TEXT, list_of, object_of, or_null, ref, text
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
     MAX_METADATA_KEY,
@@ -43,7 +44,6 @@ from gateway.pipeline.validate import (
 )
 from gateway.types.request import MAX_METADATA
 
-REF = "#/components/schemas/{name}"
 _BODIES = (chat.ChatBody, completions.CompletionBody, TokenizeBody, DetokenizeBody, LoadBody, UnloadBody)
 
 # Rules that no schema can state: by the error's reason, and by its `param` as a regular expression.
@@ -66,6 +66,8 @@ BEYOND: Mapping[str, str] = {
     r"messages\[\d+\]\.reasoning": "it is what reasoning_content says, where both are given",
     r"metadata\.(user|safety_identifier)": "it is what the field of that name says, where both are given",
     r"reasoning_effort": "it is for models that reason",
+    r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
+    r"include_reasoning": "logprobs show what is thought, so one of them is left out",
     r"(documents|chat_template_kwargs)([.\[].*)?": "the template reads it, and reasoning_effort agrees",
     r"messages\[\d+\]\.name": "the checkpoint's template writes names of this role",
     r"(lora_)?(name|path)": "the name is model:adapter, and engines find an adapter at the path",
@@ -74,44 +76,20 @@ BEYOND: Mapping[str, str] = {
 
 Struct: TypeAlias = type[msgspec.Struct]
 
-_TEXT = {"type": "string"}
-_NULL = {"type": "null"}
 _NO_TEXT = {"enum": [None, ""]}
-_NO_ITEMS = {"anyOf": [{"type": "array", "maxItems": 0}, _NULL]}
+_NO_ITEMS = {"anyOf": [{"type": "array", "maxItems": 0}, NULL]}
 _NOT_SET = {"enum": [None, False]}
-_GIVEN = {"not": _NULL}
+_GIVEN = {"not": NULL}
 _ID = {"type": "integer", "minimum": 0}
 
 
-def _or_null(*schemas: Mapping[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [*schemas, _NULL]}
-
-
-def _text(most: int | None = None, least: int = 0) -> dict[str, Any]:
-    limits = {} if most is None else {"maxLength": most}
-    return {**_TEXT, **({"minLength": least} if least else {}), **limits}
-
-
-def _list(items: Mapping[str, Any], least: int = 1, most: int | None = None) -> dict[str, Any]:
-    limits = {} if most is None else {"maxItems": most}
-    return {"type": "array", "items": items, "minItems": least, **limits}
-
-
-def _ref(kind: type) -> dict[str, Any]:
-    return {"$ref": REF.format(name=kind.__name__)}
-
-
-def _object(*required: str, **properties: Any) -> dict[str, Any]:
-    return {"properties": properties, "required": list(required)}
-
-
-_NAMED = {**_TEXT, "pattern": f"^{NAME.pattern}$"}
-_NON_EMPTY = _text(least=1)
-_STOP = _text(MAX_STOP_CHARACTERS, 1)
-_SCHEMA_OR_TEXT = _or_null({"type": "object"}, _TEXT)
-_CONTENT = {"anyOf": [_TEXT, _list(_ref(chat.ContentPart))]}
-_PROMPT = {"anyOf": [_NON_EMPTY, _list(_ID)]}
-_MESSAGES, _TOOLS = _list(_ref(chat.MessageBody)), _list(_ref(chat.ToolBody))
+_NAMED = {**TEXT, "pattern": f"^{NAME.pattern}$"}
+_NON_EMPTY = text(least=1)
+_STOP = text(MAX_STOP_CHARACTERS, 1)
+_SCHEMA_OR_TEXT = or_null({"type": "object"}, TEXT)
+_CONTENT = {"anyOf": [TEXT, list_of(ref(chat.ContentPart))]}
+_PROMPT = {"anyOf": [_NON_EMPTY, list_of(_ID)]}
+_MESSAGES, _TOOLS = list_of(ref(chat.MessageBody)), list_of(ref(chat.ToolBody))
 _bias, _logprobs = OPTIONS["logit_bias"].limits, OPTIONS["logprobs"].limits
 _LOGIT_BIAS = {
     "type": "object",
@@ -121,7 +99,7 @@ _LOGIT_BIAS = {
 }
 _METADATA = {
     "type": "object",
-    "additionalProperties": _text(MAX_METADATA_VALUE),
+    "additionalProperties": text(MAX_METADATA_VALUE),
     "propertyNames": {"maxLength": MAX_METADATA_KEY},
     "maxProperties": MAX_METADATA,
 }
@@ -129,44 +107,44 @@ _METADATA = {
 # --- fields that say less by their type than is demanded of them -------------------------------------------
 
 _COMMON: Mapping[str, Any] = {
-    "model": _text(MAX_MODEL_NAME),
-    "stop": _or_null(_STOP, _list(_STOP, 0, MAX_STOP_STRINGS)),
-    "user": _or_null(_text(MAX_METADATA_VALUE)),
-    "metadata": _or_null(_METADATA),
-    "prompt_cache_key": _or_null(_text(MAX_PROMPT_CACHE_KEY)),
-    "stop_token_ids": _or_null(_list(_ID, 0)),
-    "allowed_token_ids": _or_null(_list(_ID)),
-    "logit_bias": _or_null(_LOGIT_BIAS),
+    "model": text(MAX_MODEL_NAME),
+    "stop": or_null(_STOP, list_of(_STOP, 0, MAX_STOP_STRINGS)),
+    "user": or_null(text(MAX_METADATA_VALUE)),
+    "metadata": or_null(_METADATA),
+    "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
+    "stop_token_ids": or_null(list_of(_ID, 0)),
+    "allowed_token_ids": or_null(list_of(_ID)),
+    "logit_bias": or_null(_LOGIT_BIAS),
     "guided_json": _SCHEMA_OR_TEXT,
-    "guided_choice": _or_null(_list(_NON_EMPTY)),
+    "guided_choice": or_null(list_of(_NON_EMPTY)),
 }
 _FIELDS: Mapping[Struct, Mapping[str, Any]] = {
     chat.ChatBody: {
         **_COMMON,
         "messages": _MESSAGES,
-        "top_logprobs": _or_null({**_ID, "maximum": _logprobs.maximum}),
-        "safety_identifier": _or_null(_text(MAX_METADATA_VALUE)),
+        "top_logprobs": or_null({**_ID, "maximum": _logprobs.maximum}),
+        "safety_identifier": or_null(text(MAX_METADATA_VALUE)),
         "reasoning_effort": {"enum": [*EFFORTS, None]},
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _ref(chat.ToolChoiceBody)]},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, ref(chat.ToolChoiceBody)]},
     },
     completions.CompletionBody: {
         **_COMMON,
-        "prompt": {"anyOf": [*_PROMPT["anyOf"], _list(_PROMPT, 1, completions.MAX_PROMPTS)]},
-        "max_tokens": _or_null({**_ID, "maximum": OPTIONS["max_tokens"].limits.maximum}),
+        "prompt": {"anyOf": [*_PROMPT["anyOf"], list_of(_PROMPT, 1, completions.MAX_PROMPTS)]},
+        "max_tokens": or_null({**_ID, "maximum": OPTIONS["max_tokens"].limits.maximum}),
     },
-    TokenizeBody: {"model": _or_null(_text(MAX_MODEL_NAME))},
-    DetokenizeBody: {"model": _or_null(_text(MAX_MODEL_NAME)), "tokens": _list(_ID, 0)},
+    TokenizeBody: {"model": or_null(text(MAX_MODEL_NAME))},
+    DetokenizeBody: {"model": or_null(text(MAX_MODEL_NAME)), "tokens": list_of(_ID, 0)},
     StreamOptions: {"include_obfuscation": _NOT_SET},
     JsonSchemaBody: {
         "name": {"anyOf": [_NAMED, {"const": ""}]},
         "schema": {"type": ["object", "boolean"]},
     },
-    StructuredOutputs: {"json": _SCHEMA_OR_TEXT, "choice": _or_null(_list(_NON_EMPTY))},
+    StructuredOutputs: {"json": _SCHEMA_OR_TEXT, "choice": or_null(list_of(_NON_EMPTY))},
     chat.FunctionCallBody: {"name": _NON_EMPTY},
-    chat.ToolCallBody: {"type": {"const": "function"}, "function": _ref(chat.FunctionCallBody)},
+    chat.ToolCallBody: {"type": {"const": "function"}, "function": ref(chat.FunctionCallBody)},
     chat.FunctionBody: {"name": _NAMED},
-    chat.ToolBody: {"type": {"const": "function"}, "function": _ref(chat.FunctionBody)},
-    chat.AllowedTools: {"mode": {"enum": ["auto", "required"]}, "tools": _list(_ref(chat.AllowedTool))},
+    chat.ToolBody: {"type": {"const": "function"}, "function": ref(chat.FunctionBody)},
+    chat.AllowedTools: {"mode": {"enum": ["auto", "required"]}, "tools": list_of(ref(chat.AllowedTool))},
     chat.AllowedTool: {"type": {"const": "function"}},
 }
 _REQUIRED: Mapping[Struct, tuple[str, ...]] = {
@@ -182,70 +160,70 @@ def _of_role(required: str, role: Any, **said: Any) -> dict[str, Any]:
     """A message in which what belongs to other roles is not said."""
     others = dict.fromkeys(("tool_call_id", "reasoning_content", "reasoning", "refusal"), _NO_TEXT)
     fields = {"content": _CONTENT, "tool_calls": _NO_ITEMS, **others, **said}
-    return _object(*required.split(), role=role, **fields)
+    return object_of(*required.split(), role=role, **fields)
 
 
 _ASSISTANT: Mapping[str, Any] = {
-    "tool_calls": _or_null(_list(_ref(chat.ToolCallBody), 0)),
-    "reasoning_content": _or_null(_TEXT),
-    "reasoning": _or_null(_TEXT),
+    "tool_calls": or_null(list_of(ref(chat.ToolCallBody), 0)),
+    "reasoning_content": or_null(TEXT),
+    "reasoning": or_null(TEXT),
 }
 _BY_ROLE = [
     _of_role("role content", {"enum": [Role.SYSTEM, Role.DEVELOPER, Role.USER]}),
     _of_role("role content tool_call_id", {"const": Role.TOOL}, tool_call_id=_NON_EMPTY),
-    _of_role("role", {"const": Role.ASSISTANT}, content=_or_null(_CONTENT), **_ASSISTANT),
-    _of_role("role", {"const": Role.ASSISTANT}, content=_NO_TEXT, refusal=_TEXT, **_ASSISTANT),
+    _of_role("role", {"const": Role.ASSISTANT}, content=or_null(_CONTENT), **_ASSISTANT),
+    _of_role("role", {"const": Role.ASSISTANT}, content=_NO_TEXT, refusal=TEXT, **_ASSISTANT),
 ]
-_MEDIA = dict.fromkeys(("image_url", "input_audio", "video_url", "file"), _NULL)
+_MEDIA = dict.fromkeys(("image_url", "input_audio", "video_url", "file"), NULL)
 _PARTS = [
-    _object("type", "text", type={"enum": ["text", "input_text"]}, text=_TEXT, refusal=_NULL, **_MEDIA),
-    _object("type", "refusal", type={"const": "refusal"}, text=_NULL, refusal=_TEXT, **_MEDIA),
+    object_of("type", "text", type={"enum": ["text", "input_text"]}, text=TEXT, refusal=NULL, **_MEDIA),
+    object_of("type", "refusal", type={"const": "refusal"}, text=NULL, refusal=TEXT, **_MEDIA),
 ]
 _CHOICES = [
-    _object(
+    object_of(
         "type",
         kind,
         type={"const": kind},
-        **{"function": _NULL, "allowed_tools": _NULL, kind: _ref(struct)},
+        **{"function": NULL, "allowed_tools": NULL, kind: ref(struct)},
     )
     for kind, struct in (("function", chat.NamedFunction), ("allowed_tools", chat.AllowedTools))
 ]
 _FORMAT_PARTS: Mapping[str, Any] = {
-    "json_schema": _ref(JsonSchemaBody),
-    "regex": _TEXT,
-    "choice": _list(_NON_EMPTY),
-    "grammar": _TEXT,
+    "json_schema": ref(JsonSchemaBody),
+    "regex": TEXT,
+    "choice": list_of(_NON_EMPTY),
+    "grammar": TEXT,
 }
 _BY_FORMAT = [
-    _object(
+    object_of(
         *filter(None, ("type", part)),
         type={"const": type_},
-        **{name: schema if name == part else _NULL for name, schema in _FORMAT_PARTS.items()},
+        **{name: schema if name == part else NULL for name, schema in _FORMAT_PARTS.items()},
     )
     for type_, (part, _) in FORMATS.items()
 ]
-_STRUCTURES = {**dict.fromkeys(KINDS, _NULL), "json_object": _NOT_SET}
+_STRUCTURES = {**dict.fromkeys(KINDS, NULL), "json_object": _NOT_SET}
 _STRUCTURED = [
-    _object(name, **{**_STRUCTURES, name: {"const": True} if name == "json_object" else _GIVEN})
+    object_of(name, **{**_STRUCTURES, name: {"const": True} if name == "json_object" else _GIVEN})
     for name in _STRUCTURES
 ]
-_OF_PROMPT = dict.fromkeys(("messages", "tools", "chat_template_kwargs", "continue_final_message"), _NULL)
+_OF_PROMPT = dict.fromkeys(("messages", "tools", "chat_template_kwargs", "continue_final_message"), NULL)
 _TOKENIZED = [
-    _object("prompt", prompt=_TEXT, **_OF_PROMPT),
-    _object("messages", messages=_MESSAGES, prompt=_NULL, add_special_tokens=_NULL),
+    object_of("prompt", prompt=TEXT, **_OF_PROMPT),
+    object_of("messages", messages=_MESSAGES, prompt=NULL, add_special_tokens=NULL),
 ]
-_STREAMED = [_object(stream_options=_NULL), _object("stream", stream={"const": True})]
+_STREAMED = [object_of(stream_options=NULL), object_of("stream", stream={"const": True})]
 
-_FREE = _or_null({"type": "object", **_object("type", type={"const": "text"})})
-_BOUND = {"type": "object", **_object("type", type={"enum": [each for each in FORMATS if each != "text"]})}
+_FREE = or_null({"type": "object", **object_of("type", type={"const": "text"})})
+_BOUND = {"type": "object", **object_of("type", type={"enum": [each for each in FORMATS if each != "text"]})}
 _CONSTRAINTS = ("response_format", "structured_outputs", *GUIDED)
-_NO_CONSTRAINT = {name: _FREE if name == "response_format" else _NULL for name in _CONSTRAINTS}
+_NO_CONSTRAINT = {name: _FREE if name == "response_format" else NULL for name in _CONSTRAINTS}
 _MAY_CALL = {
     "anyOf": [
         {"enum": ["none", "auto", None]},
         {
             "type": "object",
-            **_object("allowed_tools", allowed_tools=_object("mode", mode={"const": "auto"})),
+            **object_of("allowed_tools", allowed_tools=object_of("mode", mode={"const": "auto"})),
         },
     ]
 }
@@ -254,9 +232,9 @@ _MAY_CALL = {
 def _ways(**unforced: Any) -> list[dict[str, Any]]:
     """Without a constraint, or with one, which says alone where the answer ends."""
     return [
-        _object(**_NO_CONSTRAINT, **unforced),
+        object_of(**_NO_CONSTRAINT, **unforced),
         *(
-            _object(
+            object_of(
                 name,
                 **{
                     **_NO_CONSTRAINT,
@@ -271,7 +249,7 @@ def _ways(**unforced: Any) -> list[dict[str, Any]]:
 
 
 # A call that is forced is a constraint, too.
-_CALLED = _object("tools", **_NO_CONSTRAINT, ignore_eos=_NOT_SET, tools=_TOOLS)
+_CALLED = object_of("tools", **_NO_CONSTRAINT, ignore_eos=_NOT_SET, tools=_TOOLS)
 _TOGETHER: Mapping[Struct, tuple[list[dict[str, Any]], ...]] = {
     chat.ChatBody: ([_CALLED, *_ways(tool_choice=_MAY_CALL)], _STREAMED),
     completions.CompletionBody: (_ways(), _STREAMED),
@@ -320,12 +298,12 @@ def _describe_options(properties: dict[str, Any]) -> None:
 
 
 def _describe_unserved(properties: dict[str, Any]) -> None:
-    for name in UNSERVED.names:
+    for name in FIELDS.names:
         # A body that serves it says so itself: what is not served has no type.
         if "anyOf" in properties.get(name, {}):
             continue
-        if name in WITHOUT_EFFECT:
-            properties[name] = {"description": f"Without effect: {WITHOUT_EFFECT[name]}."}
+        if name in FIELDS.without_effect:
+            properties[name] = {"description": f"Without effect: {FIELDS.without_effect[name]}."}
         else:
-            values = {"enum": [None, *HARMLESS_VALUES.get(name, ())]}
-            properties[name] = {**values, "description": f"Not served: {UNSERVED.remedy(name)}."}
+            values = {"enum": [None, *FIELDS.harmless.get(name, ())]}
+            properties[name] = {**values, "description": f"Not served: {FIELDS.remedy(name)}."}

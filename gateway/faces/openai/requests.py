@@ -161,7 +161,9 @@ def generation_request(
     )
 
 
-def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+def sampling(
+    body: CommonBody, *, max_tokens: int | None, logprobs: int | None, max_thinking_tokens: int | None = None
+) -> SamplingOptions:
     """Sampling options of a body."""
     common = {name: getattr(body, name) for name in CommonOptions.__struct_fields__}
     if body.top_k == -1:
@@ -174,6 +176,7 @@ def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) 
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
+        max_thinking_tokens=max_thinking_tokens,
         **common,
     )
 

@@ -20,7 +20,7 @@ from gateway.faces.accepted import Accepted
 from gateway.faces.bodies import read
 from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens, Response
 from gateway.faces.responses.background import BackgroundResponses
-from gateway.faces.responses.fields import UNSERVED
+from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import Open, text_of
 from gateway.faces.responses.keeping import HeldRequest, kept, needs_store
 from gateway.faces.responses.requests import (
@@ -134,7 +134,7 @@ class ResponseEndpoints:
         pipeline, caller = self._pipeline(), exchange.verified_caller
         convert = partial(self._prompt, unseal=self._unseal(exchange))
         body, request = await read(exchange, pipeline.intake, PROMPT_DECODER, convert, TOLERANCE)
-        _warn(exchange, UNSERVED.check(body))
+        _warn(exchange, FIELDS.check(body))
         served = pipeline.model(caller, body.model)
         num_tokens = len(await pipeline.encode(caller, served, request))
         await exchange.respond(200, _encode(InputTokens(input_tokens=num_tokens)))
@@ -146,7 +146,7 @@ class ResponseEndpoints:
         pipeline, caller = self._pipeline(), exchange.verified_caller
         convert = partial(self._summary, unseal=self._unseal(exchange))
         body, request = await read(exchange, pipeline.intake, COMPACT_DECODER, convert, TOLERANCE)
-        _warn(exchange, UNSERVED.check(body))
+        _warn(exchange, FIELDS.check(body))
         async with Accepted(exchange, pipeline, [request]) as answer:
             text = ""
             async for _, deltas in answer.deltas():

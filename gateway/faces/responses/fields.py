@@ -17,4 +17,24 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_options": "prefixes are kept as long as there is room",
     "client_metadata": "send metadata, which the ledger keeps",
 }
-UNSERVED = Unserved(refused=REFUSED, harmless={}, without_effect=WITHOUT_EFFECT)
+FIELDS = Unserved(refused=REFUSED, harmless={}, without_effect=WITHOUT_EFFECT, remedies={})
+# What of a served field is to be known beside its name.
+ACCEPTED: Mapping[str, str] = {
+    "input[].type": "messages, reasoning, calls of function and custom tools and their outputs, compactions; "
+    "other items are refused by their type",
+    "input[].encrypted_content": "what was sealed here for the same tenant",
+    "input[].content[].type": "text and refusals; images and files are refused by their type",
+    "tools[].type": "function, custom, and namespaces of both; web_search, image_generation and tool_search "
+    "are set aside with a warning; other hosted tools are refused by their type",
+    "tools[].format": "a regex leads the input where the call is led; a lark grammar is told to the model",
+    "text.verbosity": '"medium" alone; other values are refused',
+    "reasoning.summary": "thoughts are not summarised but given as they are, and a warning says so",
+    "reasoning.generate_summary": "thoughts are not summarised but given as they are, and a warning says so",
+    "stream_options.include_obfuscation": "false alone; true is refused",
+    "truncation": "auto leaves out the oldest turns, and says how many in x-millrace-warning",
+    "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",
+    "background": "where answers are kept; text comes in pieces of 32 characters, with log-probabilities whole",
+    "previous_response_id": "where answers are kept; instructions are of one turn",
+    "conversation": "where answers are kept; not beside previous_response_id",
+    "input[].id": "an item_reference's item is looked up where answers are kept",
+}

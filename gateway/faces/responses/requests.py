@@ -14,7 +14,7 @@ from contract.sampling import SamplingOptions
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.faces.bodies import Tolerance
 from gateway.faces.options import effort_options, json_text, labels
-from gateway.faces.responses.fields import UNSERVED
+from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import ITEM_TOLERANCE, InputItem, Open, conversation_size, messages_of
 from gateway.faces.responses.tools import (
     TOOL_TOLERANCE,
@@ -109,6 +109,8 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
     include: list[str] | None = None
     max_output_tokens: int | None = None
+    # Extension: most tokens of thoughts.
+    max_thinking_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
@@ -150,9 +152,9 @@ class CompactBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 TOLERANCE = Tolerance(
     {**ITEM_TOLERANCE.fields, **TOOL_TOLERANCE.fields}, {**ITEM_TOLERANCE.inside, **TOOL_TOLERANCE.inside}
 )
-RESPONSE_DECODER = msgspec.json.Decoder(UNSERVED.declared_on(ResponseBody))
-PROMPT_DECODER = msgspec.json.Decoder(UNSERVED.declared_on(PromptBody))
-COMPACT_DECODER = msgspec.json.Decoder(UNSERVED.declared_on(CompactBody))
+RESPONSE_DECODER = msgspec.json.Decoder(FIELDS.declared_in(ResponseBody))
+PROMPT_DECODER = msgspec.json.Decoder(FIELDS.declared_in(PromptBody))
+COMPACT_DECODER = msgspec.json.Decoder(FIELDS.declared_in(CompactBody))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +178,7 @@ def asked(
     """The domain request. `reasons` says whether the model of a name can think; `unseal` opens what the
     caller was given in `encrypted_content`.
     """
-    warnings = [*UNSERVED.check(body), *_check_response(body)]
+    warnings = [*FIELDS.check(body), *_check_response(body)]
     conversation, box = conversation_of(body, reasons=reasons, unseal=unseal, limits=limits)
     format_, more = _format(body.text)
     sampling = SamplingOptions(
@@ -185,6 +187,7 @@ def asked(
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         max_tokens=body.max_output_tokens,
+        max_thinking_tokens=body.max_thinking_tokens,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
     request = GenerationRequest(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from gateway.faces.responses import openapi
 from gateway.faces.responses.background import BackgroundResponses
 from gateway.faces.responses.conversations import CONVERSATIONS, ConversationEndpoints
 from gateway.faces.responses.endpoints import ResponseEndpoints
 from gateway.faces.responses.stored import PREFIX, StoredEndpoints
 from gateway.faces.sealed import Seal
 from gateway.http.application import Routes
+from gateway.http.exchange import Exchange
 from gateway.pipeline.pipeline import Pipeline
 from gateway.store.store import Store
 
@@ -25,6 +27,11 @@ def routes(
     endpoints = ResponseEndpoints(pipeline, seal, store)
     stored = StoredEndpoints(store)
     conversations = ConversationEndpoints(pipeline, store, lambda tenant: partial(seal.open, tenant))
+    schema = openapi.document()
+
+    async def describe(exchange: Exchange) -> None:
+        await exchange.respond(200, schema)
+
     served = Routes(
         exact={
             ("POST", "/v1/responses"): endpoints.create,
@@ -33,5 +40,6 @@ def routes(
             ("POST", CONVERSATIONS): conversations.create,
         },
         below={PREFIX: ("", stored.handle), f"{CONVERSATIONS}/": ("", conversations.handle)},
+        public={("GET", openapi.PATH): describe},
     )
     return served, endpoints.background

@@ -91,8 +91,9 @@ with refused("wrong key", openai.AuthenticationError, "invalid_api_key"):
 with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):
     for _ in range(2):
         ChatOpenAI(model=MODEL, api_key=LIMITED_KEY, **OPTIONS).invoke(QUESTION)
-with refused("responses", openai.NotFoundError, "/v1/chat/completions"):
-    ChatOpenAI(model=MODEL, api_key=API_KEY, use_responses_api=True, **OPTIONS).invoke(QUESTION)
+with works("responses"):
+    speaks_responses = ChatOpenAI(model=MODEL, api_key=API_KEY, use_responses_api=True, **OPTIONS)
+    assert speaks_responses.invoke(QUESTION).content
 with refused("embeddings", openai.NotFoundError, "embeddings"):
     OpenAIEmbeddings(
         model=MODEL, base_url=BASE_URL, api_key=API_KEY, check_embedding_ctx_length=False, max_retries=0

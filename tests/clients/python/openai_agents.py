@@ -97,9 +97,10 @@ with refused("context too long", openai.BadRequestError, "context_length_exceede
     run(agent(), TOO_LONG)
 with refused("unknown model", openai.NotFoundError, "model_not_found"):
     run(agent(name="nobody"), QUESTION)
-with refused("responses", openai.NotFoundError, "/v1/chat/completions"):
+with works("responses"):
     client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
-    run(Agent(name="agent", model=OpenAIResponsesModel(model=MODEL, openai_client=client)), QUESTION)
+    model = OpenAIResponsesModel(model=MODEL, openai_client=client)
+    assert run(Agent(name="agent", model=model), QUESTION).final_output
 with refused("wrong key", openai.AuthenticationError, "invalid_api_key"):
     run(agent("mr-wrong"), QUESTION)
 with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):

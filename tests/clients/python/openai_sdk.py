@@ -100,8 +100,12 @@ with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):
 with refused("images", openai.BadRequestError, "messages[0].content[0].type"):
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
     client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [part]}])
-with refused("responses", openai.NotFoundError, "/v1/chat/completions"):
-    client.responses.create(model=MODEL, input="hi")
+with works("responses"):
+    response = client.responses.create(model=MODEL, input="hi", max_output_tokens=20)
+    assert response.output_text, response
+    with client.responses.stream(model=MODEL, input="hi", max_output_tokens=20) as events:
+        texts = [each.delta for each in events if each.type == "response.output_text.delta"]
+    assert texts
 with refused("embeddings", openai.NotFoundError, "embeddings"):
     client.embeddings.create(model=MODEL, input="hi")
 with refused("custom tools", openai.BadRequestError, "tools[0].type"):

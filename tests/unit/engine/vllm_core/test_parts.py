@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from contract.prefix import PrefixHasher, event_hash
 from contract.sampling import SamplingParams
+from contract.thinking import ThinkingTags
 from engine.config import EngineConfig, SchedulerConfig, SpeculationConfig, VllmConfig
 from engine.core.messages import StepDone
 from engine.types import (
@@ -33,6 +34,7 @@ from engine.vllm_core.inside.engine import CannotStart, _memory, check_libraries
 from engine.vllm_core.inside.meter import CoreMeter
 from engine.vllm_core.inside.order import FairOrder
 from engine.vllm_core.inside.prefixes import CorePrefixes
+from engine.vllm_core.inside.thinking import ThinkingGrammar, thought_of
 from engine.vllm_core.options import EXCEPTIONS, OPTIONS, refuse, table
 from runtime.errors import ConfigError
 
@@ -116,7 +118,8 @@ def test_a_grammar_travels_with_what_it_has_seen() -> None:
     grammar = GrammarSpec(digest="", payload=b'{"grammars": []}', backend="llguidance/1")
     asked = request(grammar=grammar, output_token_ids=(9,), sampling={"ignore_eos": True})
     (call,) = calls_of(plain(asked), 100, (2, 3))
-    assert plugin.unwrapped(call.grammar) == ('{"grammars": []}', [9])
+    found = plugin.unwrapped(call.grammar)
+    assert found == {"millrace_grammar": '{"grammars": []}', "thinking": None, "replay": [9]}
     assert plugin.unwrapped('{"grammars": []}') is None
     assert call.sampling["stop_token_ids"] == [2, 3], "its end is the stop token"
 
@@ -347,3 +350,67 @@ def test_the_page_has_the_table() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs/engines.md").read_text()
     told = page.partition("<!-- options -->\n")[2].partition("<!-- /options -->")[0]
     assert told == table(), table()
+
+
+def test_a_budget_of_thoughts_travels_and_holds_as_a_grammar_of_vllms() -> None:
+    tags = ThinkingTags(open_id=14, close_id=15, opened=True, line_breaks=(1, 3), blank_line=(3,))
+    asked = request(thinking=tags, output_token_ids=(9,), sampling={"max_thinking_tokens": 5})
+    (call,) = calls_of(plain(asked), 100, ())
+    assert "max_thinking_tokens" not in call.sampling, "vLLM's own is another one"
+    found = plugin.unwrapped(call.grammar)
+    assert found is not None
+    assert (found["millrace_grammar"], found["replay"]) == ("", [9])
+    grammar = ThinkingGrammar(thought_of(found["thinking"], has_grammar=False))
+    assert grammar.accept_tokens("replay", found["replay"])
+    mask = torch.zeros(3, 2, dtype=torch.int32)
+
+    def allowed() -> set[int]:
+        grammar.fill_bitmask(mask, 1)
+        assert not mask[0].any()
+        return {token for token in range(64) if int(mask[1][token >> 5]) >> (token & 31) & 1}
+
+    assert len(allowed()) == 64
+    # Drafts are refused where the end is due, and what was tried is taken back. Padding is no token.
+    assert grammar.validate_tokens([8, 7, 15, 3, 40, -1]) == [8, 7, 15, 3, 40]
+    assert grammar.validate_tokens([8, 7, 6, 5, 15]) == [8, 7, 6]
+    grammar.accept_tokens("", [8, 7])
+    grammar.rollback(2)
+    assert len(allowed()) == 64
+    for end in ([8, 7, 6], [15]):
+        grammar.accept_tokens("", end)
+        assert grammar.is_terminated() is False
+        assert len(allowed()) == (1 if end == [8, 7, 6] else 64)
+
+
+def test_a_budget_stands_around_the_grammar_of_the_answer() -> None:
+    class Inner:
+        """Allows tokens below 32."""
+
+        taken: ClassVar[list[int]] = []
+
+        def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+            self.taken += tokens
+            return max(tokens) < 32
+
+        def rollback(self, count: int) -> None:
+            del self.taken[-count:]
+
+        def validate_tokens(self, tokens: list[int]) -> list[int]:
+            return [token for token in tokens if token < 32]
+
+        def fill_bitmask(self, mask: torch.Tensor, index: int) -> None:
+            mask[index] = torch.tensor([-1, 0], dtype=torch.int32)
+
+        def is_terminated(self) -> bool:
+            return len(self.taken) > 9
+
+    tags = {"open_id": None, "close_id": 31, "opened": True, "line_breaks": [1], "blank_line": [1, 1]}
+    thought = thought_of({"tags": tags, "budget": 7, "prompt": [1]}, has_grammar=True)
+    grammar, mask, output = ThinkingGrammar(thought, Inner()), torch.zeros(1, 2, dtype=torch.int32), []
+    while not grammar.is_terminated():
+        grammar.fill_bitmask(mask, 0)
+        free = int(mask[0][0]) == -1
+        output.append(8 if free else int(mask[0][0] & 0xFFFFFFFF).bit_length() - 1)
+        assert grammar.accept_tokens("", output[-1:])
+    assert output == [8, 8, 1, 31, 1, 1, 8, 8, 8, 8]
+    assert not grammar.accept_tokens("", [40])

@@ -48,6 +48,11 @@ async def test_chat_streams_with_usage_last() -> None:
             sum(value for name, value in parts.items() if name != "total_ms")
         )
         assert parts["queue_ms"] == pytest.approx(1.0)
+        timings = usage["timings"]
+        assert (timings["queue_ms"], timings["first_token_ms"]) == (parts["queue_ms"], parts["total_ms"])
+        assert (timings["prepare_ms"], timings["prefill_ms"]) == (parts["preprocess_ms"], parts["prefill_ms"])
+        assert timings["tokens_per_second"] > 0
+        assert timings["accepted_tokens"] <= timings["drafted_tokens"]
 
 
 async def test_n_choices_are_kept_apart() -> None:

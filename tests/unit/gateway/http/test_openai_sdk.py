@@ -168,12 +168,10 @@ async def test_what_has_no_effect_is_listed_in_a_header(field: str) -> None:
         assert field in response.headers["x-millrace-warning"]
 
 
-async def test_embeddings_and_responses_are_refused_by_name() -> None:
+async def test_embeddings_are_refused_by_name() -> None:
     async with sdk() as (client, _):
         with pytest.raises(openai.NotFoundError, match="embeddings"):
             await client.embeddings.create(model="tiny", input="x")
-        with pytest.raises(openai.NotFoundError, match="chat/completions"):
-            await client.responses.create(model="tiny", input="x")
 
 
 async def test_headers_of_answers_and_of_refusals() -> None:

@@ -75,6 +75,9 @@ class Usage(_message.Message):
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_FIELD_NUMBER: _builtins.int
     CANDIDATE_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
@@ -82,6 +85,11 @@ class Usage(_message.Message):
     reasoning_tokens: _builtins.int
     candidate_tokens: _builtins.int
     """Of the completion tokens: computed for candidates and beams that are not returned."""
+    tokens_per_s: _builtins.float
+    """Of all choices together, after the first token; unset with fewer than two."""
+    drafted_tokens: _builtins.int
+    """Tokens that speculation or a grammar proposed, and those of them that were kept."""
+    accepted_tokens: _builtins.int
     @_builtins.property
     def ttft(self) -> Global___TimeToFirstToken:
         """Where the time to the first token went; present when asked for."""
@@ -95,13 +103,21 @@ class Usage(_message.Message):
         reasoning_tokens: _builtins.int = ...,
         ttft: Global___TimeToFirstToken | None = ...,
         candidate_tokens: _builtins.int = ...,
+        tokens_per_s: _builtins.float | None = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft", b"_ttft", "ttft", b"ttft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s", "_ttft", b"_ttft", "tokens_per_s", b"tokens_per_s", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft", b"_ttft", "cached_prompt_tokens", b"cached_prompt_tokens", "candidate_tokens", b"candidate_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s", "_ttft", b"_ttft", "accepted_tokens", b"accepted_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "candidate_tokens", b"candidate_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "tokens_per_s", b"tokens_per_s", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tokens_per_s: _TypeAlias = _typing.Literal["tokens_per_s"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_s: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft: _TypeAlias = _typing.Literal["ttft"]  # noqa: Y015
     _WhichOneofArgType__ttft: _TypeAlias = _typing.Literal["_ttft", b"_ttft"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_s) -> _WhichOneofReturnType__tokens_per_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft) -> _WhichOneofReturnType__ttft | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015

@@ -145,6 +145,7 @@ class Submit(_message.Message):
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Handle chosen by the gateway, unique on this stream; the context's request_id is what people see."""
     adapter: _builtins.str
@@ -169,6 +170,10 @@ class Submit(_message.Message):
 
     @_builtins.property
     def grammar(self) -> _grammar_pb2.GrammarArtifact: ...
+    @_builtins.property
+    def thinking(self) -> Global___ThinkingTags:
+        """How the model opens and closes what it thinks; needed with sampling.max_thinking_tokens."""
+
     def __init__(
         self,
         *,
@@ -182,16 +187,65 @@ class Submit(_message.Message):
         choice_index: _builtins.int = ...,
         entry_id: _builtins.str = ...,
         adapter_version: _builtins.str = ...,
+        thinking: Global___ThinkingTags | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "context", b"context", "grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_thinking", b"_thinking", "context", b"context", "grammar", b"grammar", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
+    _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
+    _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class ThinkingTags(_message.Message):
+    """ThinkingTags are the tokens around a thought, and where the prompt has left it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_ID_FIELD_NUMBER: _builtins.int
+    CLOSE_ID_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    LINE_BREAKS_FIELD_NUMBER: _builtins.int
+    BLANK_LINE_FIELD_NUMBER: _builtins.int
+    open_id: _builtins.int
+    """Unset where the opening tag is no token of its own: the prompt alone begins a thought."""
+    close_id: _builtins.int
+    opened: _builtins.bool
+    """The prompt has begun a thought."""
+    @_builtins.property
+    def line_breaks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of nothing but line breaks, that of a single one first."""
+
+    @_builtins.property
+    def blank_line(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the model writes between a thought that began with a line break and its answer."""
+
+    def __init__(
+        self,
+        *,
+        open_id: _builtins.int | None = ...,
+        close_id: _builtins.int = ...,
+        opened: _builtins.bool = ...,
+        line_breaks: _abc.Iterable[_builtins.int] | None = ...,
+        blank_line: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_open_id", b"_open_id", "open_id", b"open_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_open_id", b"_open_id", "blank_line", b"blank_line", "close_id", b"close_id", "line_breaks", b"line_breaks", "open_id", b"open_id", "opened", b"opened"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__open_id: _TypeAlias = _typing.Literal["open_id"]  # noqa: Y015
+    _WhichOneofArgType__open_id: _TypeAlias = _typing.Literal["_open_id", b"_open_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open_id) -> _WhichOneofReturnType__open_id | None: ...
+
+Global___ThinkingTags: _TypeAlias = ThinkingTags  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):

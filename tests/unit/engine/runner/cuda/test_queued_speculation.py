@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.thinking import ThinkingTags
 from engine.config import CacheConfig, SchedulerConfig, SpeculationConfig
 from engine.core import messages
 from engine.core.loop import EngineLoop
@@ -229,6 +230,43 @@ def test_drafts_under_a_grammar() -> None:
         plain = Watched(open_runner(BUNDLED, max_model_len=256, **PLAIN), False, 1 << 20)
     plain.run(requests)
     assert found == [[plain.tokens(request.request_id) for request in requests]] * 3
+
+
+def test_budgets_of_thoughts_hold_while_steps_are_queued() -> None:
+    """Near its end a thought waits for masks, and before and afterwards for nothing."""
+    tags = ThinkingTags(open_id=14, close_id=15, opened=True, line_breaks=(214, 418), blank_line=(418,))
+    requests = [
+        Request(
+            request_id=number,
+            external_id=str(number),
+            prompt_token_ids=tuple(prompt_of(9, 2000, seed=number) * 3 + [214]),
+            thinking=tags if number % 4 else None,
+            sampling=SamplingParams(
+                max_tokens=60,
+                temperature=0.5 * (number % 3),
+                seed=number,
+                logit_bias={15: -100.0},
+                max_thinking_tokens=2 + 3 * number if number % 4 else None,
+            ),
+        )
+        for number in range(1, 13)
+    ]
+    plain = Watched(open_runner(BUNDLED, max_model_len=256, **PLAIN), False, 1 << 20)
+    plain.run(requests)
+    expected = [plain.tokens(request.request_id) for request in requests]
+    for request, tokens in zip(requests, expected, strict=True):
+        assert len(tokens) == 60
+        if (budget := request.sampling.max_thinking_tokens) is not None:
+            assert budget - 1 <= tokens.index(15) + 1 <= budget
+            assert tokens[tokens.index(15) + 1] == 418
+        else:
+            assert 15 not in tokens
+    for speculation, overlap in ((SpeculationConfig(), False), (SpeculationConfig(), True), (LOOK_UP, True)):
+        runner = opened(BUNDLED, speculation=speculation, max_model_len=256, max_num_seqs=12)
+        watched = Watched(runner, overlap, 1 << 20)
+        watched.run(requests)
+        assert [watched.tokens(request.request_id) for request in requests] == expected
+        assert bool(watched.num_queued) is overlap
 
 
 def test_a_draft_models_tokens_are_verified_by_captured_steps(folder: Path) -> None:

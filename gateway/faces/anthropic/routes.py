@@ -1,0 +1,38 @@
+"""The endpoints of Anthropic's API that are served, and their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gateway.faces.anthropic import openapi
+from gateway.faces.anthropic.endpoints import MODELS_PATH, MessagesEndpoints
+from gateway.http.application import Routes
+from gateway.http.exchange import Exchange
+from gateway.pipeline.pipeline import Pipeline
+
+# Every client of this API sends it; which version it names makes no difference.
+VERSION_HEADER = b"anthropic-version"
+# Paths of Anthropic's API that are known and not served.
+_NOT_SERVED: Mapping[str, str] = {
+    "/v1/complete": "use /v1/messages",
+    "/v1/messages/batches": "send requests under a lower service_tier instead",
+}
+
+
+def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
+    """The face. `pipeline` raises what to answer while there is none yet; `secret` is the deployment's."""
+    endpoints = MessagesEndpoints(pipeline, secret)
+    schema = openapi.document()
+
+    async def describe(exchange: Exchange) -> None:
+        await exchange.respond(200, schema)
+
+    return Routes(
+        exact={
+            ("POST", "/v1/messages"): endpoints.create,
+            ("POST", "/v1/messages/count_tokens"): endpoints.count_tokens,
+            ("GET", openapi.PATH): describe,
+        },
+        by_header=dict.fromkeys((MODELS_PATH, f"{MODELS_PATH}/"), (VERSION_HEADER, endpoints.models)),
+        not_served=_NOT_SERVED,
+    )

@@ -1,0 +1,75 @@
+"""Agents end a task of ten calls, undisturbed and while what serves them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.agents.agents import AGENTS, FILES, FINAL, Agent
+from tests.agents.stack import scripted_stack
+from tests.clients.environments import Client, Environments, read_pins
+from tests.e2e.stack import Stack, eventually
+
+pytestmark = pytest.mark.agents
+
+_ENVIRONMENTS = Path(os.environ.get("AGENTS_FOLDER", "build/agents")).resolve()
+# How often each agent does its task, of which the record has many.
+_RUNS = int(os.environ.get("AGENTS_RUNS", "1"))
+
+
+@pytest.fixture(scope="module", params=AGENTS, ids=lambda agent: agent.name)
+def agent(request: pytest.FixtureRequest) -> Agent:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def packages(agent: Agent) -> Path:
+    client = Client(name=agent.name, group="Agents", program="", npm=agent.npm)
+    environments = Environments(_ENVIRONMENTS, read_pins(), ())
+    environments.make(client)
+    return environments.folder(client) / "node_modules"
+
+
+def _task(agent: Agent, packages: Path, folder: Path, *, kills: bool) -> None:
+    work = folder / "work"
+    work.mkdir(parents=True)
+    script = agent.script(work)
+    with scripted_stack(folder / "stack", script, num_engines=2) as stack:
+        done = threading.Event()
+        killer = threading.Thread(target=_kill_each, args=(stack, work, done))
+        if kills:
+            killer.start()
+        try:
+            run = agent.run(packages, stack, work, folder / "home")
+        finally:
+            done.set()
+            if kills:
+                killer.join()
+        assert (run.files, run.status) == (FILES, 0), run.said + stack.transcript()
+        assert FINAL in run.said
+        stack.assert_nothing_leaked()
+
+
+def _kill_each(stack: Stack, work: Path, done: threading.Event) -> None:
+    """Each service once, when the task has come so far."""
+    for name, file in (("engine-0", "mill.py"), ("tokenizer", "out.txt"), ("gateway-0", "notes.md")):
+        eventually(lambda file=file: done.is_set() or (work / file).exists(), 240.0)
+        if done.is_set():
+            return
+        os.kill(stack.pid(name), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", range(_RUNS))
+def test_a_task_of_ten_calls(agent: Agent, packages: Path, tmp_path: Path, number: int) -> None:
+    _task(agent, packages, tmp_path, kills=False)
+
+
+@pytest.mark.parametrize("number", range(_RUNS))
+def test_a_task_while_each_service_is_killed(
+    agent: Agent, packages: Path, tmp_path: Path, number: int
+) -> None:
+    _task(agent, packages, tmp_path, kills=True)

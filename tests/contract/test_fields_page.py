@@ -1,0 +1,24 @@
+"""docs/clients.md says of every field what the faces declare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.faces.anthropic import fields as anthropic
+from gateway.faces.responses import fields as responses
+from tests.clients.fields import section
+
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
+
+
+def test_the_page_has_the_fields_as_the_faces_declare_them() -> None:
+    """To write it again: `make test-clients`, or print `section()`."""
+    _, _, fields = _PAGE.read_text(encoding="utf-8").partition("## Fields\n")
+    assert f"## Fields\n{fields}".rstrip() == section().rstrip()
+
+
+def test_what_is_said_of_a_field_is_said_of_one_that_there_is() -> None:
+    rows = section().splitlines()
+    named = [*anthropic.ACCEPTED, *responses.ACCEPTED]
+    for name in named:
+        assert sum(row.startswith(f"| `{name}` | honoured:") for row in rows) == named.count(name), name

@@ -1,0 +1,95 @@
+"""A thought ends within its budget, however the model goes on, and from wherever it is taken up."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.thinking import ThinkingTags, Thought
+
+OPEN, CLOSE, BREAK, BLANK, END, WORD = 14, 15, 1, 3, 2, 40
+TAGS = ThinkingTags(
+    open_id=OPEN, close_id=CLOSE, opened=False, line_breaks=(BREAK, BLANK), blank_line=(BLANK,)
+)
+OPENED = ThinkingTags(
+    open_id=OPEN, close_id=CLOSE, opened=True, line_breaks=(BREAK, BLANK), blank_line=(BLANK,)
+)
+
+
+def written(thought: Thought, wanted: list[int], length: int) -> list[int]:
+    """An output of a model that wants to write `wanted` over and over."""
+    output: list[int] = []
+    while len(output) < length:
+        forced = thought.forced()
+        output.append(wanted[len(output) % len(wanted)] if forced is None else forced)
+        thought.read(output[-1:])
+    return output
+
+
+@pytest.mark.parametrize(
+    ("tags", "prompt", "wanted", "budget", "expected"),
+    [
+        # As the family writes it: a line break on both sides of the thought, and a blank line.
+        (TAGS, [], [OPEN, BREAK, WORD, WORD, WORD], 5, [OPEN, BREAK, WORD, WORD, BREAK, CLOSE, BLANK]),
+        (OPENED, [9, BREAK], [WORD], 4, [WORD, WORD, BREAK, CLOSE, BLANK, WORD]),
+        # A family that writes none.
+        (TAGS, [], [OPEN, WORD, WORD], 3, [OPEN, WORD, WORD, CLOSE, WORD]),
+        (OPENED, [9], [WORD], 2, [WORD, CLOSE, WORD, WORD]),
+        # A line break that is there already.
+        (OPENED, [9, BREAK], [BREAK], 3, [BREAK, CLOSE, BLANK, BREAK]),
+        # It closes by itself, does not think, or comes to its tag after line breaks.
+        (TAGS, [], [OPEN, BREAK, CLOSE, WORD], 9, [OPEN, BREAK, CLOSE, WORD, OPEN, BREAK]),
+        (TAGS, [], [WORD, OPEN], 2, [WORD, OPEN] * 4),
+        (TAGS, [], [BREAK, BLANK, OPEN, WORD], 2, [BREAK, BLANK, OPEN, BREAK, CLOSE, BLANK, OPEN]),
+    ],
+)
+def test_the_end_is_the_familys_own(
+    tags: ThinkingTags, prompt: list[int], wanted: list[int], budget: int, expected: list[int]
+) -> None:
+    assert written(Thought(tags, budget, prompt), wanted, len(expected)) == expected
+
+
+@given(
+    opened=st.booleans(),
+    budget=st.integers(2, 12),
+    seed=st.integers(0, 1 << 20),
+    cut=st.integers(0, 30),
+    has_grammar=st.booleans(),
+)
+def test_no_budget_is_passed_and_every_place_is_found_again(
+    opened: bool, budget: int, seed: int, cut: int, has_grammar: bool
+) -> None:
+    tags, draw = OPENED if opened else TAGS, random.Random(seed)
+    words = [WORD, BREAK, BLANK, 7, 8, 9] + [CLOSE] * draw.randrange(2)
+    wanted = ([] if opened else [OPEN]) + draw.choices(words, k=40)
+    output = written(Thought(tags, budget, [BREAK], has_grammar=has_grammar), wanted, 40)
+    begun = output if opened else output[1:]
+    assert begun.index(CLOSE) + 1 <= budget, "the closing tag is counted"
+    again = Thought(tags, budget, [BREAK], has_grammar=has_grammar)
+    again.read(output[:cut])
+    ahead = list(again.walk())
+    assert ahead == output[cut : cut + len(ahead)]
+    assert not ahead or again.num_free == 0
+    free = output[cut : cut + again.num_free]
+    before = again.copy()
+    for token in free:
+        assert before.forced() is None, "so many tokens were said to be free"
+        before.read((token,))
+    assert again.valid_prefix(output[cut:]) == len(output[cut:])
+
+
+@pytest.mark.parametrize("token", [CLOSE, 31, 32, 63])
+def test_a_mask_keeps_the_forced_token_where_the_grammar_allows_it(token: int) -> None:
+    tags = ThinkingTags(open_id=None, close_id=token, opened=True)
+    thought, row = Thought(tags, 1, []), np.full(2, -1, np.int32)
+    thought.bind(row)
+    assert [bit for bit in range(64) if int(row[bit >> 5]) >> (bit & 31) & 1] == [token]
+    forbidden = row.copy()
+    forbidden ^= -1
+    kept = forbidden.copy()
+    thought.bind(forbidden)
+    np.testing.assert_array_equal(forbidden, kept)
