@@ -24,7 +24,7 @@ from gateway.store.store import Store
 
 CONVERSATIONS = "/v1/conversations"
 # Items that one request may bring, as OpenAI has it.
-_MAX_ITEMS = 20
+MAX_ITEMS = 20
 _encode = msgspec.json.Encoder().encode
 
 
@@ -147,8 +147,8 @@ class ConversationEndpoints:
 
     def _checked(self, tenant: str, name: str, body: ConversationBody | ItemsBody) -> list[StoredItem]:
         given = body.items or []
-        if len(given) > _MAX_ITEMS:
-            raise invalid("items", f"there are {len(given)}; a request may add {_MAX_ITEMS}, so send several")
+        if len(given) > MAX_ITEMS:
+            raise invalid("items", f"there are {len(given)}; a request may add {MAX_ITEMS}, so send several")
         # Raises what a request with these items would be refused with.
         messages_of(given, None, self._unseal(tenant), "items")
         return stored_items(given, name.removeprefix("conv_"))

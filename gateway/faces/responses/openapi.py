@@ -20,6 +20,7 @@ from gateway.faces.responses import requests as bodies
 from gateway.faces.responses import tools
 from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import InputItem, ItemPart
+from gateway.faces.responses.stored_openapi import stored_paths
 from gateway.faces.schemas import REF, TEXT, answer_schemas, list_of, object_of, or_null, ref, text
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
@@ -41,6 +42,7 @@ _REASONS = (
     Reason.MODEL_NOT_ALLOWED,
     Reason.TIER_NOT_ALLOWED,
     Reason.MODEL_NOT_FOUND,
+    Reason.STORED_NOT_FOUND,
     Reason.REQUEST_TOO_LARGE,
     Reason.REQUEST_RATE_EXCEEDED,
     Reason.CANCELLED,
@@ -182,7 +184,7 @@ def document() -> bytes:
                 "description": _ABOUT,
             },
             "security": [{"key": []}, *({name: []} for name in API_KEY_HEADERS)],
-            "paths": {**paths, PATH: {"get": itself}},
+            "paths": {**paths, **stored_paths(_METADATA, _refusals()), PATH: {"get": itself}},
             "components": {
                 "schemas": {**_body_schemas(), **answer_schemas((*kinds, OpenAiError))},
                 "securitySchemes": {
