@@ -6,6 +6,7 @@ another gateway, and what it writes after that is refused: of a response there i
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ class BackgroundWork:
     tenant: str
     response_id: str
     body: bytes
+    # Who computes it: a name of this time that it is computed, like no other.
+    owner: str
     num_events: int = 0
     last_event: bytes = b""
     # Gateways that have had it, this one included.
@@ -43,31 +46,30 @@ class BackgroundWork:
 
 
 class BackgroundStore:
-    """Background responses. Not for the event loop. `owner` names this process, like no other."""
+    """Background responses. Not for the event loop."""
 
-    def __init__(self, database: StoreDatabase, responses: ResponseStore, owner: str, lease_s: float) -> None:
+    def __init__(self, database: StoreDatabase, responses: ResponseStore, lease_s: float) -> None:
         self._database = database
         self._responses = responses
-        self._owner = owner
         self._lease_ms = round(lease_s * 1000)
 
     def create(self, tenant: str, new: NewResponse, body: bytes) -> BackgroundWork:
         """Stores a response that is computed from now on, and takes the lease; raises STORE_FULL."""
-        database = self._database
+        database, work = self._database, BackgroundWork(tenant, new.id, body, _owner())
         with database.writing() as connection:
             self._responses.insert(connection, tenant, new, background=True)
             connection.execute(
                 insert(WORK).values(
                     tenant=tenant,
                     response_id=new.id,
-                    owner=self._owner,
+                    owner=work.owner,
                     lease_until_unix_ms=self._until(),
-                    num_owners=1,
+                    num_owners=work.num_owners,
                     body=database.seal(body, "work", tenant, new.id),
                 )
             )
             self._count(connection, tenant, new.id, len(body) + ROW_BYTES)
-        return BackgroundWork(tenant, new.id, body)
+        return work
 
     def add(self, work: BackgroundWork, first: int, events: Sequence[bytes]) -> None:
         """Appends events, the first one with this sequence number; renews the lease. Raises LeaseLost."""
@@ -77,7 +79,7 @@ class BackgroundStore:
                 self._write(connection, work, first, events)
 
     def _hold(self, connection: Connection, work: BackgroundWork) -> None:
-        renewed = update(WORK).where(*_work(work.tenant, work.response_id), WORK.c.owner == self._owner)
+        renewed = update(WORK).where(*_work(work.tenant, work.response_id), WORK.c.owner == work.owner)
         if connection.execute(renewed.values(lease_until_unix_ms=self._until())).rowcount == 0:
             raise LeaseLost
 
@@ -143,7 +145,7 @@ class BackgroundStore:
     def release(self, work: BackgroundWork) -> None:
         """Leaves it to another gateway at once."""
         with self._database.writing() as connection:
-            mine = update(WORK).where(*_work(work.tenant, work.response_id), WORK.c.owner == self._owner)
+            mine = update(WORK).where(*_work(work.tenant, work.response_id), WORK.c.owner == work.owner)
             # Whoever finds it did not lose its last gateway to it.
             left = mine.values(owner="", lease_until_unix_ms=0, num_owners=WORK.c.num_owners - 1)
             connection.execute(left)
@@ -159,7 +161,7 @@ class BackgroundStore:
         return [each for row in rows if (each := self._take(row)) is not None]
 
     def _take(self, row: Any) -> BackgroundWork | None:
-        database = self._database
+        database, owner = self._database, _owner()
         with database.writing() as connection:
             taken = update(WORK).where(
                 *_work(row.tenant, row.response_id),
@@ -167,7 +169,7 @@ class BackgroundStore:
                 WORK.c.owner == row.owner,
             )
             mine = taken.values(
-                owner=self._owner, lease_until_unix_ms=self._until(), num_owners=WORK.c.num_owners + 1
+                owner=owner, lease_until_unix_ms=self._until(), num_owners=WORK.c.num_owners + 1
             )
             if connection.execute(mine).rowcount == 0:
                 return None
@@ -179,7 +181,9 @@ class BackgroundStore:
         events = [] if last is None else self._events(last)
         num_events = 0 if last is None else last.first + last.num_events
         last_event = events[-1] if events else b""
-        return BackgroundWork(row.tenant, row.response_id, body, num_events, last_event, row.num_owners + 1)
+        return BackgroundWork(
+            row.tenant, row.response_id, body, owner, num_events, last_event, row.num_owners + 1
+        )
 
     def _events(self, row: Any) -> list[bytes]:
         return _decode(self._database.open(row.body, "events", row.tenant, row.response_id, row.first))
@@ -226,6 +230,10 @@ class BackgroundStore:
 
     def _until(self) -> int:
         return self._database.now_ms() + self._lease_ms
+
+
+def _owner() -> str:
+    return secrets.token_hex(8)
 
 
 def _work(tenant: str, id_: str) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,7 +41,7 @@ class Store:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
         self.responses = ResponseStore(database)
         self.conversations = ConversationStore(database)
-        self.background = BackgroundStore(database, self.responses, secrets.token_hex(8), config.lease_s)
+        self.background = BackgroundStore(database, self.responses, config.lease_s)
         self.find_items, self.check_room = database.find_items, database.check_room
         self._sweeping: asyncio.Task[None] | None = None
 

@@ -45,6 +45,7 @@ async def serving(folder: Path, *engines: ScriptedEngine, **store: Any) -> Async
                 **store,
             },
             **({"routing": {"max_continuations": 0}} if dies else {}),
+            "drain_limit_s": 0.05,
             "ledger": {"url": f"sqlite:///{folder / 'ledger.sqlite'}", "flush_interval_s": 0.01},
         },
     }
@@ -302,6 +303,20 @@ async def test_background_goes_on_when_its_gateway_is_gone(
             assert told["status"] == "completed"
             assert "".join(part["text"] for part in told["output"][-1]["content"])
             assert told == await get(first, path)
+
+
+async def test_background_of_a_gateway_that_drains_goes_on_elsewhere(tmp_path: Path) -> None:
+    slow = engine(step_s=0.01)
+    # Nobody waits for a lease to run out.
+    async with serving(tmp_path, slow, lease_s=60.0) as first:
+        made = await create(first, background=True)
+        await first.gateway.drain()
+        assert first.gateway.num_open == 0
+    async with serving(tmp_path, lease_s=60.0) as second:
+        streamed = await send(second, "GET", f"responses/{made['id']}?stream=true")
+        assert "response.completed" in streamed.text
+        told = await get(second, f"responses/{made['id']}")
+        assert (told["status"], told["created_at"]) == ("completed", made["created_at"])
 
 
 async def test_background_is_cancelled_from_another_gateway(tmp_path: Path) -> None:

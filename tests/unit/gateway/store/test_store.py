@@ -243,6 +243,12 @@ def test_background_has_one_writer_and_ends_at_a_cancellation(url: str, clock: C
     with pytest.raises(LeaseLost):
         mine.add(work, 3, [b"e3 of the wrong one"])
     assert first.background.take_over(9) == []
+    # Nor has a gateway two: one that comes back to its own after a while does not write as it did before.
+    clock.now_s += 11
+    (again,) = others.take_over(9)
+    with pytest.raises(LeaseLost):
+        others.add(taken, 3, [b"e3 of the same one before"])
+    taken = again
     done = {**new.resource, "status": "completed", "output": [{"id": "msg_a", "content": "x"}]}
     others.finish(taken, done, 3, [b"e3"])
     assert mine.events(TENANT, "resp_a", -1) == ([b"e0", b"e1", b"e2", b"e3"], True)
