@@ -16,7 +16,7 @@ StopReason: TypeAlias = Literal[
 ]
 
 
-class OutputTokensDetails(Struct, frozen=True):
+class ThoughtTokens(Struct, frozen=True):
     thinking_tokens: TokenCount
 
 
@@ -28,7 +28,7 @@ class MessageUsage(Struct, frozen=True, kw_only=True):
     cache_creation_input_tokens: TokenCount = 0
     cache_read_input_tokens: TokenCount
     output_tokens: TokenCount
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ThoughtTokens
     # The tier that serves; "standard" for the one that others call default.
     service_tier: str
 

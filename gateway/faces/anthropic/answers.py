@@ -136,7 +136,7 @@ class MessageWriter:
             input_tokens=usage.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=usage.billed_tokens,
-            output_tokens_details=answers.OutputTokensDetails(usage.reasoning_tokens),
+            output_tokens_details=answers.ThoughtTokens(usage.reasoning_tokens),
             service_tier="standard" if self._tier == "default" else self._tier,
         )
 

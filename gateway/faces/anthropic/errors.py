@@ -86,12 +86,20 @@ class AnthropicErrors(ErrorForm):
         status = self.status(error)
         fallback: ErrorType = "invalid_request_error" if status < 500 else "api_error"
         details = ErrorDetails(error.reason.lower(), error.field or None, error.metadata or msgspec.UNSET)
-        shown = ApiError(_TYPES.get(status, fallback), error.message, details)
+        shown = ApiError(_TYPES.get(status, fallback), _message(error), details)
         return _encode(ApiErrorBody(error=shown, request_id=request_id or None))
 
     def headers(self, error: MillraceError) -> dict[str, str]:
         """Content type, and when to come back."""
         return {"content-type": "application/json", **retry_headers(error)}
+
+
+def _message(error: MillraceError) -> str:
+    """Of a prompt that is too long the API's own words come first: agents shorten a conversation by them."""
+    num_tokens, limit = map(error.metadata.get, ("prompt_tokens", "max_context_tokens"))
+    if error.reason is not Reason.CONTEXT_LENGTH_EXCEEDED or num_tokens is None:
+        return error.message
+    return f"prompt is too long: {num_tokens} tokens > {limit} maximum. {error.message}"
 
 
 ERRORS = AnthropicErrors()

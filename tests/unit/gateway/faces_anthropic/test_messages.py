@@ -342,7 +342,8 @@ def refused_field(response: httpx.Response, kind: str = "invalid_request_error")
     error = msgspec.json.decode(response.content, type=ApiErrorBody)
     assert error.error.type == kind, response.text
     assert error.request_id == response.headers["request-id"] == "request-1"
-    assert error.error.details.field is None or error.error.details.field in error.error.message
+    field, code = error.error.details.field, error.error.details.error_code
+    assert field is None or field in error.error.message or code == "context_length_exceeded"
     return error.error.details.field
 
 
@@ -426,6 +427,10 @@ async def test_errors_have_the_apis_statuses_and_types() -> None:
         assert (unknown.status_code, refused_field(unknown, "not_found_error")) == (404, "model")
         nothing = await stack.http.get("/v1/messages/nothing")
         assert (nothing.status_code, refused_field(nothing, "not_found_error")) == (404, None)
+        long = await stack.http.post(PATH, json={**BODY, "system": "a" * 5000})
+        assert (long.status_code, refused_field(long)) == (400, "messages")
+        told = "prompt is too long: 5010 tokens > 4096 maximum. "
+        assert long.json()["error"]["message"].startswith(told)
         large = await stack.http.post(PATH, json={**BODY, "system": "a" * 200_000})
         assert (large.status_code, refused_field(large, "request_too_large")) == (413, None)
         many = await stack.http.post(PATH, json={**BODY, "system": [{}] * 40_000})
