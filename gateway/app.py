@@ -32,6 +32,7 @@ from gateway.pipeline.books import Books
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.shadow import Shadows
 from gateway.settings import Settings
+from gateway.store.store import Store
 from gateway.tokenizer.client import TokenizerClient
 from gateway.types.error_form import ErrorForms
 from observability.emit import names
@@ -72,6 +73,7 @@ class Gateway:
             silence_limit_s=settings.health.silence_limit_s,
             pauses=self._intake.slices,
         )
+        self._store = Store.open(self._config.store)
         self._edge = Edge(settings, telemetry, metrics, self._intake.refusals, error_forms)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
         self._catalog = Catalog(settings.models, self._edge.tiers)
@@ -117,13 +119,15 @@ class Gateway:
         )
 
     def _build_http(self) -> HttpServer:
+        secret = self._settings.security.secret()
+        served, self._background = responses.routes(self._current_pipeline, secret, self._store)
         edge, callers = self._edge, HttpCallers(self._edge.authorizer, self._callers)
         return HttpServer(
             build_app(
                 [
                     openai.routes(self._current_pipeline, self._config.admin_tenants),
-                    responses.routes(self._current_pipeline, self._settings.security.secret()),
-                    anthropic.routes(self._current_pipeline, self._settings.security.secret()),
+                    served,
+                    anthropic.routes(self._current_pipeline, secret),
                 ],
                 callers,
                 edge.counter,
@@ -152,6 +156,9 @@ class Gateway:
         self._metrics.set(names.CONFIGURATION_INFO, 1, sha256=source().sha256)
         self._metrics.set_function(names.ENGINES_UP, self._num_engines)
         await self._edge.start()
+        if self._store is not None and self._background is not None:
+            self._store.start()
+            self._background.start()
         await self.grpc.start()
         await self.http.start()
         keeping = self._keeper.run(source(), self._fleet.note_change)
@@ -207,11 +214,15 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._shadows.close()
+        if self._background is not None:
+            await self._background.close()
         await self.grpc.stop(0.5)
         await self.http.stop()
         await self._fleet.stop()
         await self._tokenizer.close()
         await self._edge.close()
+        if self._store is not None:
+            await self._store.close()
 
     async def _connect(self) -> None:
         while not self._catalog.served:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+
+from runtime.errors import ConfigError
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
@@ -16,6 +19,7 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 # Tier and tenant of an installation that configures none.
 DEFAULT_TIER = "standard"
 DEVELOPMENT_TENANT = "development"
+_MIN_STORE_KEY = 32
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +54,45 @@ class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     flush_entries: PositiveInt = 512
     # Entries that may wait for a slow database before the oldest are dropped (counted and logged).
     max_waiting_entries: PositiveInt = 100_000
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.store]`: responses and conversations of `/v1/responses` that are kept, encrypted."""
+
+    # Tenants whose responses may be kept; "*" is every one. Empty keeps nothing.
+    tenants: tuple[str, ...] = ()
+    # SQLAlchemy URL (sqlite:///path, postgresql+psycopg://...), the same for all gateways.
+    url: str = "sqlite:///.millrace/store.sqlite"
+    # Key that everything is encrypted with, any text of 32 or more characters, the same for all gateways;
+    # or a file with one key a line, which wins: the first one encrypts, all of them decrypt.
+    key: str = ""
+    key_file: str = ""
+    # What was not used for so long is deleted.
+    retention_days: PositiveFloat = 30.0
+    # Bytes kept of each tenant. Beyond them the responses that were not used for longest are deleted;
+    # conversations are not.
+    max_bytes: PositiveInt = 1024 * 1024 * 1024
+    # How often what has expired is looked for, in seconds.
+    sweep_interval_s: PositiveFloat = 60.0
+    # A background response whose gateway has not written for so long is taken over by another one.
+    lease_s: Annotated[float, msgspec.Meta(ge=0.5)] = 10.0
+
+    def secrets(self) -> tuple[str, ...]:
+        """The keys, the one that encrypts first; raises ConfigError for none, or too short a one."""
+        lines = [self.key]
+        if self.key_file:
+            try:
+                lines = Path(self.key_file).read_text(encoding="utf-8").splitlines()
+            except OSError as error:
+                raise ConfigError(f"gateway.store.key_file: {error}") from error
+        keys = tuple(filter(None, map(str.strip, lines)))
+        if not keys or any(len(key) < _MIN_STORE_KEY for key in keys):
+            raise ConfigError(
+                "gateway.store.key: what is stored is encrypted with a key of at least "
+                f"{_MIN_STORE_KEY} characters; put one into the file gateway.store.key_file "
+                "(openssl rand -base64 32), the same for every gateway"
+            )
+        return keys
 
 
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,6 +191,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     default_tier: str = DEFAULT_TIER
     limits: LimitsConfig = LimitsConfig()
     ledger: LedgerConfig = LedgerConfig()
+    store: StoreConfig = StoreConfig()
     routing: RoutingConfig = RoutingConfig()
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict)
 

@@ -37,6 +37,8 @@ _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 OWN_TIER_ALIASES = frozenset({"auto", "default"})
 # In [tiers.<name>.fallback]: any model.
 ANY_MODEL = "*"
+# In [gateway.store].tenants: every tenant.
+ANY_TENANT = "*"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,7 @@ def load_settings(tables: Mapping[str, Any]) -> Settings:
     _check_development_key(settings)
     _check_jwt(settings)
     _check_limits(settings)
+    _check_store(settings)
     return settings
 
 
@@ -225,6 +228,17 @@ def _check_tenants(settings: Settings) -> None:
                 raise ConfigError(
                     f"tenants.{name}.{field}: there is no [tiers.{tier}]; known: {_known(settings.tiers)}"
                 )
+
+
+def _check_store(settings: Settings) -> None:
+    store = settings.gateway.store
+    for name in store.tenants:
+        if name != ANY_TENANT and name not in settings.tenants:
+            raise ConfigError(
+                f"gateway.store.tenants: there is no [tenants.{name}]; known: {_known(settings.tenants)}"
+            )
+    if store.tenants:
+        store.secrets()
 
 
 def _check_development_key(settings: Settings) -> None:

@@ -47,6 +47,7 @@ class Exchange:
         self.received_s = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
         # Names in lower case; of a name that came twice the last value.
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.body_limit = body_limit

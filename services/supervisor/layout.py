@@ -225,6 +225,7 @@ class _Planner:
             self._default("security.context_secret", secrets.token_hex(32))
         for place, local in (
             ("gateway.ledger.url", f"sqlite:///{self.state / 'ledger.sqlite'}"),
+            ("gateway.store.url", f"sqlite:///{self.state / 'store.sqlite'}"),
             ("keys.store", str(self.state / "keys.sqlite")),
         ):
             # An empty one says that there shall be none.

@@ -107,7 +107,9 @@ LAYOUTS: Mapping[str, CallLayout] = {
     formats.MISTRAL_V11: CallLayout(
         mark="[TOOL_CALLS]", before="{raw}[CALL_ID]{id}[ARGS]", after="", between="[TOOL_CALLS]"
     ),
-    formats.MISTRAL_V13: CallLayout(mark="[TOOL_CALLS]", before="{raw}[ARGS]", after="", between="[TOOL_CALLS]"),
+    formats.MISTRAL_V13: CallLayout(
+        mark="[TOOL_CALLS]", before="{raw}[ARGS]", after="", between="[TOOL_CALLS]"
+    ),
     formats.DEEPSEEK: CallLayout(
         mark="<｜tool▁calls▁begin｜>",
         before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{raw}\n```json\n",

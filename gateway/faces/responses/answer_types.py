@@ -106,6 +106,7 @@ class Response(Struct, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     model: str
     previous_response_id: str | None = None
+    conversation: dict[str, Any] | UnsetType = UNSET
     instructions: str | None
     output: list[OutputItem]
     error: ResponseError | None = None

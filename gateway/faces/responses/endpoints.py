@@ -5,9 +5,11 @@ short.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -16,9 +18,11 @@ from contract.chat import Conversation, Message, Role
 from contract.errors import MillraceError
 from gateway.faces.accepted import AcceptedAnswer
 from gateway.faces.bodies import read
-from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens
+from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens, Response
+from gateway.faces.responses.background import BackgroundResponses
 from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import Open, text_of
+from gateway.faces.responses.keeping import HeldRequest, kept, needs_store
 from gateway.faces.responses.requests import (
     COMPACT_DECODER,
     ENCRYPTED_REASONING,
@@ -34,6 +38,7 @@ from gateway.faces.responses.requests import (
     conversation_of,
 )
 from gateway.faces.responses.resource import resource
+from gateway.faces.responses.stored import stream_events
 from gateway.faces.responses.truncation import truncated
 from gateway.faces.responses.writer import ResponseWriter, response_usage
 from gateway.faces.sealed import Seal
@@ -45,13 +50,15 @@ from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.pipeline.validate import check_conversation
-from gateway.types.request import GenerationRequest
+from gateway.store.store import Store
+from gateway.types.request import Caller, GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
 # Deltas whose events are written at once.
 _TOGETHER = 32
 # Characters of a client's own words in a header.
 _MAX_WARNING = 512
+_UNKEPT = ("store has no effect: answers are not kept; send earlier items again in input",)
 _SUMMARISE = (
     "Summarise our conversation so far for an assistant that goes on with it and sees nothing else of it: "
     "what was asked for, what has been done and found out, names, paths and values that matter, and what is "
@@ -63,31 +70,64 @@ _SUMMARY = "A summary of the conversation so far:\n\n"
 class ResponseEndpoints:
     """Handlers below /v1/responses."""
 
-    def __init__(self, pipeline: Callable[[], Pipeline], seal: Seal) -> None:
+    def __init__(self, pipeline: Callable[[], Pipeline], seal: Seal, store: Store | None = None) -> None:
         """`pipeline` raises what to answer while there is none yet; `seal` closes what clients keep."""
         self._pipeline = pipeline
         self._seal = seal
+        self._store = store
+        self.background = None if store is None else BackgroundResponses(pipeline, store, self)
 
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/responses."""
         pipeline, caller = self._pipeline(), exchange.verified_caller
-        convert = partial(
-            asked, reasons=pipeline.reasons, unseal=self._unseal(exchange), limits=pipeline.intake.limits
-        )
+        tenant = caller.identity.tenant
+
+        def convert(body: ResponseBody) -> Asked | None:
+            # What is in the store comes first.
+            return None if needs_store(body) else self._asked(caller, body)
+
         body, understood = await read(exchange, pipeline.intake, RESPONSE_DECODER, convert, TOLERANCE)
-        _warn(exchange, understood.warnings)
-        request = understood.request
-        if body.truncation == "auto":
-            request, told = await truncated(pipeline, caller, request)
-            _warn(exchange, [told] if told else ())
-        async with AcceptedAnswer(exchange, pipeline, [request]) as answer:
+        held = await kept(self._store, pipeline, caller, body, caller.identity.request_id)
+        understood = await self.understand(caller, held.body, understood)
+        _warn(exchange, [*understood.warnings, *(_UNKEPT if body.store and held.store is None else ())])
+        if body.background:
+            await self._in_background(exchange, held, understood)
+            return
+        async with AcceptedAnswer(exchange, pipeline, [understood.request]) as answer:
             _warn(exchange, _unenforced(answer.attempts[0]))
-            writer = self.writer(body, understood, answer.attempts[0], streams=bool(body.stream))
-            with pipeline.intake.lease(caller.identity.tenant) as lease:
+            writer = self.writer(held.body, understood, answer.attempts[0], streams=bool(body.stream))
+            writer.response = held.told(writer.response)
+            keep = partial(held.keep, tenant)
+            with pipeline.intake.lease(tenant) as lease:
                 if body.stream:
-                    await _stream(exchange, answer, writer, lease)
+                    await _stream(exchange, answer, writer, lease, keep)
                 else:
-                    await exchange.respond(200, _encode((await _whole(answer, writer, lease)).response))
+                    await _whole(answer, writer, lease, keep)
+                    await exchange.respond(200, _encode(writer.response))
+
+    async def understand(self, caller: Caller, body: ResponseBody, understood: Asked | None = None) -> Asked:
+        """The domain request of a body whose input is complete, shortened where it asks for that."""
+        understood = understood or self._asked(caller, body)
+        if body.truncation != "auto":
+            return understood
+        request, told = await truncated(self._pipeline(), caller, understood.request)
+        warnings = (*understood.warnings, *filter(None, [told]))
+        return dataclasses.replace(understood, request=request, warnings=warnings)
+
+    def _asked(self, caller: Caller, body: ResponseBody) -> Asked:
+        pipeline, unseal = self._pipeline(), partial(self._seal.open, caller.identity.tenant)
+        return asked(body, reasons=pipeline.reasons, unseal=unseal, limits=pipeline.intake.limits)
+
+    async def _in_background(self, exchange: Exchange, held: HeldRequest, understood: Asked) -> None:
+        assert self.background is not None, "without a store it is refused"
+        assert held.store is not None, "without a store it is refused"
+        caller = exchange.verified_caller
+        response = await self.background.create(caller, held, understood)
+        exchange.add_headers(self._pipeline().limiter.headers(caller.identity))
+        if held.body.stream:
+            await stream_events(exchange, held.store, caller.identity.tenant, response.id, -1)
+        else:
+            await exchange.respond(200, _encode(response))
 
     async def count(self, exchange: Exchange) -> None:
         """POST /v1/responses/input_tokens."""
@@ -196,18 +236,24 @@ def _said_by_user(body: CompactBody, request_id: str) -> list[dict[str, object]]
     ]
 
 
-async def _whole(answer: Answer, writer: ResponseWriter, lease: ByteLease) -> ResponseWriter:
+# Stores an answer; gives it as it is told.
+_Keep: TypeAlias = Callable[[Response], Awaitable[Response]]
+
+
+async def _whole(answer: Answer, writer: ResponseWriter, lease: ByteLease, keep: _Keep) -> None:
     writer.begin()
     async for _, deltas in answer.deltas():
         answer.attempts[0].first_chunk_written()
         for delta in deltas:
             writer.event(delta)
         lease.grow(writer.take_num_kept())
-    writer.end(answer.usages()[0])
-    return writer
+    writer.conclude(answer.usages()[0])
+    writer.response = await keep(writer.response)
 
 
-async def _stream(exchange: Exchange, answer: Answer, writer: ResponseWriter, lease: ByteLease) -> None:
+async def _stream(
+    exchange: Exchange, answer: Answer, writer: ResponseWriter, lease: ByteLease, keep: _Keep
+) -> None:
     # The status can still say what is wrong until the first delta is there.
     source = answer.deltas()
     _, deltas = await anext(source)
@@ -226,7 +272,9 @@ async def _stream(exchange: Exchange, answer: Answer, writer: ResponseWriter, le
     except Exception:
         await exchange.end_events(writer.fail(unexpected(), answer.usages()[0]))
         raise
-    await exchange.end_events(writer.end(answer.usages()[0]))
+    writer.conclude(answer.usages()[0])
+    writer.response = await keep(writer.response)
+    await exchange.end_events(writer.end())
 
 
 async def _write(

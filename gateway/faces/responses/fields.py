@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
-    "background": "answers are not kept; leave it out or send false, and stream the answer",
-    "previous_response_id": "answers are not kept; send the earlier items in input",
-    "conversation": "conversations are not kept; send the earlier items in input",
     "prompt": "prompts are not kept; send instructions and input",
     "max_tool_calls": "a request has one turn of calls; parallel_tool_calls false allows one call",
     "context_management": "compact the conversation with /v1/responses/compact",
     "moderation": "moderation is not served",
 }
-# Values that are accepted because they ask for what happens anyway.
-HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {"background": (False,)}
 WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_retention": "prefixes are kept as long as there is room",
     "prompt_cache_options": "prefixes are kept as long as there is room",
     "client_metadata": "send metadata, which the ledger keeps",
 }
-FIELDS = Unserved(refused=REFUSED, harmless=HARMLESS_VALUES, without_effect=WITHOUT_EFFECT, remedies={})
+FIELDS = Unserved(refused=REFUSED, harmless={}, without_effect=WITHOUT_EFFECT, remedies={})
 # What of a served field is to be known beside its name.
 ACCEPTED: Mapping[str, str] = {
     "input[].type": "messages, reasoning, calls of function and custom tools and their outputs, compactions; "
@@ -38,5 +32,9 @@ ACCEPTED: Mapping[str, str] = {
     "reasoning.generate_summary": "thoughts are not summarised but given as they are, and a warning says so",
     "stream_options.include_obfuscation": "false alone; true is refused",
     "truncation": "auto leaves out the oldest turns, and says how many in x-millrace-warning",
-    "store": "the answer's own store tells whether it is kept",
+    "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",
+    "background": "where answers are kept; text comes in pieces, or whole with log-probabilities",
+    "previous_response_id": "where answers are kept; instructions are of one turn",
+    "conversation": "where answers are kept; not beside previous_response_id",
+    "input[].id": "an item_reference's item is looked up where answers are kept",
 }

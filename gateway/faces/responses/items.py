@@ -97,7 +97,7 @@ def conversation_size(given: str | Sequence[InputItem], num_tools: int) -> Sized
 
 
 def messages_of(
-    given: str | Sequence[InputItem], instructions: str | None, unseal: Open
+    given: str | Sequence[InputItem], instructions: str | None, unseal: Open, path: str = "input"
 ) -> tuple[Message, ...]:
     """The messages of a conversation: `instructions` as the system's, then the items in their order.
 
@@ -110,7 +110,7 @@ def messages_of(
         turns.add(Message(role=Role.USER, content=given))
     else:
         for index, item in enumerate(given):
-            _take(turns, item, f"input[{index}]", unseal)
+            _take(turns, item, f"{path}[{index}]", unseal)
     return turns.all()
 
 

@@ -20,6 +20,7 @@ from gateway.faces.responses import requests as bodies
 from gateway.faces.responses import tools
 from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import InputItem, ItemPart
+from gateway.faces.responses.stored_openapi import stored_paths
 from gateway.faces.schemas import REF, TEXT, answer_schemas, list_of, object_of, or_null, ref, text
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
@@ -41,6 +42,7 @@ _REASONS = (
     Reason.MODEL_NOT_ALLOWED,
     Reason.TIER_NOT_ALLOWED,
     Reason.MODEL_NOT_FOUND,
+    Reason.STORED_NOT_FOUND,
     Reason.REQUEST_TOO_LARGE,
     Reason.REQUEST_RATE_EXCEEDED,
     Reason.CANCELLED,
@@ -53,6 +55,7 @@ _REASONS = (
 BEYOND_REASONS: Mapping[Reason, str] = {
     Reason.CONTEXT_LENGTH_EXCEEDED: "prompt and answer fit into the model's context",
     Reason.NEVER_FITS: "they fit into the engines' memory",
+    Reason.STORED_NOT_FOUND: "what is named is kept, and the caller's",
     Reason.GRAMMAR_REFUSED: "a schema compiles, and is enforced exactly where it is strict",
     Reason.TEMPLATE_FAILED: "the checkpoint's template renders the conversation",
 }
@@ -64,6 +67,8 @@ BEYOND: Mapping[str, str] = {
     r"reasoning\.effort": "the model reasons",
     r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
     r"stream_options": "stream is true",
+    r"background|store|previous_response_id|conversation": "the operator lets what is asked for be kept, and "
+    "it is there; a conversation is given or a previous response, not both",
     r"metadata\.(user|safety_identifier)": "it is what the field of that name says, where both are given",
 }
 _ABOUT = """OpenAI's Responses API, after the Open Responses specification of 2026-04-24. Unknown keys of
@@ -179,7 +184,7 @@ def document() -> bytes:
                 "description": _ABOUT,
             },
             "security": [{"key": []}, *({name: []} for name in API_KEY_HEADERS)],
-            "paths": {**paths, PATH: {"get": itself}},
+            "paths": {**paths, **stored_paths(_METADATA, _refusals()), PATH: {"get": itself}},
             "components": {
                 "schemas": {**_body_schemas(), **answer_schemas((*kinds, OpenAiError))},
                 "securitySchemes": {

@@ -84,6 +84,12 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     include_obfuscation: bool | None = None
 
 
+class ConversationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`conversation`, where it is not its id alone."""
+
+    id: str
+
+
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What becomes a prompt: the whole body of /v1/responses/input_tokens."""
 
@@ -113,6 +119,10 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
     store: bool | None = None
+    background: bool | None = None
+    # What is stored and comes before the input.
+    previous_response_id: str | None = None
+    conversation: str | ConversationRef | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     user: str | None = None
@@ -237,8 +247,6 @@ def _check_response(body: ResponseBody) -> list[str]:
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         remedy = "the served models have no such switch; ask for it in the instructions"
         raise unsupported("text.verbosity", remedy, f"{body.text.verbosity!r} is not supported")
-    if body.store:
-        warnings.append("store has no effect: answers are not kept; send earlier items again in input")
     reasoning = body.reasoning or ReasoningBody()
     for name in ("summary", "generate_summary"):
         value = getattr(reasoning, name)

@@ -152,8 +152,8 @@ class ResponseWriter:
         self._finish = delta.finish_reason or self._finish
         return self._written()
 
-    def end(self, usage: Usage) -> bytes:
-        """The last events: of the item that is written, and of the response with its usage."""
+    def conclude(self, usage: Usage) -> None:
+        """Makes `response` what it is in the end."""
         is_cut = self._finish in _CUT
         speaks = any(not isinstance(each, ReasoningItem) for each in self._items)
         if self._open is None or self._open.kind == "reasoning":
@@ -171,6 +171,10 @@ class ResponseWriter:
             output=self._items,
             usage=response_usage(usage),
         )
+
+    def end(self) -> bytes:
+        """The last events: of the item that is written, and of the response, which is concluded."""
+        is_cut = self.response.status == "incomplete"
         self._emit("response.incomplete" if is_cut else "response.completed", response=self.response)
         return self._written() + (DONE if self._streams else b"")
 

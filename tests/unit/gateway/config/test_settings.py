@@ -62,6 +62,9 @@ def test_development_tenant_appears_with_its_key() -> None:
         ({"keys": {"development_hash": "mr-dev-local"}}, "keys.development_hash"),
         ({"keys": {"development_hash": HASH}, "envoy": {"listen": "0.0.0.0:8080"}}, "envoy.listen"),
         ({"keys": {"development_hash": HASH}, "gateway": {"http_listen": "[::]:80"}}, "gateway.http_listen"),
+        ({"gateway": {"store": {"tenants": ["t"], "key": "k" * 32}}}, "gateway.store.tenants"),
+        ({"gateway": {"store": {"tenants": ["*"], "key": "k" * 31}}}, "gateway.store.key"),
+        ({"gateway": {"store": {"tenants": ["*"], "key_file": "/nowhere/key"}}}, "gateway.store.key_file"),
         ({"keys": {"jwt": {"issuer": "i"}}}, "keys.jwt"),
         ({"keys": {"jwt": {"issuer": "i", "jwks_file": "f", "jwks_url": "u"}}}, "keys.jwt"),
         (

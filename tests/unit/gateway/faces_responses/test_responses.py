@@ -173,6 +173,7 @@ async def test_the_resource_says_what_was_asked_for_and_what_is_true() -> None:
         "instructions": "Be brief.",
         "temperature": 0.5,
         "max_output_tokens": 50,
+        "max_thinking_tokens": 20,
         "tools": [ADD, {"type": "web_search"}],
         "tool_choice": {
             "type": "allowed_tools",
@@ -211,6 +212,7 @@ async def test_the_resource_says_what_was_asked_for_and_what_is_true() -> None:
     assert told["usage"]["total_tokens"] == told["usage"]["input_tokens"] + told["usage"]["output_tokens"]
     assert submit.sampling.temperature == 0.5
     assert submit.sampling.max_tokens == 50
+    assert submit.sampling.max_thinking_tokens == 20
     assert roles(prepared.messages) == ["system", "user"]
     assert [each.content for each in prepared.messages] == ["Be brief.", "hi"]
     assert prepared.template_options["reasoning_effort"] == "low"

@@ -33,12 +33,16 @@ SECRET = "a secret of this test"
 
 
 def signed_context(
-    request_id: str = "request-1", *, tier: str = "standard", allowed_models: tuple[str, ...] = ()
+    request_id: str = "request-1",
+    *,
+    tier: str = "standard",
+    allowed_models: tuple[str, ...] = (),
+    tenant: str = "acme",
 ) -> str:
     """The header that the edge would have made."""
     context = context_pb2.RequestContext(
         request_id=request_id,
-        tenant="acme",
+        tenant=tenant,
         key_id="k1",
         tier=tier,
         allowed_models=allowed_models,

@@ -1,0 +1,246 @@
+"""What a request of the Responses API takes from the store, and what is kept of its answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.errors import MillraceError, Reason, context_length, invalid
+from gateway.faces.responses.answer_types import Response
+from gateway.faces.responses.items import InputItem
+from gateway.faces.responses.requests import ResponseBody
+from gateway.pipeline.pipeline import Pipeline
+from gateway.store.database import StoredItem
+from gateway.store.responses import NewResponse
+from gateway.store.store import Store, storing
+from gateway.store.tables import MAX_ID
+from gateway.types.request import Caller
+
+_log = logging.getLogger(__name__)
+# Bytes of a history that are read for a token that a model may have: what is longer, no model could take.
+_BYTES_PER_TOKEN = 16
+# Where no engine says how much a model takes.
+_UNKNOWN_TOKENS = 32 * 1024
+_PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+    "compaction": "cmp_",
+}
+
+
+class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request with what came before it in its input, and where its answer goes."""
+
+    body: ResponseBody
+    # None: the answer is not kept.
+    store: Store | None = None
+    # The items that the request itself brought.
+    inputs: Sequence[StoredItem] = ()
+    previous_id: str = ""
+    conversation_id: str = ""
+
+    def told(self, response: Response) -> Response:
+        """The resource with what is true of keeping it."""
+        return replace(
+            response,
+            store=self.store is not None,
+            previous_response_id=self.previous_id or None,
+            conversation={"id": self.conversation_id} if self.conversation_id else msgspec.UNSET,
+        )
+
+    def new(self, response: Response) -> NewResponse:
+        """What is stored."""
+        return NewResponse(
+            id=response.id,
+            resource=plain(response),
+            inputs=self.inputs,
+            previous_id=self.previous_id,
+            conversation_id=self.conversation_id,
+        )
+
+    async def keep(self, tenant: str, response: Response) -> Response:
+        """Stores an answer, before its client hears that it is complete. It is the client's whether or not
+        that succeeds: the resource says it.
+        """
+        if self.store is None:
+            return response
+        try:
+            await self.store.call(self.store.responses.put, tenant, self.new(response))
+        except MillraceError as error:
+            _log.error("response %s is answered and not stored: %s", response.id, error.message)
+            return replace(response, store=False)
+        return response
+
+
+def plain(response: Response) -> dict[str, Any]:
+    """A resource as JSON has it."""
+    resource: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
+    return resource
+
+
+def needs_store(body: ResponseBody) -> bool:
+    """Whether something of a request's input is in the store."""
+    return bool(body.previous_response_id or body.conversation is not None or _references(body))
+
+
+async def kept(
+    store: Store | None, pipeline: Pipeline, caller: Caller, body: ResponseBody, request_id: str
+) -> HeldRequest:
+    """Looks up what the request continues. Raises STORED_NOT_FOUND for what is not there, UNSUPPORTED_FIELD
+    where the tenant's state is not kept, CONTEXT_LENGTH_EXCEEDED for what is longer than any prompt.
+    """
+    tenant = caller.identity.tenant
+    keeps = storing(store, tenant, asked=body.store, background=bool(body.background))
+    conversation_id = _conversation_id(body)
+    if body.previous_response_id and conversation_id:
+        raise invalid("previous_response_id", "it is given beside conversation; give one of them")
+    if not needs_store(body):
+        if keeps is None:
+            return HeldRequest(body=body)
+        inputs = stored_items(body.input, request_id)
+        await keeps.call(keeps.check_room, tenant, sum(len(each.body) for each in inputs))
+        return HeldRequest(body=body, store=keeps, inputs=inputs)
+    if conversation_id and keeps is None and body.store is False:
+        raise invalid("store", "an answer within a conversation is kept in it; send store true")
+    source = _source(store, tenant, body)
+    served = pipeline.model(caller, body.model)
+    max_tokens = pipeline.max_model_len(served)
+    max_bytes = (max_tokens or _UNKNOWN_TOKENS) * _BYTES_PER_TOKEN
+    given, history, is_cut = await source.call(
+        _load, source, tenant, body, conversation_id, request_id, max_bytes
+    )
+    if is_cut and body.truncation != "auto":
+        problem = "what is stored before this request is longer; send truncation auto, or begin anew"
+        raise MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, context_length(max_tokens, problem))
+    if body.truncation == "auto":
+        room = pipeline.intake.limits.max_messages - len(given) - 1
+        history = history[-room:] if room > 0 else []
+    items = [*map(_item, history), *map(_item, given)]
+    return HeldRequest(
+        body=replace(body, input=items),
+        store=keeps,
+        inputs=given,
+        previous_id=body.previous_response_id or "",
+        conversation_id=conversation_id,
+    )
+
+
+def _source(store: Store | None, tenant: str, body: ResponseBody) -> Store:
+    field = next((f"input[{index}].id" for index in _references(body)), "input")
+    if body.previous_response_id:
+        field = "previous_response_id"
+    elif body.conversation is not None:
+        field = "conversation"
+    return kept_by(store, tenant, field)
+
+
+def kept_by(store: Store | None, tenant: str, field: str) -> Store:
+    """The store of a tenant whose state is kept; raises UNSUPPORTED_FIELD at `field` for others."""
+    if store is None or not store.keeps(tenant):
+        problem = "this deployment keeps no responses of your tenant"
+        remedy = "send earlier items in input, or have the operator add your tenant to gateway.store.tenants"
+        raise MillraceError(Reason.UNSUPPORTED_FIELD, f"{field}: {problem}; {remedy}", field=field)
+    return store
+
+
+def _load(
+    store: Store,
+    tenant: str,
+    body: ResponseBody,
+    conversation_id: str,
+    request_id: str,
+    max_bytes: int,
+) -> tuple[list[StoredItem], list[StoredItem], bool]:
+    """The request's own items, what came before them, and whether that is cut."""
+    references = _references(body)
+    found = store.find_items(tenant, list(references.values())) if references else {}
+    for index, id_ in references.items():
+        if id_ not in found:
+            message = f"Item with id '{id_[:MAX_ID]}' not found"
+            raise MillraceError(Reason.STORED_NOT_FOUND, message, field=f"input[{index}].id")
+    given = stored_items(body.input, request_id, found)
+    store.check_room(tenant, sum(len(each.body) for each in given))
+    if body.previous_response_id:
+        history = store.responses.history(tenant, body.previous_response_id, max_bytes=max_bytes)
+        return given, history.items, history.is_cut
+    if conversation_id:
+        items, is_cut = store.conversations.history(tenant, conversation_id, max_bytes=max_bytes)
+        return given, items, is_cut
+    return given, [], False
+
+
+def stored_items(
+    given: str | Sequence[InputItem] | None, name: str, found: dict[str, StoredItem] | None = None
+) -> list[StoredItem]:
+    """Items as they are kept, each with an id that derives from `name` unless it has one; references are
+    replaced by what was `found` for them.
+    """
+    if given is None:
+        return []
+    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+    made: list[StoredItem] = []
+    for index, item in enumerate(items):
+        if found and _is_reference(item):
+            made.append(found[item.id or ""])
+            continue
+        kind = item.type or "message"
+        fields = sent(item)
+        id_ = fields.pop("id", "")
+        if not id_ or len(id_) > MAX_ID:
+            id_ = f"{_PREFIXES.get(kind, 'item_')}{name[-40:]}_i{index}"
+        if kind == "message" and isinstance(fields.get("content"), str):
+            of = "output_text" if item.role == "assistant" else "input_text"
+            fields["content"] = [{"type": of, "text": fields["content"]}]
+        body = {"id": id_, "type": kind, "status": "completed", **fields}
+        made.append(StoredItem(id_, msgspec.json.encode(body)))
+    return made
+
+
+def sent(value: Any) -> Any:
+    """What was sent of a body, or of a part of one, as JSON can write it."""
+    if isinstance(value, list):
+        return [sent(each) for each in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    return {
+        name: sent(each)
+        for name, each in fields.items()
+        if each is not None and not (isinstance(each, msgspec.Raw) and not bytes(each))
+    }
+
+
+_decode_item: Callable[[bytes], InputItem] = msgspec.json.Decoder(InputItem).decode
+
+
+def _item(stored: StoredItem) -> InputItem:
+    return _decode_item(stored.body)
+
+
+def _references(body: ResponseBody) -> dict[int, str]:
+    """The ids of items that the input names, by their place in it."""
+    if body.input is None or isinstance(body.input, str):
+        return {}
+    return {index: item.id or "" for index, item in enumerate(body.input) if _is_reference(item)}
+
+
+def _is_reference(item: InputItem) -> bool:
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
+
+
+def _conversation_id(body: ResponseBody) -> str:
+    match body.conversation:
+        case None:
+            return ""
+        case str() as id_:
+            return id_
+        case other:
+            return other.id
