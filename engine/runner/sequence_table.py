@@ -81,7 +81,7 @@ class SequenceTable:
         params = SamplingParams(max_tokens=1) if state.failure else new.sampling
         prompt, output = np.split(ids, [new.num_prompt_tokens])
         self.sampling.put(slot, params, new.choice_index, prompt, output)
-        if state.failure or forked:
+        if state.failure or (forked and new.grammar is not None):
             return
         matcher = None
         if new.grammar is not None:
@@ -161,6 +161,9 @@ class SequenceTable:
             )
             child = self.states[child_id]
             child.failure = child.failure or parent.failure
+            if parent.thought is not None:
+                child.thought, child.num_read = parent.thought.copy(), parent.num_read
+                self.thinking[child_id] = child
         if parent.matcher is not None and not child.failure:
             child.matcher = parent.matcher.copy()
             theirs, ours = self._output(parent), self._output(child)

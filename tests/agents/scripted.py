@@ -20,7 +20,6 @@ from engine.runner import simulated
 from engine.service import convert
 from engine.types import NewSequence
 
-
 THOUGHT = "I know how.\n</think>\n\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import openai
@@ -77,6 +78,29 @@ def test_stop_string_is_cut_off(client: openai.OpenAI, stack: Stack) -> None:
     cut = client.chat.completions.create(**options, stop=[stop])
     assert cut.choices[0].message.content == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("budget", [2, 9, 30])
+@pytest.mark.parametrize("constraint", [{}, {"guided_regex": "[a-z]{3,9}!"}], ids=["free", "guided"])
+def test_a_thought_keeps_its_budget(
+    client: openai.OpenAI, stack: Stack, budget: int, constraint: dict[str, str]
+) -> None:
+    answer = client.chat.completions.create(
+        model=stack.model,
+        messages=[{"role": "user", "content": "What is 17 plus 25?"}],
+        max_tokens=64,
+        temperature=1.0,
+        seed=budget,
+        reasoning_effort="high",
+        extra_body={"max_thinking_tokens": budget, **constraint},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert 1 <= (answer.usage.completion_tokens_details.reasoning_tokens or 0) <= budget
+    assert answer.choices[0].message.content
+    if constraint:
+        # Between a thought and the answer its grammar takes spaces, too.
+        assert re.fullmatch(constraint["guided_regex"], answer.choices[0].message.content.lstrip(" "))
 
 
 def test_options_at_both_ends_of_their_limits_are_answered(client: openai.OpenAI, stack: Stack) -> None:

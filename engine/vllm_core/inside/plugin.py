@@ -62,7 +62,7 @@ def _accept_grammars() -> None:
 
     def compiled(self: Any, request_type: Any, grammar_spec: Any, *rest: Any, **named: Any) -> Any:
         found = unwrapped(grammar_spec)
-        grammar = None
+        grammar: Any = None
         if not found or found[GRAMMAR_KEY]:
             grammar = compile_grammar(self, request_type, grammar_spec, *rest, **named)
         if found and found["thinking"]:

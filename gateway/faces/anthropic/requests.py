@@ -197,7 +197,7 @@ def _thinking(body: CountTokensBody, *, reasons: Callable[[str], bool]) -> tuple
         return {}, []
     if not reasons(body.model):
         field = "thinking" if asked else "output_config.effort"
-        why = f"{field} has no effect: model {body.model!r} does not reason"
+        why = f"{field} has no effect: model {body.model[:80]!r} does not reason"
         return {}, [why] if asked or effort is not None else []
     if config is not None and not asked:
         return thinking_options(False, "none"), (

@@ -14,6 +14,8 @@ Placed = tuple[str, ContentBlock]
 
 # Beginning of the ids of tool calls at this API; the model's own id follows.
 TOOL_ID = "toolu_"
+# Blocks that a warning names.
+_NAMED = 8
 _SERVED = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _BY_ROLE = {
     Role.SYSTEM: ("text",),
@@ -28,16 +30,24 @@ class TurnReader:
     def __init__(self, thoughts: Thoughts) -> None:
         self._thoughts = thoughts
         self._call_ids: set[str] = set()
-        # What is not read as it was sent.
-        self.warnings: list[str] = []
+        # Blocks of other servers.
+        self._unread: list[str] = []
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was not read of the turns so far."""
+        if not self._unread:
+            return []
+        more = len(self._unread) - _NAMED
+        named = ", ".join(self._unread[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+        return [f"thinking that this deployment has not signed has no effect: {named}"]
 
     def messages(self, turns: Sequence[TurnBody]) -> list[Message]:
         """The messages; raises INVALID_ARGUMENT or UNSUPPORTED_FIELD for the first block that is at fault."""
         found: list[Message] = []
         for role, blocks in _merged(turns):
             if role is Role.ASSISTANT:
-                if blocks:
-                    found.append(self._assistant(blocks))
+                found.append(self._assistant(blocks))
             else:
                 found += self._others(role, blocks)
         return found
@@ -83,7 +93,7 @@ class TurnReader:
                 case "thinking":
                     thoughts.append(self._thought(field, block))
                 case _:
-                    self.warnings.append(f"{field} has no effect: it was not made by this deployment")
+                    self._unread.append(field)
         return Message(
             role=Role.ASSISTANT,
             content="".join(texts),
@@ -104,7 +114,7 @@ class TurnReader:
             raise invalid(f"{field}.thinking", "it is required")
         thought = self._thoughts.read(block.thinking, block.signature or "", f"{field}.signature")
         if thought is None:
-            self.warnings.append(f"{field} has no effect: its signature is not of this deployment")
+            self._unread.append(field)
         return thought or ""
 
 
@@ -131,7 +141,10 @@ def _merged(turns: Sequence[TurnBody]) -> list[tuple[Role, list[Placed]]]:
             blocks = [(f"{field}.content", ContentBlock("text", content))]
         else:
             blocks = [(f"{field}.content[{number}]", block) for number, block in enumerate(content)]
-        if not blocks and role is not Role.ASSISTANT:
+        if not blocks:
+            # An answer may have none, and is then sent back without.
+            if role is Role.ASSISTANT:
+                continue
             raise invalid(f"{field}.content", "it has no blocks; give at least one")
         if found and found[-1][0] is role:
             found[-1][1].extend(blocks)

@@ -212,7 +212,9 @@ _TOKENIZED = [
     object_of("prompt", prompt=TEXT, **_OF_PROMPT),
     object_of("messages", messages=_MESSAGES, prompt=NULL, add_special_tokens=NULL),
 ]
-_STREAMED = [object_of(stream_options=NULL), object_of("stream", stream={"const": True})]
+# By reference: its product with the other rules is more than generators of requests unfold.
+_STREAMED = {"$ref": "#/components/schemas/Streamed"}
+_STREAMED_WAYS = [object_of(stream_options=NULL), object_of("stream", stream={"const": True})]
 
 _FREE = or_null({"type": "object", **object_of("type", type={"const": "text"})})
 _BOUND = {"type": "object", **object_of("type", type={"enum": [each for each in FORMATS if each != "text"]})}
@@ -250,15 +252,15 @@ def _ways(**unforced: Any) -> list[dict[str, Any]]:
 
 # A call that is forced is a constraint, too.
 _CALLED = object_of("tools", **_NO_CONSTRAINT, ignore_eos=_NOT_SET, tools=_TOOLS)
-_TOGETHER: Mapping[Struct, tuple[list[dict[str, Any]], ...]] = {
-    chat.ChatBody: ([_CALLED, *_ways(tool_choice=_MAY_CALL)], _STREAMED),
-    completions.CompletionBody: (_ways(), _STREAMED),
-    TokenizeBody: (_TOKENIZED,),
-    chat.MessageBody: (_BY_ROLE,),
-    chat.ContentPart: (_PARTS,),
-    chat.ToolChoiceBody: (_CHOICES,),
-    ResponseFormatBody: (_BY_FORMAT,),
-    StructuredOutputs: (_STRUCTURED,),
+_TOGETHER: Mapping[Struct, list[dict[str, Any]]] = {
+    chat.ChatBody: [{"anyOf": [_CALLED, *_ways(tool_choice=_MAY_CALL)]}, _STREAMED],
+    completions.CompletionBody: [{"anyOf": _ways()}, _STREAMED],
+    TokenizeBody: [{"anyOf": _TOKENIZED}],
+    chat.MessageBody: [{"anyOf": _BY_ROLE}],
+    chat.ContentPart: [{"anyOf": _PARTS}],
+    chat.ToolChoiceBody: [{"anyOf": _CHOICES}],
+    ResponseFormatBody: [{"anyOf": _BY_FORMAT}],
+    StructuredOutputs: [{"anyOf": _STRUCTURED}],
 }
 
 
@@ -272,7 +274,8 @@ def body_schemas() -> dict[str, dict[str, Any]]:
     for kind in _with_strange_keys(TOLERANCE.fields.values()):
         del found[kind.__name__]["additionalProperties"]
     for kind, groups in _TOGETHER.items():
-        found[kind.__name__]["allOf"] = [{"anyOf": group} for group in groups]
+        found[kind.__name__]["allOf"] = groups
+    found["Streamed"] = {"anyOf": _STREAMED_WAYS}
     for kind in (chat.ChatBody, completions.CompletionBody):
         _describe_options(found[kind.__name__]["properties"])
         _describe_unserved(found[kind.__name__]["properties"])

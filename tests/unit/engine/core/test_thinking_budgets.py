@@ -212,11 +212,17 @@ def grammars() -> dict[bool, GrammarSpec]:
 def test_the_grammar_begins_after_a_thought_that_was_closed(
     method: str, grammars: dict[bool, GrammarSpec]
 ) -> None:
+    beams = {"n": 2, "best_of": 2, "beam_width": 2, "temperature": 0.0, "frequency_penalty": 0.0}
     requests = [
         request_of(
             number,
             grammar=grammars[number % 2 == 0],
-            sampling={"max_tokens": 120, "stop_token_ids": (END,), "logit_bias": {CLOSE: -100.0}},
+            sampling={
+                "max_tokens": 120,
+                "stop_token_ids": (END,),
+                "logit_bias": {CLOSE: -100.0},
+                **(beams if number % 10 == 0 else {}),
+            },
         )
         for number in range(40)
     ]

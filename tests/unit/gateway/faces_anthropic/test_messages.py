@@ -247,6 +247,7 @@ async def test_turns_become_the_messages_of_a_template() -> None:
         result = {"type": "tool_result", "tool_use_id": "toolu_a"}
         turns = [
             {"role": "user", "content": "one"},
+            {"role": "assistant", "content": []},
             {"role": "user", "content": [{"type": "text", "text": "two"}]},
             {"role": "assistant", "content": [{"type": "text", "text": "so"}, used]},
             {

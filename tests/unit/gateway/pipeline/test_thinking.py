@@ -153,3 +153,19 @@ async def test_thoughts_are_counted_exactly_and_can_be_hidden(tokens_per_step: i
             for usage in (whole["usage"], events[-1]["usage"]):
                 assert usage["completion_tokens_details"] == {"reasoning_tokens": len(THOUGHT)}
                 assert usage["completion_tokens"] >= len(THOUGHT) + len("\n\nyes")
+
+
+async def test_a_budget_goes_on_at_another_engine() -> None:
+    first = ScriptedEngine(name="a", reply=lambda _s, _c: [*THOUGHT, *ANSWER], dies_after_tokens=3)
+    second = ScriptedEngine(name="b", reply=first.reply)
+    async with deployed(first, second) as stack:
+        stack.tokenizer.assistant_prefix = "<think>\n"
+        for _ in range(2):
+            response = await stack.chat(max_thinking_tokens=9)
+            assert response.status_code == 200, response.text
+        submits = [each for engine in stack.engines for each in engine.submissions]
+        continued = [each for each in submits if each.output_token_ids]
+        assert continued, "an engine was lost on the way"
+        assert all(each.thinking == submits[0].thinking for each in submits)
+        assert all(each.sampling.max_thinking_tokens == 9 for each in submits)
+        assert all(each.prompt_token_ids == submits[0].prompt_token_ids for each in continued)
