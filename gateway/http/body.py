@@ -94,7 +94,11 @@ def _whole(value: bytes) -> msgspec.Raw:
 def _key_of(body: bytes, field: str, problem: str) -> str:
     """Which key of a mapping is meant, as far as the type of its value shows it."""
     begins = _BEGINNINGS.get(problem.rpartition("got `")[2].rstrip("`"), b"")
-    values = _fields(bytes(_fields(body)[field]))
+    try:
+        values = _fields(bytes(_fields(body)[field]))
+    except RecursionError:
+        # The decoder stopped before it came to what is nested too deeply.
+        return ""
     return next((name for name, value in values.items() if bytes(value)[:1] in begins), "")
 
 
