@@ -117,7 +117,7 @@ def _invalid(message: str, body: bytes) -> MillraceError:
         # Roles are the one enum of the bodies.
         problem = f"{role['value']} is not one of {', '.join(Role)}"
     field, is_mapping, _ = path.partition("[...]")
-    if is_mapping and "." not in field:
+    if is_mapping and field.isidentifier():
         key = _key_of(body, field, problem)
         return invalid(field, f"key {key[:_MAX_KEY]!r}: {problem}" if key else problem)
     return MillraceError(Reason.INVALID_ARGUMENT, f"{path or 'the body'}: {problem}", field=path)

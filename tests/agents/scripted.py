@@ -45,7 +45,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 class ScriptedSequence(simulated.SimulatedSequence):
     """A sequence and the ids that it will have."""
 
-    reply: tuple[int, ...]
+    reply: tuple[int, ...] = ()
 
 
 class ScriptedRunner(simulated.SimulatedRunner):
