@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tokenizer_svc.text.control import ControlTokens
+from tokenizer_svc.text.encoding import ControlTokens
 from tokenizers import Tokenizer
 
 from benchmarks.engine.report import options, publish
