@@ -200,6 +200,8 @@ class Books:
         self._count(
             end.call.caller, end.call.request, info.model, end.call.tier.name, end.group, info.revision
         )
+        # First of all: whatever fails below, what was used is paid for.
+        end.attempt.stream.when_told(lambda: self._ledger.record(_entry(end)))
         form, judge = end.call.request.response_format, end.attempt.judge
         if form is not None and end.group == "ok":
             # Every token was allowed by the grammar: an answer that ended by itself is complete, one that was
@@ -213,7 +215,6 @@ class Books:
         self._count_calls(end)
         kept_its_promise = self._judge(end)
         self._end_span(end, is_notable=end.outcome.is_failure or not kept_its_promise)
-        end.attempt.stream.when_told(lambda: self._ledger.record(_entry(end)))
         self.when_written(end)
 
     def _count(
@@ -345,7 +346,7 @@ class Books:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(msgspec.json.decode(text), dict)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError):
         return False
 
 

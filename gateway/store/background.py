@@ -6,6 +6,7 @@ another gateway, and what it writes after that is refused: of a response there i
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from contract.errors import invalid
 from gateway.store.conversations import append
 from gateway.store.database import ROW_BYTES, RUNNING, StoreDatabase, StoredItem
 from gateway.store.responses import NewResponse, ResponseStore, encoded
+from gateway.store.seal import SealBroken
 from gateway.store.tables import EVENTS, ITEMS, MAX_ID, RESPONSES, WORK
+
+_log = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[bytes]).decode
@@ -158,7 +162,23 @@ class BackgroundStore:
                 select(WORK).where(WORK.c.lease_until_unix_ms < now).order_by(WORK.c.lease_until_unix_ms)
             )
             rows = connection.execute(waiting.limit(limit)).all()
-        return [each for row in rows if (each := self._take(row)) is not None]
+        taken = []
+        for row in rows:
+            try:
+                work = self._take(row)
+            except SealBroken:
+                self._give_up(row)
+            else:
+                taken += [work] if work is not None else []
+        return taken
+
+    def _give_up(self, row: Any) -> None:
+        """Ends what nobody can compute, because the key that it was sealed with is gone."""
+        _log.error("background response %s cannot be read any more, and fails", row.response_id)
+        with self._database.writing() as connection:
+            connection.execute(delete(WORK).where(*_work(row.tenant, row.response_id)))
+            own = (RESPONSES.c.tenant == row.tenant, RESPONSES.c.id == row.response_id)
+            connection.execute(update(RESPONSES).where(*own).values(status="failed"))
 
     def _take(self, row: Any) -> BackgroundWork | None:
         database, owner = self._database, _owner()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, insert, literal, select, update
+from sqlalchemy import BigInteger, Connection, Row, cast, func, insert, literal, select, update
 
 from contract.errors import invalid
 from gateway.store.conversations import append
@@ -159,14 +159,19 @@ class ResponseStore:
         return History(items, is_cut)
 
     def _chain(self, connection: Connection, tenant: str, id_: str, max_bytes: int) -> Sequence[Row[Any]]:
-        """Rows of id, previous_id, expires_unix_ms, num_bytes and `total` so far, the newest first."""
+        """Rows of id, status, previous_id, expires_unix_ms and `total` bytes so far, the newest first."""
         columns = RESPONSES.c
-        picked = (columns.id, columns.status, columns.previous_id, columns.expires_unix_ms, columns.num_bytes)
+        # Of the items alone: a resource with its tools, and events, are no part of a prompt.
+        own = (ITEMS.c.tenant == columns.tenant, ITEMS.c.owner_id == columns.id)
+        size = cast(
+            select(func.coalesce(func.sum(ITEMS.c.num_bytes), 0)).where(*own).scalar_subquery(), BigInteger
+        )
+        picked = (columns.id, columns.status, columns.previous_id, columns.expires_unix_ms)
         alive = (columns.tenant == tenant, columns.expires_unix_ms > self._database.now_ms())
-        first = select(*picked, columns.num_bytes.label("total"), literal(0).label("depth"))
+        first = select(*picked, size.label("total"), literal(0).label("depth"))
         chain = first.where(*alive, columns.id == id_[:MAX_ID]).cte("chain", recursive=True)
         further = select(
-            *picked, (chain.c.total + columns.num_bytes).label("total"), (chain.c.depth + 1).label("depth")
+            *picked, (chain.c.total + size).label("total"), (chain.c.depth + 1).label("depth")
         ).where(*alive, columns.id == chain.c.previous_id, chain.c.total < max_bytes)
         chain = chain.union_all(further)
         return connection.execute(select(chain).order_by(chain.c.depth)).all()

@@ -118,7 +118,7 @@ class ThinkParser:
         self._answer.finish(delta)
 
     def _before(self, text: str, delta: TextDelta) -> str:
-        stripped = text.lstrip(" \n")
+        stripped = text.lstrip("\n")
         opens = self._form.open
         if stripped.startswith(opens):
             self._step = ThinkParser._think

@@ -19,7 +19,7 @@ from gateway.text.delta import TextDelta
 from gateway.text.harmony import HarmonyParser
 from gateway.text.reasoning import TextParser, ThinkParser
 from gateway.text.tool_calls import PARSERS, marks
-from gateway.text.tool_calls.values import ToolTypes
+from gateway.text.tool_calls.values import ToolTypes, typed_value
 from tests.contract.call_corpus import FAMILIES, SCHEMA, TOOLS, corpus, source_of, turn
 from tokenizer_svc.text.formats import reasoning_format, tool_call_format
 
@@ -242,3 +242,16 @@ def test_an_unknown_format_is_said_and_read_as_no_other(caplog: pytest.LogCaptur
     assert tool_call_format({"default": template}, {"<|python_tag|>"}, {}) == UNKNOWN_FORMAT
     assert "<tool_call>!probe_name" in caplog.text
     assert "--tool-call-parser" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value", ["{1, 2}", "{(1, 2): 3}", "[b'x']", "[1j]", "[...]", "['\\ud800']", "{'a': {1}}"]
+)
+def test_what_python_has_and_json_has_not_is_a_text(value: str) -> None:
+    for kinds in (frozenset[str](), frozenset({"object", "array"})):
+        assert json.loads(typed_value(value, kinds)) == value
+
+
+def test_half_of_a_surrogate_pair_is_no_text() -> None:
+    arguments = TYPES.written("f", {"items": ["\ud800"], "text": "a\udfff"})
+    assert json.loads(arguments.encode()) == {"items": ["\ufffd"], "text": "a\ufffd"}

@@ -321,9 +321,10 @@ def _reasoning_first(
     """Free text up to the end of the reasoning block, then the grammar called `then`."""
     opens, closes = literal(form.open, token_ids), literal(form.close, token_ids)
     if opens.startswith("<["):
-        opens = f"/[ \\n]{{1,2}}/? {opens}"
+        opens = f"/\\n{{1,2}}/? {opens}"
     else:
-        opens = f"/[ \\n]{{0,2}}{re.escape(form.open)}/"
+        # Pieces that are spelled may begin a text with the space of their tokenizer.
+        opens = f"/[ \\n]?\\n?{re.escape(form.open)}/"
     if closes.startswith("<["):
         escaped = re.escape(form.close).replace("/", r"\/")
         lark = f"thoughts: TEXT? {closes} SPACE\nTEXT: /(?s:.+)/ & ~/(?s:.*{escaped}.*)/\n"

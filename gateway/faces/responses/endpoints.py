@@ -15,7 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.chat import Conversation, Message, Role
-from contract.errors import MillraceError
+from contract.errors import MillraceError, Reason
+from contract.outputs import FinishReason
 from gateway.faces.accepted import AcceptedAnswer
 from gateway.faces.bodies import read
 from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens, Response
@@ -148,10 +149,17 @@ class ResponseEndpoints:
         body, request = await read(exchange, pipeline.intake, COMPACT_DECODER, convert, TOLERANCE)
         _warn(exchange, FIELDS.check(body))
         async with AcceptedAnswer(exchange, pipeline, [request]) as answer:
-            text = ""
+            text, end = "", None
             async for _, deltas in answer.deltas():
                 answer.attempts[0].first_chunk_written()
                 text += "".join([delta.content for delta in deltas])
+                end = next((delta.finish_reason for delta in deltas if delta.finish_reason), end)
+            if end is not FinishReason.STOP or not text.strip():
+                # The client would put it in the place of the conversation.
+                raise MillraceError(
+                    Reason.INTERNAL,
+                    "the model gave no whole summary; keep the conversation and send the request again",
+                )
             request_id = answer.attempts[0].info.request_id
             sealed = self._seal.close(caller.identity.tenant, _SUMMARY + text.strip())
             compacted = CompactedResponse(

@@ -111,6 +111,9 @@ async def kept(
     if conversation_id and keeps is None and body.store is False:
         raise invalid("store", "an answer within a conversation is kept in it; send store true")
     source = _source(store, tenant, body)
+    most = pipeline.intake.limits.max_messages
+    if (count := len(_references(body))) > most:
+        raise invalid("input", f"{count} references to items; the limit is {most}")
     served = pipeline.model(caller, body.model)
     max_tokens = pipeline.max_model_len(served)
     max_bytes = (max_tokens or _UNKNOWN_TOKENS) * _BYTES_PER_TOKEN
@@ -167,6 +170,9 @@ def _load(
             message = f"Item with id '{id_[:MAX_ID]}' not found"
             raise MillraceError(Reason.STORED_NOT_FOUND, message, field=f"input[{index}].id")
     given = stored_items(body.input, request_id, found)
+    if sum(len(each.body) for each in given) > max_bytes:
+        problem = "the items that input refers to are longer than any prompt; leave some of them out"
+        raise MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, problem, field="input")
     store.check_room(tenant, sum(len(each.body) for each in given))
     if body.previous_response_id:
         history = store.responses.history(tenant, body.previous_response_id, max_bytes=max_bytes)

@@ -25,12 +25,17 @@ class Recut:
 
     def feed(self, delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
         """What is complete; all of it with the last delta."""
+        calls = delta.tool_calls
+        if calls and calls[0].index == self._kind:
+            # What belongs to the call that is open comes before what ends it.
+            yield from self._add(calls[0].index, calls[0].arguments)
+            calls = calls[1:]
         if delta.reasoning:
             yield from self._add("reasoning", delta.reasoning)
         if delta.content:
             yield from self._add("content", delta.content)
         self._held.logprobs += delta.logprobs
-        for piece in delta.tool_calls:
+        for piece in calls:
             if piece.index != self._kind:
                 yield from self._flush()
                 self._kind = piece.index

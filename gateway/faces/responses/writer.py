@@ -139,6 +139,11 @@ class ResponseWriter:
 
     def event(self, delta: ChoiceDelta) -> bytes:
         """One delta, whose parts come in the order of an answer: thoughts, text, calls."""
+        calls = delta.tool_calls
+        if calls and self._open is not None and self._open.call_index == calls[0].index:
+            # What belongs to the call that is open comes before what ends it.
+            self._call(calls[0])
+            calls = calls[1:]
         if delta.reasoning:
             self._think(delta.reasoning)
         if self._vocabulary is not None:
@@ -147,7 +152,7 @@ class ResponseWriter:
             self._say(delta.content)
         elif delta.reasoning:
             self._logprobs.clear()
-        for piece in delta.tool_calls:
+        for piece in calls:
             self._call(piece)
         self._finish = delta.finish_reason or self._finish
         return self._written()

@@ -39,7 +39,9 @@ class ToolTypes:
             key: json.loads(typed_value(value, self.kinds(name, key))) if isinstance(value, str) else value
             for key, value in arguments.items()
         }
-        return json.dumps(typed, ensure_ascii=False, allow_nan=False)
+        said = json.dumps(typed, ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair, which an escape may write, is no text.
+        return said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def is_text(kinds: frozenset[str]) -> bool:
@@ -53,8 +55,8 @@ def typed_value(text: str, kinds: frozenset[str]) -> str:
     if not is_text(kinds) and _fits(written, kinds):
         return written
     if not is_text(kinds):
-        value = _literal(written)
-        if value is not None and _fits(said := json.dumps(value, ensure_ascii=False), kinds):
+        said = _literal(written)
+        if said and _fits(said, kinds):
             return said
     return json.dumps(text, ensure_ascii=False)
 
@@ -76,16 +78,20 @@ def _refuse(name: str) -> Any:
     raise ValueError(name)
 
 
-def _literal(text: str) -> Any:
-    """A value as Python writes it (True, {'a': 1}); None where it is none."""
+def _literal(text: str) -> str:
+    """JSON text of a value as Python writes it (True, {'a': 1}); "" where it is none, or JSON has no such
+    value, as with sets, bytes and halves of a surrogate pair.
+    """
     if text in ("True", "False"):
-        return text == "True"
+        return text.lower()
     if text[:1] not in ("{", "["):
-        return None
+        return ""
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
+        said = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        said.encode()
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return ""
+    return said
 
 
 def _schema(text: str) -> Any:

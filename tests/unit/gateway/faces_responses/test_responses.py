@@ -382,6 +382,23 @@ async def test_a_conversation_is_compacted_by_its_model() -> None:
         assert messages[1].content.endswith("All is well.")
 
 
+async def test_a_summary_that_is_not_whole_takes_no_conversations_place() -> None:
+    async with serving("<think>Where to begin") as stack:
+        response = await post(stack, "/compact")
+    assert response.status_code == 500
+    assert "no whole summary" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 20, 1000])
+async def test_a_call_is_whole_though_its_end_comes_with_the_text_behind_it(tokens_per_step: int) -> None:
+    async with serving(f"Hi{CALL}bye, and more", tokens_per_step=tokens_per_step) as stack:
+        output = (await post(stack, tools=[ADD])).json()["output"]
+    calls = [each for each in output if each["type"] == "function_call"]
+    assert [(each["name"], json.loads(each["arguments"])) for each in calls] == [
+        ("add", {"a": 2, "b": "}</x>"})
+    ]
+
+
 async def test_the_oldest_turns_go_where_truncation_is_asked_for() -> None:
     turns = [
         each

@@ -358,6 +358,30 @@ def test_rows_cannot_be_moved_and_keys_can_be_replaced(tmp_path: Path, clock: Cl
     other._database.engine.dispose()
 
 
+def test_work_that_no_key_opens_fails_and_holds_up_nothing(tmp_path: Path, clock: Clock) -> None:
+    url = f"sqlite:///{tmp_path / 'store.sqlite'}"
+    old, new = opened(url, clock), opened(url, clock, keys=("another key that has sealed nothing here",))
+    old.background.create(TENANT, response("old", status="queued"), b"sealed with a key that is gone")
+    new.background.create(TENANT, response("new", status="queued"), b"what to compute")
+    clock.now_s += 11
+    assert [work.response_id for work in new.background.take_over(9)] == ["resp_new"]
+    clock.now_s += 11
+    assert [work.num_owners for work in new.background.take_over(9)] == [3]
+    for each in (old, new):
+        each._database.engine.dispose()
+
+
+def test_a_history_is_as_long_as_its_items(store: Store) -> None:
+    previous = ""
+    for name in "abcdef":
+        new = response(name, previous=previous)
+        new.resource["tools"] = ["x" * 20_000]
+        store.responses.put(TENANT, new)
+        previous = f"resp_{name}"
+    history = store.responses.history(TENANT, previous, max_bytes=16_384)
+    assert (len(history.items), history.is_cut) == (12, False)
+
+
 def test_what_is_not_allowed_is_refused_by_name(tmp_path: Path) -> None:
     config = StoreConfig(tenants=("acme",), url=f"sqlite:///{tmp_path / 's.sqlite'}", key=KEY)
     store = Store.open(config)
