@@ -17,7 +17,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tokenizer_svc.text.encoding import ControlTokens
 from tokenizers import Tokenizer
 
 from benchmarks.engine.report import options, publish
@@ -31,6 +30,7 @@ from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import BACKEND, GrammarRequest
 from tokenizer_svc.grammar.schema.compiler import LAYOUT
 from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
+from tokenizer_svc.text.encoding import ControlTokens
 from tokenizer_svc.text.template import ChatTemplates
 
 QUESTIONS = (

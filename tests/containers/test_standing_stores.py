@@ -157,8 +157,15 @@ def test_whom_limits_refused_is_told(plain: Compose) -> None:
         return "of tenant limited (REQUEST_RATE_EXCEEDED)" in _diagnose()
 
     wait_until(is_told, "diagnose does not tell whom limits refused")
-    top = run(".venv/bin/millrace", "top", "--once", "--prometheus", PROMETHEUS)
-    assert "engine" in top, top
+    wait_until(_top_shows_engines, "top shows no engine")
+
+
+def _top_shows_engines() -> bool:
+    """It fails until Prometheus has looked for the first time, which it does every ten seconds."""
+    try:
+        return "engine" in run(".venv/bin/millrace", "top", "--once", "--prometheus", PROMETHEUS)
+    except AssertionError:
+        return False
 
 
 def _diagnose(*options: str) -> str:

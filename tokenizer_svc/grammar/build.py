@@ -320,11 +320,9 @@ def _reasoning_first(
 ) -> Grammar:
     """Free text up to the end of the reasoning block, then the grammar called `then`."""
     opens, closes = literal(form.open, token_ids), literal(form.close, token_ids)
-    if opens.startswith("<["):
-        opens = f"/\\n{{1,2}}/? {opens}"
-    else:
-        # Pieces that are spelled may begin a text with the space of their tokenizer.
-        opens = f"/[ \\n]?\\n?{re.escape(form.open)}/"
+    # Pieces that are spelled may begin a text with the space of their tokenizer.
+    spelled = f"/[ \\n]?\\n?{re.escape(form.open)}/"
+    opens = f"/\\n{{1,2}}/? {opens}" if opens.startswith("<[") else spelled
     if closes.startswith("<["):
         escaped = re.escape(form.close).replace("/", r"\/")
         lark = f"thoughts: TEXT? {closes} SPACE\nTEXT: /(?s:.+)/ & ~/(?s:.*{escaped}.*)/\n"
