@@ -25,6 +25,7 @@ COMMANDS = {
     "chaos_stop_20s_continued": "chaos --stop --bundled --clients-continue --stop-seconds 20",
     "chaos_stop_75s": "chaos --stop",
     "door": "door --checkpoint build/peers/llama-40m",
+    "faces": "gateways.faces",
     "door_virtual": "door --virtual",
     "door_virtual_slow": "door --virtual --device slow",
     "engine_cpu_roofline": "engine.cpu_step",
