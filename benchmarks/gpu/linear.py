@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.device import Gpu, Roofs, Work
 from benchmarks.gpu.report import Report
 from kernels.linear.formats import Int4Weight, Int8Weight
-from kernels.linear.triton_backend import WeightOnlyProduct
+from kernels.linear.triton_backend import TritonLinear
 from kernels.linear.triton_dense import dense_product
 from kernels.linear.triton_scaled import scaled_product
 
@@ -109,14 +109,14 @@ class _Formats:
             )
             for _ in range(self._copies)
         ]
-        return [partial(WeightOnlyProduct(weight), self._x) for weight in weights]
+        return [partial(TritonLinear().pack(weight), self._x) for weight in weights]
 
     def _int8(self) -> list[Work]:
         weights = [
             Int8Weight(values=values, scale=self._scales(self._outputs, 1))
             for values in self._weights(torch.int8)
         ]
-        return [partial(WeightOnlyProduct(weight), self._x) for weight in weights]
+        return [partial(TritonLinear().pack(weight), self._x) for weight in weights]
 
     def _scaled(self, kind: torch.dtype, *, blocked: bool) -> list[Work]:
         if kind == torch.int8:

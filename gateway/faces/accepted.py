@@ -1,15 +1,19 @@
-"""An answer as long as a face over HTTP writes it."""
+"""An answer as long as a face over HTTP writes it, and how its events are written."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from gateway.http.exchange import Exchange
+from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.types.request import GenerationRequest
+
+# Deltas whose events are written at once.
+_TOGETHER = 32
 
 
 class AcceptedAnswer:
@@ -53,3 +57,19 @@ class AcceptedAnswer:
             self._accepting.cancel()
         elif self._answer is not None:
             self._answer.cancel()
+
+
+async def write_events(
+    exchange: Exchange,
+    event: Callable[[ChoiceDelta], bytes],
+    deltas: Sequence[ChoiceDelta],
+    first: bytes = b"",
+) -> None:
+    """Writes the events of deltas behind `first`, not too many together: a client that was slow has many
+    waiting.
+    """
+    while len(deltas) > _TOGETHER:
+        await exchange.write(first + b"".join(map(event, deltas[:_TOGETHER])))
+        await asyncio.sleep(0)
+        deltas, first = deltas[_TOGETHER:], b""
+    await exchange.write(first + b"".join(map(event, deltas)))

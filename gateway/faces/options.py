@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from contract.chat import ToolChoiceMode
 from contract.errors import invalid, unsupported
 from gateway.pipeline.validate import MAX_METADATA_VALUE
 
@@ -57,6 +58,13 @@ def labels(metadata: Mapping[str, str] | None, **ids: str | None) -> dict[str, s
                 raise invalid(f"metadata.{name}", f"{name} says something else; give one of them")
             found[name] = value
     return found
+
+
+def tool_mode(mode: str, field: str, modes: Sequence[str] = ("none", "auto", "required")) -> ToolChoiceMode:
+    """Whether tools may be called; raises INVALID_ARGUMENT at `field` for another word than `modes`."""
+    if mode not in modes:
+        raise invalid(field, f"{mode!r} is not one of {', '.join(modes)}")
+    return ToolChoiceMode(mode)
 
 
 def json_text(value: Mapping[str, Any] | None) -> str:

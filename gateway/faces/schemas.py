@@ -1,11 +1,16 @@
-"""Pieces of JSON Schema from which faces make their OpenAPI documents."""
+"""What faces make their OpenAPI documents of: pieces of JSON Schema, refusals, and the frame."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
 import msgspec
+
+from contract.errors import Reason
+from contract.sampling import RANGES
+from gateway.auth.authorizer import API_KEY_HEADERS
 
 REF = "#/components/schemas/{name}"
 TEXT = {"type": "string"}
@@ -48,3 +53,59 @@ def answer_schemas(kinds: Iterable[Any]) -> dict[str, dict[str, Any]]:
         filled = [name for name, each in properties if each.pop("default", None) is not None]
         schema["required"] = [*schema.get("required", ()), *filled]
     return found
+
+
+def bound_options(properties: Mapping[str, Any]) -> None:
+    """Writes the limits of sampling options into a body's properties."""
+    for name, limits in RANGES.items():
+        for branch in properties.get(name, {}).get("anyOf", ()):
+            if branch.get("type") in ("integer", "number") and "minimum" not in branch:
+                branch["minimum"], branch["maximum"] = limits.minimum, limits.maximum
+    top_p = properties["top_p"]["anyOf"][0]
+    top_p["exclusiveMinimum"] = top_p.pop("minimum")
+
+
+def by_status(reasons: Iterable[Reason], status: Callable[[Reason], int]) -> dict[str, list[Reason]]:
+    """Reasons by the HTTP status that a face gives them, in the order of the statuses."""
+    found: dict[int, list[Reason]] = {}
+    for reason in reasons:
+        found.setdefault(status(reason), []).append(reason)
+    return {str(each): found[each] for each in sorted(found)}
+
+
+def told(reasons: Iterable[Reason]) -> str:
+    """How a refusal of these reasons is described."""
+    return ", ".join(reasons) + " and others of this status"
+
+
+def framed(
+    title: str,
+    about: str,
+    *,
+    paths: Mapping[str, Any],
+    components: Mapping[str, Any],
+    beyond_reasons: Mapping[Reason, str],
+    beyond: Mapping[str, str],
+    **more: Any,
+) -> bytes:
+    """A document as JSON. A body that its schema allows is refused for what `beyond_reasons` lists by reason,
+    and `beyond` by the error's field as a regular expression, alone: programs read it as `x-beyond-schema`.
+    """
+    keys = {name: {"type": "apiKey", "in": "header", "name": name} for name in API_KEY_HEADERS}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": title, "version": metadata.version("millrace"), "description": about},
+            "security": [{"key": []}, *({name: []} for name in API_KEY_HEADERS)],
+            **more,
+            "paths": paths,
+            "components": {
+                **components,
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}, **keys},
+            },
+            "x-beyond-schema": [
+                *({"reason": reason.value, "rule": rule} for reason, rule in beyond_reasons.items()),
+                *({"param": f"^({field})$", "rule": rule} for field, rule in beyond.items()),
+            ],
+        }
+    )

@@ -76,6 +76,15 @@ class Unserved:
         """What to do instead of asking for a field that is not served."""
         return self._remedies.get(name, "leave it out")
 
+    def described(self, name: str) -> dict[str, Any]:
+        """The schema of a field that is not served."""
+        if name in self.without_effect:
+            return {"description": f"Without effect: {self.without_effect[name]}."}
+        return {
+            "enum": [None, *self.harmless.get(name, ())],
+            "description": f"Not served: {self.remedy(name)}.",
+        }
+
     def _changes_nothing(self, name: str, raw: bytes) -> bool:
         harmless = self.harmless.get(name)
         if not harmless:

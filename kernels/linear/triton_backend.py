@@ -44,8 +44,6 @@ SCALED_MM_MULTIPLE = 16
 MOST_TRITON_ROWS = 64
 # Numbers of rows that it is tried with: a rest beside a tile, a long prompt.
 PROBED_ROWS = (81, 8192)
-# Up to so many rows a weight of 4 or 8 bits is multiplied as it is.
-MOST_PACKED_ROWS = 512
 
 _log = logging.getLogger(__name__)
 # By a weight's shape and device.
@@ -57,7 +55,7 @@ class WeightOnlyProduct:
     numbers of the inputs' type, which are made anew each time: its matrix rate is worth more than they cost.
     """
 
-    def __init__(self, weight: Int4Weight | Int8Weight, *, most_rows: int | None = MOST_PACKED_ROWS) -> None:
+    def __init__(self, weight: Int4Weight | Int8Weight, *, most_rows: int | None = None) -> None:
         # In another order: the weight that was given need not stay.
         self.kept = pack_levels_for_triton(weight)
         # None multiplies any number of rows alike.
@@ -249,6 +247,8 @@ class TritonLinear:
     """Products of GPUs."""
 
     row_multiple = 1
+    # Up to so many rows a weight of 4 or 8 bits is multiplied as it is; None says any number.
+    most_packed_rows: int | None = 512
 
     def pack(self, weight: Tensor | WeightFormat) -> Product:
         """See LinearBackend."""
@@ -257,7 +257,7 @@ class TritonLinear:
         if isinstance(weight, Int8Weight) and weight.activations == "int8":
             return TritonIntegerProduct(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
-            return WeightOnlyProduct(weight)
+            return WeightOnlyProduct(weight, most_rows=self.most_packed_rows)
         # The library chooses its kernel.
         values = weight.values if isinstance(weight, DenseWeight) else weight
         return lambda x, bias=None: F.linear(x, values, bias)
@@ -295,14 +295,14 @@ class InvariantLinear(TritonLinear):
     choose by the number of rows.
     """
 
+    most_packed_rows = None
+
     def pack(self, weight: Tensor | WeightFormat) -> Product:
         """See LinearBackend."""
         if isinstance(weight, Fp8Weight):
             return Fp8Product(weight)
-        if isinstance(weight, Int8Weight) and weight.activations == "int8":
-            return TritonIntegerProduct(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
-            return WeightOnlyProduct(weight, most_rows=None)
+            return super().pack(weight)
         values = weight.values if isinstance(weight, DenseWeight) else weight
         return lambda x, bias=None: dense_product(x, values, bias)
 

@@ -287,17 +287,17 @@ def dense_levels(weight: PackedLevels, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] as numbers of a type; inputs are in the order in which they are stored."""
     outputs, inputs = weight.shape
     out = torch.empty(outputs, inputs, dtype=dtype, device=weight.words.device)
-    offset = weight.zero if weight.zero is not None else weight.minimum
+    kind, offset = weight.offset
     dense_levels_kernel[(weight.words.shape[0], triton.cdiv(outputs, DENSE_TILE))](
         weight.words,
         weight.scale,
-        offset if offset is not None else weight.scale,
+        offset,
         out,
         inputs,
         outputs,
         weight.group,
         BITS=weight.bits,
-        OFFSET="zero" if weight.zero is not None else "none" if offset is None else "minimum",
+        OFFSET=kind,
         STEP=weight.step,
         EACH=weight.scales_per_step,
         INTERPRETED=triton_interprets(),
@@ -338,14 +338,14 @@ def weight_only_product(
     parts = num_parts(outputs, steps, x.device) if groups is None else 1
     parted = parts > 1 and num_rows <= MOST_PARTED_ROWS
     workspace = Workspace.of(x.device) if parted else None
-    offset = weight.zero if weight.zero is not None else weight.minimum
+    kind, offset = weight.offset
 
     def start(shape: TileShape) -> None:
         weight_only_kernel[grid_of(shape, num_rows, out.shape[1], groups, parts if parted else 1, gate)](
             x,
             weight.words,
             weight.scale,
-            offset if offset is not None else weight.scale,
+            offset,
             bias if bias is not None else weight.scale,
             out,
             workspace.sums if workspace is not None else weight.scale,
@@ -360,7 +360,7 @@ def weight_only_product(
             x.stride(0),
             rows_per_input,
             BITS=weight.bits,
-            OFFSET="zero" if weight.zero is not None else "none" if offset is None else "minimum",
+            OFFSET=kind,
             BIAS=bias is not None,
             GATE=KINDS[gate] if gate is not None else -1,
             GROUPED=groups is not None,

@@ -54,6 +54,13 @@ class PackedLevels:
         return self.words.shape[2] * 16 // self.bits
 
     @property
+    def offset(self) -> tuple[str, Tensor]:
+        """ "zero", "minimum" or "none", and the numbers, for which scales stand in where there are none."""
+        if self.zero is not None:
+            return "zero", self.zero
+        return ("none", self.scale) if self.minimum is None else ("minimum", self.minimum)
+
+    @property
     def scales_per_step(self) -> int:
         """1, 2, or with 4 bits also 4: as many as its inputs need at most."""
         return next(parts for parts in (1, 2, 4) if self.group % (self.step // parts) == 0)

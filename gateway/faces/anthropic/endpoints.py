@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -11,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from contract.errors import MillraceError
-from gateway.faces.accepted import AcceptedAnswer
+from gateway.faces.accepted import AcceptedAnswer, write_events
 from gateway.faces.anthropic.answer_types import InputTokenCount, MessageModel, MessageModelList
 from gateway.faces.anthropic.answers import MessageWriter
 from gateway.faces.anthropic.bodies import COUNT_TOKENS, MESSAGES, TOLERANCE, CountTokensBody, MessagesBody
@@ -28,8 +27,6 @@ from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.pipeline.validate import check_conversation
 
 MODELS_PATH = "/v1/models"
-# Deltas whose events are written at once.
-_TOGETHER = 32
 _encode = msgspec.json.Encoder().encode
 Body = TypeVar("Body", bound=CountTokensBody)
 # The limits that other APIs' headers tell, in this one's words.
@@ -140,10 +137,10 @@ async def _stream(exchange: Exchange, answer: Answer, writer: MessageWriter) -> 
     await exchange.begin_events()
     first = writer.begin(attempt.usage())
     try:
-        await _write(exchange, writer, deltas, first)
+        await write_events(exchange, writer.events, deltas, first)
         attempt.first_chunk_written()
         async for _, deltas in source:
-            await _write(exchange, writer, deltas)
+            await write_events(exchange, writer.events, deltas)
     except MillraceError as error:
         await exchange.end_events(error_event(error, exchange.request_id))
         raise
@@ -151,14 +148,3 @@ async def _stream(exchange: Exchange, answer: Answer, writer: MessageWriter) -> 
         await exchange.end_events(error_event(unexpected(), exchange.request_id))
         raise
     await exchange.end_events(writer.end(attempt.usage()))
-
-
-async def _write(
-    exchange: Exchange, writer: MessageWriter, deltas: Sequence[ChoiceDelta], first: bytes = b""
-) -> None:
-    """Writes events, not too many together: a client that was slow has many waiting."""
-    while len(deltas) > _TOGETHER:
-        await exchange.write(first + b"".join(map(writer.events, deltas[:_TOGETHER])))
-        await asyncio.sleep(0)
-        deltas, first = deltas[_TOGETHER:], b""
-    await exchange.write(first + b"".join(map(writer.events, deltas)))

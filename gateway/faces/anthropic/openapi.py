@@ -5,21 +5,33 @@ A body that its schema allows is refused for what BEYOND lists alone; one that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from importlib import metadata
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from contract.errors import MillraceError, Reason
-from contract.sampling import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, OPTIONS, RANGES
-from gateway.auth.authorizer import API_KEY_HEADERS
+from contract.sampling import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, OPTIONS
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic import bodies
 from gateway.faces.anthropic.errors import ERRORS, ApiErrorBody
 from gateway.faces.anthropic.fields import FIELDS
 from gateway.faces.anthropic.requests import EFFORTS
-from gateway.faces.schemas import NULL, REF, TEXT, answer_schemas, list_of, object_of, or_null, ref, text
+from gateway.faces.schemas import (
+    NULL,
+    REF,
+    TEXT,
+    answer_schemas,
+    bound_options,
+    by_status,
+    framed,
+    list_of,
+    object_of,
+    or_null,
+    ref,
+    text,
+    told,
+)
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import MAX_METADATA_VALUE, NAME
 
@@ -150,40 +162,18 @@ def document() -> bytes:
     """The document as JSON."""
     count = _operation("countMessageTokens", "Count the tokens of a prompt", answers.InputTokenCount)
     described = _operation("describeMessages", "Show this document")
-    return msgspec.json.encode(
-        {
-            "openapi": "3.1.0",
-            "info": {
-                "title": "Millrace: Messages",
-                "version": metadata.version("millrace"),
-                "description": _ABOUT,
-            },
-            "security": [*({name: []} for name in API_KEY_HEADERS), {"key": []}],
-            "paths": {
-                "/v1/messages": {"post": _create()},
-                "/v1/messages/count_tokens": {
-                    "post": {**count, "requestBody": _body(bodies.CountTokensBody)}
-                },
-                PATH: {"get": described},
-            },
-            "components": {
-                "schemas": {
-                    **_body_schemas(),
-                    **answer_schemas(
-                        (answers.MessageAnswer, answers.MessageEvent, answers.InputTokenCount, ApiErrorBody)
-                    ),
-                },
-                "securitySchemes": {
-                    "key": {"type": "http", "scheme": "bearer"},
-                    **{name: {"type": "apiKey", "in": "header", "name": name} for name in API_KEY_HEADERS},
-                },
-            },
-            # For programs: refusals that a schema cannot foresee, as in /openapi.json.
-            "x-beyond-schema": [
-                *({"reason": reason.value, "rule": rule} for reason, rule in BEYOND_REASONS.items()),
-                *({"param": f"^({field})$", "rule": rule} for field, rule in BEYOND.items()),
-            ],
-        }
+    kinds = (answers.MessageAnswer, answers.MessageEvent, answers.InputTokenCount, ApiErrorBody)
+    return framed(
+        "Millrace: Messages",
+        _ABOUT,
+        paths={
+            "/v1/messages": {"post": _create()},
+            "/v1/messages/count_tokens": {"post": {**count, "requestBody": _body(bodies.CountTokensBody)}},
+            PATH: {"get": described},
+        },
+        components={"schemas": {**_body_schemas(), **answer_schemas(kinds)}},
+        beyond_reasons=BEYOND_REASONS,
+        beyond=BEYOND,
     )
 
 
@@ -199,7 +189,11 @@ def _create() -> dict[str, Any]:
 def _operation(name: str, summary: str, answer: type | None = None) -> dict[str, Any]:
     schema = _OBJECT if answer is None else ref(answer)
     answered = {"description": "The answer.", "content": {"application/json": {"schema": schema}}}
-    refusals = {str(status): _refusal(reasons) for status, reasons in _by_status(_REASONS).items()}
+    content = {"application/json": {"schema": ref(ApiErrorBody)}}
+    statuses = by_status(_REASONS, lambda reason: ERRORS.status(MillraceError(reason, "")))
+    refusals = {
+        status: {"description": told(reasons), "content": content} for status, reasons in statuses.items()
+    }
     return {"operationId": name, "summary": summary, "responses": {"200": answered, **refusals}}
 
 
@@ -207,18 +201,6 @@ def _body(kind: type) -> dict[str, Any]:
     of = "createMessage" if kind is bodies.MessagesBody else "countMessageTokens"
     examples = {name: {"value": value} for name, value in EXAMPLES[of].items()}
     return {"required": True, "content": {"application/json": {"schema": ref(kind), "examples": examples}}}
-
-
-def _by_status(reasons: Iterable[Reason]) -> dict[int, list[Reason]]:
-    found: dict[int, list[Reason]] = {}
-    for reason in reasons:
-        found.setdefault(ERRORS.status(MillraceError(reason, "")), []).append(reason)
-    return dict(sorted(found.items()))
-
-
-def _refusal(reasons: Iterable[Reason]) -> dict[str, Any]:
-    content = {"application/json": {"schema": ref(ApiErrorBody)}}
-    return {"description": ", ".join(reasons) + " and others of this status", "content": content}
 
 
 def _body_schemas() -> dict[str, dict[str, Any]]:
@@ -235,15 +217,6 @@ def _body_schemas() -> dict[str, dict[str, Any]]:
         del found[kind.__name__]["additionalProperties"]
     for body in kinds:
         properties = found[body.__name__]["properties"]
-        for name, why in FIELDS.without_effect.items():
-            properties[name] = {"description": f"Without effect: {why}."}
-        for name in FIELDS.names:
-            values = {"enum": [None, *FIELDS.harmless.get(name, ())]}
-            properties.setdefault(name, {**values, "description": f"Not served: {FIELDS.remedy(name)}."})
-    for name, limits in RANGES.items():
-        for branch in found["MessagesBody"]["properties"].get(name, {}).get("anyOf", ()):
-            if branch.get("type") in ("integer", "number"):
-                branch["minimum"], branch["maximum"] = limits.minimum, limits.maximum
-    top_p = found["MessagesBody"]["properties"]["top_p"]["anyOf"][0]
-    top_p["exclusiveMinimum"] = top_p.pop("minimum")
+        properties |= {name: FIELDS.described(name) for name in FIELDS.names}
+    bound_options(found["MessagesBody"]["properties"])
     return found

@@ -13,7 +13,7 @@ from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.faces.bodies import Tolerance
 from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.requests import CommonBody, check_common, generation_request, sampling
-from gateway.faces.options import effort_options, json_text
+from gateway.faces.options import effort_options, json_text, tool_mode
 from gateway.pipeline.validate import SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
 
@@ -290,7 +290,7 @@ def _chosen(
     if choice is None:
         return tools, ToolChoice()
     if isinstance(choice, str):
-        return tools, ToolChoice(_mode(choice, ("none", "auto", "required"), "tool_choice"))
+        return tools, ToolChoice(tool_mode(choice, "tool_choice"))
     for name in ("function", "allowed_tools"):
         if name != choice.type and getattr(choice, name) is not None:
             raise invalid(f"tool_choice.{name}", f"a choice of type {choice.type!r} has none")
@@ -305,7 +305,7 @@ def _chosen(
 
 def _allowed(tools: tuple[Tool, ...], allowed: AllowedTools) -> tuple[tuple[Tool, ...], ToolChoice]:
     field = "tool_choice.allowed_tools"
-    mode = _mode(allowed.mode, ("auto", "required"), f"{field}.mode")
+    mode = tool_mode(allowed.mode, f"{field}.mode", ("auto", "required"))
     known = {tool.name for tool in tools}
     for index, each in enumerate(allowed.tools):
         if each.type != "function":
@@ -319,9 +319,3 @@ def _allowed(tools: tuple[Tool, ...], allowed: AllowedTools) -> tuple[tuple[Tool
         raise invalid(f"{field}.tools", "it is empty; send tool_choice none where no tool may be called")
     names = {each.function.name for each in allowed.tools}
     return tuple(tool for tool in tools if tool.name in names), ToolChoice(mode)
-
-
-def _mode(mode: str, modes: Sequence[str], field: str) -> ToolChoiceMode:
-    if mode not in modes:
-        raise invalid(field, f"{mode!r} is not one of {', '.join(modes)}")
-    return ToolChoiceMode(mode)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from contract.errors import MillraceError
-from gateway.faces.accepted import AcceptedAnswer
+from gateway.faces.accepted import AcceptedAnswer, write_events
 from gateway.faces.bodies import read
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answer_types import UsageBody
@@ -22,9 +21,6 @@ from gateway.intake.intake import ByteLease, Slices
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.types.request import GenerationRequest
-
-# Deltas whose events are written at once.
-_TOGETHER = 32
 
 
 class GenerateEndpoints:
@@ -107,13 +103,13 @@ async def _stream(
     await exchange.begin_events()
     first = b"".join([each.begin() for each in writers])
     try:
-        await _write(exchange, writers[index], deltas, first)
+        await write_events(exchange, writers[index].event, deltas, first)
         answer.attempts[index].first_chunk_written()
         async for index, deltas in source:
             answer.attempts[index].first_chunk_written()
             if body.counts_continuously:
                 writers[index].count(_usage(answer, body))
-            await _write(exchange, writers[index], deltas)
+            await write_events(exchange, writers[index].event, deltas)
     except MillraceError as error:
         await exchange.end_events(error_event(error))
         raise
@@ -142,14 +138,3 @@ async def _gathered(
                 await slices.breathe()
             gathered[index][delta.index].absorb(delta)
     return gathered
-
-
-async def _write(
-    exchange: Exchange, writer: AnswerWriter, deltas: Sequence[ChoiceDelta], first: bytes = b""
-) -> None:
-    """Writes events, not too many together: a client that was slow has many waiting."""
-    while len(deltas) > _TOGETHER:
-        await exchange.write(first + b"".join(map(writer.event, deltas[:_TOGETHER])))
-        await asyncio.sleep(0)
-        deltas, first = deltas[_TOGETHER:], b""
-    await exchange.write(first + b"".join(map(writer.event, deltas)))

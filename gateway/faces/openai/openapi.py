@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from typing import Any
 
 import msgspec
 
 from contract.errors import MillraceError, Reason
-from gateway.auth.authorizer import API_KEY_HEADERS
 from gateway.faces.bodies import IGNORED_HEADER
 from gateway.faces.openai import answer_types as answers
 from gateway.faces.openai.errors import ERRORS
 from gateway.faces.openai.openapi_bodies import BEYOND, BEYOND_REASONS, body_schemas
-from gateway.faces.schemas import REF, answer_schemas
+from gateway.faces.schemas import REF, answer_schemas, by_status, framed, told
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.application import HealthPage
 
@@ -148,34 +146,18 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
 
 def document() -> bytes:
     """The document as JSON."""
-    return msgspec.json.encode(_document())
-
-
-def _document() -> dict[str, Any]:
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "Millrace",
-            "version": metadata.version("millrace"),
-            "description": _ABOUT,
-        },
-        "security": [{"key": []}, *({name: []} for name in API_KEY_HEADERS)],
-        "tags": [{"name": name, "description": about} for name, about in _TAGS.items()],
-        "paths": _paths(),
-        "components": {
+    return framed(
+        "Millrace",
+        _ABOUT,
+        tags=[{"name": name, "description": about} for name, about in _TAGS.items()],
+        paths=_paths(),
+        components={
             "schemas": {**body_schemas(), **answer_schemas((*answers.ANSWERS, HealthPage))},
             "examples": {reason.value: {"value": _example(reason)} for reason in _GENERATES},
-            "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer"},
-                **{name: {"type": "apiKey", "in": "header", "name": name} for name in API_KEY_HEADERS},
-            },
         },
-        # For programs: refusals that a schema cannot foresee, by reason, or by param as a regular expression.
-        "x-beyond-schema": [
-            *({"reason": reason.value, "rule": rule} for reason, rule in BEYOND_REASONS.items()),
-            *({"param": f"^({param})$", "rule": rule} for param, rule in BEYOND.items()),
-        ],
-    }
+        beyond_reasons=BEYOND_REASONS,
+        beyond=BEYOND,
+    )
 
 
 def _paths() -> dict[str, Any]:
@@ -240,10 +222,8 @@ def _operation(
 
 
 def _refusals(reasons: Iterable[Reason]) -> dict[str, Any]:
-    statuses: dict[str, list[Reason]] = {}
-    for reason in reasons:
-        statuses.setdefault(str(reason.mapping.http_status), []).append(reason)
-    return {status: _refusal(status, those) for status, those in sorted(statuses.items())}
+    statuses = by_status(reasons, lambda reason: reason.mapping.http_status)
+    return {status: _refusal(status, those) for status, those in statuses.items()}
 
 
 def _refusal(status: str, reasons: Iterable[Reason]) -> dict[str, Any]:
@@ -251,7 +231,7 @@ def _refusal(status: str, reasons: Iterable[Reason]) -> dict[str, Any]:
     content["application/json"]["examples"] = {
         reason.value: {"$ref": f"#/components/examples/{reason.value}"} for reason in reasons
     }
-    return _response(status, ", ".join(reasons) + " and others of this status", content)
+    return _response(status, told(reasons), content)
 
 
 def _example(reason: Reason) -> dict[str, Any]:

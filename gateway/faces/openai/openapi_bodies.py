@@ -17,7 +17,6 @@ from contract.sampling import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     OPTIONS,
-    RANGES,
 )
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.adapters import LoadBody, UnloadBody
@@ -34,7 +33,7 @@ from gateway.faces.openai.requests import (
     StructuredOutputs,
 )
 from gateway.faces.options import EFFORTS
-from gateway.faces.schemas import NULL, REF, TEXT, list_of, object_of, or_null, ref, text
+from gateway.faces.schemas import NULL, REF, TEXT, bound_options, list_of, object_of, or_null, ref, text
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
     MAX_METADATA_KEY,
@@ -289,15 +288,9 @@ def _with_strange_keys(kinds: Iterable[Struct]) -> Iterator[Struct]:
 
 
 def _describe_options(properties: dict[str, Any]) -> None:
-    """Writes the limits of numbers in."""
-    for name, limits in RANGES.items():
-        for branch in properties.get(name, {}).get("anyOf", ()):
-            if branch.get("type") in ("integer", "number") and "minimum" not in branch:
-                branch["minimum"], branch["maximum"] = limits.minimum, limits.maximum
+    bound_options(properties)
     # vLLM's way to keep all tokens.
     properties["top_k"]["anyOf"][0]["minimum"] = -1
-    top_p = properties["top_p"]["anyOf"][0]
-    top_p["exclusiveMinimum"] = top_p.pop("minimum")
 
 
 def _describe_unserved(properties: dict[str, Any]) -> None:
@@ -305,8 +298,4 @@ def _describe_unserved(properties: dict[str, Any]) -> None:
         # A body that serves it says so itself: what is not served has no type.
         if "anyOf" in properties.get(name, {}):
             continue
-        if name in FIELDS.without_effect:
-            properties[name] = {"description": f"Without effect: {FIELDS.without_effect[name]}."}
-        else:
-            values = {"enum": [None, *FIELDS.harmless.get(name, ())]}
-            properties[name] = {**values, "description": f"Not served: {FIELDS.remedy(name)}."}
+        properties[name] = FIELDS.described(name)

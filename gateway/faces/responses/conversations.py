@@ -13,13 +13,13 @@ import msgspec
 from contract.errors import invalid
 from gateway.faces.bodies import Tolerance, read
 from gateway.faces.responses.items import ITEM_TOLERANCE, InputItem, messages_of
-from gateway.faces.responses.keeping import kept_by, stored_items
+from gateway.faces.responses.keeping import kept_by, store_of, stored_items
 from gateway.faces.responses.stored import INCLUDES, PAGE, Query, dispatch, listed
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import Intake
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.validate import check_metadata
-from gateway.store.database import StoredItem, not_found
+from gateway.store.database import StoredItem
 from gateway.store.store import Store
 
 CONVERSATIONS = "/v1/conversations"
@@ -85,19 +85,13 @@ class ConversationEndpoints:
             of_item = {"GET": self._item, "DELETE": self._delete_item}
             await dispatch(exchange, of_item if part == "items" else None, id_, item_id)
 
-    def _kept(self, exchange: Exchange, id_: str) -> tuple[Store, str]:
-        tenant = exchange.verified_caller.identity.tenant
-        if self._store is None or not self._store.keeps(tenant):
-            raise not_found("Conversation", id_)
-        return self._store, tenant
-
     async def _get(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Conversation", id_)
         Query(exchange, ())
         await exchange.respond(200, _encode(await store.call(store.conversations.get, tenant, id_)))
 
     async def _update(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Conversation", id_)
         body, items = await self._read(exchange, _CONVERSATION_DECODER, id_)
         if items or body.metadata is None:
             raise invalid("metadata", f"it alone can be changed here; items go to {exchange.path}/items")
@@ -106,33 +100,33 @@ class ConversationEndpoints:
         await exchange.respond(200, _encode(changed))
 
     async def _delete(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Conversation", id_)
         Query(exchange, ())
         await store.call(store.conversations.delete, tenant, id_)
         gone = {"id": id_, "object": "conversation.deleted", "deleted": True}
         await exchange.respond(200, _encode(gone))
 
     async def _items(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Conversation", id_)
         page = Query(exchange, (*PAGE, *INCLUDES)).page()
         items, more = await store.call(store.conversations.items, tenant, id_, **page)
         await exchange.respond(200, listed(items, more))
 
     async def _add(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Conversation", id_)
         Query(exchange, INCLUDES)
         _, items = await self._read(exchange, _ITEMS_DECODER, secrets.token_hex(16))
         await store.call(store.conversations.append, tenant, id_, items)
         await exchange.respond(200, listed(items, more=False))
 
     async def _item(self, exchange: Exchange, id_: str, item_id: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Conversation", id_)
         Query(exchange, INCLUDES)
         found = await store.call(store.conversations.item, tenant, id_, item_id)
         await exchange.respond(200, found.body)
 
     async def _delete_item(self, exchange: Exchange, id_: str, item_id: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Conversation", id_)
         Query(exchange, ())
         left = await store.call(store.conversations.delete_item, tenant, id_, item_id)
         await exchange.respond(200, _encode(left))

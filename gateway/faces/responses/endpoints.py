@@ -4,7 +4,6 @@ short.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from contract.chat import Conversation, Message, Role
 from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
-from gateway.faces.accepted import AcceptedAnswer
+from gateway.faces.accepted import AcceptedAnswer, write_events
 from gateway.faces.bodies import read
 from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens, Response
 from gateway.faces.responses.background import BackgroundResponses
@@ -48,15 +47,12 @@ from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import ByteLease
 from gateway.pipeline.attempt import Attempt
-from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.pipeline.validate import check_conversation
 from gateway.store.store import Store
 from gateway.types.request import Caller, GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
-# Deltas whose events are written at once.
-_TOGETHER = 32
 # Characters of a client's own words in a header.
 _MAX_WARNING = 512
 _UNKEPT = ("store has no effect: answers are not kept; send earlier items again in input",)
@@ -268,11 +264,11 @@ async def _stream(
     await exchange.begin_events()
     first = writer.begin()
     try:
-        await _write(exchange, writer, deltas, first)
+        await write_events(exchange, writer.event, deltas, first)
         answer.attempts[0].first_chunk_written()
         async for _, deltas in source:
             answer.attempts[0].first_chunk_written()
-            await _write(exchange, writer, deltas)
+            await write_events(exchange, writer.event, deltas)
             lease.grow(writer.take_num_kept())
     except MillraceError as error:
         await exchange.end_events(writer.fail(error, answer.usages()[0]))
@@ -283,14 +279,3 @@ async def _stream(
     writer.conclude(answer.usages()[0])
     writer.response = await keep(writer.response)
     await exchange.end_events(writer.end())
-
-
-async def _write(
-    exchange: Exchange, writer: ResponseWriter, deltas: Sequence[ChoiceDelta], first: bytes = b""
-) -> None:
-    """Writes events, not too many together: a client that was slow has many waiting."""
-    while len(deltas) > _TOGETHER:
-        await exchange.write(first + b"".join(map(writer.event, deltas[:_TOGETHER])))
-        await asyncio.sleep(0)
-        deltas, first = deltas[_TOGETHER:], b""
-    await exchange.write(first + b"".join(map(writer.event, deltas)))

@@ -13,8 +13,9 @@ from contract.errors import MillraceError, Reason, context_length, invalid
 from gateway.faces.responses.answer_types import Response
 from gateway.faces.responses.items import InputItem
 from gateway.faces.responses.requests import ResponseBody
+from gateway.http.exchange import Exchange
 from gateway.pipeline.pipeline import Pipeline
-from gateway.store.database import StoredItem
+from gateway.store.database import StoredItem, not_found
 from gateway.store.responses import NewResponse
 from gateway.store.store import Store, storing
 from gateway.store.tables import MAX_ID
@@ -143,6 +144,14 @@ def _source(store: Store | None, tenant: str, body: ResponseBody) -> Store:
     elif body.conversation is not None:
         field = "conversation"
     return kept_by(store, tenant, field)
+
+
+def store_of(exchange: Exchange, store: Store | None, kind: str, id_: str) -> tuple[Store, str]:
+    """The store of a caller's tenant, and the tenant; raises STORED_NOT_FOUND where nothing of it is kept."""
+    tenant = exchange.verified_caller.identity.tenant
+    if store is None or not store.keeps(tenant):
+        raise not_found(kind, id_)
+    return store, tenant
 
 
 def kept_by(store: Store | None, tenant: str, field: str) -> Store:

@@ -5,15 +5,13 @@ A body that its schema allows is refused for what BEYOND lists alone; one that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from importlib import metadata
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from contract.errors import MillraceError, Reason
-from contract.sampling import OPTIONS, RANGES
-from gateway.auth.authorizer import API_KEY_HEADERS
+from contract.errors import Reason
+from contract.sampling import OPTIONS
 from gateway.faces.options import EFFORTS
 from gateway.faces.responses import answer_types as answers
 from gateway.faces.responses import requests as bodies
@@ -21,7 +19,20 @@ from gateway.faces.responses import tools
 from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import InputItem, ItemPart
 from gateway.faces.responses.stored_openapi import stored_paths
-from gateway.faces.schemas import REF, TEXT, answer_schemas, list_of, object_of, or_null, ref, text
+from gateway.faces.schemas import (
+    REF,
+    TEXT,
+    answer_schemas,
+    bound_options,
+    by_status,
+    framed,
+    list_of,
+    object_of,
+    or_null,
+    ref,
+    text,
+    told,
+)
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
     MAX_METADATA_KEY,
@@ -175,29 +186,13 @@ def document() -> bytes:
     responses = {"200": _answered({"application/json": {"schema": _OBJECT}}), **_refusals()}
     itself = {"operationId": "describeResponses", "summary": "Show this document", "responses": responses}
     kinds = (answers.Response, answers.ResponseEvent, answers.InputTokens, answers.CompactedResponse)
-    return msgspec.json.encode(
-        {
-            "openapi": "3.1.0",
-            "info": {
-                "title": "Millrace: Responses",
-                "version": metadata.version("millrace"),
-                "description": _ABOUT,
-            },
-            "security": [{"key": []}, *({name: []} for name in API_KEY_HEADERS)],
-            "paths": {**paths, **stored_paths(_METADATA, _refusals()), PATH: {"get": itself}},
-            "components": {
-                "schemas": {**_body_schemas(), **answer_schemas((*kinds, OpenAiError))},
-                "securitySchemes": {
-                    "key": {"type": "http", "scheme": "bearer"},
-                    **{name: {"type": "apiKey", "in": "header", "name": name} for name in API_KEY_HEADERS},
-                },
-            },
-            # For programs: refusals that a schema cannot foresee, as in /openapi.json.
-            "x-beyond-schema": [
-                *({"reason": reason.value, "rule": rule} for reason, rule in BEYOND_REASONS.items()),
-                *({"param": f"^({field})$", "rule": rule} for field, rule in BEYOND.items()),
-            ],
-        }
+    return framed(
+        "Millrace: Responses",
+        _ABOUT,
+        paths={**paths, **stored_paths(_METADATA, _refusals()), PATH: {"get": itself}},
+        components={"schemas": {**_body_schemas(), **answer_schemas((*kinds, OpenAiError))}},
+        beyond_reasons=BEYOND_REASONS,
+        beyond=BEYOND,
     )
 
 
@@ -225,15 +220,11 @@ def _answered(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refusals() -> dict[str, Any]:
-    found: dict[int, list[Reason]] = {}
-    for reason in _REASONS:
-        found.setdefault(MillraceError(reason, "").mapping.http_status, []).append(reason)
-    return {str(status): _refusal(reasons) for status, reasons in sorted(found.items())}
-
-
-def _refusal(reasons: Iterable[Reason]) -> dict[str, Any]:
     content = {"application/json": {"schema": ref(OpenAiError)}}
-    return {"description": ", ".join(reasons) + " and others of this status", "content": content}
+    statuses = by_status(_REASONS, lambda reason: reason.mapping.http_status)
+    return {
+        status: {"description": told(reasons), "content": content} for status, reasons in statuses.items()
+    }
 
 
 def _body_schemas() -> dict[str, dict[str, Any]]:
@@ -247,17 +238,6 @@ def _body_schemas() -> dict[str, dict[str, Any]]:
         schema = found[body.__name__]
         schema["required"] = ["model", "input"]
         for name in FIELDS.names:
-            why = FIELDS.without_effect.get(name)
-            values = {"enum": [None, *FIELDS.harmless.get(name, ())]}
-            schema["properties"][name] = (
-                {"description": f"Without effect: {why}."}
-                if why
-                else {**values, "description": f"Not served: {FIELDS.remedy(name)}."}
-            )
-    for name, limits in RANGES.items():
-        for branch in found["ResponseBody"]["properties"].get(name, {}).get("anyOf", ()):
-            if branch.get("type") in ("integer", "number"):
-                branch["minimum"], branch["maximum"] = limits.minimum, limits.maximum
-    top_p = found["ResponseBody"]["properties"]["top_p"]["anyOf"][0]
-    top_p["exclusiveMinimum"] = top_p.pop("minimum")
+            schema["properties"][name] = FIELDS.described(name)
+    bound_options(found["ResponseBody"]["properties"])
     return found

@@ -10,11 +10,11 @@ import msgspec
 
 from contract.errors import MillraceError, Reason, invalid, unsupported
 from gateway.faces.responses.background import follow
+from gateway.faces.responses.keeping import store_of
 from gateway.faces.responses.writer import DONE
 from gateway.http.errors import not_found
 from gateway.http.exchange import Exchange
 from gateway.store.database import StoredItem
-from gateway.store.database import not_found as not_stored
 from gateway.store.store import Store
 
 PREFIX = "/v1/responses/"
@@ -42,14 +42,8 @@ class StoredEndpoints:
         }
         await dispatch(exchange, handlers.get(part), id_)
 
-    def _kept(self, exchange: Exchange, id_: str) -> tuple[Store, str]:
-        tenant = exchange.verified_caller.identity.tenant
-        if self._store is None or not self._store.keeps(tenant):
-            raise not_stored("Response", id_)
-        return self._store, tenant
-
     async def _get(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Response", id_)
         query = Query(exchange, ("stream", "starting_after", *INCLUDES))
         stream, after = query.flag("stream"), query.number("starting_after", -1, least=0)
         if after >= 0 and not stream:
@@ -60,18 +54,18 @@ class StoredEndpoints:
         await exchange.respond(200, _encode(await store.call(store.responses.get, tenant, id_)))
 
     async def _delete(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Response", id_)
         Query(exchange, ())
         await store.call(store.responses.delete, tenant, id_)
         await exchange.respond(200, _encode({"id": id_, "object": "response", "deleted": True}))
 
     async def _cancel(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Response", id_)
         Query(exchange, ())
         await exchange.respond(200, _encode(await store.call(store.background.cancel, tenant, id_)))
 
     async def _input_items(self, exchange: Exchange, id_: str) -> None:
-        store, tenant = self._kept(exchange, id_)
+        store, tenant = store_of(exchange, self._store, "Response", id_)
         page = Query(exchange, (*PAGE, *INCLUDES)).page()
         items, more = await store.call(store.responses.input_items, tenant, id_, **page)
         await exchange.respond(200, listed(items, more))

@@ -15,7 +15,7 @@ import msgspec
 from contract.chat import Tool, ToolChoice, ToolChoiceMode
 from contract.errors import invalid, unsupported
 from gateway.faces.bodies import Tolerance
-from gateway.faces.options import json_text
+from gateway.faces.options import json_text, tool_mode
 from gateway.faces.responses.items import joined
 from gateway.pipeline.validate import NAME
 
@@ -176,7 +176,7 @@ def chosen(box: Toolbox, choice: str | ToolSelection | None) -> tuple[tuple[Tool
     if choice is None:
         return box.tools, ToolChoice()
     if isinstance(choice, str):
-        return box.tools, ToolChoice(_mode(choice, "tool_choice"))
+        return box.tools, ToolChoice(tool_mode(choice, "tool_choice"))
     if choice.type != "allowed_tools":
         return box.tools, ToolChoice(ToolChoiceMode.NAMED, _chosen_name(box, choice, "tool_choice"))
     if not choice.tools:
@@ -184,7 +184,7 @@ def chosen(box: Toolbox, choice: str | ToolSelection | None) -> tuple[tuple[Tool
     names = {
         _chosen_name(box, each, f"tool_choice.tools[{index}]") for index, each in enumerate(choice.tools)
     }
-    mode = _mode(choice.mode or "auto", "tool_choice.mode")
+    mode = tool_mode(choice.mode or "auto", "tool_choice.mode")
     return tuple(tool for tool in box.tools if tool.name in names), ToolChoice(mode)
 
 
@@ -196,13 +196,6 @@ def _chosen_name(box: Toolbox, choice: ToolSelection, path: str) -> str:
         problem = f"{choice.name!r} is no {choice.type} tool of this request; declare it in tools, too"
         raise invalid(f"{path}.name", problem)
     return choice.name or ""
-
-
-def _mode(mode: str, path: str) -> ToolChoiceMode:
-    modes = ("none", "auto", "required")
-    if mode not in modes:
-        raise invalid(path, f"{mode!r} is not one of {', '.join(modes)}")
-    return ToolChoiceMode(mode)
 
 
 def count_tools(offered: Sequence[OfferedTool]) -> int:

@@ -40,7 +40,7 @@ class ToolTypes:
             for key, value in arguments.items()
         }
         said = json.dumps(typed, ensure_ascii=False, allow_nan=False)
-        # Half of a surrogate pair, which an escape may write, is no text.
+        # Escapes may write the halves of a surrogate pair; one alone is no text.
         return said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

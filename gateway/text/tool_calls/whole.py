@@ -145,11 +145,7 @@ def _python_value(node: ast.expr) -> Any:
         return {
             ast.literal_eval(k): _python_value(v) for k, v in zip(node.keys, node.values, strict=True) if k
         }
-    value = ast.literal_eval(node)
-    if isinstance(value, str):
-        # JSON writes what lies beyond the first 65,536 characters as two halves.
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+    return ast.literal_eval(node)
 
 
 class BracedParser(ToolCallParser):
