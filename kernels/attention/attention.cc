@@ -4,6 +4,7 @@
 #include "attention/attention_fp16.h"
 #include "attention/attention_plan.h"
 #include "attention/attention_products.h"
+#include "attention/attention_tiles.h"
 
 namespace millrace {
 namespace {
@@ -144,7 +145,7 @@ class Worker {
     num_heads_ = work.num_heads;
     members_ = plan_.members.data() + unit.first_member;
     num_members_ = unit.num_members;
-    take_rows();
+    take_rows(work.streamed);
     if (unit.part == kWholeTile) {
       whole_tile(unit);
       located_ = false;
@@ -165,11 +166,11 @@ class Worker {
 
  private:
   // Packs the unit's queries, scaled, and notes their positions.
-  void take_rows() {
+  void take_rows(bool streamed) {
     rows_each_ = 0;
     for (int64_t i = 0; i < num_members_; ++i) rows_each_ += plan_.tiles[members_[i]].num_tokens * group_;
     rows_ = rows_each_ * num_heads_;
-    products_.begin(rows_);
+    products_.begin(rows_, streamed ? rows_each_ : 0);
     scratch_.positions.resize(rows_each_);
     scratch_.maxima.resize(rows_);
     scratch_.sums.resize(rows_);
@@ -366,7 +367,11 @@ class Worker {
         for (int64_t at = place; at < to;) {
           Chunk chunks[kTogether];
           int64_t count = 0;
-          for (; count < kTogether && at < to; ++count, at += kChunk) chunks[count] = chunk_of(span, base, dim, head, at);
+          // Those that lie together from a multiple of their number on.
+          do {
+            chunks[count++] = chunk_of(span, base, dim, head, at);
+            at += kChunk;
+          } while (at < to && at % (kTogether * kChunk));
           use(chunks, count);
         }
       }
@@ -548,6 +553,7 @@ class Worker {
 template <typename Products>
 void attend(const AttentionArgs& args, int num_threads) {
   static thread_local Scratch scratch;
+  [[maybe_unused]] const TileShapes shapes;
   Worker<Products> worker(args, scratch);
   const AttentionPlan& plan = *args.plan;
   const int64_t together = worker.heads_together(num_threads), each = std::max<int64_t>(1, together);
@@ -578,7 +584,9 @@ extern "C" void attention(const AttentionArgs& args, int, int num_threads) {
   switch (args.cache.type) {
     case kKvFloat32: return attend<FloatProducts<Float32Math, Float32Cache>>(args, num_threads);
     case kKvBfloat16:
-#if defined(__AVX512FP16__)
+#if defined(TILE_LOAD)
+      if (args.plan->pairs) return attend<TileProducts>(args, num_threads);
+#elif defined(__AVX512FP16__)
       if (args.plan->pairs) return attend<HalfValues>(args, num_threads);
 #elif defined(__AVX512BF16__)
       if (args.plan->pairs) return attend<FloatProducts<Bfloat16Math, Bfloat16Cache>>(args, num_threads);

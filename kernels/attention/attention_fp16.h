@@ -158,8 +158,8 @@ class HalfValues : public FloatProducts<Float32Math, Bfloat16Cache> {
   HalfValues(const ProductSizes& sizes, ProductScratch& scratch)
       : Base({sizes.key_dim, sizes.value_dim, (sizes.value_dim + kHalves - 1) / kHalves * kHalves}, scratch) {}
 
-  void begin(int64_t rows) {
-    Base::begin(rows);
+  void begin(int64_t rows, int64_t few) {
+    Base::begin(rows, few);
     halves_ = reinterpret_cast<uint16_t*>(scratch_.sums.get(rows * sizes_.wide / 2));
     exact_ = scratch_.levels.get(rows * kPartTokens);
     unfinished_ = false;

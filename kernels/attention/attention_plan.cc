@@ -7,9 +7,10 @@ namespace millrace {
 namespace {
 
 // Intel's processors issue a dot product of bfloat16 pairs every other cycle, which is half as many products as two
-// float32 multiply-adds a cycle; AMD's issue two a cycle. Multiply-adds of float16 are issued as those of float32.
+// float32 multiply-adds a cycle; AMD's issue two a cycle. Multiply-adds of float16 are issued as those of float32; tiles
+// multiply sixteen times as much.
 bool pairs_pay() {
-#if defined(__AVX512FP16__)
+#if defined(__AVX512FP16__) || defined(__AMX_TILE__) || defined(MILLRACE_EMULATE_TILES)
   return true;
 #elif defined(__AVX512BF16__)
   __builtin_cpu_init();

@@ -48,6 +48,7 @@ struct ProductScratch {
   std::vector<QueryLevels> query_levels;
   std::vector<float> factors;
 #endif
+  std::vector<int64_t> ends;
 };
 
 struct ProductSizes {
@@ -65,7 +66,8 @@ class FloatProducts {
   FloatProducts(const ProductSizes& sizes, ProductScratch& scratch)
       : sizes_(sizes), scratch_(scratch), words_((sizes.key_dim + Math::kPerWord - 1) / Math::kPerWord) {}
 
-  void begin(int64_t rows) {
+  // `few`: rows of each head, where these are streamed; else 0.
+  void begin(int64_t rows, int64_t) {
     rows_ = rows;
     queries_ = scratch_.queries.get(rows * words_);
     scores_ = scratch_.scores.get(rows * kPartTokens);
@@ -186,7 +188,7 @@ class IntegerProducts {
         query_stride_(2 * whole_lines(sizes.key_dim) / 4),
         width_(whole_lines(sizes.value_dim)) {}
 
-  void begin(int64_t rows) {
+  void begin(int64_t rows, int64_t) {
     rows_ = rows;
     queries_ = integers(scratch_.queries, rows * query_stride_);
     levels_ = integers(scratch_.levels, rows * kLevelStride);

@@ -5,49 +5,11 @@
 #pragma once
 
 #include "linear/gemm_micro.h"
-
-#if defined(MILLRACE_EMULATE_TILES)
-#include "linear/tile_emulation.h"
-#elif defined(__AMX_TILE__)
-#define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
-#define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
-#define TILE_ZERO(tile) _tile_zero(tile)
-#define TILE_DOT_HALVES(sum, rows, columns) _tile_dpbf16ps(sum, rows, columns)
-#define TILE_DOT_BYTES(sum, rows, columns) _tile_dpbsud(sum, rows, columns)
-#endif
+#include "native/tiles.h"
 
 namespace millrace {
 
 #if defined(TILE_LOAD)
-
-constexpr int64_t kTile = 16;
-
-// Tells the processor the shape of the tiles; until the end of the scope. Every part of a product has one.
-class TileShapes {
- public:
-  TileShapes() {
-#if !defined(MILLRACE_EMULATE_TILES)
-    struct alignas(64) Shapes {
-      uint8_t palette, start_row, reserved[14];
-      uint16_t row_bytes[16];
-      uint8_t rows[16];
-    } shapes = {};
-    shapes.palette = 1;
-    for (int tile = 0; tile < 8; ++tile) {
-      shapes.row_bytes[tile] = 64;
-      shapes.rows[tile] = kTile;
-    }
-    // GCC 12 takes only the first 8 bytes for read by the instruction and drops the other stores without this.
-    asm volatile("" : : "r"(&shapes) : "memory");
-    _tile_loadconfig(&shapes);
-#endif
-  }
-  ~TileShapes() {
-#if !defined(MILLRACE_EMULATE_TILES)
-    _tile_release();
-#endif
-  }
-};
 
 #define TILE_BEGIN(tile, to) \
   if (first)                 \
@@ -175,10 +137,6 @@ inline void multiply_by_tiles(const typename Kind::Row* rows, int64_t row_stride
 
 #undef TILE_BEGIN
 #undef TILE_DOT
-
-#else
-
-struct TileShapes {};
 
 #endif
 
