@@ -46,25 +46,9 @@ struct Positions {
   int64_t first, last;
 };
 
-// e^x of what is at most 0, as 2 to the power of x / ln 2: within 2^-22 of itself, and another |x| 2^-24. 0 below
-// e^-87, NaN for NaN.
-Vec exp_of_negative(Vec x) {
-  const Vec y = mul(x, set1(kLog2OfE));
-  // Rounds to whole numbers, as sums so large have no other.
-  const Vec large = set1(12582912.0f);
-  const Vec n = sub(add(y, large), large), r = sub(y, n);
-  Vec p = set1(1.3264727e-3f);
-  p = fma(p, r, set1(9.6715127e-3f));
-  p = fma(p, r, set1(5.5507337e-2f));
-  p = fma(p, r, set1(2.40222421e-1f));
-  p = fma(p, r, set1(6.93146978e-1f));
-  p = fma(p, r, set1(1.0f));
-  return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, n));
-}
-
 float exp_of_negative(float x) {
   alignas(64) float lanes[kLanes];
-  store(lanes, exp_of_negative(set1(x)));
+  store(lanes, millrace::exp_of_negative(set1(x)));
   return lanes[0];
 }
 
@@ -430,7 +414,7 @@ class Worker {
     for (int64_t i = begin; i < high; i += kPair) {
       for (int half = 0; half < 2; ++half) {
         const int64_t at = i + half * kLanes;
-        Vec weight = exp_of_negative(sub(load(scores + at), base));
+        Vec weight = Products::weight_of(sub(load(scores + at), base));
         total[half] = add(total[half], weight);
         if (cache_.scales) weight = mul(weight, load(value_scales + at));
         products_.set_weights(row, at, weight);

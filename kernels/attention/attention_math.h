@@ -30,6 +30,22 @@ struct Bfloat16Math {
 };
 #endif
 
+// e^x of what is at most 0, as 2 to the power of x / ln 2: within 2^-22 of itself, and another |x| 2^-24. 0 below
+// e^-87, NaN for NaN.
+inline Vec exp_of_negative(Vec x) {
+  const Vec y = mul(x, set1(kLog2OfE));
+  // Rounds to whole numbers, as sums so large have no other.
+  const Vec large = set1(12582912.0f);
+  const Vec n = sub(add(y, large), large), r = sub(y, n);
+  Vec p = set1(1.3264727e-3f);
+  p = fma(p, r, set1(9.6715127e-3f));
+  p = fma(p, r, set1(5.5507337e-2f));
+  p = fma(p, r, set1(2.40222421e-1f));
+  p = fma(p, r, set1(6.93146978e-1f));
+  p = fma(p, r, set1(1.0f));
+  return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, n));
+}
+
 // Sums that stay in registers. Shapes with more loads for each product are slower where another thread shares the core.
 constexpr int kRowsAtOnce = 6;
 #if defined(__AVX512F__)

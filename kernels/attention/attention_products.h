@@ -66,6 +66,9 @@ class FloatProducts {
   FloatProducts(const ProductSizes& sizes, ProductScratch& scratch)
       : sizes_(sizes), scratch_(scratch), words_((sizes.key_dim + Math::kPerWord - 1) / Math::kPerWord) {}
 
+  // The weight of a score less its row's maximum.
+  static Vec weight_of(Vec x) { return exp_of_negative(x); }
+
   // `few`: rows of each head, where these are streamed; else 0.
   void begin(int64_t rows, int64_t) {
     rows_ = rows;
@@ -187,6 +190,8 @@ class IntegerProducts {
         scratch_(scratch),
         query_stride_(2 * whole_lines(sizes.key_dim) / 4),
         width_(whole_lines(sizes.value_dim)) {}
+
+  static Vec weight_of(Vec x) { return exp_of_negative(x); }
 
   void begin(int64_t rows, int64_t) {
     rows_ = rows;

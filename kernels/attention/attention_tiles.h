@@ -78,6 +78,17 @@ class TileProducts {
         steps_((sizes.key_dim + kTileDepth - 1) / kTileDepth),
         wide_((sizes.value_dim + 2 * kTile - 1) / (2 * kTile) * 2 * kTile) {}
 
+  // Like exp_of_negative, within 2^-13 of itself, as it is rounded to bfloat16.
+  static Vec weight_of(Vec x) {
+    const Vec y = mul(x, set1(kLog2OfE));
+    const Vec r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    Vec p = set1(0.05500893f);
+    p = fma(p, r, set1(0.24221096f));
+    p = fma(p, r, set1(0.69328293f));
+    p = fma(p, r, set1(1.0f));
+    return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, sub(y, r)));
+  }
+
   // `few`: rows of each head, where these are streamed; else 0.
   void begin(int64_t rows, int64_t few) {
     rows_ = rows;
@@ -109,7 +120,7 @@ class TileProducts {
       for (int64_t half = 0; half < 2; ++half) {
         const int64_t d = 2 * step + half * kLanes;
         const Mask m = first(std::max<int64_t>(0, sizes_.key_dim - d));
-        store_bf16(reinterpret_cast<uint16_t*>(pairs) + half * kLanes, first(kLanes), mul(load(q + d, m), set1(scale)));
+        put(reinterpret_cast<uint16_t*>(pairs) + half * kLanes, mul(load(q + d, m), set1(scale)));
       }
       uint32_t* to = reinterpret_cast<uint32_t*>(queries_);
       if (!few_) {
@@ -139,7 +150,7 @@ class TileProducts {
   }
 
   void set_weights(int64_t row, int64_t at, Vec weights) {
-    store_bf16(reinterpret_cast<uint16_t*>(scores(row)) + at, first(kLanes), weights);
+    put(reinterpret_cast<uint16_t*>(scores(row)) + at, weights);
   }
 
   // The weights of places [from, end) are set, up to whole vectors; those that share an instruction with them are not.
@@ -251,6 +262,11 @@ class TileProducts {
   void finish_chunks() { columns_in_order(weighted_, rows_ * wide_); }
 
  private:
+  // As bfloat16.
+  static void put(uint16_t* to, Vec values) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
+  }
+
   // Calls body(first row, whether there are more than kTile) for the tiles of rows from that of `row` on.
   template <typename Body>
   void for_tiles(int64_t row, const Body& body) const {
