@@ -307,6 +307,38 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
   }
 }
 
+#if defined(TILE_LOAD)
+// Rows of bfloat16 against a panel, by whole tiles of 32 rows. Where a product is nothing but sums, tiles write them where
+// they belong: a copy takes as long as the memory takes for the results once more. What comes next is asked for at an
+// even pace over all rows.
+inline void tile_panel(const PackedWeight& weight, const Results& results, const Rows& rows, int64_t column, int64_t begin,
+                       int64_t end, const char* following) {
+  const int64_t width = std::min(kPanel, padded_outputs(weight) - column), count = std::min(width, weight.outputs - column);
+  const auto* panel = static_cast<const uint16_t*>(weight.data) + column * weight.padded_inputs;
+  const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);
+  const int64_t height = 2 * kTile, blocks = (end - begin + height - 1) / height;
+  const float* bias = weight.bias ? weight.bias + column : nullptr;
+  for (int64_t first = begin, block = 0; first < end; first += height, ++block) {
+    const int64_t num_rows = std::min(height, end - first);
+    float* out = results.out + first * results.stride + column;
+    const bool direct = num_rows == height && count == width && !bias && !results.accumulate;
+    float* totals = direct ? out : scratch.totals;
+    const int64_t stride = direct ? results.stride : kPanel;
+    const auto* from = static_cast<const HalfKind::Row*>(rows.data) + first * rows.stride;
+    const Fetch fetch{following + panel_bytes * block / blocks, panel_bytes / blocks, false, direct ? nullptr : out,
+                      results.stride, count};
+    for (int64_t input = 0; input < weight.padded_inputs; input += kInputBlock) {
+      const int64_t inputs = std::min(kInputBlock, weight.padded_inputs - input);
+      multiply_by_tiles<HalfKind>(from + input, rows.stride, num_rows, panel + input * width, width,
+                                  inputs / HalfKind::kGroup, totals, stride, input == 0, fetch);
+    }
+    if (direct) continue;
+    for (int64_t row = 0; row < num_rows; ++row)
+      finish_row(totals + row * kPanel, 1.0f, nullptr, bias, out + row * results.stride, count, results.accumulate);
+  }
+}
+#endif
+
 // Rows [begin, end) against the panel that starts at output `column`. `next` is the output at which the panel
 // starts that the thread computes next.
 inline void panel_product(const PackedWeight& weight, const Results& results, const Rows& rows, int64_t column,
@@ -319,6 +351,10 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
   const char* following =
       static_cast<const char*>(weight.data) + packed_bytes(weight.format, next, weight.padded_inputs);
   const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);
+#if defined(TILE_LOAD)
+  if (weight.format == kBfloat16 && end - begin > kTile && weight.padded_inputs % (2 * kTile) == 0)
+    return tile_panel(weight, results, rows, column, begin, end, following);
+#endif
   float* totals = scratch.totals;
   const int64_t height = even_height(end - begin, is_wide(weight) ? kWideRowBlock : kRowBlock);
   for (int64_t first = begin; first < end; first += height) {

@@ -273,10 +273,11 @@ inline void multiply_wide(const WideRows& rows, int64_t num_rows, const uint8_t*
     for (int64_t row = 0; row < num_rows; row += kTileRows) {
       const int64_t height = std::min<int64_t>(kTileRows, num_rows - row);
       const WideRows some = rows.from(row);
-      multiply_by_tiles<ByteKind>(some.data, some.stride, height, panel, width, groups, sums, true, fetch);
+      multiply_by_tiles<ByteKind>(some.data, some.stride, height, panel, width, groups, sums, kPanel, true, fetch);
       for (int64_t i = 0; i < height * kPanel; i += kLanes)
         ByteKind::save(sums + i, byte_up(ByteKind::resume(sums + i)));
-      multiply_by_tiles<ByteKind>(some.data + some.low, some.stride, height, panel, width, groups, sums, false, fetch);
+      multiply_by_tiles<ByteKind>(some.data + some.low, some.stride, height, panel, width, groups, sums, kPanel, false,
+                                  fetch);
       add_scaled(some, height, sums, by, width, totals + row * kPanel, first);
     }
     return;
