@@ -15,7 +15,11 @@
 namespace millrace {
 
 // Most query rows of a unit, unless one token has more.
+#if defined(__AMX_TILE__)
+constexpr int64_t kMaxRows = 256;
+#else
 constexpr int64_t kMaxRows = 128;
+#endif
 // Tiles of so few rows are split over the history.
 constexpr int64_t kSplitRows = 16;
 // Units of so few rows are multiplied without packing, several heads at once.
