@@ -577,7 +577,9 @@ extern "C" void attention(const AttentionArgs& args, int, int num_threads) {
 #endif
       return attend<FloatProducts<Float32Math, Bfloat16Cache>>(args, num_threads);
     case kKvInt8:
-#if defined(__AVX512VNNI__)
+#if defined(TILE_LOAD)
+      return attend<IntegerTiles>(args, num_threads);
+#elif defined(__AVX512VNNI__)
       return attend<IntegerProducts>(args, num_threads);
 #else
       return attend<FloatProducts<Float32Math, Int8Cache>>(args, num_threads);

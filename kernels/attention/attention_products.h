@@ -43,7 +43,7 @@ class Buffer {
 };
 
 struct ProductScratch {
-  Buffer queries, scores, packed, weighted, levels, sums;
+  Buffer queries, scores, packed, values, weighted, levels, sums;
 #if defined(__AVX512VNNI__)
   std::vector<QueryLevels> query_levels;
   std::vector<float> factors;
@@ -294,7 +294,7 @@ class IntegerProducts {
     }
   }
 
- private:
+ protected:
   // Calls body(row, count as a constant) for up to three rows at a time.
   template <typename Body>
   void for_rows(int64_t begin, const Body& body) const {

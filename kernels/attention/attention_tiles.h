@@ -67,6 +67,17 @@ inline void tile_sums(const char* rows, int64_t row_bytes, const char* columns, 
   if (kLower) TILE_STORE(3, lower + kTile, sum_bytes);
 }
 
+// Calls body(first row, whether there are more than kTile) for the tiles of rows from that of `row` on.
+template <typename Body>
+inline void tiles_of_rows(int64_t row, int64_t rows, const Body& body) {
+  for (int64_t tile = row / (2 * kTile) * 2 * kTile; tile < rows; tile += 2 * kTile) {
+    if (rows - tile > kTile)
+      body(tile, std::true_type());
+    else
+      body(tile, std::false_type());
+  }
+}
+
 class TileProducts {
  public:
   static constexpr int64_t kChunksOfValues = 2;
@@ -98,7 +109,7 @@ class TileProducts {
     scores_ = scratch_.scores.get(padded * kPartTokens);
     weighted_ = scratch_.weighted.get(padded * wide_);
     keys_ = scratch_.packed.get(kPanel * words);
-    values_ = scratch_.levels.get(few ? kTile * wide_ : kPartTokens / 2 * wide_);
+    values_ = scratch_.values.get(few ? kTile * wide_ : kPartTokens / 2 * wide_);
     if (few) {
       // 0, 1: scores of two chunks; 2, 3: keys or values; 4: queries; 5, 6: weighted values; 7: weights.
       const TileShape whole, transposed = {kTile, 4 * few}, flat = {few, 64};
@@ -142,7 +153,7 @@ class TileProducts {
     std::memset(keys_ + used * kPanel, 0, (words - used) * kPanel * sizeof(float));
     // What is packed beyond the last place is computed, too, and not looked at.
     for (int64_t v = 0; v < vectors; v += 2)
-      for_tiles(row, [&](int64_t tile, auto both) {
+      tiles_of_rows(row, rows_, [&](int64_t tile, auto both) {
         tile_sums<decltype(both)::value>(reinterpret_cast<const char*>(queries_ + tile * words), 4 * words,
                                          reinterpret_cast<const char*>(keys_ + v * kLanes), 4 * kPanel, 64,
                                          kTile * 4 * kPanel, steps_, scores(tile) + at + v * kLanes, kScoreBytes);
@@ -172,14 +183,14 @@ class TileProducts {
 
   void finish() {
     // What rows do not see of the places that others of their tile see.
-    for_tiles(0, [&](int64_t tile, auto both) {
+    tiles_of_rows(0, rows_, [&](int64_t tile, auto both) {
       const int64_t count = both ? 2 * kTile : kTile, last = end_of(tile, count);
       for (int64_t row = tile; row < std::min(rows_, tile + count); ++row)
         for (int64_t at = std::max(begin_, (ends_[row] + kTileDepth - 1) / kTileDepth * kTileDepth); at < last; at += kTile)
           set_weights(row, at, zero());
     });
     for (int64_t column = 0; column < wide_; column += 2 * kTile)
-      for_tiles(0, [&](int64_t tile, auto both) {
+      tiles_of_rows(0, rows_, [&](int64_t tile, auto both) {
         const int64_t last = end_of(tile, both ? 2 * kTile : kTile);
         tile_sums<decltype(both)::value>(
             reinterpret_cast<const char*>(scores(tile)) + 2 * begin_, kScoreBytes, panel_of(begin_) + column * 64, 64,
@@ -267,17 +278,6 @@ class TileProducts {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
   }
 
-  // Calls body(first row, whether there are more than kTile) for the tiles of rows from that of `row` on.
-  template <typename Body>
-  void for_tiles(int64_t row, const Body& body) const {
-    for (int64_t tile = row / (2 * kTile) * 2 * kTile; tile < rows_; tile += 2 * kTile) {
-      if (rows_ - tile > kTile)
-        body(tile, std::true_type());
-      else
-        body(tile, std::false_type());
-    }
-  }
-
   // The last place that `count` rows see, at whole instructions.
   int64_t end_of(int64_t row, int64_t count) const {
     const int64_t most = *std::max_element(ends_ + row, ends_ + std::min(rows_, row + count));
@@ -307,6 +307,133 @@ class TileProducts {
   int64_t rows_ = 0, few_ = 0, begin_ = 0;
   int64_t* ends_ = nullptr;  // of what each row sees of the part
   float *queries_ = nullptr, *scores_ = nullptr, *keys_ = nullptr, *values_ = nullptr, *weighted_ = nullptr;
+};
+
+// --- int8 ---
+
+// Whole tiles of the high and the low bytes of levels, `low` bytes further; sums, exact, of 2 x 2 tiles to `out`. kLower:
+// whether the second rows are there. kUnsigned: whether the levels, else the columns, are the bytes without signs.
+template <bool kLower, bool kUnsigned>
+inline void tile_levels(const char* rows, int64_t row_bytes, int64_t low, const char* columns, int64_t column_bytes,
+                        int64_t steps, int32_t (*out)[2 * kTile]) {
+  alignas(64) int32_t high_sums[2 * kTile][2 * kTile];
+  constexpr int64_t kStride = sizeof(out[0]);
+  const auto multiply = [&](const char* from, int32_t(*to)[2 * kTile]) {
+    const char* some = columns;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    if (kLower) TILE_ZERO(2);
+    if (kLower) TILE_ZERO(3);
+    for (int64_t step = 0; step < steps; ++step, from += 64, some += kTile * column_bytes) {
+      TILE_LOAD(6, some, column_bytes);
+      TILE_LOAD(7, some + 64, column_bytes);
+      TILE_LOAD(4, from, row_bytes);
+      if (kUnsigned) {
+        TILE_DOT_LEVELS(0, 4, 6);
+        TILE_DOT_LEVELS(1, 4, 7);
+      } else {
+        TILE_DOT_BYTES(0, 4, 6);
+        TILE_DOT_BYTES(1, 4, 7);
+      }
+      if (!kLower) continue;
+      TILE_LOAD(5, from + kTile * row_bytes, row_bytes);
+      if (kUnsigned) {
+        TILE_DOT_LEVELS(2, 5, 6);
+        TILE_DOT_LEVELS(3, 5, 7);
+      } else {
+        TILE_DOT_BYTES(2, 5, 6);
+        TILE_DOT_BYTES(3, 5, 7);
+      }
+    }
+    TILE_STORE(0, to[0], kStride);
+    TILE_STORE(1, to[0] + kTile, kStride);
+    if (kLower) TILE_STORE(2, to[kTile], kStride);
+    if (kLower) TILE_STORE(3, to[kTile] + kTile, kStride);
+  };
+  multiply(rows, high_sums);
+  multiply(rows + low, out);
+  for (int64_t row = 0; row < (kLower ? 2 * kTile : kTile); ++row)
+    for (int64_t at = 0; at < 2 * kTile; at += kTile)
+      store_ints(out[row] + at, both(load_ints(high_sums[row] + at), load_ints(out[row] + at)));
+}
+
+// Many rows by tiles, few as IntegerProducts has them: sums are exact, so bits are the same.
+class IntegerTiles : public IntegerProducts {
+  // Places that one tile instruction takes.
+  static constexpr int64_t kDepth = 64;
+
+ public:
+  IntegerTiles(const ProductSizes& sizes, ProductScratch& scratch) : IntegerProducts(sizes, scratch) {}
+
+  void begin(int64_t rows, int64_t few) {
+    const int64_t padded = (rows + 2 * kTile - 1) / (2 * kTile) * 2 * kTile;
+    IntegerProducts::begin(padded, few);
+    rows_ = rows;
+    few_ = few;
+    if (few) return;
+    values_ = integers(scratch_.values, kPartTokens / 4 * width_);
+    scratch_.ends.assign(padded, 0);
+    ends_ = scratch_.ends.data();
+  }
+
+  void score(int64_t begin, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
+    const QueryLevels* levels = scratch_.query_levels.data();
+    for (int64_t v = 0; v < vectors; ++v)
+      pack_keys<IntegerMath, Int8Cache>(keys + v * kLanes, later, sizes_.key_dim,
+                                        reinterpret_cast<float*>(packed_ + v * kLanes), kPanel);
+    for (int64_t v = 0; v < vectors; v += 2)
+      tiles_of_rows(begin, rows_, [&](int64_t tile, auto both_tiles) {
+        alignas(64) int32_t sums[2 * kTile][2 * kTile];
+        tile_levels<decltype(both_tiles)::value, false>(
+            reinterpret_cast<const char*>(queries_ + tile * query_stride_), 4 * query_stride_, 2 * query_stride_,
+            reinterpret_cast<const char*>(packed_ + v * kLanes), 4 * kPanel, query_stride_ / 2 / kTile, sums);
+        const int64_t end = std::min<int64_t>(rows_, tile + 2 * kTile);
+        for (int64_t row = tile; row < end; ++row)
+          for (int64_t half = 0; half < std::min<int64_t>(2, vectors - v); ++half)
+            store(scores(row) + at + (v + half) * kLanes,
+                  scores_of(load_ints(sums[row - tile] + half * kLanes), levels[row]));
+      });
+  }
+
+  void weights_are_set(int64_t row, int64_t from, int64_t end) {
+    IntegerProducts::weights_are_set(row, from, end);
+    if (few_) return;
+    // What the row does not see of the places that others of its tile see.
+    uint8_t* levels = reinterpret_cast<uint8_t*>(levels_ + row * kLevelStride);
+    const int64_t set = (end + kLanes - 1) / kLanes * kLanes;
+    for (int64_t at = set; at < kPartTokens; at += kLanes) {
+      _mm_store_si128(reinterpret_cast<__m128i*>(levels + at), _mm_setzero_si128());
+      _mm_store_si128(reinterpret_cast<__m128i*>(levels + kPartTokens + at), _mm_setzero_si128());
+    }
+    ends_[row] = end;
+  }
+
+  // Packs the values of up to kPanel places; `finish` multiplies.
+  void add_values(int64_t, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
+    if (fresh) begin_ = at;
+    pack_value_words(values, later, (count + 3) / 4, sizes_.value_dim, values_ + at / 4 * width_, width_);
+  }
+
+  void finish() {
+    for (int64_t column = 0; column < width_; column += 2 * kTile)
+      tiles_of_rows(0, rows_, [&](int64_t tile, auto both_tiles) {
+        const int64_t end = std::min<int64_t>(rows_, tile + 2 * kTile);
+        const int64_t last = *std::max_element(ends_ + tile, ends_ + end);
+        alignas(64) int32_t sums[2 * kTile][2 * kTile];
+        tile_levels<decltype(both_tiles)::value, true>(
+            reinterpret_cast<const char*>(levels_ + tile * kLevelStride) + begin_, 4 * kLevelStride, kPartTokens,
+            reinterpret_cast<const char*>(values_ + begin_ / 4 * width_ + column), 4 * width_,
+            std::max<int64_t>(0, last - begin_ + kDepth - 1) / kDepth, sums);
+        for (int64_t row = tile; row < end; ++row)
+          std::memcpy(sums_ + row * width_ + column, sums[row - tile], sizeof(sums[0]));
+      });
+    IntegerProducts::finish();
+  }
+
+ private:
+  int64_t few_ = 0, begin_ = 0;
+  int64_t* ends_ = nullptr;  // of what each row sees of the part
+  int32_t* values_ = nullptr;
 };
 
 }  // namespace millrace
