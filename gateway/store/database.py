@@ -30,11 +30,12 @@ class StoredItem(msgspec.Struct, frozen=True):
     body: bytes
 
 
-def not_found(kind: str, id_: str) -> MillraceError:
+def not_found(kind: str, id_: str, field: str = "") -> MillraceError:
     """In the same words whether it is another tenant's, was deleted, has expired or never was."""
     return MillraceError(
         Reason.STORED_NOT_FOUND,
         f"{kind} with id '{id_[:MAX_ID]}' not found; stored state is kept by tenant and for a limited time",
+        field=field,
     )
 
 

@@ -143,13 +143,13 @@ class ResponseStore:
         with self._database.engine.connect() as connection:
             chain = self._chain(connection, tenant, id_, max_bytes)
             if not chain:
-                raise not_found("Previous response", id_)
+                raise not_found("Previous response", id_, "previous_response_id")
             if chain[0].status in RUNNING:
                 raise invalid("previous_response_id", "it is still computed; wait until it is complete")
             last = chain[-1]
             is_cut = bool(last.previous_id) and last.total >= max_bytes
             if last.previous_id and not is_cut:
-                raise not_found("Previous response", last.previous_id)
+                raise not_found("Previous response", last.previous_id, "previous_response_id")
             items: list[StoredItem] = []
             for link in reversed(chain):
                 own = (ITEMS.c.tenant == tenant, ITEMS.c.owner_id == link.id)

@@ -103,6 +103,7 @@ _PROMPT: Mapping[str, Any] = {
     "input": {"anyOf": [TEXT, list_of(ref(InputItem))]},
     "tool_choice": {"anyOf": [_MODES, ref(tools.ToolSelection)]},
     "truncation": {"enum": [*bodies.TRUNCATIONS, None]},
+    "previous_response_id": or_null({"type": "string", "minLength": 1}),
 }
 _max_tokens, _logprobs = OPTIONS["max_tokens"].limits, OPTIONS["logprobs"].limits
 _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
@@ -120,7 +121,7 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
     },
     bodies.CompactBody: {
-        **{name: _PROMPT[name] for name in ("model", "input")},
+        **{name: _PROMPT[name] for name in ("model", "input", "previous_response_id")},
         "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
     },
     bodies.TextBody: {"verbosity": {"enum": ["medium", None]}},
@@ -130,6 +131,7 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "summary": {"enum": [*bodies.SUMMARIES, None]},
         "generate_summary": {"enum": [*bodies.SUMMARIES, None]},
     },
+    bodies.ConversationRef: {"id": {"type": "string", "minLength": 1}},
     bodies.ResponseStreamOptions: {"include_obfuscation": {"enum": [None, False]}},
 }
 _BODIES = (bodies.ResponseBody, bodies.PromptBody, bodies.CompactBody)

@@ -1,0 +1,115 @@
+"""One WebSocket as bytes: uvicorn's over wsproto, with bounds on what comes, and refusals that arrive.
+
+uvicorn frames, answers pings and closes, and pings itself, so that nobody on the way takes a silent socket
+for a dead one. It holds a message until it is whole without counting it, and closes at once behind what it
+refuses: the kernel resets a connection with bytes that nobody has read, and the reason would be lost with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
+from wsproto import events
+from wsproto.utilities import RemoteProtocolError
+
+from contract.errors import MillraceError, Reason
+from gateway.intake.intake import LARGE_BYTES, ByteLease
+
+# Close codes of RFC 6455, 7.4.1, and of its registry.
+NORMAL, TOO_LARGE, RESTARTS, TRY_LATER = 1000, 1009, 1012, 1013
+# Key of the ASGI scope's state under which the wire stands.
+WIRE = "wire"
+
+
+class SocketWire(WSProtocol):
+    """The connection; `SocketSession` sets `lease` and `frame_of` once it knows who is there."""
+
+    lease: Callable[[], ByteLease] | None = None
+    frame_of: Callable[[MillraceError], bytes] | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See WSProtocol."""
+        super().__init__(*args, **options)
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        # Of the message that comes, where it is large.
+        self._held: ByteLease | None = None
+
+    def handle_connect(self, event: events.Request) -> None:
+        """The handshake."""
+        super().handle_connect(event)
+        self.scope["state"][WIRE] = self
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        try:
+            super().data_received(data)
+        except RemoteProtocolError as error:
+            # uvicorn expects it where bytes are taken; frames are parsed where they are read.
+            if error.event_hint is not None and not self.transport.is_closing():
+                self.transport.write(self.conn.send(error.event_hint))
+            self.transport.close()
+
+    def handle_message(self, event: events.TextMessage | events.BytesMessage) -> None:
+        """A piece of a message, which is received with `data`, `is_text`, and the `lease` of its bytes."""
+        is_text = isinstance(event, events.TextMessage)
+        piece = event.data.encode() if isinstance(event, events.TextMessage) else bytes(event.data)
+        self._num_bytes += len(piece)
+        try:
+            self._count(len(piece))
+        except MillraceError as error:
+            self.refuse(error, TOO_LARGE if error.reason is Reason.REQUEST_TOO_LARGE else TRY_LATER)
+            return
+        self._pieces.append(piece)
+        if not event.message_finished:
+            return
+        message: Any = {
+            "type": "websocket.receive",
+            "data": b"".join(self._pieces),
+            "is_text": is_text,
+            "lease": self._held,
+        }
+        self._pieces, self._num_bytes, self._held = [], 0, None
+        self.queue.put_nowait(message)
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def _count(self, num_bytes: int) -> None:
+        limit = self.config.ws_max_size
+        if self._num_bytes > limit:
+            raise MillraceError(
+                Reason.REQUEST_TOO_LARGE,
+                f"the message is larger than the limit of {limit} bytes; send less",
+                metadata={"limit_bytes": str(limit)},
+            )
+        if self._num_bytes > LARGE_BYTES and self.lease is not None:
+            if self._held is None:
+                self._held, num_bytes = self.lease(), self._num_bytes
+            self._held.grow_by_body(num_bytes)
+
+    def refuse(self, error: MillraceError, code: int) -> None:
+        """Says what is wrong and closes; what follows of the client's is dropped until it closes as well."""
+        self._drop()
+        if self.close_sent or self.transport.is_closing():
+            return
+        self.close_sent = True
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": ""})
+        if self.frame_of is not None:
+            self.transport.write(self.conn.send(events.TextMessage(data=self.frame_of(error).decode())))
+        self.transport.write(self.conn.send(events.CloseConnection(code=code, reason=error.message[:100])))
+        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._drop()
+        super().connection_lost(exc)
+
+    def _drop(self) -> None:
+        """Forgets what came of a message that will not be whole."""
+        self._pieces, self._num_bytes = [], 0
+        if self._held is not None:
+            self._held.release()
+            self._held = None
