@@ -213,9 +213,20 @@ async def continued(
     if body.truncation == "auto":
         room = max(0, limits.max_messages - len(given) - 1)
         history, given, warnings = _shortened(history, given, room, is_cut)
+    if body.previous_response_id and not warnings and not isinstance(body.input, str):
+        _check_results(history, body.input or ())
     return Continued(
         history=history, given=given, warnings=warnings, is_stored=last is None or last.is_stored
     )
+
+
+def _check_results(history: Sequence[InputItem], given: Sequence[InputItem]) -> None:
+    """Raises INVALID_ARGUMENT for the result of a call that the response before it did not make."""
+    calls = {each.call_id for each in [*history, *given] if each.type in _CALLS}
+    for index, item in enumerate(given):
+        if item.type in _RESULTS and item.call_id and item.call_id not in calls:
+            problem = f"no call with the id {item.call_id[:MAX_ID]!r} is in this conversation"
+            raise invalid(f"input[{index}].call_id", problem)
 
 
 def _shortened(

@@ -1,8 +1,8 @@
 """The WebSocket mode of the Responses API, after the Open Responses specification of 2026-04-24.
 
 A client sends `response.create` events with the fields of a create body, and gets the events of a stream
-as text frames. What it sends is answered as a POST is. The connection keeps its last response, which the next one
-may continue even where nothing is stored; a continuation that fails drops it.
+as text frames. What it sends is answered as a POST is. The connection keeps its last response, which the next
+one may continue even where nothing is stored; a continuation that fails drops it.
 """
 
 from __future__ import annotations
