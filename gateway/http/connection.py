@@ -171,7 +171,8 @@ class Connection(HttpToolsProtocol):
         )
         self.transport.set_protocol(wire)
         wire.connection_made(self.transport)
-        wire.data_received(b"\r\n".join(head) + b"\r\n\r\n" + behind)  # type: ignore[attr-defined]
+        for piece in (b"\r\n".join(head) + b"\r\n\r\n", behind):
+            wire.data_received(piece)  # type: ignore[attr-defined]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["http_version"] == "1.0":

@@ -34,6 +34,8 @@ class SocketWire(WSProtocol):
         super().__init__(*args, **options)
         self._pieces: list[bytes] = []
         self._num_bytes = 0
+        # Somebody decides whether it is opened; what comes meanwhile.
+        self._is_asked, self._early = False, b""
         # Of the message that comes, where it is large.
         self._held: ByteLease | None = None
 
@@ -41,13 +43,30 @@ class SocketWire(WSProtocol):
         """The handshake."""
         super().handle_connect(event)
         self.scope["state"][WIRE] = self
+        # wsproto loses what comes before it is accepted.
+        self._is_asked = True
+        self.transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        if self._is_asked:
+            self._early += data
+        else:
+            self._guarded(super().data_received, data)
+
+    async def send(self, message: Any) -> None:
+        """See ASGI 3."""
+        await super().send(message)
+        if message["type"] == "websocket.accept" and not self.transport.is_closing():
+            early, self._early, self._is_asked = self._early, b"", False
+            self.transport.resume_reading()
+            self.data_received(early)
+
+    def _guarded(self, parse: Callable[..., None], *arguments: bytes) -> None:
+        """uvicorn expects errors where bytes are taken; frames are parsed where they are read."""
         try:
-            super().data_received(data)
+            parse(*arguments)
         except RemoteProtocolError as error:
-            # uvicorn expects it where bytes are taken; frames are parsed where they are read.
             if error.event_hint is not None and not self.transport.is_closing():
                 self.transport.write(self.conn.send(error.event_hint))
             self.transport.close()
