@@ -19,7 +19,7 @@ from gateway.http.sockets import SocketHandler, SocketRoute, Sockets
 from gateway.intake.intake import LARGE_BYTES, ByteLease, Intake
 from gateway.intake.refusals import is_the_callers
 from gateway.limits.counter import RequestCounter, exceeded_headers
-from gateway.types.error_form import ErrorForms
+from gateway.types.error_form import ErrorForm, ErrorForms
 from observability.emit.metrics import Metrics
 from runtime.deferred import Deferred
 from runtime.interceptors import drop_traceback
@@ -143,7 +143,7 @@ class Routes:
     # speaks this face's API instead, and the handler.
     by_header: Mapping[str, tuple[bytes, Handler]] = field(default_factory=dict)
     # By path: what makes the handler of a WebSocket that is opened there.
-    sockets: Mapping[str, Callable[[], SocketHandler]] = field(default_factory=dict)
+    sockets: Mapping[str, Callable[[ErrorForm], SocketHandler]] = field(default_factory=dict)
     # Paths of its API that are known and not served, with the remedy.
     not_served: Mapping[str, str] = field(default_factory=dict)
 

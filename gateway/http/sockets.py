@@ -23,7 +23,7 @@ from gateway.config import SocketConfig
 from gateway.http.exchange import Exchange, Handler, Receive, Send
 from gateway.http.socket_wire import NORMAL, RESTARTS, WIRE, SocketWire
 from gateway.intake.intake import ByteLease, Intake
-from gateway.types.error_form import ErrorForms
+from gateway.types.error_form import ErrorForm, ErrorForms
 from gateway.types.request import Caller
 from runtime.interceptors import drop_traceback
 
@@ -51,7 +51,7 @@ class SocketHandler(Protocol):
 class SocketRoute:
     """A path that sockets are opened at: what makes a connection's handler, and each turn's check."""
 
-    open: Callable[[], SocketHandler]
+    open: Callable[[ErrorForm], SocketHandler]
     checked: Callable[[Handler], Handler]
 
 
@@ -191,7 +191,7 @@ class SocketSession:
         self._scope = {**scope, "method": "POST"}
         self._wire: SocketWire = scope["state"][WIRE]
         route = sockets.routes[scope["path"]]
-        self.handler = route.open()
+        self.handler = route.open(self.form)
         self._answer = route.checked(self.handler.answer)
         self._waiting: deque[tuple[bytes, ByteLease | None]] = deque()
         self._more = asyncio.Event()

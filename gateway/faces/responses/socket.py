@@ -20,7 +20,6 @@ from contract.errors import MillraceError, Reason, invalid, unsupported
 from contract.sampling import SamplingOptions
 from gateway.faces.accepted import AcceptedAnswer
 from gateway.faces.bodies import IGNORED_HEADER
-from gateway.faces.openai.errors import ERRORS
 from gateway.faces.responses.answer_types import Response
 from gateway.faces.responses.endpoints import ResponseEndpoints
 from gateway.faces.responses.fields import FIELDS
@@ -31,6 +30,7 @@ from gateway.faces.responses.writer import response_usage
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import ByteLease
+from gateway.types.error_form import ErrorForm
 
 CREATE = "response.create"
 _encode = msgspec.json.Encoder().encode
@@ -52,8 +52,9 @@ _DECODER = msgspec.json.Decoder(FIELDS.declared_in(CreateEvent))
 class ResponseSocket:
     """One connection."""
 
-    def __init__(self, endpoints: ResponseEndpoints) -> None:
+    def __init__(self, endpoints: ResponseEndpoints, form: ErrorForm) -> None:
         self._endpoints = endpoints
+        self._form = form
         self._last: LastResponse | None = None
         self._lease: ByteLease | None = None
 
@@ -134,13 +135,13 @@ class ResponseSocket:
 
     def frame_of(self, error: MillraceError, headers: Mapping[str, str] | None = None) -> bytes:
         """See SocketHandler."""
-        told = msgspec.json.decode(ERRORS.body(error))["error"]
-        status = ERRORS.status(error)
+        told = msgspec.json.decode(self._form.body(error))["error"]
+        status = self._form.status(error)
         is_unknown = error.reason in (Reason.STORED_NOT_FOUND, Reason.UNSUPPORTED_FIELD)
         if is_unknown and error.field == "previous_response_id":
             # The code by which clients know that they have to send their items again.
             status, told["code"] = 400, "previous_response_not_found"
-        return _error_event(status, told, headers or ERRORS.headers(error))
+        return _error_event(status, told, headers or self._form.headers(error))
 
     def expired(self, lifetime_s: float) -> bytes:
         """See SocketHandler."""
