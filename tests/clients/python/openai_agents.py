@@ -78,7 +78,7 @@ async def streamed(what: Agent, said: str) -> tuple[RunResultStreaming, int]:
 
 
 async def over_responses(kind: type[OpenAIResponsesModel]) -> None:
-    """What an agent does with the other API: tools that it calls itself, in streams, a schema, and a chain."""
+    """What an agent does with the other API: tools that it calls itself, in streams, and a schema."""
     client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
     settings = ModelSettings(temperature=0, max_tokens=100, store=False)
     model = kind(model=MODEL, openai_client=client)
