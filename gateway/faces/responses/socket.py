@@ -30,6 +30,7 @@ from gateway.faces.responses.writer import response_usage
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import ByteLease
+from gateway.store.database import not_found
 from gateway.types.error_form import ErrorForm
 
 CREATE = "response.create"
@@ -69,6 +70,9 @@ class ResponseSocket:
 
         try:
             event, understood = await self._endpoints.read(turn, _DECODER, ready)
+            if event.store is False and continues and (self._last is None or continues != self._last.id):
+                # As the specification has it: what keeps nothing finds nothing that is kept.
+                raise not_found("Previous response", continues, "previous_response_id")
             held, understood = await self._endpoints.held(turn, event, understood, self._last)
             if event.generate is False:
                 response = await self._warm_up(turn, held, understood)

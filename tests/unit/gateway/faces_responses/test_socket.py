@@ -422,8 +422,10 @@ async def test_what_is_kept_of_a_connection_is_whole(tmp_path: Path) -> None:
             unkept = await turn(socket, store=False, input="one")
             kept = await turn(socket, input="two", previous_response_id=unkept["id"])
             assert (kept["store"], kept["previous_response_id"]) == (True, unkept["id"])
-        # Another connection knows what is kept, with all that came before it.
+        # Another connection knows what is kept, with all that came before it, but not where it keeps nothing.
         async with opened(stack, "another") as socket:
+            error = await turn(socket, previous_response_id=kept["id"], store=False)
+            assert error["code"] == "previous_response_not_found"
             last = await turn(socket, input="three", previous_response_id=kept["id"])
         prompt = stack.tokenizer.prepared[-1].conversation.messages
         got = (await stack.http.get(f"/v1/responses/{last['id']}")).json()
