@@ -176,6 +176,31 @@ async def test_a_warm_up_generates_nothing_and_can_be_continued() -> None:
     assert engine.submissions[0].sampling.max_tokens == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [ADD], "tool_choice": "required"},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}},
+        {
+            "max_thinking_tokens": 5,
+            "reasoning": {"effort": "low"},
+            "top_logprobs": 2,
+            "max_output_tokens": 500,
+        },
+        {
+            "truncation": "auto",
+            "input": [{"role": "user", "content": "x" * 5000}, {"role": "user", "content": "hi"}],
+        },
+    ],
+)
+async def test_a_warm_up_takes_what_its_turn_will_take(options: dict[str, Any]) -> None:
+    async with serving(THINKS) as stack, opened(stack) as socket:
+        warm = await turn(socket, generate=False, **{"max_output_tokens": 20, **options})
+        assert (warm["status"], warm["output"]) == ("completed", [])
+        answer = await turn(socket, previous_response_id=warm["id"], truncation="auto")
+        assert (answer["status"], answer["previous_response_id"]) == ("completed", warm["id"])
+
+
 async def test_turns_are_answered_one_after_the_other() -> None:
     engine = ScriptedEngine(reply=says("It is 4."))
     engine.gate.clear()
