@@ -41,6 +41,8 @@ class Agent:
     environment: Callable[[str, str, str, Path], dict[str, str]]
     # What the model says, call by call.
     calls: Sequence[tuple[str, Mapping[str, object]]]
+    # By what its turns come: a method of requests.
+    method: str = "POST"
 
     def script(self, folder: Path) -> Script:
         """The task in `folder`."""
@@ -232,9 +234,11 @@ CODEX = Agent(
 )
 
 # The same, each turn an event on a socket, continued from the one before it.
-CODEX_SOCKET = replace(CODEX, name="codex-websocket", command=partial(_codex, websockets=True))
+CODEX_SOCKET = replace(CODEX, name="codex-websocket", command=partial(_codex, websockets=True), method="GET")
 
 AGENTS = (OPENCODE, CLAUDE, CODEX, CODEX_SOCKET)
+# Where their turns go.
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 # What every agent leaves.
 FILES = {
     "lines.txt": "2\n",
