@@ -18,9 +18,15 @@ from contract.errors import MillraceError, Reason
 from gateway.intake.intake import LARGE_BYTES, ByteLease
 
 # Close codes of RFC 6455, 7.4.1, and of its registry.
-NORMAL, TOO_LARGE, RESTARTS, TRY_LATER = 1000, 1009, 1012, 1013
+NORMAL, POLICY, TOO_LARGE, RESTARTS, TRY_LATER = 1000, 1008, 1009, 1012, 1013
+# Frames of one read: those of a client that means well are larger. Each costs the event loop that all share.
+_MAX_FRAMES = 256
 # Key of the ASGI scope's state under which the wire stands.
 WIRE = "wire"
+
+
+class _TooManyFrames(Exception):
+    """More than a client that means well sends at once."""
 
 
 class SocketWire(WSProtocol):
@@ -32,8 +38,10 @@ class SocketWire(WSProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         """See WSProtocol."""
         super().__init__(*args, **options)
-        self._pieces: list[bytes] = []
-        self._num_bytes = 0
+        self._message = bytearray()
+        self._num_frames = 0
+        # Nothing of what comes is parsed any more.
+        self._is_deaf = False
         # Somebody decides whether it is opened; what comes meanwhile.
         self._is_asked, self._early = False, b""
         # Of the message that comes, where it is large.
@@ -49,9 +57,10 @@ class SocketWire(WSProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        self._num_frames = 0
         if self._is_asked:
             self._early += data
-        else:
+        elif not self._is_deaf:
             self._guarded(super().data_received, data)
 
     async def send(self, message: Any) -> None:
@@ -70,43 +79,61 @@ class SocketWire(WSProtocol):
             if error.event_hint is not None and not self.transport.is_closing():
                 self.transport.write(self.conn.send(error.event_hint))
             self.transport.close()
+        except _TooManyFrames:
+            self._is_deaf = True
+            problem = f"more than {_MAX_FRAMES} frames came at once; send each message in one"
+            self.refuse(MillraceError(Reason.MALFORMED_BODY, problem), POLICY)
+
+    def _note_frame(self) -> None:
+        self._num_frames += 1
+        if self._num_frames > _MAX_FRAMES:
+            raise _TooManyFrames
+
+    def handle_ping(self, event: events.Ping) -> None:
+        """Answers it."""
+        self._note_frame()
+        super().handle_ping(event)
+
+    def handle_pong(self, event: events.Pong) -> None:
+        """Nothing is due."""
+        self._note_frame()
 
     def handle_message(self, event: events.TextMessage | events.BytesMessage) -> None:
         """A piece of a message, which is received with `data`, `is_text`, and the `lease` of its bytes."""
+        self._note_frame()
         is_text = isinstance(event, events.TextMessage)
         piece = event.data.encode() if isinstance(event, events.TextMessage) else bytes(event.data)
-        self._num_bytes += len(piece)
         try:
             self._count(len(piece))
         except MillraceError as error:
             self.refuse(error, TOO_LARGE if error.reason is Reason.REQUEST_TOO_LARGE else TRY_LATER)
             return
-        self._pieces.append(piece)
+        self._message += piece
         if not event.message_finished:
             return
         message: Any = {
             "type": "websocket.receive",
-            "data": b"".join(self._pieces),
+            "data": bytes(self._message),
             "is_text": is_text,
             "lease": self._held,
         }
-        self._pieces, self._num_bytes, self._held = [], 0, None
+        self._message, self._held = bytearray(), None
         self.queue.put_nowait(message)
         if not self.read_paused:
             self.read_paused = True
             self.transport.pause_reading()
 
     def _count(self, num_bytes: int) -> None:
-        limit = self.config.ws_max_size
-        if self._num_bytes > limit:
+        limit, in_all = self.config.ws_max_size, len(self._message) + num_bytes
+        if in_all > limit:
             raise MillraceError(
                 Reason.REQUEST_TOO_LARGE,
                 f"the message is larger than the limit of {limit} bytes; send less",
                 metadata={"limit_bytes": str(limit)},
             )
-        if self._num_bytes > LARGE_BYTES and self.lease is not None:
+        if in_all > LARGE_BYTES and self.lease is not None:
             if self._held is None:
-                self._held, num_bytes = self.lease(), self._num_bytes
+                self._held, num_bytes = self.lease(), in_all
             self._held.grow_by_body(num_bytes)
 
     def refuse(self, error: MillraceError, code: int) -> None:
@@ -128,7 +155,7 @@ class SocketWire(WSProtocol):
 
     def _drop(self) -> None:
         """Forgets what came of a message that will not be whole."""
-        self._pieces, self._num_bytes = [], 0
+        self._message = bytearray()
         if self._held is not None:
             self._held.release()
             self._held = None

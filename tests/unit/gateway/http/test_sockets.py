@@ -133,6 +133,23 @@ async def test_bytes_that_are_no_frames_close_their_connection_alone(garbage: by
         asking.close()
 
 
+@pytest.mark.parametrize("opcode", [0, 1, 9, 10])
+async def test_a_flood_of_small_frames_ends_its_connection(opcode: int) -> None:
+    async with deployed() as stack:
+        reader, writer = await opened(stack)
+        first = frame(b"x", is_last=False) if opcode == 0 else b""
+        writer.write(first + frame(b"x", opcode, is_last=opcode != 0) * 20_000)
+        kinds = []
+        while not kinds or kinds[-1][0] != 8:
+            kinds.append(await received(reader))
+        assert struct.unpack("!H", kinds[-1][1][:2]) == (1008,)
+        assert b"more than 256 frames" in kinds[-2][1]
+        # Of so many it has not even answered those that came with the last read.
+        assert len(kinds) < 20_000
+        writer.close()
+        assert (await stack.chat()).status_code == 200
+
+
 async def test_random_bytes_disturb_nobody() -> None:
     async with deployed() as stack:
         for size in (1, 2, 10, 1000, 70_000):
