@@ -122,26 +122,29 @@ class Gateway:
         secret = self._settings.security.secret()
         served, self._background = responses.routes(self._current_pipeline, secret, self._store)
         edge, callers = self._edge, HttpCallers(self._edge.authorizer, self._callers)
+        application = build_app(
+            [
+                openai.routes(self._current_pipeline, self._config.admin_tenants),
+                served,
+                anthropic.routes(self._current_pipeline, secret),
+            ],
+            callers,
+            edge.counter,
+            edge.authorizer,
+            self._metrics,
+            edge.deferred,
+            self.not_ready,
+            edge.limit_store_health,
+        )
         return HttpServer(
-            build_app(
-                [
-                    openai.routes(self._current_pipeline, self._config.admin_tenants),
-                    served,
-                    anthropic.routes(self._current_pipeline, secret),
-                ],
-                callers,
-                edge.counter,
-                edge.authorizer,
-                self._metrics,
-                edge.deferred,
-                self.not_ready,
-                edge.limit_store_health,
-            ),
+            application,
             self._config.http_listen,
             max_body_bytes=self._config.max_body_bytes,
             error_forms=self._error_forms,
             callers=callers,
             intake=self._intake,
+            sockets=application.sockets,
+            socket_config=self._config.socket,
         )
 
     def _add_servicers(self) -> None:
@@ -193,6 +196,7 @@ class Gateway:
         pipeline = self._pipeline
         await asyncio.sleep(self._config.drain_notice_s)
         pipeline.draining = True
+        self.http.retire_sockets()
         limit_s = self._config.drain_limit_s
         if await _ended(pipeline, limit_s):
             return

@@ -158,6 +158,20 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 DEFAULT_REQUEST_LIMITS = RequestConfig()
 
 
+class SocketConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.socket]`: WebSockets of `/v1/responses`."""
+
+    # A socket that has been open for so long is closed once no response of it is under way.
+    lifetime_s: PositiveFloat = 3600.0
+    # Sockets that a tenant may have open at one gateway.
+    max_of_tenant: PositiveInt = 256
+    # Messages of one socket that wait for the end of a response; more are refused.
+    max_waiting: PositiveInt = 16
+
+
+DEFAULT_SOCKETS = SocketConfig()
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway]`: one gateway process."""
 
@@ -185,6 +199,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # (tokenizer.limits.max_prompt_bytes) fits with what stands around it; JSON needs more for the same.
     max_message_bytes: PositiveInt = 10 * 1024 * 1024
     request: RequestConfig = DEFAULT_REQUEST_LIMITS
+    socket: SocketConfig = DEFAULT_SOCKETS
     # Tenants whose keys may change what is served, such as adapters. The development key's tenant may, too.
     admin_tenants: tuple[str, ...] = ()
     # Tier of tenants that name none.

@@ -249,6 +249,10 @@ class HttpCallers:
             return self._verifier.verify(signed.decode("latin-1"), arrival)
         return self._verifier.caller(self._authorizer.authenticate(headers), arrival)
 
+    def again(self, caller: Caller, request_id: str, received_s: float) -> Caller:
+        """The caller of a further request on a connection that somebody in front has signed a context for."""
+        return self._verifier.again(caller, request_id, received_s)
+
     def is_counted(self, caller: Caller) -> bool:
         """Whether a limit of requests per minute applies that nobody has counted this request against."""
         return caller.context is None and self._authorizer.is_counted(

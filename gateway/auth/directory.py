@@ -26,6 +26,8 @@ _TOKEN_PREFIX = "eyJ"
 _TOKEN_KEY_PREFIX = "jwt:"
 _MAX_KEY_ID = 128
 _DIGEST_DIGITS = 16
+# As Envoy has it, which verifies tokens.
+_CLOCK_SKEW_S = 60
 _CONTROL_CHARACTERS = dict.fromkeys([*range(32), *range(127, 160)])
 
 
@@ -115,7 +117,8 @@ class KeyDirectory:
         """The caller with these verified JWT claims.
 
         Raises TENANT_NOT_ALLOWED or TIER_NOT_ALLOWED, and INVALID_CREDENTIALS where no issuer is configured:
-        then nobody can have verified anything.
+        then nobody can have verified anything; and for a token that has expired since it was verified, which
+        happens on connections of many requests.
         """
         if not self._claims.issuer:
             raise MillraceError(
@@ -123,6 +126,9 @@ class KeyDirectory:
                 "this deployment takes no tokens of an identity provider; send an API key, or configure "
                 "[keys.jwt]",
             )
+        expires = claims.get("exp")
+        if isinstance(expires, int | float) and self._clock() >= expires + _CLOCK_SKEW_S:
+            raise _invalid("the token has expired; connect again with a new one")
         claimed = str(claims.get(self._claims.tenant_claim, ""))
         tenant = self._claims.tenants.get(claimed, claimed)
         config = self._settings.tenants.get(tenant)

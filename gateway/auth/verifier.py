@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 from millrace.common.v1 import context_pb2
+from msgspec.structs import replace
 
 from contract.errors import MillraceError, Reason
 from gateway.tiers import Tier, Tiers
@@ -138,6 +139,15 @@ class CallerVerifier:
             num_retries=int(arrival.retries) if _IS_COUNT(arrival.retries) else 0,
             context=context,
         )
+
+    def again(self, caller: Caller, request_id: str, received_s: float) -> Caller:
+        """The same caller with another request under the same context."""
+        identity = replace(caller.identity, request_id=request_id)
+        arrival = Arrival(received_s=received_s, client_request_id=caller.client_request_id)
+        context = context_pb2.RequestContext()
+        context.CopyFrom(caller.context)
+        context.request_id = request_id
+        return self.caller(identity, arrival, context)
 
     def sign(
         self, caller: Caller, tier: Tier, traceparent: tuple[str, str], model: str = ""

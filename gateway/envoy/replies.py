@@ -26,7 +26,7 @@ _IS_GRPC: dict[str, Any] = {
 
 # Envoy refuses upgrades with a 403 of its own; others with this status are the gateway's, with its body.
 _IS_UPGRADE: dict[str, Any] = {"header_filter": {"header": {"name": "upgrade", "present_match": True}}}
-_NO_UPGRADE = "HTTP/1.1, HTTP/2 and gRPC are spoken here, and no WebSockets; use stream: true"
+_NO_UPGRADE = "WebSockets are opened at /v1/responses alone; use stream: true"
 
 # Reasons and messages for Envoy's response flags (%RESPONSE_FLAGS% in its documentation).
 # Not here: UAEX and RL, whose bodies the gateway wrote itself.

@@ -15,10 +15,11 @@ from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorizer, HttpCallers
 from gateway.http.errors import not_found, unexpected
 from gateway.http.exchange import Exchange, Handler, Receive, Send
+from gateway.http.sockets import SocketHandler, SocketRoute, Sockets
 from gateway.intake.intake import LARGE_BYTES, ByteLease, Intake
 from gateway.intake.refusals import is_the_callers
 from gateway.limits.counter import RequestCounter, exceeded_headers
-from gateway.types.error_form import ErrorForms
+from gateway.types.error_form import ErrorForm, ErrorForms
 from observability.emit.metrics import Metrics
 from runtime.deferred import Deferred
 from runtime.interceptors import drop_traceback
@@ -46,9 +47,15 @@ class AsgiApplication:
         self._callers = callers
         self._intake = intake
         self._error_forms = error_forms
+        # Without them the server switches no connection.
+        self.sockets: Sockets | None = None
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """See ASGI 3."""
+        if scope["type"] == "websocket":
+            assert self.sockets is not None, "the server switches at paths of sockets alone"
+            await self.sockets.serve(scope, receive, send)
+            return
         form = self._error_forms.of(scope["path"])
         exchange = Exchange(scope, receive, send, self._body_limit, form)
         try:
@@ -59,7 +66,7 @@ class AsgiApplication:
                 raise
             drop_traceback(error)
         except Exception as error:
-            await self._tell(exchange, error)
+            await self.tell(exchange, error)
 
     async def _answer(self, exchange: Exchange) -> None:
         headers = exchange.headers
@@ -98,7 +105,8 @@ class AsgiApplication:
             raise
         return True
 
-    async def _tell(self, exchange: Exchange, error: Exception) -> None:
+    async def tell(self, exchange: Exchange, error: Exception) -> None:
+        """Answers what a handler has raised."""
         answered = error if isinstance(error, MillraceError) else unexpected()
         if answered is not error:
             _log.error(
@@ -134,6 +142,8 @@ class Routes:
     # By a path, or a beginning of paths, that another face has: the header by which a request says that it
     # speaks this face's API instead, and the handler.
     by_header: Mapping[str, tuple[bytes, Handler]] = field(default_factory=dict)
+    # By path: what makes the handler of a WebSocket that is opened there.
+    sockets: Mapping[str, Callable[[ErrorForm], SocketHandler]] = field(default_factory=dict)
     # Paths of its API that are known and not served, with the remedy.
     not_served: Mapping[str, str] = field(default_factory=dict)
 
@@ -185,6 +195,7 @@ class Application:
         wrap: Callable[[Handler], Handler],
         public: Collection[str] = (),
         not_served: Mapping[str, str] | None = None,
+        sockets: Mapping[str, SocketRoute] | None = None,
     ) -> None:
         """`below` has a method ("" for any) and a handler for all paths that begin in one way.
 
@@ -196,6 +207,7 @@ class Application:
         self._nothing = wrap(self._refuse)
         self._public = public
         self._not_served = not_served or {}
+        self.sockets = sockets or {}
 
     async def __call__(self, exchange: Exchange) -> None:
         """See Handler."""
@@ -271,5 +283,10 @@ def build_app(
         {AUTHORIZE_PREFIX: ("", partial(authorize, authorizer)), **below},
         partial(known, callers, counter),
         public=tuple(path for _, path in public),
+        sockets={
+            path: SocketRoute(open=each, checked=partial(known, callers, counter))
+            for face in faces
+            for path, each in face.sockets.items()
+        },
         not_served={path: remedy for face in faces for path, remedy in face.not_served.items()},
     )

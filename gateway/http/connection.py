@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +70,16 @@ class Connection(HttpToolsProtocol):
     # The target of the newest request, as far as it came.
     url = b""
 
-    def __init__(self, *args: Any, error_forms: ErrorForms, **options: Any) -> None:
-        """See HttpToolsProtocol."""
+    # The bytes belong to the protocol that it was switched to.
+    _switched = False
+
+    def __init__(
+        self, *args: Any, error_forms: ErrorForms, socket_paths: Collection[str] = (), **options: Any
+    ) -> None:
+        """See HttpToolsProtocol; at `socket_paths` WebSockets are opened."""
         super().__init__(*args, **options)
         self._error_forms = error_forms
+        self._socket_paths = socket_paths
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -105,7 +112,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(_no_http(str(error.__context__) if framing else "its target is no path"))
         except httptools.HttpParserError as error:
             self._refuse(_no_http(str(error)))
-        if self._num_pending_bytes > _HEAD_LIMIT_BYTES:
+        if self._num_pending_bytes > _HEAD_LIMIT_BYTES and not self._switched:
             self._refuse(
                 MillraceError(
                     Reason.REQUEST_TOO_LARGE,
@@ -115,7 +122,9 @@ class Connection(HttpToolsProtocol):
             )
 
     def _parse(self, data: bytes) -> None:
-        """Requests are answered in the protocol that they came in, whatever other they would switch to."""
+        """Requests are answered in the protocol that they came in, whatever other they would switch to, but
+        for WebSockets where there are any.
+        """
         while True:
             try:
                 self.parser.feed_data(data)
@@ -123,6 +132,9 @@ class Connection(HttpToolsProtocol):
                 method = self.parser.get_method()
                 if method == b"CONNECT":
                     raise httptools.HttpParserError("CONNECT asks for a proxy") from switch
+                if method == b"GET" and self._opens_socket():
+                    self._switch(data[switch.args[0] :])
+                    return
                 # The parser takes what follows for another protocol's, the request's body too: it is parsed
                 # again without the header that says so.
                 lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
@@ -133,6 +145,34 @@ class Connection(HttpToolsProtocol):
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             else:
                 return
+
+    def _opens_socket(self) -> bool:
+        """Whether a request that would switch protocols opens a WebSocket: nothing goes on before it, and it
+        has no body, whose end another server on the way may see elsewhere.
+        """
+        if self._active is not None and not self._active.response_complete:
+            return False
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        names = {name for name, _ in self.headers}
+        return (
+            path in self._socket_paths
+            and self._get_upgrade() == b"websocket"
+            and not names & {b"content-length", b"transfer-encoding"}
+        )
+
+    def _switch(self, behind: bytes) -> None:
+        """Gives the connection to a WebSocket, with what came behind its handshake."""
+        self._switched = self._refused = True
+        self.connections.discard(self)
+        head = [b"GET %b HTTP/1.1" % self.url, *[b"%b: %b" % header for header in self.headers]]
+        assert self.ws_protocol_class is not None, "paths of sockets come with their protocol"
+        wire = self.ws_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.app_state
+        )
+        self.transport.set_protocol(wire)
+        wire.connection_made(self.transport)
+        for piece in (b"\r\n".join(head) + b"\r\n\r\n", behind):
+            wire.data_received(piece)  # type: ignore[attr-defined]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["http_version"] == "1.0":

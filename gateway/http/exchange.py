@@ -223,14 +223,15 @@ class Exchange:
 
     async def _begin(self, status: int, headers: Headers) -> None:
         self.begun = True
-        headers += self._common_headers()
+        headers += self.response_headers()
         await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
 
     async def _end(self, body: bytes) -> None:
         self.ended = True
         await self._send({"type": "http.response.body", "body": body})
 
-    def _common_headers(self) -> Headers:
+    def response_headers(self) -> Headers:
+        """What every response says in its headers, whatever it is."""
         request_id = self.request_id.encode("latin-1")
         headers = [(b"x-request-id", request_id)]
         if self.error_form.request_id_header:

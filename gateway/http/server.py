@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
 import uvicorn
 
 from gateway.auth.authorizer import HttpCallers
+from gateway.config import DEFAULT_SOCKETS, SocketConfig
 from gateway.http.application import AsgiApplication
 from gateway.http.connection import Connection
 from gateway.http.exchange import Handler
+from gateway.http.socket_wire import SocketWire
+from gateway.http.sockets import SocketRoute, Sockets
 from gateway.intake.intake import Intake
 from gateway.types.error_form import ErrorForms
 from runtime import tls
@@ -25,6 +29,8 @@ _FAREWELL_S = 1
 # closed under it would race with its next request. Peers that are dead without having said so are found by
 # TCP itself.
 _IDLE_S = 7 * 24 * 3600
+# Less than any proxy waits for a byte.
+_PING_S = 20.0
 
 
 class HttpServer:
@@ -39,10 +45,25 @@ class HttpServer:
         error_forms: ErrorForms,
         callers: HttpCallers | None = None,
         intake: Intake | None = None,
+        sockets: Mapping[str, SocketRoute] | None = None,
+        socket_config: SocketConfig = DEFAULT_SOCKETS,
     ) -> None:
-        """With `callers`, nobody without credentials may send a large body."""
-        self._application = AsgiApplication(handler, max_body_bytes, callers, intake or Intake(), error_forms)
-        self._connection = partial(Connection, error_forms=error_forms)
+        """With `callers`, nobody without credentials may send a large body; `sockets` by path need them."""
+        intake = intake or Intake()
+        self._application = AsgiApplication(handler, max_body_bytes, callers, intake, error_forms)
+        if sockets:
+            assert callers is not None, "whoever opens a socket is asked who it is"
+            self._application.sockets = Sockets(
+                sockets,
+                callers=callers,
+                intake=intake,
+                error_forms=error_forms,
+                body_limit=max_body_bytes,
+                config=socket_config,
+                tell=self._application.tell,
+            )
+        self._max_body_bytes = max_body_bytes
+        self._connection = partial(Connection, error_forms=error_forms, socket_paths=tuple(sockets or ()))
         self._listen = listen
         self._server: uvicorn.Server | None = None
         self._socket: socket.socket | None = None
@@ -56,7 +77,13 @@ class HttpServer:
         config = uvicorn.Config(
             self._application,
             http=self._connection,  # type: ignore[arg-type]
-            ws="none",
+            ws=SocketWire,
+            ws_max_size=self._max_body_bytes,
+            # What is small on the wire could become large here.
+            ws_per_message_deflate=False,
+            # Nobody on the way takes it for dead. A client that is busy with what it was told answers late.
+            ws_ping_interval=_PING_S,
+            ws_ping_timeout=None,
             lifespan="off",
             interface="asgi3",
             # The edge writes the access log, trusts no forwarded addresses, and adds date and server.
@@ -93,6 +120,11 @@ class HttpServer:
         # Accepted sockets inherit it.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return bound
+
+    def retire_sockets(self) -> None:
+        """Closes each WebSocket as soon as it answers nothing."""
+        if self._application.sockets is not None:
+            self._application.sockets.retire()
 
     async def stop(self) -> None:
         """Stops listening and closes what is idle; what is not has a second to end, and one to be cut off."""

@@ -167,12 +167,16 @@ class ByteLease:
         """So many bytes more of the request itself; raises as `Intake.acquire` does."""
         self.grow(_BODY_COPIES * num_bytes)
 
+    def release(self) -> None:
+        """Gives all of them back."""
+        if self._num_bytes:
+            self._intake.release(self._tenant, self._num_bytes)
+            self._num_bytes = 0
+
     def __enter__(self) -> ByteLease:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._num_bytes:
-            self._intake.release(self._tenant, self._num_bytes)
-            self._num_bytes = 0
+        self.release()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from sqlalchemy import Connection, delete, func, insert, select, update
@@ -28,6 +28,10 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[bytes]).decode
 # Rows of events that are read at a time.
 _ROWS = 32
+
+
+# Of a resource and the events so far: the resource as it ends, and its last events.
+Ending: TypeAlias = Callable[[dict[str, Any], Sequence[bytes]], tuple[dict[str, Any], list[bytes]]]
 
 
 class LeaseLost(Exception):
@@ -60,7 +64,7 @@ class BackgroundStore:
     def create(self, tenant: str, new: NewResponse, body: bytes) -> BackgroundWork:
         """Stores a response that is computed from now on, and takes the lease; raises STORE_FULL."""
         database, work = self._database, BackgroundWork(tenant, new.id, body, _owner())
-        with database.writing() as connection:
+        with database.writing(tenant) as connection:
             self._responses.insert(connection, tenant, new, background=True)
             connection.execute(
                 insert(WORK).values(
@@ -77,7 +81,7 @@ class BackgroundStore:
 
     def add(self, work: BackgroundWork, first: int, events: Sequence[bytes]) -> None:
         """Appends events, the first one with this sequence number; renews the lease. Raises LeaseLost."""
-        with self._database.writing() as connection:
+        with self._database.writing(work.tenant if events else "") as connection:
             self._hold(connection, work)
             if events:
                 self._write(connection, work, first, events)
@@ -113,7 +117,7 @@ class BackgroundStore:
         """Its last events and what became of it, which `conversation` takes as its newest items; raises
         LeaseLost.
         """
-        with self._database.writing() as connection:
+        with self._database.writing(work.tenant) as connection:
             self._hold(connection, work)
             if events:
                 self._write(connection, work, first, events)
@@ -175,7 +179,7 @@ class BackgroundStore:
     def _give_up(self, row: Any) -> None:
         """Ends what nobody can compute, because the key that it was sealed with is gone."""
         _log.error("background response %s cannot be read any more, and fails", row.response_id)
-        with self._database.writing() as connection:
+        with self._database.writing(row.tenant) as connection:
             connection.execute(delete(WORK).where(*_work(row.tenant, row.response_id)))
             own = (RESPONSES.c.tenant == row.tenant, RESPONSES.c.id == row.response_id)
             connection.execute(update(RESPONSES).where(*own).values(status="failed"))
@@ -208,17 +212,23 @@ class BackgroundStore:
     def _events(self, row: Any) -> list[bytes]:
         return _decode(self._database.open(row.body, "events", row.tenant, row.response_id, row.first))
 
-    def cancel(self, tenant: str, id_: str) -> dict[str, Any]:
-        """Ends it, whoever computes it, and returns the resource; one that has ended stays as it is. Raises
-        STORED_NOT_FOUND, and INVALID_ARGUMENT for one that is not computed in the background.
+    def cancel(self, tenant: str, id_: str, ending: Ending) -> dict[str, Any]:
+        """Ends it, whoever computes it, with the events and the resource that `ending` makes of what is there
+        of it, and returns the resource; one that has ended stays as it is. Raises STORED_NOT_FOUND, and
+        INVALID_ARGUMENT for one that is not computed in the background.
         """
-        with self._database.writing() as connection:
+        with self._database.writing(tenant) as connection:
             row = self._responses.row(connection, tenant, id_)
             resource = self._responses.resource(connection, row)
             if not row.is_background:
                 raise invalid("response_id", "only a response with background true can be cancelled")
             if row.status in RUNNING:
-                resource["status"] = "cancelled"
+                own = (EVENTS.c.tenant == tenant, EVENTS.c.response_id == row.id)
+                rows = connection.execute(select(EVENTS).where(*own).order_by(EVENTS.c.first)).all()
+                written = [event for each in rows for event in self._events(each)]
+                resource, events = ending(resource, written)
+                work = BackgroundWork(tenant, row.id, b"", "")
+                self._write(connection, work, len(written), events)
                 self._end(connection, tenant, row.id, resource)
         return resource
 

@@ -23,7 +23,7 @@ class ConversationStore:
     def create(self, tenant: str, resource: dict[str, Any], items: Sequence[StoredItem]) -> None:
         """Stores one, with its first items; raises STORE_FULL."""
         database, id_, body = self._database, resource["id"], msgspec.json.encode(resource)
-        with database.writing() as connection:
+        with database.writing(tenant) as connection:
             connection.execute(
                 insert(CONVERSATIONS).values(
                     tenant=tenant,
@@ -51,7 +51,7 @@ class ConversationStore:
     def update(self, tenant: str, id_: str, metadata: dict[str, str]) -> dict[str, Any]:
         """Replaces its metadata; returns the resource. Raises STORED_NOT_FOUND and STORE_FULL."""
         database = self._database
-        with database.writing() as connection:
+        with database.writing(tenant) as connection:
             row = alive(database, connection, tenant, id_)
             resource = {**self._resource(row), "metadata": metadata}
             body = msgspec.json.encode(resource)
@@ -63,13 +63,13 @@ class ConversationStore:
 
     def delete(self, tenant: str, id_: str) -> None:
         """Removes it with its items; raises STORED_NOT_FOUND."""
-        with self._database.writing() as connection:
+        with self._database.writing(tenant) as connection:
             if not self._database.drop_conversation(connection, tenant, id_[:MAX_ID]):
                 raise not_found("Conversation", id_)
 
     def append(self, tenant: str, id_: str, items: Sequence[StoredItem]) -> None:
         """Adds items; raises STORED_NOT_FOUND and STORE_FULL."""
-        with self._database.writing() as connection:
+        with self._database.writing(tenant) as connection:
             append(self._database, connection, tenant, id_, items)
 
     def items(
@@ -91,7 +91,7 @@ class ConversationStore:
 
     def delete_item(self, tenant: str, id_: str, item_id: str) -> dict[str, Any]:
         """Removes one item; returns the conversation's resource. Raises STORED_NOT_FOUND."""
-        with self._database.writing() as connection:
+        with self._database.writing(tenant) as connection:
             row = alive(self._database, connection, tenant, id_)
             mine = _item(tenant, row.id, item_id)
             size = connection.scalar(select(func.sum(ITEMS.c.num_bytes)).where(*mine))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Engine, Table, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, Table, delete, exists, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from contract.errors import MillraceError, Reason
@@ -17,8 +17,6 @@ from gateway.store.tables import CONVERSATIONS, EVENTS, ITEMS, MAX_ID, RESPONSES
 
 # Bytes that a row is counted with, beside its body.
 ROW_BYTES = 128 + OVERHEAD_BYTES
-# Responses that are removed at a time to make room.
-_TOGETHER = 64
 # Statuses of responses that are still computed.
 RUNNING = ("queued", "in_progress")
 
@@ -30,11 +28,12 @@ class StoredItem(msgspec.Struct, frozen=True):
     body: bytes
 
 
-def not_found(kind: str, id_: str) -> MillraceError:
+def not_found(kind: str, id_: str, field: str = "") -> MillraceError:
     """In the same words whether it is another tenant's, was deleted, has expired or never was."""
     return MillraceError(
         Reason.STORED_NOT_FOUND,
         f"{kind} with id '{id_[:MAX_ID]}' not found; stored state is kept by tenant and for a limited time",
+        field=field,
     )
 
 
@@ -61,11 +60,26 @@ class StoreDatabase:
         return round(self._clock() * 1000)
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """A transaction that writes. SQLite's takes the lock at once: one that had read before could not."""
+    def writing(self, tenant: str = "") -> Iterator[Connection]:
+        """A transaction that writes; of a tenant's, one at a time. Whoever locks more than one row names the
+        tenant, whose row of used bytes is locked first: two that lock rows in different orders would wait
+        for each other. SQLite's takes its one lock at once: one that had read before could not.
+        """
+        is_sqlite = self.engine.dialect.name == "sqlite"
         with self.engine.begin() as connection:
-            if self.engine.dialect.name == "sqlite":
+            if is_sqlite:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
+            if tenant:
+                row, same = {"tenant": tenant, "num_bytes": 0}, {"num_bytes": USED.c.num_bytes}
+                connection.execute(
+                    sqlite.insert(USED)
+                    .values(row)
+                    .on_conflict_do_update(index_elements=["tenant"], set_=same)
+                    if is_sqlite
+                    else postgresql.insert(USED)
+                    .values(row)
+                    .on_conflict_do_update(index_elements=["tenant"], set_=same)
+                )
             yield connection
 
     def seal(self, plain: bytes, *place: object) -> bytes:
@@ -81,23 +95,16 @@ class StoreDatabase:
     def take(
         self, connection: Connection, tenant: str, num_bytes: int, *, keep: str = "", accepted: bool = False
     ) -> None:
-        """Counts bytes, which may be negative. Where there are too many, the responses that were not used for
-        longest go, never one that is computed, nor the one named; raises STORE_FULL where that is not enough,
-        save for what belongs to an answer that was `accepted`.
+        """Counts bytes, which may be negative, in a transaction of the tenant's. Where there are too many,
+        the responses that were not used for longest go, of a chain the last one first; never one that is
+        computed, nor the one named, nor what they continue. Raises STORE_FULL where that is not enough, save
+        for what belongs to an answer that was `accepted`.
         """
-        row = {"tenant": tenant, "num_bytes": 0}
-        is_sqlite = self.engine.dialect.name == "sqlite"
-        connection.execute(
-            sqlite.insert(USED).values(row).on_conflict_do_nothing()
-            if is_sqlite
-            else postgresql.insert(USED).values(row).on_conflict_do_nothing()
-        )
-        # Until the end of the transaction others of the tenant wait here.
         changed = update(USED).where(USED.c.tenant == tenant)
         connection.execute(changed.values(num_bytes=USED.c.num_bytes + num_bytes))
         used = connection.scalar(select(USED.c.num_bytes).where(USED.c.tenant == tenant)) or 0
         while num_bytes > 0 and used > self.max_bytes:
-            freed = self._evict(connection, tenant, used - self.max_bytes, keep)
+            freed = self._evict(connection, tenant, keep)
             if not freed and accepted:
                 break
             if not freed:
@@ -121,21 +128,23 @@ class StoreDatabase:
             metadata={"limit_bytes": str(self.max_bytes)},
         )
 
-    def _evict(self, connection: Connection, tenant: str, num_bytes: int, keep: str) -> int:
-        columns = RESPONSES.c
+    def _evict(self, connection: Connection, tenant: str, keep: str) -> int:
+        """Removes the response that was not used for longest, of those that no other one continues: without
+        what it continues a response is of no use. Returns its bytes, 0 where there is none.
+        """
+        columns, following = RESPONSES.c, RESPONSES.alias()
+        is_continued = exists().where(following.c.tenant == tenant, following.c.previous_id == columns.id)
         oldest = (
             select(columns.id, columns.num_bytes)
             .where(columns.tenant == tenant, columns.id != keep, columns.status.not_in(RUNNING))
-            .order_by(columns.expires_unix_ms)
-            .limit(_TOGETHER)
+            .where(~is_continued)
+            .order_by(columns.expires_unix_ms, columns.id)
+            .limit(1)
         )
-        freed = 0
         for id_, size in connection.execute(oldest).all():
-            if freed >= num_bytes:
-                break
             self.drop_response(connection, tenant, id_)
-            freed += size
-        return freed
+            return int(size)
+        return 0
 
     # Rows that go together.
 

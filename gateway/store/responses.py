@@ -14,8 +14,8 @@ from gateway.store.conversations import append
 from gateway.store.database import ROW_BYTES, RUNNING, StoreDatabase, StoredItem, not_found
 from gateway.store.tables import ITEMS, MAX_ID, RESPONSES
 
-# What is used again is kept anew, at most once in this part of its retention.
-_RENEW_SHARE = 30
+# What is used again is kept anew, at most so often.
+_RENEWED_AFTER_MS = 1000
 # Rows that one statement names; databases have limits.
 _TOGETHER = 500
 
@@ -62,7 +62,7 @@ class ResponseStore:
         """Stores a response that has ended. Raises STORE_FULL, and STORED_NOT_FOUND where its conversation
         has been deleted meanwhile.
         """
-        with self._database.writing() as connection:
+        with self._database.writing(tenant) as connection:
             self.insert(connection, tenant, new)
             if new.conversation_id:
                 append(self._database, connection, tenant, new.conversation_id, [*new.inputs, *new.outputs])
@@ -121,7 +121,7 @@ class ResponseStore:
 
     def delete(self, tenant: str, id_: str) -> None:
         """Removes it, with its items and events; one that is computed ends. Raises STORED_NOT_FOUND."""
-        with self._database.writing() as connection:
+        with self._database.writing(tenant) as connection:
             if not self._database.drop_response(connection, tenant, id_[:MAX_ID]):
                 raise not_found("Response", id_)
 
@@ -143,13 +143,13 @@ class ResponseStore:
         with self._database.engine.connect() as connection:
             chain = self._chain(connection, tenant, id_, max_bytes)
             if not chain:
-                raise not_found("Previous response", id_)
+                raise not_found("Previous response", id_, "previous_response_id")
             if chain[0].status in RUNNING:
                 raise invalid("previous_response_id", "it is still computed; wait until it is complete")
             last = chain[-1]
             is_cut = bool(last.previous_id) and last.total >= max_bytes
             if last.previous_id and not is_cut:
-                raise not_found("Previous response", last.previous_id)
+                raise not_found("Previous response", last.previous_id, "previous_response_id")
             items: list[StoredItem] = []
             for link in reversed(chain):
                 own = (ITEMS.c.tenant == tenant, ITEMS.c.owner_id == link.id)
@@ -177,12 +177,11 @@ class ResponseStore:
         return connection.execute(select(chain).order_by(chain.c.depth)).all()
 
     def _renew(self, tenant: str, chain: Sequence[Row[Any]]) -> None:
-        retention = self._database.retention_ms
-        until = self._database.now_ms() + retention
-        old = [row.id for row in chain if row.expires_unix_ms < until - retention // _RENEW_SHARE]
+        until = self._database.now_ms() + self._database.retention_ms
+        old = [row.id for row in chain if row.expires_unix_ms <= until - _RENEWED_AFTER_MS]
         for start in range(0, len(old), _TOGETHER):
             some = (RESPONSES.c.tenant == tenant, RESPONSES.c.id.in_(old[start : start + _TOGETHER]))
-            with self._database.writing() as connection:
+            with self._database.writing(tenant) as connection:
                 connection.execute(update(RESPONSES).where(*some).values(expires_unix_ms=until))
 
 

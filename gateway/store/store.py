@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from sqlalchemy import delete, select
+from sqlalchemy import Select, delete, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from contract.errors import MillraceError, Reason, unsupported
@@ -114,14 +114,24 @@ class Store:
             (RESPONSES, database.drop_response),
             (CONVERSATIONS, database.drop_conversation),
         ):
-            old = select(table.c.tenant, table.c.id).where(table.c.expires_unix_ms <= database.now_ms())
-            with database.writing() as connection:
-                for tenant, id_ in connection.execute(old.limit(_SWEPT_TOGETHER)).all():
-                    num_removed += drop(connection, tenant, id_)
-        with database.writing() as connection:
-            connection.execute(delete(USED).where(USED.c.num_bytes <= 0))
+            old = table.c.expires_unix_ms <= database.now_ms()
+            some = select(table.c.tenant, table.c.id).where(old).limit(_SWEPT_TOGETHER)
+            for tenant in self._tenants(some):
+                with database.writing(tenant) as connection:
+                    # It may have been used since.
+                    for _, id_ in connection.execute(some.where(table.c.tenant == tenant)).all():
+                        num_removed += drop(connection, tenant, id_)
+        empty = USED.c.num_bytes <= 0
+        for tenant in self._tenants(select(USED.c.tenant).where(empty)):
+            with database.writing(tenant) as connection:
+                connection.execute(delete(USED).where(USED.c.tenant == tenant, empty))
         self._truncate_log()
         return num_removed
+
+    def _tenants(self, query: Select[Any]) -> list[str]:
+        """Those in the first column, each once."""
+        with self._database.engine.connect() as connection:
+            return list(dict.fromkeys(connection.execute(query).scalars()))
 
     def _truncate_log(self) -> None:
         """SQLite's write-ahead log has the pages before a deletion until it is written anew."""

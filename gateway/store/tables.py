@@ -46,6 +46,8 @@ RESPONSES = Table(
     Column("num_bytes", BigInteger, nullable=False),
     # The resource as JSON, without its output, whose items are rows of their own.
     Column("body", LargeBinary, nullable=False),
+    # What continues a response.
+    Index("store_responses_by_previous", "tenant", "previous_id"),
 )
 
 CONVERSATIONS = Table(

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tests.agents.scripted import Script
@@ -40,6 +41,8 @@ class Agent:
     environment: Callable[[str, str, str, Path], dict[str, str]]
     # What the model says, call by call.
     calls: Sequence[tuple[str, Mapping[str, object]]]
+    # By what its turns come: a method of requests.
+    method: str = "POST"
 
     def script(self, folder: Path) -> Script:
         """The task in `folder`."""
@@ -181,12 +184,15 @@ CLAUDE = Agent(
 # --- Codex: responses ---
 
 
-def _codex(packages: Path, url: str, key: str, model: str, home: Path) -> list[str]:
+def _codex(
+    packages: Path, url: str, key: str, model: str, home: Path, *, websockets: bool = False
+) -> list[str]:
     provider = {
         "name": "Millrace",
         "base_url": f"{url}/v1",
         "env_key": "MILLRACE_KEY",
         "wire_api": "responses",
+        "supports_websockets": websockets,
         "stream_max_retries": 20,
         "request_max_retries": 20,
     }
@@ -227,7 +233,12 @@ CODEX = Agent(
     ],
 )
 
-AGENTS = (OPENCODE, CLAUDE, CODEX)
+# The same, each turn an event on a socket, continued from the one before it.
+CODEX_SOCKET = replace(CODEX, name="codex-websocket", command=partial(_codex, websockets=True), method="GET")
+
+AGENTS = (OPENCODE, CLAUDE, CODEX, CODEX_SOCKET)
+# Where their turns go.
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 # What every agent leaves.
 FILES = {
     "lines.txt": "2\n",

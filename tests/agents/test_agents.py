@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.agents import AGENTS, FILES, FINAL, Agent
+from tests.agents.agents import AGENTS, FILES, FINAL, PATHS, Agent
 from tests.agents.stack import scripted_stack
 from tests.clients.environments import Client, Environments, read_pins
 from tests.e2e.stack import Stack, eventually
@@ -51,7 +52,17 @@ def _task(agent: Agent, packages: Path, folder: Path, *, kills: bool) -> None:
                 killer.join()
         assert (run.files, run.status) == (FILES, 0), run.said + stack.transcript()
         assert FINAL in run.said
+        # Envoy writes its log after a while.
+        assert eventually(lambda: bool(_methods(folder))), stack.transcript()
+        assert _methods(folder) == {agent.method}
         stack.assert_nothing_leaked()
+
+
+def _methods(folder: Path) -> set[str]:
+    """Of the requests with which an agent's turns came, or began."""
+    (log,) = (folder / "stack").rglob("access.log")
+    asked = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return {each["method"] for each in asked if each["path"].partition("?")[0] in PATHS} - {"HEAD"}
 
 
 def _kill_each(stack: Stack, work: Path, done: threading.Event) -> None:

@@ -131,6 +131,8 @@ class Response(Struct, frozen=True, kw_only=True):
     metadata: dict[str, str]
     safety_identifier: str | None
     prompt_cache_key: str | None
+    # Over a WebSocket: what HTTP says in x-millrace-warning and x-millrace-ignored.
+    warnings: list[str] | UnsetType = UNSET
 
 
 class EventError(Struct, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -60,6 +60,19 @@ _decode_task = msgspec.msgpack.Decoder(_Task).decode
 _decode_response = msgspec.json.Decoder(Response).decode
 
 
+def cancelled(resource: dict[str, Any], written: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    """A response that is cancelled: with what its events have told of it, which the last ones end."""
+    writer = ResponseWriter(_decode_response(msgspec.json.encode(resource)), Toolbox(), streams=True)
+    writer.take_up(written)
+    # Its stream is whole, even where nothing of it was written yet.
+    last = (b"" if written else writer.begin()) + writer.cancel()
+    return plain(writer.response), _events_of(last)
+
+
+def _events_of(written: bytes) -> list[bytes]:
+    return [event + b"\n\n" for event in written.removesuffix(DONE).split(b"\n\n")[:-1]]
+
+
 class Writers(Protocol):
     """Understands bodies, and makes the writers of answers."""
 
@@ -87,11 +100,11 @@ class BackgroundRun:
 
     def take(self, written: bytes) -> None:
         """Events; raises INTERNAL where they differ from those that are there."""
-        for event in written.removesuffix(DONE).split(b"\n\n")[:-1]:
+        for event in _events_of(written):
             self._num_seen += 1
             if self._num_seen > self.work.num_events:
-                self._pending.append(event + b"\n\n")
-            elif self._num_seen == self.work.num_events and event + b"\n\n" != self.work.last_event:
+                self._pending.append(event)
+            elif self._num_seen == self.work.num_events and event != self.work.last_event:
                 raise MillraceError(
                     Reason.INTERNAL,
                     "the gateway that computed this response is gone, and computed anew it is another one; "

@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -21,8 +21,8 @@ from gateway.faces.bodies import read
 from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens, Response
 from gateway.faces.responses.background import BackgroundResponses
 from gateway.faces.responses.fields import FIELDS
-from gateway.faces.responses.items import Open, text_of
-from gateway.faces.responses.keeping import HeldRequest, kept, needs_store
+from gateway.faces.responses.items import text_of
+from gateway.faces.responses.keeping import HeldRequest, LastResponse, continued, kept, needs_store
 from gateway.faces.responses.requests import (
     COMPACT_DECODER,
     ENCRYPTED_REASONING,
@@ -62,6 +62,9 @@ _SUMMARISE = (
     "left to do. Write the summary alone."
 )
 _SUMMARY = "A summary of the conversation so far:\n\n"
+Created = TypeVar("Created", bound=ResponseBody)
+# Adds to a resource.
+_Tell: TypeAlias = Callable[[Response], Response]
 
 
 class ResponseEndpoints:
@@ -69,50 +72,91 @@ class ResponseEndpoints:
 
     def __init__(self, pipeline: Callable[[], Pipeline], seal: Seal, store: Store | None = None) -> None:
         """`pipeline` raises what to answer while there is none yet; `seal` closes what clients keep."""
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._seal = seal
         self._store = store
         self.background = None if store is None else BackgroundResponses(pipeline, store, self)
 
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/responses."""
-        pipeline, caller = self._pipeline(), exchange.verified_caller
-        tenant = caller.identity.tenant
-
-        def convert(body: ResponseBody) -> Asked | None:
-            # What is in the store comes first.
-            return None if needs_store(body) else self._asked(caller, body)
-
-        body, understood = await read(exchange, pipeline.intake, RESPONSE_DECODER, convert, TOLERANCE)
-        held = await kept(self._store, pipeline, caller, body, caller.identity.request_id)
-        understood = await self.understand(caller, held.body, understood)
-        _warn(exchange, [*understood.warnings, *(_UNKEPT if body.store and held.store is None else ())])
+        body, understood = await self.read(exchange, RESPONSE_DECODER)
+        held, understood = await self.held(exchange, body, understood)
         if body.background:
             await self._in_background(exchange, held, understood)
             return
+        await self.answered(exchange, held, understood, streams=bool(body.stream))
+
+    async def read(
+        self,
+        exchange: Exchange,
+        decoder: msgspec.json.Decoder[Created],
+        ready: Callable[[Created], Created] = lambda body: body,
+    ) -> tuple[Created, Asked | None]:
+        """The body, as `ready` makes it, and the domain request unless what is in the store comes first."""
+        caller = exchange.verified_caller
+
+        def convert(sent: Created) -> tuple[Created, Asked | None]:
+            body = ready(sent)
+            return body, None if needs_store(body) else self._asked(caller, body)
+
+        _, understood = await read(exchange, self.pipeline().intake, decoder, convert, TOLERANCE)
+        return understood
+
+    async def held(
+        self,
+        exchange: Exchange,
+        body: ResponseBody,
+        understood: Asked | None,
+        last: LastResponse | None = None,
+    ) -> tuple[HeldRequest, Asked]:
+        """The request with what it continues, and as it is understood then; warns of what has less effect."""
+        caller = exchange.verified_caller
+        request_id = caller.identity.request_id
+        held = await kept(self._store, self.pipeline(), caller, body, request_id, last)
+        understood = await self.understand(caller, held.body, understood)
+        unkept = _UNKEPT if body.store and held.store is None else ()
+        _warn(exchange, [*held.warnings, *understood.warnings, *unkept])
+        return held, understood
+
+    async def answered(
+        self,
+        exchange: Exchange,
+        held: HeldRequest,
+        understood: Asked,
+        *,
+        streams: bool,
+        tell: _Tell | None = None,
+    ) -> Response:
+        """Answers an exchange; returns the resource as it is in the end. `tell` adds to it what is said of it
+        from the beginning.
+        """
+        pipeline, tenant = self.pipeline(), exchange.verified_caller.identity.tenant
         async with AcceptedAnswer(exchange, pipeline, [understood.request]) as answer:
             _warn(exchange, _unenforced(answer.attempts[0]))
-            writer = self.writer(held.body, understood, answer.attempts[0], streams=bool(body.stream))
+            writer = self.writer(held.body, understood, answer.attempts[0], streams=streams)
             writer.response = held.told(writer.response)
+            if tell is not None:
+                writer.response = tell(writer.response)
             keep = partial(held.keep, tenant)
             with pipeline.intake.lease(tenant) as lease:
-                if body.stream:
+                if streams:
                     await _stream(exchange, answer, writer, lease, keep)
                 else:
                     await _whole(answer, writer, lease, keep)
                     await exchange.respond(200, _encode(writer.response))
+        return writer.response
 
     async def understand(self, caller: Caller, body: ResponseBody, understood: Asked | None = None) -> Asked:
         """The domain request of a body whose input is complete, shortened where it asks for that."""
         understood = understood or self._asked(caller, body)
         if body.truncation != "auto":
             return understood
-        request, told = await truncated(self._pipeline(), caller, understood.request)
+        request, told = await truncated(self.pipeline(), caller, understood.request)
         warnings = (*understood.warnings, *filter(None, [told]))
         return dataclasses.replace(understood, request=request, warnings=warnings)
 
     def _asked(self, caller: Caller, body: ResponseBody) -> Asked:
-        pipeline, unseal = self._pipeline(), partial(self._seal.open, caller.identity.tenant)
+        pipeline, unseal = self.pipeline(), partial(self._seal.open, caller.identity.tenant)
         return asked(body, reasons=pipeline.reasons, unseal=unseal, limits=pipeline.intake.limits)
 
     async def _in_background(self, exchange: Exchange, held: HeldRequest, understood: Asked) -> None:
@@ -120,7 +164,7 @@ class ResponseEndpoints:
         assert held.store is not None, "without a store it is refused"
         caller = exchange.verified_caller
         response = await self.background.create(caller, held, understood)
-        exchange.add_headers(self._pipeline().limiter.headers(caller.identity))
+        exchange.add_headers(self.pipeline().limiter.headers(caller.identity))
         if held.body.stream:
             await stream_events(exchange, held.store, caller.identity.tenant, response.id, -1)
         else:
@@ -128,10 +172,13 @@ class ResponseEndpoints:
 
     async def count(self, exchange: Exchange) -> None:
         """POST /v1/responses/input_tokens."""
-        pipeline, caller = self._pipeline(), exchange.verified_caller
-        convert = partial(self._prompt, unseal=self._unseal(exchange))
-        body, request = await read(exchange, pipeline.intake, PROMPT_DECODER, convert, TOLERANCE)
+        pipeline, caller = self.pipeline(), exchange.verified_caller
+        body, request = await read(
+            exchange, pipeline.intake, PROMPT_DECODER, partial(self._at_once, caller), TOLERANCE
+        )
         _warn(exchange, FIELDS.check(body))
+        if request is None:
+            request = self._prompt(caller, await self._continued(exchange, body))
         served = pipeline.model(caller, body.model)
         num_tokens = len(await pipeline.encode(caller, served, request))
         await exchange.respond(200, _encode(InputTokens(input_tokens=num_tokens)))
@@ -140,10 +187,17 @@ class ResponseEndpoints:
         """POST /v1/responses/compact: the model summarises the conversation; the client keeps the summary
         sealed, as the last item of what it sends from now on.
         """
-        pipeline, caller = self._pipeline(), exchange.verified_caller
-        convert = partial(self._summary, unseal=self._unseal(exchange))
-        body, request = await read(exchange, pipeline.intake, COMPACT_DECODER, convert, TOLERANCE)
+        pipeline, caller = self.pipeline(), exchange.verified_caller
+        convert = partial(self._at_once, caller)
+        body, prompt = await read(
+            exchange, pipeline.intake, COMPACT_DECODER, lambda sent: convert(_prompt_of(sent)), TOLERANCE
+        )
         _warn(exchange, FIELDS.check(body))
+        given = _prompt_of(body)
+        if prompt is None:
+            given = await self._continued(exchange, given)
+            prompt = self._prompt(caller, given)
+        request = _summary(body, prompt)
         async with AcceptedAnswer(exchange, pipeline, [request]) as answer:
             text, end = "", None
             async for _, deltas in answer.deltas():
@@ -161,7 +215,7 @@ class ResponseEndpoints:
             compacted = CompactedResponse(
                 id=f"resp_{request_id}",
                 output=[
-                    *_said_by_user(body, request_id),
+                    *_said_by_user(given, request_id),
                     CompactionItem(id=f"cmp_{request_id}", encrypted_content=sealed),
                 ],
                 created_at=int(time.time()),
@@ -182,11 +236,20 @@ class ResponseEndpoints:
             seal=partial(self._seal.close, tenant) if body.includes(ENCRYPTED_REASONING) else None,
         )
 
-    def _unseal(self, exchange: Exchange) -> Open:
-        return partial(self._seal.open, exchange.verified_caller.identity.tenant)
+    def _at_once(self, caller: Caller, body: PromptBody) -> GenerationRequest | None:
+        """What a prompt becomes; None where what is in the store comes first."""
+        return None if needs_store(body) else self._prompt(caller, body)
 
-    def _prompt(self, body: PromptBody, *, unseal: Open) -> GenerationRequest:
-        pipeline = self._pipeline()
+    async def _continued(self, exchange: Exchange, body: PromptBody) -> PromptBody:
+        """The body with what it continues in its input."""
+        caller = exchange.verified_caller
+        request_id = caller.identity.request_id
+        found = await continued(self._store, self.pipeline(), caller, body, request_id)
+        _warn(exchange, found.warnings)
+        return replace(body, input=found.items)
+
+    def _prompt(self, caller: Caller, body: PromptBody) -> GenerationRequest:
+        pipeline, unseal = self.pipeline(), partial(self._seal.open, caller.identity.tenant)
         conversation, _ = conversation_of(
             body, reasons=pipeline.reasons, unseal=unseal, limits=pipeline.intake.limits
         )
@@ -194,18 +257,26 @@ class ResponseEndpoints:
         check_conversation(request, conversation)
         return request
 
-    def _summary(self, body: CompactBody, *, unseal: Open) -> GenerationRequest:
-        prompt = PromptBody(model=body.model, input=body.input, instructions=body.instructions)
-        request = self._prompt(prompt, unseal=unseal)
-        conversation = request.prompt
-        assert isinstance(conversation, Conversation), "this API has conversations alone"
-        ask = Message(role=Role.USER, content=_SUMMARISE)
-        return replace(
-            request,
-            prompt=replace(conversation, messages=(*conversation.messages, ask)),
-            service_tier=body.service_tier or "",
-            prompt_cache_key=body.prompt_cache_key or "",
-        )
+
+def _prompt_of(body: CompactBody) -> PromptBody:
+    return PromptBody(
+        model=body.model,
+        input=body.input,
+        instructions=body.instructions,
+        previous_response_id=body.previous_response_id,
+    )
+
+
+def _summary(body: CompactBody, request: GenerationRequest) -> GenerationRequest:
+    conversation = request.prompt
+    assert isinstance(conversation, Conversation), "this API has conversations alone"
+    ask = Message(role=Role.USER, content=_SUMMARISE)
+    return replace(
+        request,
+        prompt=replace(conversation, messages=(*conversation.messages, ask)),
+        service_tier=body.service_tier or "",
+        prompt_cache_key=body.prompt_cache_key or "",
+    )
 
 
 def _warn(exchange: Exchange, warnings: Sequence[str]) -> None:
@@ -223,7 +294,7 @@ def _unenforced(attempt: Attempt) -> list[str]:
     return [f"text.format is not enforced exactly: {ascii(missed)[1:-1][:_MAX_WARNING]}"]
 
 
-def _said_by_user(body: CompactBody, request_id: str) -> list[dict[str, object]]:
+def _said_by_user(body: PromptBody, request_id: str) -> list[dict[str, object]]:
     """The user's messages, which a compacted conversation keeps as they are."""
     given = [] if isinstance(body.input, str) or body.input is None else body.input
     said = [body.input] if isinstance(body.input, str) else []
@@ -271,11 +342,21 @@ async def _stream(
             await write_events(exchange, writer.event, deltas)
             lease.grow(writer.take_num_kept())
     except MillraceError as error:
-        await exchange.end_events(writer.fail(error, answer.usages()[0]))
+        await _broken_off(exchange, answer, writer, keep, error)
         raise
     except Exception:
-        await exchange.end_events(writer.fail(unexpected(), answer.usages()[0]))
+        await _broken_off(exchange, answer, writer, keep, unexpected())
         raise
     writer.conclude(answer.usages()[0])
     writer.response = await keep(writer.response)
     await exchange.end_events(writer.end())
+
+
+async def _broken_off(
+    exchange: Exchange, answer: Answer, writer: ResponseWriter, keep: _Keep, error: MillraceError
+) -> None:
+    """Ends a stream whose client has heard of the response: what there is of it is kept."""
+    usage = answer.usages()[0]
+    last = writer.cancel(usage) if exchange.client_gone else writer.fail(error, usage)
+    writer.response = await keep(writer.response)
+    await exchange.end_events(last)

@@ -31,10 +31,12 @@ ACCEPTED: Mapping[str, str] = {
     "reasoning.summary": "thoughts are not summarised but given as they are, and a warning says so",
     "reasoning.generate_summary": "thoughts are not summarised but given as they are, and a warning says so",
     "stream_options.include_obfuscation": "false alone; true is refused",
-    "truncation": "auto leaves out the oldest turns, and says how many in x-millrace-warning",
+    "truncation": "auto leaves out the oldest turns, and results without their calls, and says so in "
+    "x-millrace-warning",
     "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",
     "background": "where answers are kept; text comes in pieces, or whole with log-probabilities",
-    "previous_response_id": "where answers are kept; instructions are of one turn",
+    "previous_response_id": "where answers are kept, and over a WebSocket its last response; "
+    "instructions are of one turn",
     "conversation": "where answers are kept; not beside previous_response_id",
     "input[].id": "an item_reference's item is looked up where answers are kept",
 }

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from contract.errors import MillraceError, Reason, context_length, invalid
 from gateway.faces.responses.answer_types import Response
 from gateway.faces.responses.items import InputItem
-from gateway.faces.responses.requests import ResponseBody
+from gateway.faces.responses.requests import PromptBody, ResponseBody
 from gateway.http.exchange import Exchange
 from gateway.pipeline.pipeline import Pipeline
 from gateway.store.database import StoredItem, not_found
@@ -24,8 +24,12 @@ from gateway.types.request import Caller
 _log = logging.getLogger(__name__)
 # Bytes of a history that are read for a token that a model may have: what is longer, no model could take.
 _BYTES_PER_TOKEN = 16
+# Statuses of answers that a conversation takes.
+_ANSWERED = ("completed", "incomplete")
 # Where no engine says how much a model takes.
 _UNKNOWN_TOKENS = 32 * 1024
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
 _PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
@@ -37,16 +41,29 @@ _PREFIXES = {
 }
 
 
+class LastResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The last response of a connection, which the next one may continue whether or not it is kept."""
+
+    id: str
+    # Of the whole conversation, its output included.
+    items: Sequence[InputItem]
+    is_stored: bool
+
+
 class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request with what came before it in its input, and where its answer goes."""
 
     body: ResponseBody
     # None: the answer is not kept.
     store: Store | None = None
-    # The items that the request itself brought.
+    # The items that are kept with the response: those that the request itself brought, and those before them
+    # that are kept nowhere else.
     inputs: Sequence[StoredItem] = ()
     previous_id: str = ""
+    # Whether the response that it continues is kept, too.
+    follows_stored: bool = True
     conversation_id: str = ""
+    warnings: tuple[str, ...] = ()
 
     def told(self, response: Response) -> Response:
         """The resource with what is true of keeping it."""
@@ -63,9 +80,16 @@ class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
             id=response.id,
             resource=plain(response),
             inputs=self.inputs,
-            previous_id=self.previous_id,
-            conversation_id=self.conversation_id,
+            previous_id=self.previous_id if self.follows_stored else "",
+            conversation_id=self.conversation_id if response.status in _ANSWERED else "",
         )
+
+    def last(self, response: Response) -> LastResponse:
+        """What a request after this one continues, where it is on the same connection."""
+        given = self.body.input or ()
+        before = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+        output = [_decode_item(each.body) for each in self.new(response).outputs]
+        return LastResponse(id=response.id, items=[*before, *output], is_stored=response.store)
 
     async def keep(self, tenant: str, response: Response) -> Response:
         """Stores an answer, before its client hears that it is complete. It is the client's whether or not
@@ -87,57 +111,145 @@ def plain(response: Response) -> dict[str, Any]:
     return resource
 
 
-def needs_store(body: ResponseBody) -> bool:
-    """Whether something of a request's input is in the store."""
-    return bool(body.previous_response_id or body.conversation is not None or _references(body))
+def needs_store(body: PromptBody) -> bool:
+    """Whether something of a request's input is in the store; raises INVALID_ARGUMENT for empty ids."""
+    if body.previous_response_id == "":
+        raise invalid("previous_response_id", "it is empty; send the id of a response, or leave it out")
+    if body.conversation is not None and not _conversation_id(body):
+        raise invalid("conversation", "its id is empty; send the id of a conversation, or leave it out")
+    references = _references(body)
+    for index, id_ in references.items():
+        if not id_:
+            raise invalid(f"input[{index}].id", "it is required in a reference to an item")
+    return bool(body.previous_response_id or body.conversation is not None or references)
+
+
+class Continued(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request brings, and what stands before it."""
+
+    history: Sequence[InputItem]
+    given: list[StoredItem]
+    warnings: tuple[str, ...] = ()
+    # Whether what stands before it is kept, too.
+    is_stored: bool = True
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The whole input."""
+        return [*self.history, *map(_item, self.given)]
 
 
 async def kept(
-    store: Store | None, pipeline: Pipeline, caller: Caller, body: ResponseBody, request_id: str
+    store: Store | None,
+    pipeline: Pipeline,
+    caller: Caller,
+    body: ResponseBody,
+    request_id: str,
+    last: LastResponse | None = None,
 ) -> HeldRequest:
-    """Looks up what the request continues. Raises STORED_NOT_FOUND for what is not there, UNSUPPORTED_FIELD
-    where the tenant's state is not kept, CONTEXT_LENGTH_EXCEEDED for what is longer than any prompt.
-    """
+    """What the request continues and where its answer goes; raises as `continued` and `storing` do."""
     tenant = caller.identity.tenant
     keeps = storing(store, tenant, asked=body.store, background=bool(body.background))
-    conversation_id = _conversation_id(body)
-    if body.previous_response_id and conversation_id:
-        raise invalid("previous_response_id", "it is given beside conversation; give one of them")
     if not needs_store(body):
         if keeps is None:
             return HeldRequest(body=body)
         inputs = stored_items(body.input, request_id)
         await keeps.call(keeps.check_room, tenant, sum(len(each.body) for each in inputs))
         return HeldRequest(body=body, store=keeps, inputs=inputs)
+    conversation_id = _conversation_id(body)
     if conversation_id and keeps is None and body.store is False:
         raise invalid("store", "an answer within a conversation is kept in it; send store true")
-    source = _source(store, tenant, body)
-    most = pipeline.intake.limits.max_messages
-    if (count := len(_references(body))) > most:
-        raise invalid("input", f"{count} references to items; the limit is {most}")
-    served = pipeline.model(caller, body.model)
-    max_tokens = pipeline.max_model_len(served)
-    max_bytes = (max_tokens or _UNKNOWN_TOKENS) * _BYTES_PER_TOKEN
-    given, history, is_cut = await source.call(
-        _load, source, tenant, body, conversation_id, request_id, max_bytes
-    )
-    if is_cut and body.truncation != "auto":
-        problem = "what is stored before this request is longer; send truncation auto, or begin anew"
-        raise MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, context_length(max_tokens, problem))
-    if body.truncation == "auto":
-        room = pipeline.intake.limits.max_messages - len(given) - 1
-        history = history[-room:] if room > 0 else []
-    items = [*map(_item, history), *map(_item, given)]
+    found = await continued(store, pipeline, caller, body, request_id, last)
+    before = [] if found.is_stored or keeps is None else stored_items(list(found.history), f"{request_id}_h")
     return HeldRequest(
-        body=replace(body, input=items),
+        body=replace(body, input=found.items),
         store=keeps,
-        inputs=given,
+        inputs=[*before, *found.given],
         previous_id=body.previous_response_id or "",
+        follows_stored=found.is_stored,
         conversation_id=conversation_id,
+        warnings=found.warnings,
     )
 
 
-def _source(store: Store | None, tenant: str, body: ResponseBody) -> Store:
+async def continued(
+    store: Store | None,
+    pipeline: Pipeline,
+    caller: Caller,
+    body: PromptBody,
+    request_id: str,
+    last: LastResponse | None = None,
+) -> Continued:
+    """Looks up what the request continues, `last` of its own connection before the store. Raises
+    STORED_NOT_FOUND for what is not there, UNSUPPORTED_FIELD where the tenant's state is not kept,
+    CONTEXT_LENGTH_EXCEEDED for what is longer than any prompt.
+    """
+    tenant, limits = caller.identity.tenant, pipeline.intake.limits
+    conversation_id = _conversation_id(body)
+    if body.previous_response_id and conversation_id:
+        raise invalid("previous_response_id", "it is given beside conversation; give one of them")
+    references = _references(body)
+    if len(references) > limits.max_messages:
+        raise invalid("input", f"{len(references)} references to items; the limit is {limits.max_messages}")
+    if last is not None and last.id != body.previous_response_id:
+        last = None
+    if last is not None and not references:
+        given, history, is_cut = stored_items(body.input, request_id), list(last.items), False
+    else:
+        source = _source(store, tenant, body)
+        max_tokens = pipeline.max_model_len(pipeline.model(caller, body.model))
+        max_bytes = (max_tokens or _UNKNOWN_TOKENS) * _BYTES_PER_TOKEN
+        asked = replace(body, previous_response_id=None) if last is not None else body
+        given, found, is_cut = await source.call(
+            _load, source, tenant, asked, conversation_id, request_id, max_bytes
+        )
+        history = list(map(_item, found)) if last is None else list(last.items)
+        if is_cut and body.truncation != "auto":
+            problem = "what is stored before this request is longer; send truncation auto, or begin anew"
+            raise MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, context_length(max_tokens, problem))
+    # A call that was cut is no call: its arguments break off, and nothing was called.
+    history = [each for each in history if not (each.type in _CALLS and each.status == "incomplete")]
+    warnings: tuple[str, ...] = ()
+    if body.truncation == "auto":
+        room = max(0, limits.max_messages - len(given) - 1)
+        history, given, warnings = _shortened(history, given, room, is_cut)
+    if body.previous_response_id and not warnings and not isinstance(body.input, str):
+        _check_results(history, body.input or ())
+    return Continued(
+        history=history, given=given, warnings=warnings, is_stored=last is None or last.is_stored
+    )
+
+
+def _check_results(history: Sequence[InputItem], given: Sequence[InputItem]) -> None:
+    """Raises INVALID_ARGUMENT for the result of a call that the response before it did not make."""
+    calls = {each.call_id for each in [*history, *given] if each.type in _CALLS}
+    for index, item in enumerate(given):
+        if item.type in _RESULTS and item.call_id and item.call_id not in calls:
+            problem = f"no call with the id {item.call_id[:MAX_ID]!r} is in this conversation"
+            raise invalid(f"input[{index}].call_id", problem)
+
+
+def _shortened(
+    history: list[InputItem], given: list[StoredItem], room: int, is_cut: bool
+) -> tuple[list[InputItem], list[StoredItem], tuple[str, ...]]:
+    """The newest of what was found, without results of calls that are not there, and what is told."""
+    newest = history[len(history) - room :] if len(history) > room else history
+    if newest is history and not is_cut:
+        return history, given, ()
+    calls = {each.call_id for each in [*newest, *map(_item, given)] if each.type in _CALLS}
+
+    def is_left(item: InputItem) -> bool:
+        return item.type not in _RESULTS or item.call_id in calls
+
+    newest = [each for each in newest if is_left(each)]
+    brought = [each for each in given if is_left(_item(each))]
+    told = f"truncation left out all stored items but the newest {len(newest)}, which the model has not seen"
+    if len(brought) < len(given):
+        told += f"; {len(given) - len(brought)} results in input went with their calls"
+    return newest, brought, (told,)
+
+
+def _source(store: Store | None, tenant: str, body: PromptBody) -> Store:
     field = next((f"input[{index}].id" for index in _references(body)), "input")
     if body.previous_response_id:
         field = "previous_response_id"
@@ -166,7 +278,7 @@ def kept_by(store: Store | None, tenant: str, field: str) -> Store:
 def _load(
     store: Store,
     tenant: str,
-    body: ResponseBody,
+    body: PromptBody,
     conversation_id: str,
     request_id: str,
     max_bytes: int,
@@ -240,7 +352,7 @@ def _item(stored: StoredItem) -> InputItem:
     return _decode_item(stored.body)
 
 
-def _references(body: ResponseBody) -> dict[int, str]:
+def _references(body: PromptBody) -> dict[int, str]:
     """The ids of items that the input names, by their place in it."""
     if body.input is None or isinstance(body.input, str):
         return {}
@@ -251,7 +363,7 @@ def _is_reference(item: InputItem) -> bool:
     return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
 
 
-def _conversation_id(body: ResponseBody) -> str:
+def _conversation_id(body: PromptBody) -> str:
     match body.conversation:
         case None:
             return ""

@@ -86,6 +86,17 @@ _ABOUT = """OpenAI's Responses API, after the Open Responses specification of 20
 items, parts and tools are ignored, and named in `x-millrace-ignored`; any other field that is not listed is
 refused by name, and fields without effect are named in `x-millrace-warning`.
 
+`/v1/responses` is also a WebSocket (`GET` with `Upgrade: websocket` and the same credentials). A client
+sends text frames of JSON: `{"type": "response.create", ...}` with the fields of `ResponseBody` but for
+`stream`, `stream_options` and `background`, which may only say what happens anyway; and `generate`, of
+which false makes the prompt ready, answers without output, and can be continued. Each is answered by the
+events of a stream, a `ResponseEvent` a frame, without `[DONE]`, one response after the other in the order
+of the requests. What is refused is an event `{"type": "error", "status", "error": {type, code, message,
+param}, "headers"}`; the connection stays. `previous_response_id` may name the connection's last response,
+which need not be stored: code `previous_response_not_found` says that it is not there any more.
+`websocket_connection_limit_reached` comes before a connection is closed for its age. `warnings` of a
+response says what HTTP says in `x-millrace-warning`.
+
 A body that its schema allows is served, or refused for what no schema can say: limits, names that are not
 there, and
 
@@ -103,6 +114,7 @@ _PROMPT: Mapping[str, Any] = {
     "input": {"anyOf": [TEXT, list_of(ref(InputItem))]},
     "tool_choice": {"anyOf": [_MODES, ref(tools.ToolSelection)]},
     "truncation": {"enum": [*bodies.TRUNCATIONS, None]},
+    "previous_response_id": or_null({"type": "string", "minLength": 1}),
 }
 _max_tokens, _logprobs = OPTIONS["max_tokens"].limits, OPTIONS["logprobs"].limits
 _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
@@ -120,7 +132,7 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
     },
     bodies.CompactBody: {
-        **{name: _PROMPT[name] for name in ("model", "input")},
+        **{name: _PROMPT[name] for name in ("model", "input", "previous_response_id")},
         "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
     },
     bodies.TextBody: {"verbosity": {"enum": ["medium", None]}},
@@ -130,6 +142,7 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "summary": {"enum": [*bodies.SUMMARIES, None]},
         "generate_summary": {"enum": [*bodies.SUMMARIES, None]},
     },
+    bodies.ConversationRef: {"id": {"type": "string", "minLength": 1}},
     bodies.ResponseStreamOptions: {"include_obfuscation": {"enum": [None, False]}},
 }
 _BODIES = (bodies.ResponseBody, bodies.PromptBody, bodies.CompactBody)

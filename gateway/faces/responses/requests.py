@@ -102,6 +102,9 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
     truncation: str | None = None
+    # What is stored and comes before the input.
+    previous_response_id: str | None = None
+    conversation: str | ConversationRef | None = None
 
 
 class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,9 +123,6 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     service_tier: str | None = None
     store: bool | None = None
     background: bool | None = None
-    # What is stored and comes before the input.
-    previous_response_id: str | None = None
-    conversation: str | ConversationRef | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     user: str | None = None
@@ -145,6 +145,7 @@ class CompactBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: str
     input: str | list[InputItem] | None = None
     instructions: str | None = None
+    previous_response_id: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
 

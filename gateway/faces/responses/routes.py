@@ -9,6 +9,7 @@ from gateway.faces.responses import openapi
 from gateway.faces.responses.background import BackgroundResponses
 from gateway.faces.responses.conversations import CONVERSATIONS, ConversationEndpoints
 from gateway.faces.responses.endpoints import ResponseEndpoints
+from gateway.faces.responses.socket import ResponseSocket
 from gateway.faces.responses.stored import PREFIX, StoredEndpoints
 from gateway.faces.sealed import Seal
 from gateway.http.application import Routes
@@ -41,5 +42,6 @@ def routes(
         },
         below={PREFIX: ("", stored.handle), f"{CONVERSATIONS}/": ("", conversations.handle)},
         public={("GET", openapi.PATH): describe},
+        sockets={"/v1/responses": partial(ResponseSocket, endpoints)},
     )
     return served, endpoints.background

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from contract.errors import MillraceError, Reason, invalid, unsupported
-from gateway.faces.responses.background import follow
+from gateway.faces.responses.background import cancelled, follow
 from gateway.faces.responses.keeping import store_of
 from gateway.faces.responses.writer import DONE
 from gateway.http.errors import not_found
@@ -62,7 +62,8 @@ class StoredEndpoints:
     async def _cancel(self, exchange: Exchange, id_: str) -> None:
         store, tenant = store_of(exchange, self._store, "Response", id_)
         Query(exchange, ())
-        await exchange.respond(200, _encode(await store.call(store.background.cancel, tenant, id_)))
+        resource = await store.call(store.background.cancel, tenant, id_, cancelled)
+        await exchange.respond(200, _encode(resource))
 
     async def _input_items(self, exchange: Exchange, id_: str) -> None:
         store, tenant = store_of(exchange, self._store, "Response", id_)

@@ -20,7 +20,8 @@ async def truncated(
     pipeline: Pipeline, caller: Caller, request: GenerationRequest
 ) -> tuple[GenerationRequest, str]:
     """The request without as many of its oldest turns as must go, and a warning that says so, "" where none
-    has to. A turn is what a user says and what follows; instructions and the last turn stay.
+    has to. A turn is what a user says and what follows; instructions and the last turn stay, without results
+    of calls that were in those that go.
     """
     served = pipeline.model(caller, request.model)
     limit = pipeline.context_limit(caller, request, served)
@@ -62,5 +63,9 @@ def _without(
     request: GenerationRequest, conversation: Conversation, turns: list[list[Message]]
 ) -> GenerationRequest:
     dropped = {id(message) for turn in turns for message in turn}
-    messages = tuple(each for each in conversation.messages if id(each) not in dropped)
+    left = [each for each in conversation.messages if id(each) not in dropped]
+    gone = {call.id for turn in turns for message in turn for call in message.tool_calls}
+    gone -= {call.id for each in left for call in each.tool_calls}
+    # A result of a call that is not there says nothing, and templates refuse it.
+    messages = tuple(each for each in left if each.role is not Role.TOOL or each.tool_call_id not in gone)
     return replace(request, prompt=replace(conversation, messages=messages))

@@ -8,7 +8,7 @@ what another gateway writes of the same answer has them, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
@@ -46,6 +46,7 @@ from gateway.text.detokenizer import Vocabulary
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
+_decode_data = msgspec.json.Decoder(dict[str, Any]).decode
 _CUT = frozenset({FinishReason.LENGTH, FinishReason.BUDGET})
 _Kind: TypeAlias = Literal["reasoning", "message", "function_call", "custom_tool_call"]
 _ID_PREFIXES: dict[_Kind, str] = {
@@ -200,6 +201,37 @@ class ResponseWriter:
         self._emit("response.failed", response=self.response)
         return self._written() + (DONE if self._streams else b"")
 
+    def cancel(self, usage: Usage | None = None) -> bytes:
+        """The last events of an answer that nobody wants any more, with what is there of it. The
+        specification has no event for that: its stream ends as that of an incomplete one.
+        """
+        self._close("incomplete")
+        self.response = replace(
+            self.response,
+            status="cancelled",
+            output=self._items,
+            usage=None if usage is None else response_usage(usage),
+        )
+        self._emit("response.incomplete", response=self.response)
+        return self._written() + (DONE if self._streams else b"")
+
+    def take_up(self, written: Iterable[bytes]) -> None:
+        """Goes on behind events that another writer has written."""
+        for event in map(_decode_event, written):
+            self.sequence_number = event["sequence_number"] + 1
+            kind, item = event["type"], self._open
+            if kind == "response.output_item.added":
+                given = event["item"]
+                item = self._open = _OpenItem(given["type"], event["output_index"], given["id"])
+                names = ("call_id", "name", "namespace")
+                item.fields = {name: given[name] for name in names if name in given}
+            elif kind == "response.output_item.done":
+                self._items.append(msgspec.convert(event["item"], OutputItem))
+                self._open = None
+            elif kind.endswith(".delta") and item is not None:
+                item.texts.append(event["delta"])
+                item.logprobs += map(_encode, event.get("logprobs", ()))
+
     # --- items ------------------------------------------------------------------------------------------
 
     def _think(self, text: str) -> None:
@@ -328,6 +360,10 @@ class ResponseWriter:
     def _written(self) -> bytes:
         out, self._out = self._out, []
         return b"".join(out)
+
+
+def _decode_event(written: bytes) -> dict[str, Any]:
+    return _decode_data(written.partition(b"data: ")[2])
 
 
 def _of_text(logprobs: list[TokenLogprobs], text: str, vocabulary: Vocabulary) -> Sequence[TokenLogprobs]:

@@ -1,5 +1,6 @@
 // OpenAI's own SDK for Node.
 import OpenAI from "openai";
+import { ResponsesWS } from "openai/resources/responses/ws";
 import * as report from "./report.mjs";
 
 const { check, model, refused, works } = report;
@@ -89,6 +90,39 @@ await refused("too many requests", is(OpenAI.RateLimitError), "rate_limit_exceed
 await works("responses", async () => {
   const response = await client.responses.create({ model, input: "hi", max_output_tokens: 20 });
   check(response.output_text, response);
+  const { description, ...called } = weather.function;
+  const tools = [{ type: "function", description, strict: false, ...called }];
+  const asked = { model, tools, temperature: 0, store: false };
+  const input = [{ role: "user", content: report.questionOf("Paris") }];
+  const stream = client.responses.stream({ ...asked, input, tool_choice: "required" });
+  const calling = await stream.finalResponse();
+  const call = calling.output.find((item) => item.type === "function_call");
+  check(JSON.parse(call.arguments).city === "Paris", calling);
+  const result = { type: "function_call_output", call_id: call.call_id, output: JSON.stringify(report.result) };
+  const said = await client.responses.create({ ...asked, input: [...input, call, result], tool_choice: "none" });
+  check(said.output_text, said);
+  const text = { format: { type: "json_schema", name: "person", strict: true, schema } };
+  const parsed = await client.responses.parse({ model, input: report.person, temperature: 0, text });
+  check(JSON.parse(parsed.output_text).age === 34, parsed);
+});
+await works("responses over a WebSocket", async () => {
+  const socket = new ResponsesWS(client);
+  let last = null;
+  const ask = (input) =>
+    socket.send({
+      type: "response.create", model, input, store: false, max_output_tokens: 20, previous_response_id: last,
+    });
+  let rounds = 0;
+  ask("hi");
+  for await (const { type, message, error } of socket.stream()) {
+    if (type === "error") throw error;
+    if (!["response.completed", "response.incomplete"].includes(message?.type)) continue;
+    check(message.response.previous_response_id === last && message.response.output.length, message);
+    last = message.response.id;
+    if (++rounds === 2) break;
+    ask("And now?");
+  }
+  socket.close();
 });
 await refused("embeddings", is(OpenAI.NotFoundError), "embeddings", () =>
   client.embeddings.create({ model, input: "hi" }),

@@ -1,4 +1,5 @@
-// Vercel's ai with its provider for servers that speak OpenAI's API.
+// Vercel's ai with its provider for servers that speak OpenAI's API, and with OpenAI's own over Responses.
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, embed, generateObject, generateText, isStepCount, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
@@ -64,6 +65,28 @@ await works("structured output by json_schema", async () => {
 await works("structured output by json_mode", async () => {
   const { object } = await generateObject({ ...common, output: "no-schema", prompt: report.person });
   check(typeof object === "object", object);
+});
+
+await works("responses", async () => {
+  const options = { ...common, model: createOpenAI({ baseURL: report.baseURL, apiKey: report.apiKey })(report.model) };
+  const { text } = await generateText({ ...options, prompt: report.question });
+  check(text.includes(report.answer), text);
+  const stream = streamText({ ...options, prompt: report.question });
+  let said = "";
+  for await (const part of stream.textStream) said += part;
+  check(said.includes(report.answer) && (await stream.usage).outputTokens > 0, said);
+  called.length = 0;
+  const messages = [];
+  for (const city of report.cities) {
+    messages.push({ role: "user", content: report.questionOf(city) });
+    // What is not kept is sent again.
+    const providerOptions = { openai: { store: false } };
+    const done = await generateText({ ...options, tools, messages, providerOptions, stopWhen: stopAfter(3) });
+    messages.push(...done.response.messages);
+  }
+  check(called[0] === report.cities[0], called);
+  const { object } = await generateObject({ ...options, schema: person, prompt: report.person });
+  check(object.age === 34, object);
 });
 
 const is = (status) => (error) => APICallError.isInstance(error) && error.statusCode === status;

@@ -1,4 +1,4 @@
-"""OpenAI's agents over chat completions."""
+"""OpenAI's agents over chat completions, and over Responses by HTTP and by WebSocket."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from agents import (
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
+    OpenAIResponsesWSModel,
     Runner,
     RunResultStreaming,
     function_tool,
@@ -76,6 +77,33 @@ async def streamed(what: Agent, said: str) -> tuple[RunResultStreaming, int]:
     return result, len(events)
 
 
+async def over_responses(kind: type[OpenAIResponsesModel]) -> None:
+    """What an agent does with the other API: tools that it calls itself, in streams, and a schema."""
+    client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
+    settings = ModelSettings(temperature=0, max_tokens=100, store=False)
+    model = kind(model=MODEL, openai_client=client)
+
+    def made(**options: object) -> Agent:
+        return Agent(name="agent", model=model, model_settings=settings, **options)
+
+    answered = await Runner.run(made(), QUESTION)
+    assert ANSWER in answered.final_output
+    weather, said = made(tools=[get_weather]), []
+    called.clear()
+    for city in CITIES:
+        asked = [*said, {"role": "user", "content": question_of(city)}]
+        result = await Runner.run(weather, asked, max_turns=6)
+        assert result.final_output
+        said = result.to_input_list()
+    assert called[:1] == [CITIES[0]], called
+    called.clear()
+    streamed = Runner.run_streamed(weather, question_of("Oslo"), max_turns=6)
+    assert len([each async for each in streamed.stream_events()]) > 3
+    assert called[:1] == ["Oslo"], called
+    assert streamed.context_wrapper.usage.output_tokens > 0
+    assert (await Runner.run(made(output_type=Person), PERSON)).final_output.age == 34
+
+
 with works("answer"):
     assert ANSWER in run(agent(), QUESTION).final_output
 with works("stream"):
@@ -97,10 +125,12 @@ with refused("context too long", openai.BadRequestError, "context_length_exceede
     run(agent(), TOO_LONG)
 with refused("unknown model", openai.NotFoundError, "model_not_found"):
     run(agent(name="nobody"), QUESTION)
-with works("responses"):
-    client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
-    model = OpenAIResponsesModel(model=MODEL, openai_client=client)
-    assert run(Agent(name="agent", model=model), QUESTION).final_output
+for name, kind in (
+    ("responses", OpenAIResponsesModel),
+    ("responses over a WebSocket", OpenAIResponsesWSModel),
+):
+    with works(name):
+        asyncio.run(over_responses(kind))
 with refused("wrong key", openai.AuthenticationError, "invalid_api_key"):
     run(agent("mr-wrong"), QUESTION)
 with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):

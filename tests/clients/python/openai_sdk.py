@@ -106,6 +106,20 @@ with works("responses"):
     with client.responses.stream(model=MODEL, input="hi", max_output_tokens=20) as events:
         texts = [each.delta for each in events if each.type == "response.output_text.delta"]
     assert texts
+with works("responses over a WebSocket"):
+    socket = openai.OpenAI(base_url=BASE_URL, api_key=API_KEY).responses.connect()
+    with socket as connection:
+        last = None
+        for question in ("hi", "And now?"):
+            connection.response.create(
+                model=MODEL, input=question, previous_response_id=last, store=False, max_output_tokens=20
+            )
+            ended = next(
+                each for each in connection if each.type in ("response.completed", "response.incomplete")
+            )
+            assert ended.response.output_text, ended
+            assert ended.response.previous_response_id == last
+            last = ended.response.id
 with refused("embeddings", openai.NotFoundError, "embeddings"):
     client.embeddings.create(model=MODEL, input="hi")
 with refused("custom tools", openai.BadRequestError, "tools[0].type"):

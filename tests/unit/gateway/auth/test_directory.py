@@ -134,6 +134,12 @@ def test_development_key_belongs_to_a_tenant_of_its_own() -> None:
     assert (principal.tenant, principal.tier, principal.allowed_models) == ("development", "standard", ())
 
 
+def test_claims_of_a_token_end_with_it() -> None:
+    claims = {"sub": "u1", "tenant": "org-7", "exp": 940}
+    assert directory(clock=999.9).principal_of_claims(claims).tenant
+    assert reason(directory(clock=1000.0).principal_of_claims, claims) is Reason.INVALID_CREDENTIALS
+
+
 def test_subject_of_a_token_has_a_bounded_printable_name() -> None:
     def key_id(subject: str) -> str:
         return directory().principal_of_claims({"sub": subject, "tenant": "org-7"}).key_id

@@ -33,6 +33,7 @@ def engine(text: str = TEXT, **options: Any) -> ScriptedEngine:
 
 @asynccontextmanager
 async def serving(folder: Path, *engines: ScriptedEngine, **store: Any) -> AsyncIterator[Deployment]:
+    gateway = store.pop("gateway", {})
     dies = any(each.dies_after_tokens >= 0 for each in engines)
     tables = {
         "tenants": {"other": {}},
@@ -46,6 +47,7 @@ async def serving(folder: Path, *engines: ScriptedEngine, **store: Any) -> Async
             },
             **({"routing": {"max_continuations": 0}} if dies else {}),
             "drain_limit_s": 0.05,
+            **gateway,
             "ledger": {"url": f"sqlite:///{folder / 'ledger.sqlite'}", "flush_interval_s": 0.01},
         },
     }

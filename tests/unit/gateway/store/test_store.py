@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,12 @@ def response(name: str, *, previous: str = "", text: str = "hello", **fields: An
     )
 
 
+def ended(resource: dict[str, Any], events: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    """What becomes of a response that is cancelled."""
+    output = [{"id": resource["id"].replace("resp", "msg"), "content": b"".join(events).decode()}]
+    return {**resource, "status": "cancelled", "output": output}, [b"the end"]
+
+
 def used(store: Store, tenant: str = TENANT) -> int:
     with store._database.engine.connect() as connection:
         query = select(tables.USED.c.num_bytes).where(tables.USED.c.tenant == tenant)
@@ -127,7 +136,7 @@ def test_ids_of_other_tenants_say_what_ids_that_never_were_say(store: Store, clo
             for call in (
                 lambda id_: store.responses.get(other, id_),  # noqa: B023
                 lambda id_: store.responses.delete(other, id_),  # noqa: B023
-                lambda id_: store.background.cancel(other, id_),  # noqa: B023
+                lambda id_: store.background.cancel(other, id_, ended),  # noqa: B023
                 lambda id_: store.responses.history(other, id_, max_bytes=10**6),  # noqa: B023
                 lambda id_: store.conversations.get(other, id_),  # noqa: B023
                 lambda id_: store.conversations.append(other, id_, [item("x")]),  # noqa: B023
@@ -253,7 +262,7 @@ def test_background_has_one_writer_and_ends_at_a_cancellation(url: str, clock: C
     others.finish(taken, done, 3, [b"e3"])
     assert mine.events(TENANT, "resp_a", -1) == ([b"e0", b"e1", b"e2", b"e3"], True)
     assert json.loads(tables_json(first.responses.get(TENANT, "resp_a"))) == done
-    assert first.background.cancel(TENANT, "resp_a")["status"] == "completed"
+    assert first.background.cancel(TENANT, "resp_a", ended)["status"] == "completed"
 
     new = response("b", status="queued")
     new.resource["output"] = []
@@ -262,18 +271,105 @@ def test_background_has_one_writer_and_ends_at_a_cancellation(url: str, clock: C
     mine.release(work)
     (taken,) = others.take_over(9)
     assert taken.num_owners == 1
-    assert mine.cancel(TENANT, "resp_b")["status"] == "cancelled"
+    others.add(taken, 0, [b"e0", b"e1"])
+    cancelled = mine.cancel(TENANT, "resp_b", ended)
+    assert cancelled == json.loads(tables_json(first.responses.get(TENANT, "resp_b")))
+    assert (cancelled["status"], cancelled["output"]) == ("cancelled", [{"id": "msg_b", "content": "e0e1"}])
+    assert mine.events(TENANT, "resp_b", -1) == ([b"e0", b"e1", b"the end"], True)
     with pytest.raises(LeaseLost):
-        others.add(taken, 0, [b"too late"])
+        others.add(taken, 2, [b"too late"])
     first.responses.put(TENANT, response("c"))
     with pytest.raises(MillraceError) as refused:
-        mine.cancel(TENANT, "resp_c")
+        mine.cancel(TENANT, "resp_c", ended)
     assert reason(refused) is Reason.INVALID_ARGUMENT
     for name in "abc":
         first.responses.delete(TENANT, f"resp_{name}")
     assert used(first) == 0
     for each in (first, second):
         each._database.engine.dispose()
+
+
+def left(store: Store, *names: str) -> str:
+    """Those of the responses that are there."""
+    found = ""
+    for name in names:
+        with suppress(MillraceError):
+            found += store.responses.get(TENANT, f"resp_{name}")["id"].removeprefix("resp_")
+    return found
+
+
+def test_what_was_not_used_for_longest_goes_first(url: str, clock: Clock) -> None:
+    store = emptied(opened(url, clock))
+    for name in "abc":
+        store.responses.put(TENANT, response(name))
+        clock.now_s += 1
+    size = used(store) // 3
+    store.responses.history(TENANT, "resp_a", max_bytes=10**6)
+    store._database.max_bytes = 4 * size
+    there = []
+    for name in "def":
+        clock.now_s += 1
+        store.responses.put(TENANT, response(name))
+        there.append(left(store, *"abcdef"))
+    assert there == ["abcd", "acde", "adef"]
+    assert used(store) == 4 * size
+    store._database.engine.dispose()
+
+
+def test_no_response_goes_before_what_continues_it(url: str, clock: Clock) -> None:
+    store = emptied(opened(url, clock))
+    for name, previous in (("a", ""), ("b", "resp_a"), ("x", ""), ("c", "resp_b")):
+        clock.now_s += 100
+        store.responses.history(TENANT, previous, max_bytes=10**6) if previous else None
+        store.responses.put(TENANT, response(name, previous=previous))
+    size = used(store) // 4
+    store._database.max_bytes = 4 * size + size // 2
+    there = []
+    for name in "defg":
+        clock.now_s += 100
+        store.responses.put(TENANT, response(name))
+        there.append(left(store, *"abcxdefg"))
+    # x was used before the chain was for the last time, whose first turns go last.
+    assert there == ["abcd", "abde", "adef", "defg"]
+    # What a response continues stays for as long as it comes.
+    store._database.max_bytes = 2 * size
+    store.responses.put(TENANT, response("h", previous="resp_g"))
+    assert left(store, *"defgh") == "gh"
+    with pytest.raises(MillraceError) as refused:
+        store.responses.put(TENANT, response("i", previous="resp_h"))
+    assert reason(refused) is Reason.STORE_FULL
+    assert left(store, *"ghi") == "gh"
+    store._database.engine.dispose()
+
+
+def test_writers_of_one_tenant_do_not_wait_for_each_other_in_a_circle(url: str, clock: Clock) -> None:
+    store = emptied(opened(url, clock))
+    store.conversations.create(TENANT, {"id": "conv_a", "metadata": {}}, [])
+    begin = threading.Barrier(4)
+
+    def write(number: int) -> None:
+        begin.wait()
+        for turn in range(40):
+            name = f"{number}_{turn}"
+            match number:
+                case 0:
+                    store.conversations.append(TENANT, "conv_a", [item(f"i_{name}")])
+                case 1:
+                    store.responses.put(TENANT, response(name, conversation_id="conv_a"))
+                case 2:
+                    store.conversations.update(TENANT, "conv_a", {"turn": name})
+                case _:
+                    store.sweep()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
+    items, more = store.conversations.items(TENANT, "conv_a", limit=1000, order="asc")
+    assert (len(items), more) == (3 * 40, False)
+    store.conversations.delete(TENANT, "conv_a")
+    for turn in range(40):
+        store.responses.delete(TENANT, f"resp_1_{turn}")
+    assert used(store) == 0
+    store._database.engine.dispose()
 
 
 def test_deleted_bytes_are_in_no_file(tmp_path: Path, clock: Clock) -> None:
