@@ -33,6 +33,7 @@ from gateway.pipeline.validate import (
     check_vocabulary,
     complete,
     completion_limit,
+    prompt_limit,
     ranked_tokens,
     shortened,
     token_limit,
@@ -158,6 +159,7 @@ class Attempts:
         return attempt
 
     async def _prepare(self, call: Call, served: ServedModel, context: Any) -> Prepared:
+        limit = token_limit(self.max_model_len(served), call.tier.config.max_context_tokens)
         with call.step(names.GATEWAY_PREPARE) as step:
             prepared = await self.tokenizer.prepare(
                 # An adapter has the vocabulary of the model that it adapts.
@@ -168,9 +170,8 @@ class Attempts:
                 tenant=call.caller.identity.tenant,
                 traceparent=call.traceparent,
                 timeout_s=call.caller.remaining_s(),
-                max_prompt_tokens=token_limit(
-                    self.max_model_len(served), call.tier.config.max_context_tokens
-                ),
+                max_prompt_tokens=prompt_limit(call.request, limit),
+                truncates=call.request.truncate_prompt_tokens is not None,
             )
         call.later(self._metrics.observe, names.PREPARE_SECONDS, step.end_s - step.start_s)
         if prepared.vocabulary_fingerprint != served.vocabulary.fingerprint:
@@ -287,6 +288,7 @@ def _info(
         service_tier=call.tier.name,
         num_prompt_tokens=len(prepared.token_ids),
         num_choices=sampling.n,
+        left_out=prepared.left_out,
         enforcement=prepared.enforcement,
         echo=echo,
     )

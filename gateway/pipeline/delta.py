@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from contract.chat import Conversation, TextPrompt
+from contract.chat import Conversation, LeftOut, TextPrompt
 from contract.formats import UNKNOWN_FORMAT
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
@@ -123,6 +123,8 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str
     num_prompt_tokens: int
     num_choices: int
+    # What the model has not seen of a prompt that was too long.
+    left_out: LeftOut | None = None
     enforcement: EnforcementReport | None = None
     # Where it was asked for.
     echo: Echo | None = None
@@ -337,7 +339,7 @@ class AnswerReader:
             return None
         reader = detokenizer(self.texts)
         text = reader.feed(prepared.token_ids)
-        if isinstance(request.prompt, TextPrompt):
+        if isinstance(request.prompt, TextPrompt) and prepared.left_out is None:
             text = request.prompt.text
         return Echo(text, reader, next(iter(prepared.token_ids), -1))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from contract.chat import ResponseFormat, ToolChoiceMode
+from contract.chat import LeftOut, ResponseFormat, ToolChoiceMode
 from contract.errors import Reason
 from contract.grammar import EnforcementReport, Verdict
 from tokenizer_svc.config import PromptLimitsConfig
@@ -106,7 +106,6 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validati
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     """How the prompt of a request is prepared, and, for a worker, the request."""
 
-    add_special_tokens: bool = True
     with_grammar: bool = True
     length: LengthLimit = LengthLimit()
     tenant: str = ""
@@ -145,7 +144,7 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     # From a worker as they are sent (see `wire`), else as numbers.
     token_ids: list[int] | memoryview
     num_tokens: int
-    num_truncated: int = 0
+    left_out: LeftOut | None = None
     # On the monotonic clock, which all processes share.
     begin_s: float
     render_s: float = 0.0

@@ -89,12 +89,12 @@ class RequestLimits:
 
     def conversation(self, conversation: Conversation, length: LengthLimit) -> None:
         """Raises INVALID_ARGUMENT, REQUEST_TOO_LARGE, and CONTEXT_LENGTH_EXCEEDED where that is certain."""
-        if length.truncation is not Truncation.REFUSE:
-            raise invalid("conversations are not truncated; leave turns out instead", "truncation")
+        if length.truncation is Truncation.KEEP_START:
+            raise invalid("of a conversation the end is kept; its oldest turns are left out", "truncation")
         if not conversation.messages:
             raise invalid("messages must hold at least one message", "messages")
         self.size(sum(map(_size, conversation.messages)), "messages")
-        if self._writes_user_turns:
+        if self._writes_user_turns and length.truncation is Truncation.REFUSE:
             # Users' messages alone, because templates may leave out parts of the others.
             user = sum(
                 num_bytes(each.content.strip()) for each in conversation.messages if each.role is Role.USER

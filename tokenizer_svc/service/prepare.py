@@ -99,18 +99,18 @@ class Preparer:
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens, span=span.get_span_context())
 
     async def encode(
-        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str | None, add_special_tokens: bool = True
-    ) -> list[int] | memoryview:
+        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str | None, length: LengthLimit
+    ) -> Prompted:
         """Token ids of a conversation or text; packed where a worker wrote them. None is a service that asks
         for no tenant.
         """
-        asked = PromptRequest(tenant=tenant or "", add_special_tokens=add_special_tokens, with_grammar=False)
+        asked = PromptRequest(tenant=tenant or "", with_grammar=False, length=length)
         if not is_large(request):
-            return (await self._prompted(request, asked)).token_ids
+            return await self._prompted(request, asked)
         whole = large(request.SerializeToString())
         if tenant is not None:
             await self._throttle.wait(tenant, len(whole.wire))
-        return (await self._prompted(whole, asked)).token_ids
+        return await self._prompted(whole, asked)
 
     async def _prompted(
         self, request: tokenizer_pb2.PrepareRequest | LargeRequest, asked: PromptRequest

@@ -173,13 +173,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 prompt = tokenizer_pb2.PrepareRequest(text=request.text)
             case _:
                 raise no_input()
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        if request.HasField("add_special_tokens"):
+            prompt.add_special_tokens = request.add_special_tokens
         tenant = self._verify(request).tenant if request.HasField("context") else None
-        ids = await preparer.encode(prompt, tenant=tenant, add_special_tokens=special)
-        if isinstance(ids, memoryview):
-            # Packed ids are the whole answer.
-            return LargeAnswer((ids,))
-        return tokenizer_pb2.TokenizeResponse(token_ids=ids)
+        # No context's limit: what is only counted may be longer than what is served.
+        length = wire.length_limit(request, context_pb2.RequestContext())
+        return wire.tokens(await preparer.encode(prompt, tenant=tenant, length=length))
 
     async def ValidateOutput(
         self, request: tokenizer_pb2.ValidateOutputRequest, context: Any

@@ -32,6 +32,7 @@ ACCEPTED: Mapping[str, str] = {
     "reasoning.generate_summary": "thoughts are not summarised but given as they are, and a warning says so",
     "stream_options.include_obfuscation": "false alone; true is refused",
     "truncation": "auto leaves out the oldest turns, and says how many in x-millrace-warning",
+    "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",
     "background": "where answers are kept; text comes in pieces, or whole with log-probabilities",
     "previous_response_id": "where answers are kept; instructions are of one turn",
