@@ -192,7 +192,7 @@ class Attempts:
         reader = self.reader(served)
         return complete(
             call.request.sampling,
-            checkpoint={**reader.checkpoint, **served.config.defaults},
+            defaults=reader.defaults,
             watches_ids=reader.watches_ids(call.request),
             max_tokens=ranked_tokens(call.request, max_tokens, self.intake.limits),
             eos_token_ids=served.vocabulary.eos_token_ids,

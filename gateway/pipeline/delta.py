@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -303,6 +303,11 @@ class ChoiceStream:
         delta.finish_reason = reason
 
 
+# Who recommends sampling options.
+_GENERATION_CONFIG = "generation_config.json"
+_CONFIGURED = "defaults of the model in the configuration"
+
+
 class AnswerReader:
     """Makes the choices of a model's requests."""
 
@@ -310,8 +315,13 @@ class AnswerReader:
         vocabulary = served.vocabulary
         self.vocabulary = vocabulary
         self.thoughts = ThoughtBudget(vocabulary)
-        # Sampling options that the model's checkpoint recommends.
-        self.checkpoint = checkpoint_defaults(vocabulary.generation_config)
+        recommended = checkpoint_defaults(vocabulary.generation_config)
+        # Sampling options of requests that say nothing of them, and who says it instead.
+        self.defaults: Mapping[str, Any] = {**recommended, **served.config.defaults}
+        self.default_sources: Mapping[str, str] = {
+            **{name: vocabulary.sampling_sources.get(name, _GENERATION_CONFIG) for name in recommended},
+            **dict.fromkeys(served.config.defaults, _CONFIGURED),
+        }
         self._tool_format = vocabulary.tool_call_format if vocabulary.tool_call_format in PARSERS else ""
         # Without any marker shown.
         self.texts = TokenTexts(vocabulary)

@@ -246,6 +246,13 @@ class Pipeline:
         found = self.catalog.any_of(name)
         return found is not None and bool(found.vocabulary.reasoning_format)
 
+    def defaults(self, served: ServedModel | None) -> list[tuple[str, int | float, str]]:
+        """Sampling options of requests to a model that say nothing of them: (option, value, who says it)."""
+        if served is None:
+            return []
+        reader = self.attempts.reader(served)
+        return [(name, value, reader.default_sources[name]) for name, value in reader.defaults.items()]
+
     def max_model_len(self, served: ServedModel) -> int:
         """Longest prompt plus completion of a model; 0 while no engine is attached."""
         return self.attempts.max_model_len(served)

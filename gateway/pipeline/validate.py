@@ -100,7 +100,7 @@ def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: 
 def complete(
     sampling: SamplingOptions,
     *,
-    checkpoint: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     max_tokens: int,
     eos_token_ids: tuple[int, ...],
     watches_ids: bool = False,
@@ -114,7 +114,7 @@ def complete(
         ends = (*ends, *sampling.stop_token_ids)
     options: dict[str, Any] = {
         "best_of": n,
-        **checkpoint,
+        **defaults,
         **sampling.given(),
         "seed": secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64,
         # The step that computes the prompt always samples; the token is dropped when none was asked for.

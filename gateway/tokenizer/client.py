@@ -71,6 +71,7 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
         tool_call_format=message.tool_call_format,
         reasoning_format=message.reasoning_format,
         generation_config=config,
+        sampling_sources=dict(message.sampling_sources),
     )
 
 

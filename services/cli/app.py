@@ -332,12 +332,14 @@ def generate(
 
 @app.command()
 def models(url: UrlOption = "") -> None:
-    """List the models that the key may use."""
-    from services.cli.inference import InferenceClient
+    """List the models that the key may use, and the sampling options that they have of their own."""
+    from services.cli.inference import InferenceClient, told_defaults
 
     with _errors_in_one_line(), InferenceClient(find_target(url)) as client:
         for model in client.models():
             _out.print(f"{model.id}  {model.max_model_len} tokens", markup=False)
+            if told := told_defaults(model, {}):
+                _notes.print(f"  {told}", style="dim", markup=False, highlight=False)
 
 
 # --- looking ----------------------------------------------------------------------------------------------

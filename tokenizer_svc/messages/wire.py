@@ -321,4 +321,5 @@ def vocabulary_response(checkpoint: Checkpoint) -> tokenizer_pb2.GetVocabularyRe
         tool_call_format=checkpoint.tool_call_format,
         reasoning_format=checkpoint.reasoning_format,
         generation_config_json=checkpoint.generation_config_json,
+        sampling_sources=checkpoint.sampling_sources,
     )

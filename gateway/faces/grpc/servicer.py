@@ -122,6 +122,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 max_model_len=pipeline.max_model_len(served) if served else 0,
                 created_unix_s=served.created_unix_s if served else 0,
                 owned_by="millrace",
+                sampling_defaults=[
+                    inference_pb2.SamplingDefault(option=option, value=value, source=source)
+                    for option, value, source in pipeline.defaults(served)
+                ],
             )
         return response
 

@@ -13,7 +13,7 @@ from contract.errors import invalid
 from gateway.config import RequestConfig
 from gateway.faces.bodies import read
 from gateway.faces.openai import chat
-from gateway.faces.openai.answer_types import DetokenizedText, ModelCard, ModelList, Tokens
+from gateway.faces.openai.answer_types import DetokenizedText, ModelCard, ModelList, SamplingDefault, Tokens
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import Slices
@@ -82,6 +82,9 @@ class InspectEndpoints:
             id=name,
             created=0 if served is None else served.created_unix_s,
             max_model_len=(pipeline.max_model_len(served) if served else 0) or None,
+            sampling_defaults={
+                name: SamplingDefault(value, source) for name, value, source in pipeline.defaults(served)
+            },
         )
 
     async def tokenize(self, exchange: Exchange) -> None:

@@ -46,7 +46,7 @@ def test_the_checkpoint_recommends_and_the_client_decides() -> None:
     recommended = checkpoint_defaults({"temperature": 0.6, "top_k": 20, "top_p": 0.9, "eos_token_id": 3})
     assert recommended == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
     sampling = complete(
-        SamplingOptions(temperature=0.0, n=2), checkpoint=recommended, max_tokens=5, eos_token_ids=(3,)
+        SamplingOptions(temperature=0.0, n=2), defaults=recommended, max_tokens=5, eos_token_ids=(3,)
     )
     assert (sampling.temperature, sampling.top_k, sampling.n, sampling.best_of) == (0.0, 20, 2, 2)
     assert sampling.stop_token_ids == (3,)
@@ -55,17 +55,15 @@ def test_the_checkpoint_recommends_and_the_client_decides() -> None:
 
 
 def test_requests_without_a_seed_differ_and_can_be_continued() -> None:
-    seeds = {
-        complete(SamplingOptions(), checkpoint={}, max_tokens=1, eos_token_ids=()).seed for _ in range(8)
-    }
+    seeds = {complete(SamplingOptions(), defaults={}, max_tokens=1, eos_token_ids=()).seed for _ in range(8)}
     assert len(seeds) == 8
-    given = complete(SamplingOptions(seed=5), checkpoint={}, max_tokens=1, eos_token_ids=())
+    given = complete(SamplingOptions(seed=5), defaults={}, max_tokens=1, eos_token_ids=())
     assert given.seed == 5
 
 
 def test_end_tokens_are_ignored_on_request_but_own_stop_tokens_are_not() -> None:
     options = SamplingOptions(ignore_eos=True, stop_token_ids=(7,))
-    sampling = complete(options, checkpoint={}, max_tokens=1, eos_token_ids=(3,))
+    sampling = complete(options, defaults={}, max_tokens=1, eos_token_ids=(3,))
     assert sampling.stop_token_ids == (7,)
 
 

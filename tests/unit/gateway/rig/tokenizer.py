@@ -20,6 +20,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     def __init__(self) -> None:
         self.prepared: list[tokenizer_pb2.PrepareRequest] = []
         self.generation_config = ""
+        self.sampling_sources: dict[str, str] = {}
         self.tool_call_format = "hermes"
         self.reasoning_format = "think"
         self.assistant_prefix = ""
@@ -36,6 +37,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             tool_call_format=self.tool_call_format,
             reasoning_format=self.reasoning_format,
             generation_config_json=self.generation_config,
+            sampling_sources=self.sampling_sources,
         )
 
     async def Prepare(self, request: Any, context: Any) -> Any:

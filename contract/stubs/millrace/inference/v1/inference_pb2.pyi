@@ -761,11 +761,16 @@ class Model(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     OWNED_BY_FIELD_NUMBER: _builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     """Longest prompt plus completion, in tokens."""
     created_unix_s: _builtins.int
     owned_by: _builtins.str
+    @_builtins.property
+    def sampling_defaults(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplingDefault]:
+        """Sampling options of requests that say nothing of them, where they are not the API's own."""
+
     def __init__(
         self,
         *,
@@ -773,11 +778,39 @@ class Model(_message.Message):
         max_model_len: _builtins.int = ...,
         created_unix_s: _builtins.int = ...,
         owned_by: _builtins.str = ...,
+        sampling_defaults: _abc.Iterable[Global___SamplingDefault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "id", b"id", "max_model_len", b"max_model_len", "owned_by", b"owned_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "id", b"id", "max_model_len", b"max_model_len", "owned_by", b"owned_by", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class SamplingDefault(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTION_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    option: _builtins.str
+    """As in SamplingOptions."""
+    value: _builtins.float
+    source: _builtins.str
+    """Who says so: a file of the checkpoint, or the configuration."""
+    def __init__(
+        self,
+        *,
+        option: _builtins.str = ...,
+        value: _builtins.float = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["option", b"option", "source", b"source", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplingDefault: _TypeAlias = SamplingDefault  # noqa: Y015

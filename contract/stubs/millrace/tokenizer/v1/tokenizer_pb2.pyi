@@ -383,6 +383,26 @@ Global___GetVocabularyRequest: _TypeAlias = GetVocabularyRequest  # noqa: Y015
 class GetVocabularyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SamplingSourcesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DECODER_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
@@ -393,6 +413,7 @@ class GetVocabularyResponse(_message.Message):
     REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     GENERATION_CONFIG_JSON_FIELD_NUMBER: _builtins.int
     BYTE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SAMPLING_SOURCES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """SHA-256 over kind, token bytes and special ids, lower-case hex."""
     decoder: Global___DecoderKind.ValueType
@@ -402,7 +423,9 @@ class GetVocabularyResponse(_message.Message):
     reasoning_format: _builtins.str
     """Name of the format in which the model writes reasoning; empty if it has none."""
     generation_config_json: _builtins.str
-    """The checkpoint's generation_config.json as JSON text; empty if it has none."""
+    """The checkpoint's generation_config.json as JSON text, completed by the sampling options of a GGUF file; empty
+    if there are none.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Bytes of every token; the index is the id. Ids without a token are empty."""
@@ -419,6 +442,10 @@ class GetVocabularyResponse(_message.Message):
         becomes one U+FFFD per byte.
         """
 
+    @_builtins.property
+    def sampling_sources(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Who recommends a sampling option of generation_config_json, where that is not the file itself."""
+
     def __init__(
         self,
         *,
@@ -432,10 +459,11 @@ class GetVocabularyResponse(_message.Message):
         reasoning_format: _builtins.str = ...,
         generation_config_json: _builtins.str = ...,
         byte_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        sampling_sources: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "reasoning_format", b"reasoning_format", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "reasoning_format", b"reasoning_format", "sampling_sources", b"sampling_sources", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
