@@ -48,7 +48,7 @@ class ChatSession:
         """Says by what tokens are drawn that the user has said nothing of, and who says so."""
         told = told_defaults(self._client.model(self._fields["model"]), self._fields["sampling"])
         if told:
-            self._notes.print(told, style="dim", markup=False, highlight=False)
+            self._notes.print(told, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
