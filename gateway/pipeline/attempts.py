@@ -114,7 +114,7 @@ class Attempts:
         """
         request, served = call.request, target.served
         reader = self.reader(served)
-        check_vocabulary(request, served.vocabulary.size)
+        check_vocabulary(request, served.vocabulary.tokens)
         reader.check(request)
         context = self.callers.sign(call.caller, call.tier, call.traceparent, served.key)
         prepared = await self._prepare(call, served, context)

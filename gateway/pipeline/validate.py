@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -318,9 +318,11 @@ def _check_sampling(request: GenerationRequest, refused: Refuse) -> None:
         raise refused("n", f"{n} greedy answers would be equal; use a temperature above 0, or n 1")
 
 
-def check_vocabulary(request: GenerationRequest, vocabulary_size: int) -> None:
-    """Raises INVALID_ARGUMENT for ids outside the vocabulary, wherever the request names some."""
-    refused, sampling = partial(refuse, request), request.sampling
+def check_vocabulary(request: GenerationRequest, tokens: Sequence[bytes]) -> None:
+    """Raises INVALID_ARGUMENT for ids outside the vocabulary, wherever the request names some, and where all
+    that it allows are ids without a token: these are never drawn.
+    """
+    refused, sampling, vocabulary_size = partial(refuse, request), request.sampling, len(tokens)
     prompt = request.prompt.token_ids if isinstance(request.prompt, TokenPrompt) else ()
     check_token_ids(sampling, vocabulary_size, refused)
     check_ids("prompt", prompt, vocabulary_size, refused)
@@ -333,6 +335,8 @@ def check_vocabulary(request: GenerationRequest, vocabulary_size: int) -> None:
         # Numbers of JSON have a sign.
         if ids and min(ids) < 0:
             raise refused(name, outside(min(ids), vocabulary_size))
+    if (ids := sampling.allowed_token_ids) and not any(tokens[each] for each in ids):
+        raise refused("allowed_token_ids", f"no id in it has a token ({ids[0]} has none); allow one that has")
 
 
 def _check_prompt(request: GenerationRequest, refused: Refuse) -> None:

@@ -118,9 +118,9 @@ class VllmEngine:
         self._events: list[dict[str, Any]] = []
         self._subscribers: list[asyncio.Task[None]] = []
         self.facts = _facts(settings, model["token_ids"])
-        # Rows of the head that no token has are never drawn.
+        # Rows of the head that no token has, inside the vocabulary or behind it, are never drawn.
         padding = range(self.facts["vocab_size"], settings.model_config.get_vocab_size())
-        self._padding = dict.fromkeys(padding, -math.inf)
+        self._padding = dict.fromkeys((*model["token_ids"].get("holes", ()), *padding), -math.inf)
         self.memory = _memory(settings, Path(model["path"]))
 
     @classmethod

@@ -206,14 +206,9 @@ def test_what_differs_from_its_digest_is_deleted_and_named(hub: Hub, tmp_path: P
 
 def test_without_the_hub_there_is_one_sentence(tmp_path: Path) -> None:
     refused = found("http://127.0.0.1:9", tmp_path, "hf:org/tiny")
-    assert (
-        refused.stderr.strip()
-        .splitlines()[-1]
-        .startswith(
-            "runtime.errors.ConfigError: --model = 'hf:org/tiny': no directory of that name here, and huggingface.co "
-            "cannot be reached"
-        )
-    )
+    last = refused.stderr.strip().splitlines()[-1]
+    assert last.startswith("runtime.errors.ConfigError: --model = 'hf:org/tiny': no directory of that name")
+    assert "huggingface.co cannot be reached" in last
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from contract.chat import TextPrompt
 from contract.errors import MillraceError
@@ -10,7 +11,13 @@ from contract.outputs import ChoiceStatistics, FirstToken
 from contract.sampling import SamplingOptions
 from gateway.engines.types import EngineOutput
 from gateway.pipeline.delta import Meter
-from gateway.pipeline.validate import checkpoint_defaults, complete, completion_limit, token_limit
+from gateway.pipeline.validate import (
+    check_vocabulary,
+    checkpoint_defaults,
+    complete,
+    completion_limit,
+    token_limit,
+)
 from gateway.types.request import GenerationRequest
 
 
@@ -40,6 +47,21 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         completion_limit(asked(max_tokens), prompt_tokens, 100)
     assert refusal.value.field == field
     assert refusal.value.metadata["max_context_tokens"] == "100"
+
+
+def test_what_is_allowed_has_a_token() -> None:
+    tokens = (b"a", b"", b"b", b"")
+
+    def check(*ids: int) -> None:
+        request = replace(asked(None), sampling=SamplingOptions(allowed_token_ids=ids))
+        check_vocabulary(request, tokens)
+
+    check(1, 2)
+    with pytest.raises(MillraceError, match="no id in it has a token") as refusal:
+        check(3, 1)
+    assert refusal.value.field == "allowed_token_ids"
+    with pytest.raises(MillraceError, match="outside the vocabulary of 4 tokens"):
+        check(4)
 
 
 def test_the_checkpoint_recommends_and_the_client_decides() -> None:
