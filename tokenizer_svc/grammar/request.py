@@ -109,8 +109,15 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     with_grammar: bool = True
     length: LengthLimit = LengthLimit()
     tenant: str = ""
+    # The tenant's, or that of a part of its requests: what is kept of turns is kept by it, too.
+    salt: bytes = b""
     # millrace.tokenizer.v1.PrepareRequest as it came. The last field, see `encoded`.
     wire: memoryview = memoryview(b"")
+
+    @property
+    def turns_of(self) -> str:
+        """Whose encoded turns are read and kept."""
+        return f"{self.tenant}\0{self.salt.hex()}" if self.salt else self.tenant
 
     def encoded(self, wire: bytes, field: str) -> EncodedPrompt:
         """With this wire, as it crosses to a worker; errors name `field`."""

@@ -98,7 +98,7 @@ class Prompts:
         begin_s = time.monotonic()
         rendered = self.templates.render(conversation)
         rendered_s = time.monotonic()
-        ids = self.encoder.encode_rendered(rendered, tenant=asked.tenant)
+        ids = self.encoder.encode_rendered(rendered, tenant=asked.turns_of)
         return _Written(rendered, ids, rendered_s - begin_s, time.monotonic() - rendered_s)
 
     def _shortened(

@@ -62,7 +62,12 @@ class Preparer:
         self._limits = self._prompts.limits
 
     async def prepare(
-        self, request: tokenizer_pb2.PrepareRequest | LargeRequest, *, tenant: str, length: LengthLimit
+        self,
+        request: tokenizer_pb2.PrepareRequest | LargeRequest,
+        *,
+        tenant: str,
+        length: LengthLimit,
+        salt: bytes = b"",
     ) -> PreparedRequest:
         """Raises what `Prompts.prepared` raises, GRAMMAR_REFUSED, and QUEUE_LIMIT_EXCEEDED where too much of
         the tenant's waits.
@@ -73,7 +78,8 @@ class Preparer:
                 request = large(request.SerializeToString())
         if isinstance(request, LargeRequest):
             await self._throttle.wait(tenant, len(request.wire))
-        prompted = await self._prompted(request, PromptRequest(tenant=tenant, length=length))
+        asked = PromptRequest(tenant=tenant, length=length, salt=salt)
+        prompted = await self._prompted(request, asked)
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens)
         start = time.perf_counter()
         if prompted.grammar is None:
@@ -87,10 +93,11 @@ class Preparer:
         )
 
     def prepare_short(
-        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str, length: LengthLimit
+        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str, length: LengthLimit, salt: bytes = b""
     ) -> Prompted | None:
         """The same, now, for what `is_short`; None where there is a grammar. `record_short` is later."""
-        prompted = self._prompts.prepared(request, PromptRequest(tenant=tenant, length=length))
+        asked = PromptRequest(tenant=tenant, length=length, salt=salt)
+        prompted = self._prompts.prepared(request, asked)
         return prompted if prompted.grammar is None else None
 
     def record_short(self, prompted: Prompted, span: Span) -> None:
@@ -99,12 +106,17 @@ class Preparer:
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens, span=span.get_span_context())
 
     async def encode(
-        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str | None, length: LengthLimit
+        self,
+        request: tokenizer_pb2.PrepareRequest,
+        *,
+        tenant: str | None,
+        length: LengthLimit,
+        salt: bytes = b"",
     ) -> Prompted:
         """Token ids of a conversation or text; packed where a worker wrote them. None is a service that asks
         for no tenant.
         """
-        asked = PromptRequest(tenant=tenant or "", with_grammar=False, length=length)
+        asked = PromptRequest(tenant=tenant or "", with_grammar=False, length=length, salt=salt)
         if not is_large(request):
             return await self._prompted(request, asked)
         whole = large(request.SerializeToString())
