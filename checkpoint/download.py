@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import sys
@@ -21,6 +22,8 @@ _CHUNK_BYTES = 256 * 1024
 # Attempts in a row that bring nothing, and the pauses before the next; one that brings something begins anew.
 _PAUSES_S = (0.5, 1.0, 2.0)
 _BROKEN = (OSError, http.client.HTTPException)
+# No server is to blame for these.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Wanted(NamedTuple):
@@ -88,6 +91,8 @@ def _from(url: str, part: Path, wanted: Wanted, open_at: Opener, meter: Download
                 # A place behind the end, or no such file.
                 return failure
         except _BROKEN as error:
+            if getattr(error, "errno", None) in _OF_THE_DISK:
+                raise
             failure = str(getattr(error, "reason", error)) or type(error).__name__
         else:
             failure = "it was broken off"

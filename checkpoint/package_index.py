@@ -22,6 +22,8 @@ from types import TracebackType
 from typing import IO, Any
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
+from runtime.errors import ConfigError
+
 # A registry that is asked instead of pip's.
 _INDEX_VARIABLE = "MILLRACE_PACKAGE_INDEX"
 _PYPI = "https://pypi.org/simple"
@@ -50,9 +52,11 @@ class PackageIndexes:
                 self._indexes = []
             self._folders = self._several("find-links")
         cert = self._settings.get("cert")
-        handlers: list[Any] = [
-            urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=cert or None))
-        ]
+        try:
+            context = ssl.create_default_context(cafile=cert or None)
+        except OSError as error:
+            raise ConfigError(f"the certificates of pip's configuration ({cert}): {error}") from error
+        handlers: list[Any] = [urllib.request.HTTPSHandler(context=context)]
         if proxy := self._settings.get("proxy"):
             handlers.append(urllib.request.ProxyHandler({"http": proxy, "https": proxy}))
         self._opener = urllib.request.build_opener(*handlers)

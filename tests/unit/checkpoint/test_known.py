@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import http.server
 import io
@@ -257,6 +258,23 @@ def test_without_a_network_there_is_one_sentence(tmp_path: Path) -> None:
     assert ended.returncode == 2, said
     assert "Traceback" not in said
     assert said.count("\n") == 1, said
+
+
+def test_a_full_disk_is_no_servers_fault(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(download, "_append", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device; make room"):
+        fetched("tiny", "--model", environ(tmp_path, registry.url))
+
+
+def test_a_certificate_that_is_not_there_is_named(tmp_path: Path) -> None:
+    settings = environ(tmp_path, str(tmp_path / "absent.pem"), "PIP_CERT")
+    with pytest.raises(ConfigError, match=r"certificates of pip's configuration \(.*absent\.pem\)"):
+        fetched("tiny", "--model", settings)
 
 
 def test_the_cache_is_where_users_keep_such_things(tmp_path: Path) -> None:
