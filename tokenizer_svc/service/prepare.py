@@ -27,7 +27,7 @@ from tokenizer_svc.grammar.request import (
     PromptRequest,
 )
 from tokenizer_svc.messages.wire import LargeRequest, large
-from tokenizer_svc.prompt.limits import is_large
+from tokenizer_svc.prompt.limits import is_large, num_renderings
 from tokenizer_svc.prompt.prompts import Prompts
 from tokenizer_svc.service.compiler import GrammarCompiler, refusal
 from tokenizer_svc.service.threads import INLINE_CHARACTERS, TextThreads
@@ -209,6 +209,8 @@ def is_short(request: tokenizer_pb2.PrepareRequest) -> bool:
     return (
         request.HasField("conversation")
         and not request.HasField("response_format")
+        # It may be written several times.
+        and not request.truncation
         # Histories go the other way before anything is done for them here.
         and request.conversation.ByteSize() < INLINE_CHARACTERS
         and not is_large(request)
@@ -219,7 +221,7 @@ def _num_characters(request: tokenizer_pb2.PrepareRequest) -> int:
     """About how much work it is, see TextThreads. Ids are few here, or a worker looks at them."""
     match request.WhichOneof("input"):
         case "conversation":
-            return int(request.conversation.ByteSize())
+            return int(request.conversation.ByteSize()) * num_renderings(request)
         case "text":
             return len(request.text)
     return 0

@@ -176,6 +176,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 prompt = tokenizer_pb2.PrepareRequest(text=request.text)
             case _:
                 raise no_input()
+        prompt.truncation = request.truncation
         if request.HasField("add_special_tokens"):
             prompt.add_special_tokens = request.add_special_tokens
         who = self._verify(request) if request.HasField("context") else None
