@@ -219,14 +219,17 @@ def said(*turns: tuple[str, str]) -> chat_pb2.Conversation:
     return chat_pb2.Conversation(messages=messages)
 
 
-@pytest.mark.parametrize("num_words", [3, 300])
-def test_as_few_of_the_oldest_turns_go_as_it_takes(service: Service, num_words: int) -> None:
+# The last is a worker's.
+@pytest.mark.parametrize(("beside", "num_words"), [("", 3), ("", 300), ("<<<<<< ", 190)])
+def test_as_few_of_the_oldest_turns_go_as_it_takes(service: Service, beside: str, num_words: int) -> None:
     system, last = ("system", "Stay."), ("user", "last")
     pairs = [
-        (("user", f"word{number} " * num_words), ("assistant", f"answer{number} " * num_words))
+        (("user", f"w{number} {beside}" * num_words), ("assistant", f"a{number} {beside}" * num_words))
         for number in range(3)
     ]
     talk = said(system, *(each for pair in pairs for each in pair), last)
+    cuts = tokenizer_pb2.PrepareRequest(conversation=talk, truncation=tokenizer_pb2.TRUNCATION_KEEP_END)
+    assert is_large(cuts) is bool(beside)
     whole = service.stub.Prepare(request(conversation=talk))
     lengths = []
     for num_out in range(4):
