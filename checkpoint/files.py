@@ -1,4 +1,6 @@
-"""Where a checkpoint is: a directory in Hugging Face format, a GGUF file, or a model of huggingface.co."""
+"""Where a checkpoint is: a directory in Hugging Face format, a GGUF file, a name that is known, or a model of
+huggingface.co.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +9,33 @@ import re
 from pathlib import Path
 from typing import Any
 
+from checkpoint.hub import downloaded, hub_reference
+from checkpoint.known import fetched, known_models
 from runtime.errors import ConfigError
 
-# Patterns of the files that serving needs; other weight formats (pickles, ONNX, ...) are not downloaded.
-_TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "tokenizer*"]
-_PATTERNS = [*_TOKENIZER_PATTERNS, "*.safetensors", "*.txt"]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def find(name: str, key: str = "model.path", *, weights: bool = True) -> Path:
-    """A GGUF file (also the only one in a directory), or else a directory: a hub id is downloaded unless the
-    local cache has it, without `weights` tokenizer and configuration alone. Raises ConfigError naming `key`.
+    """A GGUF file (also the only one in a directory), or else a directory. What is known by one name, or is a
+    model of the hub, is downloaded unless the local cache has it; without `weights` of the latter tokenizer
+    and configuration alone. Raises ConfigError naming `key`.
     """
     path = Path(name)
     if path.is_dir():
         return _gguf_inside(path, key) or path
     if is_gguf(path) and path.is_file():
         return path
-    if not is_hub_id(name):
+    if name in known_models():
+        return fetched(name, key)
+    reference = hub_reference(name)
+    if reference is None:
         raise ConfigError(
-            f"{key} = {name!r}: there is no such directory, and it is not a hub id (owner/name); give "
-            "the directory of a checkpoint in Hugging Face format, or a GGUF file"
+            f"{key} = {name!r}: there is no such directory, and it is neither a known name "
+            f"({', '.join(known_models())}) nor a hub id (owner/name); give the directory of a checkpoint in "
+            "Hugging Face format, or a GGUF file"
         )
-    return _download(name, key, weights=weights)
+    return downloaded(name, reference, key, weights=weights)
 
 
 def expanded(name: str) -> Path:
@@ -41,9 +46,17 @@ def expanded(name: str) -> Path:
         return Path(name)
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether `name` could be that of a model of huggingface.co; this repository's are not."""
-    return _HUB_ID.fullmatch(name) is not None and not name.startswith("models/")
+def is_remote(name: str) -> bool:
+    """Whether `name` could be that of what is fetched: a known model, or one of huggingface.co."""
+    return name in known_models() or hub_reference(name) is not None
+
+
+def told_name(name: str, found: Path) -> str:
+    """What clients call a checkpoint that was asked for by a name, unless they are told otherwise."""
+    if name in known_models():
+        return name
+    reference, is_here = hub_reference(name), found.exists() and "snapshots" not in found.parts
+    return found.name if reference is None or is_here else reference.repository
 
 
 def is_gguf(path: Path) -> bool:
@@ -93,27 +106,3 @@ def _gguf_inside(folder: Path, key: str) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise ConfigError(f"{key} = {str(folder)!r} holds several GGUF files ({names}); name one of them")
     return files[0] if files else None
-
-
-def _download(hub_id: str, key: str, *, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=_PATTERNS if weights else _TOKENIZER_PATTERNS))
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"{key} = {hub_id!r}: no directory of that name here, and huggingface.co cannot be reached to "
-            "download it; without internet, copy the checkpoint to this machine and give its directory"
-        ) from error
-    except HfHubHTTPError as error:
-        raise ConfigError(
-            f"{key} = {hub_id!r}: huggingface.co refused the download: {error}; check the name, and set "
-            "HF_TOKEN for a gated model"
-        ) from error
-    # The last where nobody says what the user's directory is.
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{key} = {hub_id!r}: there is no such directory, and the download failed: {error}; set HF_HOME "
-            "to a directory that can be written, or give the directory of a checkpoint in Hugging Face format"
-        ) from error

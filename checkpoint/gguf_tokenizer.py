@@ -115,9 +115,14 @@ def eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 def used_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     """Ids by text, without those that converters fill the vocabulary up with."""
     texts = metadata.get("ggml.tokens") or []
-    kinds = _kinds(metadata, len(texts))
-    pairs = zip(texts, kinds, strict=False)
-    return {text: place for place, (text, kind) in enumerate(pairs) if kind != PieceKind.UNUSED}
+    return {texts[place]: place for place in used_places(metadata)}
+
+
+def used_places(metadata: Mapping[str, Any]) -> list[int]:
+    """The ids of `used_ids`, and those that have the text of another one."""
+    texts = metadata.get("ggml.tokens") or []
+    kinds = _kinds(metadata, len(texts))[: len(texts)]
+    return [place for place, kind in enumerate(kinds) if kind != PieceKind.UNUSED]
 
 
 def converted(metadata: Mapping[str, Any]) -> Tokenizer:

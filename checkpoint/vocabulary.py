@@ -37,6 +37,8 @@ class TokenIds(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 0
     # The same of tokens that text is encoded to, without the special ones.
     num_of_text: int = 0
+    # Ids below `count` that no token has, and that end no answer: rows of the head that were never trained.
+    holes: tuple[int, ...] = ()
     # Every id that ends an answer, whoever of the files names it.
     end: tuple[int, ...] = ()
 
@@ -128,14 +130,16 @@ def read_token_ids(checkpoint: Path) -> TokenIds:
     special: set[str] = set()
     if is_gguf(file):
         ids = gguf_tokenizer.used_ids(metadata)
+        used = set(gguf_tokenizer.used_places(metadata))
     elif file.suffix == ".model":
         from checkpoint import sentencepiece
 
         model = sentencepiece.read(file)
         config = sentencepiece.config(model, folder)
         ids = {each.piece: token_id for token_id, each in enumerate(model.pieces)}
+        used = set(range(len(model.pieces)))
     else:
-        ids, special = _ids_in(file)
+        ids, special, used = _ids_in(file)
     config |= _declared(folder)
     for token_id, token in config.get(_ADDED_TOKENS, {}).items():
         ids.setdefault(token["content"], int(token_id))
@@ -144,8 +148,11 @@ def read_token_ids(checkpoint: Path) -> TokenIds:
     end_text = end_text.get("content") if isinstance(end_text, dict) else end_text
     ends += [ids[end_text]] if isinstance(end_text, str) and end_text in ids else []
     count = 1 + max(ids.values(), default=-1)
+    # A tokenizer may lack the token that generation_config.json says to end with, which the model writes.
+    holes = sorted(set(range(count)) - used - {*ids.values(), *ends})
     return TokenIds(
         count=count,
+        holes=tuple(holes),
         num_of_text=1 + max((token_id for text, token_id in ids.items() if text not in special), default=-1),
         # An id without a token cannot be written.
         end=tuple(dict.fromkeys(token_id for token_id in ends if token_id < count or not count)),
@@ -167,16 +174,17 @@ def _declared(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _ids_in(file: Path) -> tuple[dict[str, int], set[str]]:
-    """Ids by text in a tokenizer.json, and the texts of special tokens."""
+def _ids_in(file: Path) -> tuple[dict[str, int], set[str], set[int]]:
+    """Ids by text in a tokenizer.json, the texts of special tokens, and all ids: some may have one text."""
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: not a tokenizer: {error}") from error
     vocab = found.model.vocab
     ids = vocab if isinstance(vocab, dict) else {text: place for place, (text, _) in enumerate(vocab)}
+    used = set(ids.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
     ids |= {token.content: token.id for token in found.added_tokens}
-    return ids, {token.content for token in found.added_tokens if token.special}
+    return ids, {token.content for token in found.added_tokens if token.special}, used
 
 
 def _ends_in(file: Path) -> list[int]:

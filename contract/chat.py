@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -90,6 +90,45 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     def calls_tools(self) -> bool:
         """Whether tool calls are looked for in the answer."""
         return bool(self.tools) and self.tool_choice.mode is not ToolChoiceMode.NONE
+
+
+# Whose messages belong to no turn.
+_INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
+
+
+def turns_of(messages: Sequence[Message]) -> list[list[Message]]:
+    """The turns of a conversation: what a user says, and what follows it, calls with their results."""
+    turns: list[list[Message]] = []
+    for message in messages:
+        if message.role in _INSTRUCTING:
+            continue
+        if message.role is Role.USER or not turns:
+            turns.append([])
+        turns[-1].append(message)
+    return turns
+
+
+def without_oldest(conversation: Conversation, num_turns: int) -> Conversation:
+    """The conversation without its oldest turns; instructions stay, wherever they stand."""
+    dropped = {id(each) for turn in turns_of(conversation.messages)[:num_turns] for each in turn}
+    messages = tuple(each for each in conversation.messages if id(each) not in dropped)
+    return msgspec.structs.replace(conversation, messages=messages)
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """What truncation left out of a prompt: its first tokens, or the oldest turns of a conversation."""
+
+    num_tokens: int
+    # Turns left out, and all that the conversation had; 0 of a text.
+    num_turns: int = 0
+    of_turns: int = 0
+
+    def told(self, num_kept: int) -> str:
+        """In words, of a prompt of which so many tokens are kept."""
+        what = f"first {self.num_tokens} of the prompt's {self.num_tokens + num_kept} tokens"
+        if self.of_turns:
+            what = f"oldest {self.num_turns} of {self.of_turns} turns"
+        return f"truncation left out the {what}, which the model has not seen"
 
 
 class TextPrompt(msgspec.Struct, frozen=True):

@@ -28,6 +28,17 @@ def root_hash(model: str, adapter: str, salt: bytes) -> BlockHash:
     return root.digest()
 
 
+def narrowed(salt: bytes, inner: str) -> bytes:
+    """The salt of a part of what is cached under `salt`: whoever may read that part may not read the rest,
+    and without `salt` nobody can make it.
+    """
+    part = blake2b(digest_size=_DIGEST_BYTES, person=b"millrace-salt")
+    for each in (salt, inner.encode()):
+        part.update(len(each).to_bytes(4, "little"))
+        part.update(each)
+    return part.digest()
+
+
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of a full block behind `parent`."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()

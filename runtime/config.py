@@ -56,6 +56,8 @@ _NOT_CONFIG = frozenset(
     {
         "MILLRACE_DEV_KEY",
         "MILLRACE_API_KEY",
+        "MILLRACE_CACHE_DIR",
+        "MILLRACE_PACKAGE_INDEX",
         "MILLRACE_STATE_DIR",
         "MILLRACE_URL",
         "MILLRACE_VLLM_HOME",

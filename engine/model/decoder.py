@@ -28,7 +28,7 @@ from engine.model.layers import (
     read_norm,
 )
 from engine.model.records import LatentAttention, Layer, Linear, ModelRecord, Norm, SparseFeedForward
-from engine.model.spec import ModelSpec
+from engine.model.spec import NEVER_DRAWN, ModelSpec
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import adapter_step
 from kernels.attention.backends import AttentionBackend
@@ -184,7 +184,11 @@ class Decoder:
         """hidden [R, E], R a multiple of row_multiple -> [R, V] in float32."""
         logits = multiply(self.head, normed(self.record.norm, hidden, self.kernels)).float()
         cap = self.spec.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is None:
+            return logits
+        # What is never drawn stays beyond any cap.
+        capped = cap * torch.tanh(logits / cap)
+        return torch.where(logits < NEVER_DRAWN / 10, logits, capped) if self.spec.holes else capped
 
     @torch.inference_mode()
     def logits_of(self, hidden: Tensor, rows: NDArray[np.int64]) -> Tensor:

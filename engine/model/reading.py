@@ -12,7 +12,7 @@ from engine.model.decoder import Decoder, read_layer
 from engine.model.layers import read_norm
 from engine.model.records import Linear, ModelRecord
 from engine.model.rope import rope_table
-from engine.model.spec import ModelSpec
+from engine.model.spec import NEVER_DRAWN, ModelSpec
 from engine.model.weights import Progress, WeightReader
 from kernels.linear.formats import DenseWeight
 from kernels.linear.native import NativePacker
@@ -80,7 +80,7 @@ def read_model(
         embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=embedding.dtype)),
         layers=layers,
         norm=norm,
-        head=Linear(weight=head),
+        head=Linear(weight=head, bias=_without_holes(weights, spec)),
         ropes=[
             (cos.to(weights.device), sin.to(weights.device))
             for cos, sin in (rope_table(rope, max_model_len) for rope in spec.ropes)
@@ -88,6 +88,15 @@ def read_model(
     )
     pack(record.head)
     return record
+
+
+def _without_holes(weights: WeightReader, spec: ModelSpec) -> torch.Tensor | None:
+    """What keeps ids without a token from being drawn, as a bias of the head [V]; None where all have one."""
+    if not spec.holes:
+        return None
+    bias = torch.zeros(spec.vocab_size, dtype=weights.dtype, device=weights.device)
+    bias[list(spec.holes)] = NEVER_DRAWN
+    return bias
 
 
 def read_checkpoint(

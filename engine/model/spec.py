@@ -103,13 +103,19 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     layout: Literal["separate", "mixtral", "gpt_oss"] = "separate"
 
 
+# Bias of the logit of an id that is never drawn: finite, since logits that are not are an error, and beyond
+# what temperatures, penalties and biases make up for. A cap leaves it (kernels/activation/activation.h).
+NEVER_DRAWN = -1e9
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only transformer."""
 
     # Its name in `architectures`, which `families.read_spec` adds.
     architecture: str = ""
-    # Ids that are read and drawn: all that have a token.
+    # Ids that are read and drawn: all that have a token. Those of them that have none are never drawn.
     vocab_size: int
+    holes: tuple[int, ...] = ()
     # Rows of the embedding and of the head, of which the last ones may be padding.
     num_embeddings: int
     hidden_size: int

@@ -163,6 +163,8 @@ class CallerVerifier:
             context = context_pb2.RequestContext()
             context.CopyFrom(caller.context)
             write_tier(context, tier, tenant_weight=weight)
+            # A request may have narrowed it.
+            context.cache_salt = caller.identity.cache_salt
             context.issued_unix_ms = now_unix_ms
         if model and context.allowed_models:
             # An alias or an adapter is what was allowed, this is what it stands for.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.pipeline import Answer, Pipeline
@@ -38,6 +39,8 @@ class AcceptedAnswer:
             raise
         self._accepting = None
         exchange.add_headers(pipeline.limiter.headers(caller.identity))
+        for told in _left_out(self._answer):
+            exchange.add_headers({WARNING_HEADER: told})
         return self._answer
 
     async def __aexit__(
@@ -57,6 +60,16 @@ class AcceptedAnswer:
             self._accepting.cancel()
         elif self._answer is not None:
             self._answer.cancel()
+
+
+def _left_out(answer: Answer) -> list[str]:
+    """What models have not seen of their prompts, by the prompt where there are several."""
+    several = len(answer.attempts) > 1
+    return [
+        (f"prompt[{index}]: " if several else "") + info.left_out.told(info.num_prompt_tokens)
+        for index, info in enumerate(attempt.info for attempt in answer.attempts)
+        if info.left_out is not None
+    ]
 
 
 async def write_events(

@@ -11,6 +11,7 @@ import msgspec
 from contract.errors import Reason
 from contract.sampling import RANGES
 from gateway.auth.authorizer import API_KEY_HEADERS
+from gateway.types.request import FITTING
 
 REF = "#/components/schemas/{name}"
 TEXT = {"type": "string"}
@@ -26,6 +27,11 @@ def text(most: int | None = None, least: int = 0) -> dict[str, Any]:
     """A text of so many characters."""
     limits = {} if most is None else {"maxLength": most}
     return {**TEXT, **({"minLength": least} if least else {}), **limits}
+
+
+# `truncate_prompt_tokens`, as faces that have it declare it.
+CUT = or_null({"const": FITTING}, {"type": "integer", "minimum": 1})
+BEYOND_CUT = {"truncate_prompt_tokens": "the model and the tier have room for so many"}
 
 
 def list_of(items: Mapping[str, Any], least: int = 1, most: int | None = None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from gateway.pipeline.validate import (
     check_vocabulary,
     complete,
     completion_limit,
+    prompt_limit,
     ranked_tokens,
     shortened,
     token_limit,
@@ -113,7 +114,7 @@ class Attempts:
         """
         request, served = call.request, target.served
         reader = self.reader(served)
-        check_vocabulary(request, served.vocabulary.size)
+        check_vocabulary(request, served.vocabulary.tokens)
         reader.check(request)
         context = self.callers.sign(call.caller, call.tier, call.traceparent, served.key)
         prepared = await self._prepare(call, served, context)
@@ -158,6 +159,7 @@ class Attempts:
         return attempt
 
     async def _prepare(self, call: Call, served: ServedModel, context: Any) -> Prepared:
+        limit = token_limit(self.max_model_len(served), call.tier.config.max_context_tokens)
         with call.step(names.GATEWAY_PREPARE) as step:
             prepared = await self.tokenizer.prepare(
                 # An adapter has the vocabulary of the model that it adapts.
@@ -168,9 +170,8 @@ class Attempts:
                 tenant=call.caller.identity.tenant,
                 traceparent=call.traceparent,
                 timeout_s=call.caller.remaining_s(),
-                max_prompt_tokens=token_limit(
-                    self.max_model_len(served), call.tier.config.max_context_tokens
-                ),
+                max_prompt_tokens=prompt_limit(call.request, limit),
+                truncates=call.request.truncate_prompt_tokens is not None,
             )
         call.later(self._metrics.observe, names.PREPARE_SECONDS, step.end_s - step.start_s)
         if prepared.vocabulary_fingerprint != served.vocabulary.fingerprint:
@@ -191,7 +192,7 @@ class Attempts:
         reader = self.reader(served)
         return complete(
             call.request.sampling,
-            checkpoint={**reader.checkpoint, **served.config.defaults},
+            defaults=reader.defaults,
             watches_ids=reader.watches_ids(call.request),
             max_tokens=ranked_tokens(call.request, max_tokens, self.intake.limits),
             eos_token_ids=served.vocabulary.eos_token_ids,
@@ -287,6 +288,7 @@ def _info(
         service_tier=call.tier.name,
         num_prompt_tokens=len(prepared.token_ids),
         num_choices=sampling.n,
+        left_out=prepared.left_out,
         enforcement=prepared.enforcement,
         echo=echo,
     )

@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from contract.chat import Conversation, TextPrompt
+from contract.chat import Conversation, LeftOut, TextPrompt
 from contract.formats import UNKNOWN_FORMAT
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
@@ -123,6 +123,8 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str
     num_prompt_tokens: int
     num_choices: int
+    # What the model has not seen of a prompt that was too long.
+    left_out: LeftOut | None = None
     enforcement: EnforcementReport | None = None
     # Where it was asked for.
     echo: Echo | None = None
@@ -301,6 +303,11 @@ class ChoiceStream:
         delta.finish_reason = reason
 
 
+# Who recommends sampling options.
+_GENERATION_CONFIG = "generation_config.json"
+_CONFIGURED = "defaults of the model in the configuration"
+
+
 class AnswerReader:
     """Makes the choices of a model's requests."""
 
@@ -308,8 +315,13 @@ class AnswerReader:
         vocabulary = served.vocabulary
         self.vocabulary = vocabulary
         self.thoughts = ThoughtBudget(vocabulary)
-        # Sampling options that the model's checkpoint recommends.
-        self.checkpoint = checkpoint_defaults(vocabulary.generation_config)
+        recommended = checkpoint_defaults(vocabulary.generation_config)
+        # Sampling options of requests that say nothing of them, and who says it instead.
+        self.defaults: Mapping[str, Any] = {**recommended, **served.config.defaults}
+        self.default_sources: Mapping[str, str] = {
+            **{name: vocabulary.sampling_sources.get(name, _GENERATION_CONFIG) for name in recommended},
+            **dict.fromkeys(served.config.defaults, _CONFIGURED),
+        }
         self._tool_format = vocabulary.tool_call_format if vocabulary.tool_call_format in PARSERS else ""
         # Without any marker shown.
         self.texts = TokenTexts(vocabulary)
@@ -337,7 +349,7 @@ class AnswerReader:
             return None
         reader = detokenizer(self.texts)
         text = reader.feed(prepared.token_ids)
-        if isinstance(request.prompt, TextPrompt):
+        if isinstance(request.prompt, TextPrompt) and prepared.left_out is None:
             text = request.prompt.text
         return Echo(text, reader, next(iter(prepared.token_ids), -1))
 

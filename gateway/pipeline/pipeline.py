@@ -11,10 +11,12 @@ from functools import partial
 from types import TracebackType
 from typing import TypeAlias
 
+from msgspec.structs import replace
 from opentelemetry.trace import Span, SpanKind
 
 from contract.chat import TokenPrompt
 from contract.errors import MillraceError, Reason, invalid
+from contract.prefix import narrowed
 from contract.sampling import outside
 from gateway.intake.intake import Intake
 from gateway.limits.limiter import TokenLimiter
@@ -25,11 +27,11 @@ from gateway.pipeline.books import Books
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.shadow import Shadows
-from gateway.pipeline.validate import check_streams, token_limit, validate
+from gateway.pipeline.validate import check_cut, check_streams, prompt_limit, token_limit, validate
 from gateway.settings import ANY_MODEL
 from gateway.text.detokenizer import detokenizer
 from gateway.tiers import Tier, Tiers
-from gateway.types.request import Caller, GenerationRequest
+from gateway.types.request import Caller, Encoded, GenerationRequest
 from observability.emit import names
 from observability.emit.tracing import Telemetry
 from runtime.deferred import Deferred
@@ -122,6 +124,14 @@ def _has_ids(request: GenerationRequest) -> bool:
     sampling = request.sampling
     given = (sampling.logit_bias, sampling.allowed_token_ids, sampling.stop_token_ids)
     return isinstance(request.prompt, TokenPrompt) or any(given)
+
+
+def _salted(caller: Caller, request: GenerationRequest) -> Caller:
+    """The caller under the salt of the request, within the tenant's."""
+    if request.cache_salt is None:
+        return caller
+    salt = narrowed(caller.identity.cache_salt, request.cache_salt)
+    return replace(caller, identity=replace(caller.identity, cache_salt=salt))
 
 
 class Answer:
@@ -236,31 +246,29 @@ class Pipeline:
         found = self.catalog.any_of(name)
         return found is not None and bool(found.vocabulary.reasoning_format)
 
+    def defaults(self, served: ServedModel | None) -> list[tuple[str, int | float, str]]:
+        """Sampling options of requests to a model that say nothing of them: (option, value, who says it)."""
+        if served is None:
+            return []
+        reader = self.attempts.reader(served)
+        return [(name, value, reader.default_sources[name]) for name, value in reader.defaults.items()]
+
     def max_model_len(self, served: ServedModel) -> int:
         """Longest prompt plus completion of a model; 0 while no engine is attached."""
         return self.attempts.max_model_len(served)
 
-    def context_limit(self, caller: Caller, request: GenerationRequest, served: ServedModel) -> int:
-        """Longest prompt plus completion under the request's tier; 0 while no engine is attached."""
-        tier = self._tiers.resolve(caller.identity, request.service_tier)
-        return token_limit(self.max_model_len(served), tier.config.max_context_tokens)
-
-    async def encode(
-        self,
-        caller: Caller,
-        served: ServedModel,
-        request: GenerationRequest,
-        special_tokens: bool | None = None,
-    ) -> Sequence[int]:
+    async def encode(self, caller: Caller, served: ServedModel, request: GenerationRequest) -> Encoded:
         """A model's token ids of a request's prompt, which nothing is generated for."""
         prompt = request.prompt
         assert not isinstance(prompt, TokenPrompt), "what is encoded already needs no encoding"
-        tier = self._tiers.resolve(caller.identity, "")
+        tier = self._tiers.resolve(caller.identity, request.service_tier)
+        check_cut(request)
+        limit = token_limit(self.max_model_len(served), tier.config.max_context_tokens)
         try:
             return await self.attempts.tokenizer.tokenize(
                 served.key,
                 prompt,
-                add_special_tokens=special_tokens,
+                truncated_to=0 if request.truncate_prompt_tokens is None else prompt_limit(request, limit),
                 context=self.callers.sign(caller, tier, ("", ""), served.key),
             )
         except MillraceError as error:
@@ -305,7 +313,7 @@ class Pipeline:
             target = self.catalog.resolve(
                 caller.identity, request.model, tier=tier.name, cache_key=request.prompt_cache_key
             )
-            call = Call(caller, request, tier, span, self._telemetry)
+            call = Call(_salted(caller, request), request, tier, span, self._telemetry)
             attempt = await self._attempt(call, target)
         except BaseException as error:
             self._refused(span, caller, request, tier_name, call, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from contract.sampling import (
     outside,
 )
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
-from gateway.types.request import MAX_METADATA, GenerationRequest
+from gateway.types.request import FITTING, MAX_METADATA, GenerationRequest
 
 # From what the client set to complete sampling options: checkpoint's defaults, seed, and what fits.
 
@@ -100,7 +100,7 @@ def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: 
 def complete(
     sampling: SamplingOptions,
     *,
-    checkpoint: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     max_tokens: int,
     eos_token_ids: tuple[int, ...],
     watches_ids: bool = False,
@@ -114,7 +114,7 @@ def complete(
         ends = (*ends, *sampling.stop_token_ids)
     options: dict[str, Any] = {
         "best_of": n,
-        **checkpoint,
+        **defaults,
         **sampling.given(),
         "seed": secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64,
         # The step that computes the prompt always samples; the token is dropped when none was asked for.
@@ -136,6 +136,9 @@ def shortened(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 MAX_PROMPT_CACHE_KEY = 256
+MAX_CACHE_SALT = 256
+# Part of the context that is left to an answer of which no length was said, where the prompt is cut to fit.
+_ANSWER_PART = 8
 # Names of tools and of schemas, by OpenAI's rule.
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -164,6 +167,43 @@ def validate(request: GenerationRequest, limits: RequestConfig = DEFAULT_REQUEST
     _check_format(request, refused)
     if (length := len(request.prompt_cache_key)) > MAX_PROMPT_CACHE_KEY:
         raise refused("prompt_cache_key", f"{length} characters; the limit is {MAX_PROMPT_CACHE_KEY}")
+    if (salt := request.cache_salt) is not None:
+        if not salt:
+            problem = "it is empty; give at least one character, or leave it out"
+            raise refused("cache_salt", f"{problem} to share prefixes with the tenant's other requests")
+        if len(salt) > MAX_CACHE_SALT:
+            raise refused("cache_salt", f"{len(salt)} characters; the limit is {MAX_CACHE_SALT}")
+    check_cut(request)
+
+
+def check_cut(request: GenerationRequest) -> None:
+    """Raises INVALID_ARGUMENT for a length to which no prompt can be cut."""
+    asked = request.truncate_prompt_tokens
+    if asked is not None and asked != FITTING and asked < 1:
+        problem = f"{asked} tokens; give at least 1, or {FITTING} for what the model has room for"
+        raise refuse(request, "truncate_prompt_tokens", problem)
+
+
+def prompt_limit(request: GenerationRequest, limit: int) -> int:
+    """Tokens that the prompt may have where prompt and completion have `limit`; 0 where that is unknown.
+
+    Raises INVALID_ARGUMENT for a prompt that is to be cut to more than that.
+    """
+    asked = request.truncate_prompt_tokens
+    if asked is None or not limit:
+        return limit
+    if asked != FITTING:
+        if asked > limit:
+            problem = f"{asked} tokens; the model and the tier have room for {limit}"
+            raise refuse(request, "truncate_prompt_tokens", f"{problem}: ask for fewer, or for {FITTING}")
+        return asked
+    answer = limit // _ANSWER_PART
+    if request.sampling.max_tokens is not None:
+        # An answer that ends with the room need not have all that it may have.
+        most = answer if request.fills_context else limit
+        answer = min(request.sampling.max_tokens, most)
+    # Where nothing is left to the prompt, the numbers are told by who counts its tokens.
+    return limit - max(answer, 1) if answer < limit else limit
 
 
 def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestConfig) -> None:
@@ -278,9 +318,11 @@ def _check_sampling(request: GenerationRequest, refused: Refuse) -> None:
         raise refused("n", f"{n} greedy answers would be equal; use a temperature above 0, or n 1")
 
 
-def check_vocabulary(request: GenerationRequest, vocabulary_size: int) -> None:
-    """Raises INVALID_ARGUMENT for ids outside the vocabulary, wherever the request names some."""
-    refused, sampling = partial(refuse, request), request.sampling
+def check_vocabulary(request: GenerationRequest, tokens: Sequence[bytes]) -> None:
+    """Raises INVALID_ARGUMENT for ids outside the vocabulary, wherever the request names some, and where all
+    that it allows are ids without a token: these are never drawn.
+    """
+    refused, sampling, vocabulary_size = partial(refuse, request), request.sampling, len(tokens)
     prompt = request.prompt.token_ids if isinstance(request.prompt, TokenPrompt) else ()
     check_token_ids(sampling, vocabulary_size, refused)
     check_ids("prompt", prompt, vocabulary_size, refused)
@@ -293,6 +335,8 @@ def check_vocabulary(request: GenerationRequest, vocabulary_size: int) -> None:
         # Numbers of JSON have a sign.
         if ids and min(ids) < 0:
             raise refused(name, outside(min(ids), vocabulary_size))
+    if (ids := sampling.allowed_token_ids) and not any(tokens[each] for each in ids):
+        raise refused("allowed_token_ids", f"no id in it has a token ({ids[0]} has none); allow one that has")
 
 
 def _check_prompt(request: GenerationRequest, refused: Refuse) -> None:

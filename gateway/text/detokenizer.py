@@ -35,6 +35,8 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_format: str = ""
     # The checkpoint's generation_config.json, decoded.
     generation_config: dict[str, object] = {}
+    # Who recommends a sampling option in it, where that is not the file itself.
+    sampling_sources: dict[str, str] = {}
 
     @property
     def size(self) -> int:

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
@@ -15,7 +15,7 @@ import msgspec
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
-from contract.chat import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
+from contract.chat import Conversation, LeftOut, Prompt, ResponseFormat, TextPrompt, TokenPrompt
 from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
 from contract.proto.chat import conversation_fields, format_fields
@@ -24,7 +24,7 @@ from contract.proto.status import from_rpc_error
 from contract.vocabulary import DecoderKind
 from gateway.text.detokenizer import Vocabulary
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
-from gateway.types.request import Prepared
+from gateway.types.request import Encoded, Prepared
 from runtime.channels import connect
 
 # Answers of the tokenizer service to domain types.
@@ -42,6 +42,17 @@ def prepared(message: tokenizer_pb2.PrepareResponse) -> Prepared:
         enforcement=report(message.enforcement) if message.HasField("enforcement") else None,
         vocabulary_fingerprint=message.vocabulary_fingerprint,
         assistant_prefix=message.assistant_prefix,
+        left_out=_left_out(message),
+    )
+
+
+def _left_out(message: tokenizer_pb2.PrepareResponse | tokenizer_pb2.TokenizeResponse) -> LeftOut | None:
+    if not message.num_truncated_tokens and not message.num_turns:
+        return None
+    return LeftOut(
+        num_tokens=message.num_truncated_tokens,
+        num_turns=message.num_truncated_turns,
+        of_turns=message.num_turns,
     )
 
 
@@ -60,6 +71,7 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
         tool_call_format=message.tool_call_format,
         reasoning_format=message.reasoning_format,
         generation_config=config,
+        sampling_sources=dict(message.sampling_sources),
     )
 
 
@@ -136,8 +148,10 @@ class TokenizerClient:
         traceparent: tuple[str, str] = ("", ""),
         timeout_s: float = PREPARE_TIMEOUT_S,
         max_prompt_tokens: int = 0,
+        truncates: bool = False,
     ) -> Prepared:
-        """Renders, encodes and compiles, below the span (traceparent, tracestate), in the tenant's queue.
+        """Renders, encodes and compiles, below the span (traceparent, tracestate), in the tenant's queue. A
+        prompt of more than `max_prompt_tokens` is refused, or loses what is oldest where it `truncates`.
 
         Raises what the service refused, or TOKENIZER_UNAVAILABLE.
         """
@@ -146,16 +160,14 @@ class TokenizerClient:
             "context": context,
             # The service refuses what cannot fit before it spends time on encoding it.
             "max_prompt_tokens": max_prompt_tokens or None,
+            "truncation": _truncation(truncates),
             "response_format": None if response_format is None else format_fields(response_format),
         }
         match prompt:
             case Conversation():
                 parts["conversation"] = conversation_fields(prompt)
-            case TextPrompt(text=text, add_special_tokens=True):
-                parts["text"] = text
-            case TextPrompt():
-                ids = await self.tokenize(model, prompt, context=context, add_special_tokens=False)
-                parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
+            case TextPrompt(text=text, add_special_tokens=adds):
+                parts["text"], parts["add_special_tokens"] = text, None if adds else False
             case TokenPrompt(token_ids=ids):
                 parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
         wire = await self._wire(parts, prompt)
@@ -221,25 +233,33 @@ class TokenizerClient:
         prompt: Conversation | TextPrompt,
         *,
         context: Any,
-        add_special_tokens: bool | None = None,
-    ) -> Sequence[int]:
-        """Token ids of a text, or of a rendered conversation, for the tenant of the signed context."""
+        truncated_to: int = 0,
+    ) -> Encoded:
+        """Token ids of a text, or of a rendered conversation, for the tenant of the signed context; at most
+        `truncated_to` unless that is 0.
+        """
         request = tokenizer_pb2.TokenizeRequest(
-            model=model, add_special_tokens=add_special_tokens, context=context
+            model=model,
+            context=context,
+            max_prompt_tokens=truncated_to or None,
+            truncation=_truncation(bool(truncated_to)),
         )
         if isinstance(prompt, Conversation):
             request.conversation.CopyFrom(chat_pb2.Conversation(**conversation_fields(prompt)))
         else:
-            request.text = prompt.text
+            request.text, request.add_special_tokens = prompt.text, prompt.add_special_tokens
         answer = await self._call(self._stub.Tokenize(request, timeout=PREPARE_TIMEOUT_S))
-        ids: Sequence[int] = answer.token_ids
-        return ids
+        return Encoded(token_ids=answer.token_ids, left_out=_left_out(answer))
 
     async def _call(self, call: Any) -> Any:
         try:
             return await call
         except grpc.RpcError as error:
             raise _unreachable(from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE)) from error
+
+
+def _truncation(truncates: bool) -> tokenizer_pb2.Truncation.ValueType:
+    return tokenizer_pb2.TRUNCATION_KEEP_END if truncates else tokenizer_pb2.TRUNCATION_UNSPECIFIED
 
 
 def _num_characters(prompt: Prompt) -> int:

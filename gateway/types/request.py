@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from opentelemetry.trace import Span
 
-from contract.chat import Prompt, ResponseFormat
+from contract.chat import LeftOut, Prompt, ResponseFormat
 from contract.errors import MillraceError, Reason
 from contract.grammar import EnforcementReport, GrammarSpec
 from contract.sampling import SamplingOptions
 
+# `truncate_prompt_tokens`: to what the model has room for beside the answer.
+FITTING = -1
 # Characters of a client's own id that are kept.
 MAX_CLIENT_REQUEST_ID = 128
 # Entries of `metadata`.
@@ -70,10 +72,19 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 # A prompt made ready by the tokenizer service.
 
 
+class Encoded(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that nothing is generated for."""
+
+    token_ids: Sequence[int]
+    left_out: LeftOut | None = None
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine needs of a prompt."""
 
     token_ids: tuple[int, ...]
+    # What is missing in them, where the request allows it.
+    left_out: LeftOut | None = None
     grammar: GrammarSpec | None = None
     enforcement: EnforcementReport | None = None
     vocabulary_fingerprint: str = ""
@@ -91,6 +102,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str = ""
     # Requests with the same one had better meet on one engine.
     prompt_cache_key: str = ""
+    # Prefixes are shared with the tenant's requests of the same salt alone; None is the salt of all others.
+    cache_salt: str | None = None
+    # A longer prompt loses what is oldest instead of being refused; None: it is refused.
+    truncate_prompt_tokens: int | None = None
     metadata: Mapping[str, str] = {}
     # Whether a cheaper model may answer before the request is refused for load.
     allow_fallback: bool = True

@@ -66,7 +66,8 @@ extern "C" void soft_cap(const SoftCapArgs& args, int thread, int num_threads) {
   const Vec cap = set1(args.cap);
   for (int64_t i = mine.begin * kLanes; i < mine.end * kLanes && i < count; i += kLanes) {
     const Mask m = first(count - i);
-    store(args.logits + i, m, mul(cap, tanh(div(load(args.logits + i, m), cap))));
+    const Vec x = load(args.logits + i, m);
+    store(args.logits + i, m, select(less(x, set1(kNeverDrawn)), x, mul(cap, tanh(div(x, cap)))));
   }
 }
 

@@ -23,6 +23,9 @@ struct ActivationArgs {
   int64_t kind;        // ActivationKind
 };
 
+// Logits below it belong to ids that are never drawn, and stay as they are.
+constexpr float kNeverDrawn = -1e8f;
+
 // logits = cap * tanh(logits / cap), in place, over the step's logit rows.
 struct SoftCapArgs {
   const Step* step;

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from checkpoint.known import known_models
 from contract.errors import MillraceError
 from contract.formats import ReasoningFormat, ToolCallFormat
 from runtime.errors import ConfigError, described
@@ -60,6 +61,10 @@ app.add_typer(bench_app, name="bench")
 _out = Console(highlight=False)
 _notes = Console(stderr=True, highlight=False)
 
+_MODEL_HELP = (
+    f"Known name ({', '.join(known_models())}), hub id or hf:OWNER/NAME@REVISION:FILE, GGUF file, or "
+    "directory in Hugging Face format"
+)
 Dtype = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["off", "int8", "w8a8", "int4", "fp8"]
 ModelOption = Annotated[str, typer.Option(help="Model to ask for; the served one when empty.")]
@@ -94,9 +99,7 @@ class Modelled:
 
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Directory in Hugging Face format, GGUF file, or hub id; repeat for several, as NAME=PATH."
-        ),
+        typer.Option(help=f"{_MODEL_HELP}; repeat for several, as NAME=PATH."),
     ] = None
     dtype: DtypeOption = "auto"
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None
@@ -208,9 +211,12 @@ def up(
 
 @app.command()
 @flattened
-def serve(serving: Serving) -> None:
-    """Serve the bundled model."""
-    serving.supervise(Modelled(model=[str(BUNDLED_MODEL)]))
+def serve(
+    serving: Serving,
+    model: Annotated[str, typer.Option(help=f"{_MODEL_HELP}; the bundled model when empty.")] = "",
+) -> None:
+    """Serve the bundled model, or another one."""
+    serving.supervise(Modelled(model=[model or str(BUNDLED_MODEL)]))
 
 
 @app.command()
@@ -332,12 +338,14 @@ def generate(
 
 @app.command()
 def models(url: UrlOption = "") -> None:
-    """List the models that the key may use."""
-    from services.cli.inference import InferenceClient
+    """List the models that the key may use, and the sampling options that they have of their own."""
+    from services.cli.inference import InferenceClient, told_defaults
 
     with _errors_in_one_line(), InferenceClient(find_target(url)) as client:
         for model in client.models():
             _out.print(f"{model.id}  {model.max_model_len} tokens", markup=False)
+            if told := told_defaults(model, {}):
+                _notes.print(f"  {told}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 # --- looking ----------------------------------------------------------------------------------------------

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 from millrace.common.v1 import chat_pb2, output_pb2
 from rich.console import Console
 
 from contract.errors import MillraceError, Reason
-from services.cli.inference import InferenceClient
+from services.cli.inference import InferenceClient, told_defaults
 from services.cli.owners import remember_request
+from services.cli.repetition import RepetitionWatch
 
 # Before each attempt to go on with an answer that was cut; an edge is back within seconds.
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
@@ -41,6 +43,12 @@ class ChatSession:
         self._notes = notes
         self._messages: list[chat_pb2.Message] = []
         self.reset()
+
+    def tell_defaults(self) -> None:
+        """Says by what tokens are drawn that the user has said nothing of, and who says so."""
+        told = told_defaults(self._client.model(self._fields["model"]), self._fields["sampling"])
+        if told:
+            self._notes.print(told, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
@@ -98,20 +106,28 @@ class ChatSession:
         usage: output_pb2.Usage | None = None
         request_id = ""
         finish_reason = output_pb2.FINISH_REASON_UNSPECIFIED
-        for response in self._client.chat(conversation=conversation, **self._fields):
-            request_id = response.request_id
-            for choice in response.choices:
-                if choice.reasoning:
-                    self._notes.print(choice.reasoning, style="dim", end="", markup=False)
-                if choice.content:
-                    first_s = first_s or time.monotonic()
-                    pieces.append(choice.content)
-                    _write(self._out, choice.content)
-                finish_reason = choice.finish_reason or finish_reason
-            if response.HasField("usage"):
-                usage = response.usage
+        watch, repeats = RepetitionWatch(), False
+        # Closing it takes the rest of an answer back that repeats itself.
+        with closing(self._client.chat(conversation=conversation, **self._fields)) as responses:
+            for response in responses:
+                request_id = response.request_id
+                for choice in response.choices:
+                    if choice.reasoning:
+                        self._notes.print(choice.reasoning, style="dim", end="", markup=False)
+                    if choice.content:
+                        first_s = first_s or time.monotonic()
+                        pieces.append(choice.content)
+                        _write(self._out, choice.content)
+                    finish_reason = choice.finish_reason or finish_reason
+                    repeats = repeats or watch.repeats(choice.reasoning + choice.content)
+                if response.HasField("usage"):
+                    usage = response.usage
+                if repeats:
+                    break
         remember_request(request_id)
         _write(self._out, "\n")
+        if repeats:
+            self._notes.print("(ended: it repeats itself)", style="dim")
         if self._is_bounded and finish_reason == output_pb2.FINISH_REASON_LENGTH:
             self._notes.print(f"(ended after {MAX_TOKENS:,} tokens; --max-tokens allows more)", style="dim")
         if usage is not None and self._notes.is_terminal:
@@ -120,6 +136,7 @@ class ChatSession:
 
 def talk(conversation: ChatSession, read: Callable[[str], str], notes: Console) -> None:
     """Reads and answers lines until /quit or the end of input."""
+    conversation.tell_defaults()
     notes.print(_COMMANDS, style="dim")
     while True:
         try:

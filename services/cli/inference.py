@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ class InferenceClient:
             answer = self._stub.ListModels(inference_pb2.ListModelsRequest(), metadata=self._target.metadata)
         return list(answer.models)
 
+    def model(self, name: str) -> inference_pb2.Model | None:
+        """What the server says of a model; None where it lists none of that name."""
+        return next((each for each in self.models() if each.id == name), None)
+
     def default_model(self) -> str:
         """Name of the model to ask for when the user names none."""
         if self._target.model:
@@ -51,17 +55,17 @@ class InferenceClient:
             raise MillraceError(Reason.MODEL_NOT_FOUND, "the server lists no model that this key may use")
         return str(models[0].id)
 
-    def chat(self, **fields: Any) -> Iterator[inference_pb2.ChatResponse]:
+    def chat(self, **fields: Any) -> Generator[inference_pb2.ChatResponse, None, None]:
         """Streams an answer; closing the iterator cancels it."""
         request = inference_pb2.ChatRequest(**fields)
         return self._stream(self._stub.Chat(request, metadata=self._target.metadata))
 
-    def generate(self, **fields: Any) -> Iterator[inference_pb2.GenerateResponse]:
+    def generate(self, **fields: Any) -> Generator[inference_pb2.GenerateResponse, None, None]:
         """Streams a continuation; closing the iterator cancels it."""
         request = inference_pb2.GenerateRequest(**fields)
         return self._stream(self._stub.Generate(request, metadata=self._target.metadata))
 
-    def _stream(self, call: Any) -> Iterator[Any]:
+    def _stream(self, call: Any) -> Generator[Any, None, None]:
         try:
             with _translated(self._target):
                 yield from call
@@ -81,6 +85,15 @@ def _channel(target: ServerTarget) -> grpc.Channel:
     return grpc.secure_channel(
         target.address, grpc.ssl_channel_credentials(authorities), options=CLIENT_OPTIONS
     )
+
+
+def told_defaults(model: inference_pb2.Model | None, asked: Mapping[str, Any]) -> str:
+    """The sampling options that a model has of its own and that nobody `asked` otherwise, in one line."""
+    by_source: dict[str, list[str]] = {}
+    for each in () if model is None else model.sampling_defaults:
+        if asked.get(each.option) is None:
+            by_source.setdefault(each.source, []).append(f"{each.option} {each.value:g}")
+    return "; ".join(f"{', '.join(options)} ({source})" for source, options in by_source.items())
 
 
 @contextmanager

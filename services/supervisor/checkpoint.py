@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoint.files import expanded, find, is_hub_id, tokenizer_file
+from checkpoint.files import expanded, find, is_remote, tokenizer_file
+from checkpoint.known import known_models
 from runtime.errors import ConfigError
 from services.supervisor.config import ROOT
 
@@ -18,13 +19,14 @@ def resolve(model: str, *, weights: bool = True) -> Path:
     for candidate in (expanded(model), ROOT / model):
         if candidate.is_dir() or (candidate.suffix == ".gguf" and candidate.is_file()):
             return _checked(candidate.resolve(), model)
-    if is_hub_id(model):
+    if is_remote(model):
         return _checked(find(model, weights=weights), model)
     # The same place when this is the working directory.
     tried = dict.fromkeys((str(expanded(model).absolute()), str(ROOT / model)))
     raise ConfigError(
         f"model {model!r}: there is no such directory (tried {' and '.join(tried)}); "
-        "give a directory in Hugging Face format, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B"
+        "give a directory in Hugging Face format, a GGUF file, a known name "
+        f"({', '.join(known_models())}), or a hub id such as Qwen/Qwen3-0.6B"
     )
 
 

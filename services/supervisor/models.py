@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.files import expanded, is_hub_id
+from checkpoint.files import expanded, told_name
 from runtime.config import LIVE_SECTIONS, ModelConfig, load_section
 from runtime.errors import ConfigError
 from runtime.models import Models, load_models
@@ -66,7 +66,7 @@ def _one(options: Options, section: ModelConfig, environ: Mapping[str, str]) -> 
     }
     name = of_model("name", options.served_model_name, section.name)
     # A download's directory is named by a revision, which says nothing to people.
-    name = name or (asked if path.parent.name == "snapshots" else path.name)
+    name = name or told_name(asked, path)
     own: Any = {**texts, "path": str(path), "name": name}
     return msgspec.structs.replace(section, **own)
 
@@ -83,7 +83,7 @@ def _several(asked: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in asked:
         name, path = _named(each)
-        name = name or (path if is_hub_id(path) else expanded(path).resolve().name)
+        name = name or told_name(path, expanded(path).resolve())
         if name in found:
             raise ConfigError(
                 f"--model {each}: there is a model {name!r} already; give them names as --model NAME=PATH"

@@ -52,7 +52,7 @@ def section() -> str:
     return "\n".join(
         (
             _HEAD,
-            _table("`/v1/chat/completions` and `/v1/completions`", chats, openai.FIELDS, {}),
+            _table("`/v1/chat/completions` and `/v1/completions`", chats, openai.FIELDS, openai.ACCEPTED),
             _table("`/v1/responses`", _RESPONSES_KINDS, responses.FIELDS, responses.ACCEPTED),
             _table("`/v1/messages`", _MESSAGES_KINDS, anthropic.FIELDS, anthropic.ACCEPTED),
         )

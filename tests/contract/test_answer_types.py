@@ -70,6 +70,8 @@ class Seen:
                 if (inner := getattr(value, name)) is not msgspec.UNSET:
                     self.fields.add((type(value).__name__, name))
                     self._walk(inner)
+        elif isinstance(value, dict):
+            self._walk(list(value.values()))
         elif isinstance(value, list | tuple):
             for each in value:
                 self._walk(each)
@@ -85,8 +87,10 @@ def declared(kind: Any) -> set[tuple[str, str]]:
 
 async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
     engine = ScriptedEngine(reply=lambda submit, choice: [*encode(TEXT), END_ID])
+    tokenizer = JudgingTokenizer()
+    tokenizer.generation_config = '{"temperature": 0.8}'
     tables = {"gateway": {"admin_tenants": ["acme"], "max_body_bytes": 8192}}
-    async with deployed(engine, tokenizer=JudgingTokenizer(), tables=tables) as stack:
+    async with deployed(engine, tokenizer=tokenizer, tables=tables) as stack:
         stack.tokenizer.assistant_prefix = "<think>\n"
         seen = Seen(stack)
         asked = {"model": "tiny", "include_timing": True}

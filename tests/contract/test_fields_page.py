@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gateway.faces.anthropic import fields as anthropic
+from gateway.faces.openai import fields as openai
 from gateway.faces.responses import fields as responses
 from tests.clients.fields import section
 
@@ -19,6 +20,6 @@ def test_the_page_has_the_fields_as_the_faces_declare_them() -> None:
 
 def test_what_is_said_of_a_field_is_said_of_one_that_there_is() -> None:
     rows = section().splitlines()
-    named = [*anthropic.ACCEPTED, *responses.ACCEPTED]
+    named = [*openai.ACCEPTED, *anthropic.ACCEPTED, *responses.ACCEPTED]
     for name in named:
         assert sum(row.startswith(f"| `{name}` | honoured:") for row in rows) == named.count(name), name

@@ -141,7 +141,7 @@ def test_the_smallest_number_that_the_gateway_takes_the_engine_takes_too(name: s
     tiny = max(5e-324, OPTIONS[name].limits.minimum)
     request, _ = by_http(name, tiny, {})
     validate(request)
-    params = complete(request.sampling, checkpoint={}, max_tokens=1, eos_token_ids=())
+    params = complete(request.sampling, defaults={}, max_tokens=1, eos_token_ids=())
     wire = sampling_pb2.SamplingOptions(**sampling_fields(params))
     assert getattr(to_sampling(wire, LIMITS, num_prompt_tokens=1), name) == pytest.approx(tiny)
 
@@ -150,7 +150,7 @@ def test_the_smallest_number_that_the_gateway_takes_the_engine_takes_too(name: s
 def test_every_seed_of_64_bits_reaches_the_engine_as_one_without_a_sign(seed: int) -> None:
     request, _ = by_http("seed", seed, {})
     validate(request)
-    params = complete(request.sampling, checkpoint={}, max_tokens=1, eos_token_ids=())
+    params = complete(request.sampling, defaults={}, max_tokens=1, eos_token_ids=())
     wire = sampling_pb2.SamplingOptions(**sampling_fields(params))
     assert to_sampling(wire, LIMITS, num_prompt_tokens=1).seed == seed % 2**64
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 
 import httpx
 import openai
@@ -46,6 +47,20 @@ def test_stream_equals_the_answer_in_one_piece(client: openai.OpenAI, stack: Sta
     assert chunks[-1].choices == []
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_cache_salt_keeps_prefixes_apart_within_a_tenant(client: openai.OpenAI, stack: Stack) -> None:
+    prompt = f"Salted {uuid.uuid4()}: " + "the quick brown fox jumps over the lazy dog. " * 8
+
+    def cached(salt: str | None) -> int:
+        more = {} if salt is None else {"cache_salt": salt}
+        answer = client.completions.create(model=stack.model, prompt=prompt, max_tokens=1, extra_body=more)
+        details = answer.usage.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
+
+    for salt in ("a", "b", None):
+        assert cached(salt) == 0
+        assert cached(salt) > 0
 
 
 def test_stream_without_usage_has_none(client: openai.OpenAI, stack: Stack) -> None:

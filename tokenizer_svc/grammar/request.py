@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from contract.chat import ResponseFormat, ToolChoiceMode
+from contract.chat import LeftOut, ResponseFormat, ToolChoiceMode
 from contract.errors import Reason
 from contract.grammar import EnforcementReport, Verdict
 from tokenizer_svc.config import PromptLimitsConfig
@@ -106,12 +106,18 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validati
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     """How the prompt of a request is prepared, and, for a worker, the request."""
 
-    add_special_tokens: bool = True
     with_grammar: bool = True
     length: LengthLimit = LengthLimit()
     tenant: str = ""
+    # The tenant's, or that of a part of its requests: what is kept of turns is kept by it, too.
+    salt: bytes = b""
     # millrace.tokenizer.v1.PrepareRequest as it came. The last field, see `encoded`.
     wire: memoryview = memoryview(b"")
+
+    @property
+    def turns_of(self) -> str:
+        """Whose encoded turns are read and kept."""
+        return f"{self.tenant}\0{self.salt.hex()}" if self.salt else self.tenant
 
     def encoded(self, wire: bytes, field: str) -> EncodedPrompt:
         """With this wire, as it crosses to a worker; errors name `field`."""
@@ -145,7 +151,7 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     # From a worker as they are sent (see `wire`), else as numbers.
     token_ids: list[int] | memoryview
     num_tokens: int
-    num_truncated: int = 0
+    left_out: LeftOut | None = None
     # On the monotonic clock, which all processes share.
     begin_s: float
     render_s: float = 0.0

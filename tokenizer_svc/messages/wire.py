@@ -18,7 +18,7 @@ from millrace.common.v1 import chat_pb2, context_pb2, grammar_pb2
 from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from contract.chat import Conversation, JsonSchemaFormat, ResponseFormat
+from contract.chat import Conversation, JsonSchemaFormat, LeftOut, ResponseFormat
 from contract.errors import MillraceError, Reason
 from contract.proto import chat
 from contract.proto.grammar import grammar_fields, report_message
@@ -247,7 +247,9 @@ _TRUNCATIONS = {
 }
 
 
-def length_limit(request: tokenizer_pb2.PrepareRequest, who: context_pb2.RequestContext) -> LengthLimit:
+def length_limit(
+    request: tokenizer_pb2.PrepareRequest | tokenizer_pb2.TokenizeRequest, who: context_pb2.RequestContext
+) -> LengthLimit:
     """The lowest limit that the request and its context state."""
     limits = [request.max_prompt_tokens] if request.HasField("max_prompt_tokens") else []
     if who.HasField("max_context_tokens"):
@@ -274,13 +276,33 @@ def prepare_answer(
     return LargeAnswer((ids, response.SerializeToString())) if isinstance(ids, memoryview) else response
 
 
+def tokens(prompted: Prompted) -> tokenizer_pb2.TokenizeResponse | LargeAnswer:
+    """The answer to Tokenize; serialized where its ids are."""
+    ids = prompted.token_ids
+    left_out = _left_out(prompted.left_out)
+    if isinstance(ids, memoryview):
+        # Packed ids are the first field.
+        return LargeAnswer((ids, tokenizer_pb2.TokenizeResponse(**left_out).SerializeToString()))
+    return tokenizer_pb2.TokenizeResponse(token_ids=ids, **left_out)
+
+
+def _left_out(found: LeftOut | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    return {
+        "num_truncated_tokens": found.num_tokens,
+        "num_truncated_turns": found.num_turns,
+        "num_turns": found.of_turns,
+    }
+
+
 def short_answer(prompted: Prompted, fingerprint: str) -> dict[str, Any]:
     """The fields of an answer without a grammar."""
     return {
         "token_ids": prompted.token_ids,
         "vocabulary_fingerprint": fingerprint,
         "assistant_prefix": prompted.assistant_prefix,
-        "num_truncated_tokens": prompted.num_truncated,
+        **_left_out(prompted.left_out),
         "timings": {"render_s": prompted.render_s, "encode_s": prompted.encode_s},
     }
 
@@ -299,4 +321,5 @@ def vocabulary_response(checkpoint: Checkpoint) -> tokenizer_pb2.GetVocabularyRe
         tool_call_format=checkpoint.tool_call_format,
         reasoning_format=checkpoint.reasoning_format,
         generation_config_json=checkpoint.generation_config_json,
+        sampling_sources=checkpoint.sampling_sources,
     )

@@ -47,7 +47,7 @@ def is_large(request: tokenizer_pb2.PrepareRequest) -> bool:
         return True
     match request.WhichOneof("input"):
         case "conversation":
-            return _is_large_conversation(request.conversation)
+            return _is_large_conversation(request.conversation, num_renderings(request))
         case "text":
             text = request.text
             return len(text) > MAX_PARSED_BYTES // 4 and len(text.encode()) > MAX_PARSED_BYTES
@@ -55,15 +55,21 @@ def is_large(request: tokenizer_pb2.PrepareRequest) -> bool:
             return request.encoded.ByteSize() > _MAX_ID_BYTES
 
 
-def _is_large_conversation(conversation: chat_pb2.Conversation) -> bool:
-    messages, num_parts = conversation.messages, len(conversation.tools) + len(conversation.documents)
-    size = conversation.ByteSize()
-    beside = _MESSAGE_BYTES * len(messages) + _PART_BYTES * num_parts
+def num_renderings(request: tokenizer_pb2.PrepareRequest) -> int:
+    """How often a conversation may be written until few enough of its turns are left; 1 where none may go."""
+    return max(1, len(request.conversation.messages).bit_length()) if request.truncation else 1
+
+
+def _is_large_conversation(conversation: chat_pb2.Conversation, times: int) -> bool:
+    messages = conversation.messages
+    num_parts = times * (len(conversation.tools) + len(conversation.documents))
+    size = times * conversation.ByteSize()
+    beside = _MESSAGE_BYTES * times * len(messages) + _PART_BYTES * num_parts
     if size + beside <= _MAX_STRUCTURED_BYTES:
         return False
     if size + beside > MAX_PARSED_BYTES:
         return True
-    texts = sum(each.ByteSize() for each in messages if not each.tool_calls)
+    texts = times * sum(each.ByteSize() for each in messages if not each.tool_calls)
     if size - texts + _PART_BYTES * num_parts > _MAX_STRUCTURED_BYTES:
         return True
     spelled = sum(each.content.count(first) for each in messages for first in _SPELLINGS)
@@ -89,12 +95,12 @@ class RequestLimits:
 
     def conversation(self, conversation: Conversation, length: LengthLimit) -> None:
         """Raises INVALID_ARGUMENT, REQUEST_TOO_LARGE, and CONTEXT_LENGTH_EXCEEDED where that is certain."""
-        if length.truncation is not Truncation.REFUSE:
-            raise invalid("conversations are not truncated; leave turns out instead", "truncation")
+        if length.truncation is Truncation.KEEP_START:
+            raise invalid("of a conversation the end is kept; its oldest turns are left out", "truncation")
         if not conversation.messages:
             raise invalid("messages must hold at least one message", "messages")
         self.size(sum(map(_size, conversation.messages)), "messages")
-        if self._writes_user_turns:
+        if self._writes_user_turns and length.truncation is Truncation.REFUSE:
             # Users' messages alone, because templates may leave out parts of the others.
             user = sum(
                 num_bytes(each.content.strip()) for each in conversation.messages if each.role is Role.USER

@@ -6,11 +6,12 @@ The service calls it where it reads short requests, in threads for longer ones, 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
+from contract.chat import Conversation, LeftOut, ResponseFormat, ToolChoiceMode, turns_of, without_oldest
 from contract.formats import REASONING, UNKNOWN_FORMAT
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
@@ -28,6 +29,15 @@ from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.text.encoding import ControlTokens, TextEncoder
 from tokenizer_svc.text.template import ChatTemplates, assistant_prefix, without_thinking
 from tokenizer_svc.types import Truncation
+
+
+class _Written(NamedTuple):
+    """A conversation as its template writes it, its tokens, and how long either took."""
+
+    text: str
+    token_ids: list[int]
+    render_s: float
+    encode_s: float
 
 
 class Prompts:
@@ -63,11 +73,11 @@ class Prompts:
         conversation = wire.conversation(message, max_tool_bytes=self._max_tool_bytes)
         self.limits.conversation(conversation, asked.length)
         begin_s = time.monotonic()
-        rendered = self.templates.render(conversation)
-        rendered_s = time.monotonic()
-        ids = self.encoder.encode_rendered(rendered, tenant=asked.tenant)
+        written, left_out = self._written(conversation, asked), None
+        if asked.length.truncation is Truncation.KEEP_END:
+            written, left_out = self._shortened(conversation, written, asked)
+        rendered, ids = written.text, written.token_ids
         self.limits.length(len(ids), asked.length, "messages")
-        encoded_s = time.monotonic()
         prefix = ""
         if self.reasoning_format and not conversation.continue_final_message:
             prefix = assistant_prefix(rendered, self._control.control, self._tags)
@@ -76,12 +86,49 @@ class Prompts:
         return Prompted(
             token_ids=ids,
             num_tokens=len(ids),
+            left_out=left_out,
             assistant_prefix=prefix,
             grammar=grammar.encoded() if grammar is not None else None,
             begin_s=begin_s,
-            render_s=rendered_s - begin_s,
-            encode_s=encoded_s - rendered_s,
+            render_s=written.render_s,
+            encode_s=written.encode_s,
         )
+
+    def _written(self, conversation: Conversation, asked: PromptRequest) -> _Written:
+        begin_s = time.monotonic()
+        rendered = self.templates.render(conversation)
+        rendered_s = time.monotonic()
+        ids = self.encoder.encode_rendered(rendered, tenant=asked.turns_of)
+        return _Written(rendered, ids, rendered_s - begin_s, time.monotonic() - rendered_s)
+
+    def _shortened(
+        self, conversation: Conversation, whole: _Written, asked: PromptRequest
+    ) -> tuple[_Written, LeftOut | None]:
+        """Without as few of the oldest turns as it takes, but always with the last one; times are of all that
+        was tried.
+        """
+        most, num_turns = self.limits.max_tokens(asked.length), len(turns_of(conversation.messages))
+        if most is None or len(whole.token_ids) <= most or num_turns < 2:
+            return whole, None
+        tried = [whole]
+
+        def left(num_out: int) -> _Written:
+            tried.append(self._written(without_oldest(conversation, num_out), asked))
+            return tried[-1]
+
+        # Leaving out so many turns is too few, and so many is enough, or all that there are.
+        too_few, enough = 0, num_turns - 1
+        kept = left(enough)
+        while len(kept.token_ids) <= most and enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if len((shorter := left(middle)).token_ids) <= most:
+                kept, enough = shorter, middle
+            else:
+                too_few = middle
+        num_tokens = max(0, len(whole.token_ids) - len(kept.token_ids))
+        left_out = LeftOut(num_tokens=num_tokens, num_turns=enough, of_turns=num_turns)
+        render_s, encode_s = sum(each.render_s for each in tried), sum(each.encode_s for each in tried)
+        return kept._replace(render_s=render_s, encode_s=encode_s), left_out
 
     def _text(
         self, message: tokenizer_pb2.PrepareRequest, form: ResponseFormat | None, asked: PromptRequest
@@ -91,7 +138,8 @@ class Prompts:
         match message.WhichOneof("input"):
             case "text":
                 limits.text_size(num_bytes(message.text), length, "prompt")
-                ids = self.encoder.encode_text(message.text, add_special_tokens=asked.add_special_tokens)
+                adds = message.add_special_tokens or not message.HasField("add_special_tokens")
+                ids = self.encoder.encode_text(message.text, add_special_tokens=adds)
             case "encoded":
                 limits.num_ids(len(message.encoded.ids), length, "prompt")
                 ids = list(message.encoded.ids)
@@ -105,7 +153,7 @@ class Prompts:
         return Prompted(
             token_ids=kept,
             num_tokens=len(kept),
-            num_truncated=len(ids) - len(kept),
+            left_out=LeftOut(num_tokens=len(ids) - len(kept)) if len(kept) < len(ids) else None,
             grammar=GrammarRequest(response_format=form).encoded() if form is not None else None,
             begin_s=begin_s,
             encode_s=time.monotonic() - begin_s,

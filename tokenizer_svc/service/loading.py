@@ -16,6 +16,7 @@ from tokenizer_svc.service.compiler import GrammarCompiler
 from tokenizer_svc.service.prepare import Preparer
 from tokenizer_svc.service.shelf import Served
 from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint, locate
+from tokenizer_svc.text.ends import with_implied_end
 from tokenizer_svc.workers.pool import WorkerPool
 
 
@@ -54,5 +55,7 @@ class Loader:
         return Served(model, preparer, vocabulary, pool)
 
     def _read(self, model: ModelConfig) -> tuple[Checkpoint, tokenizer_pb2.GetVocabularyResponse]:
-        checkpoint = load_checkpoint(locate(model, simulated=self._config.tokenizer.simulated), model)
+        settings = self._config.tokenizer
+        checkpoint = load_checkpoint(locate(model, simulated=settings.simulated), model)
+        checkpoint = with_implied_end(checkpoint, settings.limits)
         return checkpoint, vocabulary_response(checkpoint)

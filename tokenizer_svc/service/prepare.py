@@ -27,7 +27,7 @@ from tokenizer_svc.grammar.request import (
     PromptRequest,
 )
 from tokenizer_svc.messages.wire import LargeRequest, large
-from tokenizer_svc.prompt.limits import is_large
+from tokenizer_svc.prompt.limits import is_large, num_renderings
 from tokenizer_svc.prompt.prompts import Prompts
 from tokenizer_svc.service.compiler import GrammarCompiler, refusal
 from tokenizer_svc.service.threads import INLINE_CHARACTERS, TextThreads
@@ -62,7 +62,12 @@ class Preparer:
         self._limits = self._prompts.limits
 
     async def prepare(
-        self, request: tokenizer_pb2.PrepareRequest | LargeRequest, *, tenant: str, length: LengthLimit
+        self,
+        request: tokenizer_pb2.PrepareRequest | LargeRequest,
+        *,
+        tenant: str,
+        length: LengthLimit,
+        salt: bytes = b"",
     ) -> PreparedRequest:
         """Raises what `Prompts.prepared` raises, GRAMMAR_REFUSED, and QUEUE_LIMIT_EXCEEDED where too much of
         the tenant's waits.
@@ -73,7 +78,8 @@ class Preparer:
                 request = large(request.SerializeToString())
         if isinstance(request, LargeRequest):
             await self._throttle.wait(tenant, len(request.wire))
-        prompted = await self._prompted(request, PromptRequest(tenant=tenant, length=length))
+        asked = PromptRequest(tenant=tenant, length=length, salt=salt)
+        prompted = await self._prompted(request, asked)
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens)
         start = time.perf_counter()
         if prompted.grammar is None:
@@ -87,10 +93,11 @@ class Preparer:
         )
 
     def prepare_short(
-        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str, length: LengthLimit
+        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str, length: LengthLimit, salt: bytes = b""
     ) -> Prompted | None:
         """The same, now, for what `is_short`; None where there is a grammar. `record_short` is later."""
-        prompted = self._prompts.prepared(request, PromptRequest(tenant=tenant, length=length))
+        asked = PromptRequest(tenant=tenant, length=length, salt=salt)
+        prompted = self._prompts.prepared(request, asked)
         return prompted if prompted.grammar is None else None
 
     def record_short(self, prompted: Prompted, span: Span) -> None:
@@ -99,18 +106,23 @@ class Preparer:
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens, span=span.get_span_context())
 
     async def encode(
-        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str | None, add_special_tokens: bool = True
-    ) -> list[int] | memoryview:
+        self,
+        request: tokenizer_pb2.PrepareRequest,
+        *,
+        tenant: str | None,
+        length: LengthLimit,
+        salt: bytes = b"",
+    ) -> Prompted:
         """Token ids of a conversation or text; packed where a worker wrote them. None is a service that asks
         for no tenant.
         """
-        asked = PromptRequest(tenant=tenant or "", add_special_tokens=add_special_tokens, with_grammar=False)
+        asked = PromptRequest(tenant=tenant or "", with_grammar=False, length=length, salt=salt)
         if not is_large(request):
-            return (await self._prompted(request, asked)).token_ids
+            return await self._prompted(request, asked)
         whole = large(request.SerializeToString())
         if tenant is not None:
             await self._throttle.wait(tenant, len(whole.wire))
-        return (await self._prompted(whole, asked)).token_ids
+        return await self._prompted(whole, asked)
 
     async def _prompted(
         self, request: tokenizer_pb2.PrepareRequest | LargeRequest, asked: PromptRequest
@@ -197,6 +209,8 @@ def is_short(request: tokenizer_pb2.PrepareRequest) -> bool:
     return (
         request.HasField("conversation")
         and not request.HasField("response_format")
+        # It may be written several times.
+        and not request.truncation
         # Histories go the other way before anything is done for them here.
         and request.conversation.ByteSize() < INLINE_CHARACTERS
         and not is_large(request)
@@ -207,7 +221,7 @@ def _num_characters(request: tokenizer_pb2.PrepareRequest) -> int:
     """About how much work it is, see TextThreads. Ids are few here, or a worker looks at them."""
     match request.WhichOneof("input"):
         case "conversation":
-            return int(request.conversation.ByteSize())
+            return int(request.conversation.ByteSize()) * num_renderings(request)
         case "text":
             return len(request.text)
     return 0

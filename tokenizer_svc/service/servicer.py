@@ -96,7 +96,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             who = self._verify(request)
             served = self._served(request.model, who)
             length = wire.length_limit(request, who)
-            short = served.preparer.prepare_short(request, tenant=who.tenant, length=length)
+            short = served.preparer.prepare_short(
+                request, tenant=who.tenant, length=length, salt=who.cache_salt
+            )
         except Exception:
             return None
         if short is None:
@@ -134,7 +136,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         identity = RequestIdentity(who.request_id, who.client_request_id)
         parent = with_identity(identity, trace)
         with self._telemetry.span(names.TOKENIZER_PREPARE, parent=parent, kind=SpanKind.SERVER):
-            work = served.preparer.prepare(request, tenant=who.tenant, length=wire.length_limit(head, who))
+            length = wire.length_limit(head, who)
+            work = served.preparer.prepare(request, tenant=who.tenant, length=length, salt=who.cache_salt)
             prepared = await self._within_limit(work, timeout_s)
         return wire.prepare_answer(prepared, served.fingerprint)
 
@@ -173,13 +176,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 prompt = tokenizer_pb2.PrepareRequest(text=request.text)
             case _:
                 raise no_input()
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        tenant = self._verify(request).tenant if request.HasField("context") else None
-        ids = await preparer.encode(prompt, tenant=tenant, add_special_tokens=special)
-        if isinstance(ids, memoryview):
-            # Packed ids are the whole answer.
-            return LargeAnswer((ids,))
-        return tokenizer_pb2.TokenizeResponse(token_ids=ids)
+        prompt.truncation = request.truncation
+        if request.HasField("add_special_tokens"):
+            prompt.add_special_tokens = request.add_special_tokens
+        who = self._verify(request) if request.HasField("context") else None
+        tenant, salt = (None, b"") if who is None else (who.tenant, who.cache_salt)
+        # No context's limit: what is only counted may be longer than what is served.
+        length = wire.length_limit(request, context_pb2.RequestContext())
+        return wire.tokens(await preparer.encode(prompt, tenant=tenant, length=length, salt=salt))
 
     async def ValidateOutput(
         self, request: tokenizer_pb2.ValidateOutputRequest, context: Any

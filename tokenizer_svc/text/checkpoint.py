@@ -10,6 +10,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from checkpoint.files import find, folder_of, read_json, tokenizer_file
+from checkpoint.sampling_defaults import GENERATION_CONFIG, read_sampling_defaults
 from checkpoint.vocabulary import TokenizerFiles, checkpoint_fingerprint, read_token_ids, read_tokenizer
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
@@ -41,6 +42,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     generation_config_json: str
+    # See SamplingDefaults.
+    sampling_sources: dict[str, str]
 
 
 def locate(model: ModelConfig, *, simulated: bool) -> Path:
@@ -69,7 +72,8 @@ def load_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     for name in _LONG_PARTS:
         description["model"].pop(name, None)
     special_tokens = _special_tokens(config)
-    generation = read_json(folder / "generation_config.json")
+    recommended = read_sampling_defaults(path)
+    generation = (read_json(folder / GENERATION_CONFIG) or {}) | recommended.options
     templates = _read_templates(folder, config)
     if model.chat_template:
         templates = {DEFAULT_TEMPLATE: _read_text(Path(model.chat_template), "model.chat_template: ")}
@@ -86,6 +90,7 @@ def load_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
         eos_token_ids=read_token_ids(path).end,
         bos_token_id=ids.get(special_tokens.get("bos_token", "")),
         generation_config_json=json.dumps(generation) if generation else "",
+        sampling_sources=recommended.sources,
     )
 
 

@@ -179,8 +179,8 @@ class _Beginnings:
 
 
 class TurnCache:
-    """Ids of turns, least recently used dropped first. Keys carry the tenant, so that nothing is told apart
-    by timing across tenants. Safe under threads."""
+    """Ids of turns, least recently used dropped first. Keys carry the tenant and its salt, so that nothing is
+    told apart by timing across tenants, or across salts of one. Safe under threads."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity = capacity_tokens

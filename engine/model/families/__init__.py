@@ -5,7 +5,9 @@ A family is one file and its name below: its functions enter themselves (`base.f
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -42,8 +44,15 @@ def read_spec(folder: Path) -> ModelSpec:
             return msgspec.structs.replace(spec, architecture=name, quantization=scheme)
     raise CheckpointError(
         f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "
-        f"{', '.join(sorted(FAMILIES))}"
+        f"{', '.join(sorted(FAMILIES))}{_elsewhere(architectures)}"
     )
+
+
+def _elsewhere(architectures: list[Any]) -> str:
+    """What to look at instead: the family whose name is nearest, and the engine that has more of them."""
+    near = [get_close_matches(str(name), FAMILIES, 1) for name in architectures]
+    nearest = "".join(f"; {found[0]} is nearest by its name" for found in near if found)
+    return f"{nearest}; vLLM's engine may have it (--engine vllm)"
 
 
 def _with_ids(spec: ModelSpec, folder: Path) -> ModelSpec:
@@ -61,4 +70,5 @@ def _with_ids(spec: ModelSpec, folder: Path) -> ModelSpec:
             "in generation_config.json, config.json or tokenizer_config.json"
         )
     vocab_size = min(ids.count, rows) if ids.count else rows
-    return msgspec.structs.replace(spec, vocab_size=vocab_size, eos_token_ids=ids.end)
+    holes = tuple(token_id for token_id in ids.holes if token_id < vocab_size)
+    return msgspec.structs.replace(spec, vocab_size=vocab_size, holes=holes, eos_token_ids=ids.end)

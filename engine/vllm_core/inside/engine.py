@@ -118,9 +118,9 @@ class VllmEngine:
         self._events: list[dict[str, Any]] = []
         self._subscribers: list[asyncio.Task[None]] = []
         self.facts = _facts(settings, model["token_ids"])
-        # Rows of the head that no token has are never drawn.
+        # Rows of the head that no token has, inside the vocabulary or behind it, are never drawn.
         padding = range(self.facts["vocab_size"], settings.model_config.get_vocab_size())
-        self._padding = dict.fromkeys(padding, -math.inf)
+        self._padding = dict.fromkeys((*model["token_ids"]["holes"], *padding), -math.inf)
         self.memory = _memory(settings, Path(model["path"]))
 
     @classmethod
@@ -158,7 +158,8 @@ class VllmEngine:
 
         sampling = dict(call.sampling)
         if self._padding:
-            sampling["logit_bias"] = self._padding | sampling.get("logit_bias", {})
+            # Last: nobody's bias brings one back.
+            sampling["logit_bias"] = {**sampling.get("logit_bias", {}), **self._padding}
         grammar = StructuredOutputsParams(grammar=call.grammar) if call.grammar else None
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt_token_ids}
         if call.cache_salt:

@@ -113,6 +113,9 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fi
     top_k: int | None = None
     metadata: MessageMetadata | None = None
     service_tier: str | None = None
+    # Extensions, as in /v1/chat/completions.
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 # Strange keys of messages, blocks and tools are ignored.

@@ -78,8 +78,8 @@ class MessagesEndpoints:
         body, made = await self._read(exchange, COUNT_TOKENS, thoughts)
         check_conversation(made.request, made.conversation)
         served = pipeline.model(caller, body.model)
-        token_ids = await pipeline.encode(caller, served, made.request)
-        await exchange.respond(200, _encode(InputTokenCount(len(token_ids))))
+        encoded = await pipeline.encode(caller, served, made.request)
+        await exchange.respond(200, _encode(InputTokenCount(len(encoded.token_ids))))
 
     async def models(self, exchange: Exchange) -> None:
         """GET /v1/models and /v1/models/{id}, of clients that speak this API."""

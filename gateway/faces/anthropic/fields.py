@@ -52,5 +52,7 @@ ACCEPTED: Mapping[str, str] = {
     "thinking.type": "`enabled`, `adaptive` and `disabled`; without it the model's template decides",
     "thinking.budget_tokens": "less than `max_tokens`; kept to the token",
     "thinking.display": "`omitted` leaves the text out; the signature carries it to the next turn, sealed",
+    "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
+    "truncate_prompt_tokens": "as in `/v1/chat/completions`",
     "metadata.user_id": "kept with the request's entry in the ledger",
 }

@@ -18,6 +18,8 @@ from gateway.faces.anthropic.errors import ERRORS, ApiErrorBody
 from gateway.faces.anthropic.fields import FIELDS
 from gateway.faces.anthropic.requests import EFFORTS
 from gateway.faces.schemas import (
+    BEYOND_CUT,
+    CUT,
     NULL,
     REF,
     TEXT,
@@ -33,7 +35,7 @@ from gateway.faces.schemas import (
     told,
 )
 from gateway.models.catalog import MAX_MODEL_NAME
-from gateway.pipeline.validate import MAX_METADATA_VALUE, NAME
+from gateway.pipeline.validate import MAX_CACHE_SALT, MAX_METADATA_VALUE, NAME
 
 PATH = "/v1/messages/openapi.json"
 _REASONS = (
@@ -69,6 +71,7 @@ BEYOND: Mapping[str, str] = {
     r"messages\[\d+\]\.content\[\d+\]\.tool_use_id": "a tool_use block before it has the id",
     r"messages\[\d+\]\.content\[\d+\]\.signature": "it is that of the thinking beside it, where it is ours",
     r"messages": "calls of the last message have results",
+    **BEYOND_CUT,
     r"output_format": "output_config.format does not say it as well",
 }
 _ABOUT = """Anthropic's Messages API. Unknown keys of messages, blocks and tools are ignored, and named in
@@ -129,6 +132,8 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         **_PROMPT,
         "max_tokens": {"type": "integer", "minimum": _max_tokens.minimum, "maximum": _max_tokens.maximum},
         "stop_sequences": or_null(list_of(_STOP, 0, MAX_STOP_STRINGS)),
+        "cache_salt": or_null(text(MAX_CACHE_SALT, 1)),
+        "truncate_prompt_tokens": CUT,
     },
     bodies.ToolDefinition: {"name": _NAMED, "type": {"enum": ["custom", None]}, "input_schema": _OBJECT},
     bodies.MessageMetadata: {"user_id": or_null(text(MAX_METADATA_VALUE))},

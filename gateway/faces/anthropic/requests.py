@@ -95,6 +95,8 @@ def message_request(
             request,
             sampling=_sampling(body, thinks=reasons(body.model)),
             service_tier="" if body.service_tier in OWN_TIER else body.service_tier or "",
+            cache_salt=body.cache_salt,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
             metadata=_labels(body),
             streaming=bool(body.stream),
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from millrace.common.v1 import chat_pb2, output_pb2
 from millrace.inference.v1 import inference_pb2
 from msgspec.structs import asdict
 
-from contract.chat import Conversation, Prompt, TextPrompt, TokenPrompt
+from contract.chat import Conversation, LeftOut, Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid, unsupported
 from contract.outputs import TokenLogprobs
 from contract.proto import chat
@@ -66,9 +66,11 @@ def _conversation(message: chat_pb2.Conversation, limits: RequestConfig) -> Conv
 def generate_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
     """The domain request of Generate."""
     check_metadata(message.metadata)
-    prompt: Prompt = TextPrompt(message.text)
     if message.WhichOneof("prompt") == "token_ids":
-        prompt = TokenPrompt(tuple(message.token_ids.ids))
+        _refuse_special_tokens(message, "token ids, which are taken as they are")
+        prompt: Prompt = TokenPrompt(tuple(message.token_ids.ids))
+    else:
+        prompt = _text(message)
     return _request(message, prompt, _FIELD_NAMES, echo=message.echo)
 
 
@@ -83,6 +85,8 @@ def _request(
         response_format=chat.response_format(message.response_format),
         service_tier=message.service_tier,
         prompt_cache_key=message.prompt_cache_key,
+        cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        truncate_prompt_tokens=_cut_to(message),
         metadata=dict(message.metadata),
         allow_fallback=not message.refuse_fallback,
         echo=echo,
@@ -96,31 +100,51 @@ def prompt_request(
     message: inference_pb2.CountTokensRequest | inference_pb2.TokenizeRequest, limits: RequestConfig
 ) -> GenerationRequest:
     """A request with the prompt to encode; raises INVALID_ARGUMENT for none, and for no conversation."""
+    cut_to = _cut_to(message) if isinstance(message, inference_pb2.TokenizeRequest) else None
     match message.WhichOneof("input"):
         case "conversation":
+            _refuse_special_tokens(message, "a conversation")
             conversation = _conversation(message.conversation, limits)
             request = GenerationRequest(
                 model=message.model,
                 prompt=conversation,
+                truncate_prompt_tokens=cut_to,
                 field_names=_CHAT_NAMES,
                 field_parts=_FIELD_PARTS,
             )
             check_conversation(request, conversation)
             return request
         case "text":
-            names = {"prompt": "text"}
-            return GenerationRequest(model=message.model, prompt=TextPrompt(message.text), field_names=names)
+            return GenerationRequest(
+                model=message.model,
+                prompt=_text(message),
+                truncate_prompt_tokens=cut_to,
+                field_names={"prompt": "text"},
+            )
         case _:
             raise invalid("input", "give a conversation or a text")
 
 
-def special_tokens(message: inference_pb2.TokenizeRequest) -> bool | None:
-    """Whether to add them; raises INVALID_ARGUMENT where a template decides."""
-    if not message.HasField("add_special_tokens"):
-        return None
-    if message.HasField("conversation"):
-        raise invalid("add_special_tokens", "it has no effect with a conversation; leave it out")
-    return message.add_special_tokens
+def _cut_to(message: _Request | inference_pb2.TokenizeRequest) -> int | None:
+    return message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
+
+
+def _text(
+    message: inference_pb2.GenerateRequest | inference_pb2.CountTokensRequest | inference_pb2.TokenizeRequest,
+) -> TextPrompt:
+    """A plain text, and whether the tokenizer puts its tokens around it."""
+    adds = message.add_special_tokens or not message.HasField("add_special_tokens")
+    return TextPrompt(message.text, add_special_tokens=adds)
+
+
+def _refuse_special_tokens(message: Any, prompt: str) -> None:
+    if message.HasField("add_special_tokens"):
+        raise invalid("add_special_tokens", f"it has no effect with {prompt}; leave it out")
+
+
+def left_out(found: LeftOut | None) -> inference_pb2.LeftOut | None:
+    """What the model has not seen of a prompt."""
+    return None if found is None else inference_pb2.LeftOut(**asdict(found))
 
 
 def chat_choice(delta: ChoiceDelta, vocabulary: Vocabulary) -> inference_pb2.ChatChoice:

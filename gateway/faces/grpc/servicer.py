@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message
 from gateway.auth.verifier import Arrival
 from gateway.faces.grpc import convert
@@ -41,7 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         del request
         async with await pipeline.begin(caller, asked) as attempt:
             info, vocabulary = attempt.info, attempt.reader.vocabulary
-            response = _response(inference_pb2.ChatResponse, info, info.enforcement)
+            response = _response(inference_pb2.ChatResponse, info, is_first=True)
             while deltas := await attempt.drain():
                 response.choices.extend(convert.chat_choice(delta, vocabulary) for delta in by_choice(deltas))
                 yield response
@@ -59,7 +58,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             info, vocabulary = attempt.info, attempt.reader.vocabulary
             echo = "" if info.echo is None else info.echo.text
             to_echo = dict.fromkeys(range(info.num_choices), echo)
-            response = _response(inference_pb2.GenerateResponse, info, info.enforcement)
+            response = _response(inference_pb2.GenerateResponse, info, is_first=True)
             while deltas := await attempt.drain():
                 response.choices.extend(
                     convert.generate_choice(delta, vocabulary, to_echo.pop(delta.index, ""))
@@ -77,8 +76,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Counts without generating."""
         pipeline, caller = self._pipeline(), self.caller(context)
         served = pipeline.model(caller, request.model)
-        ids = await pipeline.encode(caller, served, convert.prompt_request(request, pipeline.intake.limits))
-        return inference_pb2.CountTokensResponse(num_tokens=len(ids))
+        asked = convert.prompt_request(request, pipeline.intake.limits)
+        encoded = await pipeline.encode(caller, served, asked)
+        return inference_pb2.CountTokensResponse(num_tokens=len(encoded.token_ids))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -87,8 +87,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         pipeline, caller = self._pipeline(), self.caller(context)
         served = pipeline.model(caller, request.model)
         asked = convert.prompt_request(request, pipeline.intake.limits)
-        ids = await pipeline.encode(caller, served, asked, convert.special_tokens(request))
-        response = inference_pb2.TokenizeResponse(max_model_len=pipeline.max_model_len(served))
+        encoded = await pipeline.encode(caller, served, asked)
+        ids = encoded.token_ids
+        response = inference_pb2.TokenizeResponse(
+            max_model_len=pipeline.max_model_len(served), left_out=convert.left_out(encoded.left_out)
+        )
         slices, text_of = Slices(), served.vocabulary.token_text
         for start in range(0, len(ids), _TOGETHER):
             some = ids[start : start + _TOGETHER]
@@ -119,6 +122,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 max_model_len=pipeline.max_model_len(served) if served else 0,
                 created_unix_s=served.created_unix_s if served else 0,
                 owned_by="millrace",
+                sampling_defaults=[
+                    inference_pb2.SamplingDefault(option=option, value=value, source=source)
+                    for option, value, source in pipeline.defaults(served)
+                ],
             )
         return response
 
@@ -138,11 +145,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return self._pipeline().callers.verify(metadata.get(CONTEXT_HEADER), arrival)
 
 
-def _response(kind: Any, info: AnswerInfo, enforcement: EnforcementReport | None = None) -> Any:
+def _response(kind: Any, info: AnswerInfo, *, is_first: bool = False) -> Any:
+    enforcement = info.enforcement if is_first else None
     return kind(
         request_id=info.request_id,
         model=info.model,
         created_unix_s=info.created_unix_s,
         service_tier=info.service_tier,
         enforcement=None if enforcement is None else report_message(enforcement),
+        left_out=convert.left_out(info.left_out) if is_first else None,
     )

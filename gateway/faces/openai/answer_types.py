@@ -214,14 +214,24 @@ class CompletionChunk(_Generated, frozen=True, kw_only=True):
     usage: UsageBody | UnsetType | None = UNSET
 
 
+class SamplingDefault(Struct, frozen=True):
+    """A sampling option of requests that say nothing of it, and who says it instead."""
+
+    value: int | float
+    source: str
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """A model, or an adapter of one; `max_model_len` is unknown while no engine is attached."""
+    """A model, or an adapter of one; `max_model_len` is unknown while no engine is attached.
+    `sampling_defaults` are those that are not the API's own.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: Natural
     owned_by: str = "millrace"
     max_model_len: int | None
+    sampling_defaults: dict[str, SamplingDefault]
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

@@ -19,11 +19,9 @@ REFUSED: Mapping[str, str] = {
     "web_search_options": "web search is not served; call a search tool through tools",
     "suffix": "filling in the middle is not served",
     "priority": "priorities come from service tiers; use service_tier",
-    "cache_salt": "the salt is set by the tenant's configuration",
     "include_stop_str_in_output": "the stop string is never part of the answer; stop_reason names it",
     "use_beam_search": "use beam_width",
     "length_penalty": "beams are ranked by mean log-probability",
-    "truncate_prompt_tokens": "a prompt is never truncated; shorten it",
     "logits_processors": "code from clients is not run; use logit_bias or response_format",
     "bad_words": "use logit_bias",
     "guided_decoding_backend": "there is one backend",
@@ -73,6 +71,13 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "add_special_tokens": "the template decides",
 }
 
+
+# What is to be known of fields that are served.
+ACCEPTED: Mapping[str, str] = {
+    "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
+    "truncate_prompt_tokens": "of a longer conversation the oldest turns, of a longer prompt the beginning "
+    "is left out, which `x-millrace-warning` tells; -1: to what the model has room for beside the answer",
+}
 
 FIELDS = Unserved(
     refused=REFUSED, harmless=HARMLESS_VALUES, remedies=_REMEDIES, without_effect=WITHOUT_EFFECT

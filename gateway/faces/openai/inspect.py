@@ -13,7 +13,8 @@ from contract.errors import invalid
 from gateway.config import RequestConfig
 from gateway.faces.bodies import read
 from gateway.faces.openai import chat
-from gateway.faces.openai.answer_types import DetokenizedText, ModelCard, ModelList, Tokens
+from gateway.faces.openai.answer_types import DetokenizedText, ModelCard, ModelList, SamplingDefault, Tokens
+from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
@@ -36,6 +37,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     return_token_strs: bool | None = None
 
 
@@ -80,6 +82,9 @@ class InspectEndpoints:
             id=name,
             created=0 if served is None else served.created_unix_s,
             max_model_len=(pipeline.max_model_len(served) if served else 0) or None,
+            sampling_defaults={
+                name: SamplingDefault(value, source) for name, value, source in pipeline.defaults(served)
+            },
         )
 
     async def tokenize(self, exchange: Exchange) -> None:
@@ -88,7 +93,10 @@ class InspectEndpoints:
         convert = partial(_prompt_request, limits=pipeline.intake.limits)
         body, request = await read(exchange, pipeline.intake, _TOKENIZE, convert, chat.TOLERANCE)
         served = pipeline.model(caller, body.model)
-        ids = await pipeline.encode(caller, served, request, body.add_special_tokens)
+        encoded = await pipeline.encode(caller, served, request)
+        ids = encoded.token_ids
+        if encoded.left_out is not None:
+            exchange.add_headers({WARNING_HEADER: encoded.left_out.told(len(ids))})
         text_of = served.vocabulary.token_text
         answer = Tokens(
             count=len(ids),
@@ -135,10 +143,16 @@ def _prompt_request(body: TokenizeBody, *, limits: RequestConfig) -> GenerationR
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "give either prompt or messages")
     if body.messages is None:
-        return GenerationRequest(model="", prompt=TextPrompt(body.prompt or ""))
+        prompt = TextPrompt(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        return GenerationRequest(model="", prompt=prompt, truncate_prompt_tokens=body.truncate_prompt_tokens)
     more = {name: getattr(body, name) for name in _OF_MESSAGES}
     asked = chat.ChatBody(model="", messages=body.messages, **more)
     conversation = chat.conversation(asked, reasons=True, limits=limits)
-    request = GenerationRequest(model="", prompt=conversation, field_names=chat.CONVERSATION_NAMES)
+    request = GenerationRequest(
+        model="",
+        prompt=conversation,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        field_names=chat.CONVERSATION_NAMES,
+    )
     check_conversation(request, conversation)
     return request

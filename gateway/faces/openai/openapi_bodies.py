@@ -33,9 +33,22 @@ from gateway.faces.openai.requests import (
     StructuredOutputs,
 )
 from gateway.faces.options import EFFORTS
-from gateway.faces.schemas import NULL, REF, TEXT, bound_options, list_of, object_of, or_null, ref, text
+from gateway.faces.schemas import (
+    BEYOND_CUT,
+    CUT,
+    NULL,
+    REF,
+    TEXT,
+    bound_options,
+    list_of,
+    object_of,
+    or_null,
+    ref,
+    text,
+)
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
+    MAX_CACHE_SALT,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     MAX_PROMPT_CACHE_KEY,
@@ -67,6 +80,7 @@ BEYOND: Mapping[str, str] = {
     r"reasoning_effort": "it is for models that reason",
     r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
     r"include_reasoning": "logprobs show what is thought, so one of them is left out",
+    **BEYOND_CUT,
     r"(documents|chat_template_kwargs)([.\[].*)?": "the template reads it, and reasoning_effort agrees",
     r"messages\[\d+\]\.name": "the checkpoint's template writes names of this role",
     r"(lora_)?(name|path)": "the name is model:adapter, and engines find an adapter at the path",
@@ -111,6 +125,8 @@ _COMMON: Mapping[str, Any] = {
     "user": or_null(text(MAX_METADATA_VALUE)),
     "metadata": or_null(_METADATA),
     "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
+    "cache_salt": or_null(text(MAX_CACHE_SALT, 1)),
+    "truncate_prompt_tokens": CUT,
     "stop_token_ids": or_null(list_of(_ID, 0)),
     "allowed_token_ids": or_null(list_of(_ID)),
     "logit_bias": or_null(_LOGIT_BIAS),
@@ -131,7 +147,7 @@ _FIELDS: Mapping[Struct, Mapping[str, Any]] = {
         "prompt": {"anyOf": [*_PROMPT["anyOf"], list_of(_PROMPT, 1, completions.MAX_PROMPTS)]},
         "max_tokens": or_null({**_ID, "maximum": OPTIONS["max_tokens"].limits.maximum}),
     },
-    TokenizeBody: {"model": or_null(text(MAX_MODEL_NAME))},
+    TokenizeBody: {"model": or_null(text(MAX_MODEL_NAME)), "truncate_prompt_tokens": CUT},
     DetokenizeBody: {"model": or_null(text(MAX_MODEL_NAME)), "tokens": list_of(_ID, 0)},
     StreamOptions: {"include_obfuscation": _NOT_SET},
     JsonSchemaBody: {

@@ -82,6 +82,9 @@ class CommonBody(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     # Extensions.
+    cache_salt: str | None = None
+    # -1: to what the model has room for beside the answer.
+    truncate_prompt_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     response_format: ResponseFormatBody | None = None
@@ -151,6 +154,8 @@ def generation_request(
         response_format=format_,
         service_tier=body.service_tier or "",
         prompt_cache_key=body.prompt_cache_key or "",
+        cache_salt=body.cache_salt,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         metadata=labels(body.metadata, user=body.user, safety_identifier=safety_identifier),
         allow_fallback=body.allow_fallback is not False,
         echo=echo,

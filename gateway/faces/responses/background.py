@@ -187,8 +187,10 @@ class BackgroundResponses:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def create(self, caller: Caller, kept: HeldRequest, asked: Asked) -> Response:
-        """Accepts a response that goes on without its caller; raises as `Pipeline.begin`, and STORE_FULL."""
+    async def create(self, caller: Caller, kept: HeldRequest, asked: Asked) -> tuple[Response, str | None]:
+        """Accepts a response that goes on without its caller, and says what the model has not seen of its
+        prompt; raises as `Pipeline.begin`, and STORE_FULL.
+        """
         caller = self._without_connection(caller.identity)
         attempt = await self._pipeline().begin(caller, asked.request)
         try:
@@ -209,8 +211,9 @@ class BackgroundResponses:
             raise
         response = writer.response
         run = BackgroundRun(self._store, work, kept.conversation_id)
+        info = attempt.info
         self._begin(self._write(run, attempt, writer))
-        return response
+        return response, None if info.left_out is None else info.left_out.told(info.num_prompt_tokens)
 
     def _without_connection(self, identity: Identity) -> Caller:
         identity = replace(identity, deadline_unix_ms=None)

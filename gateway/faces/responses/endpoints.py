@@ -4,7 +4,6 @@ short.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -36,10 +35,10 @@ from gateway.faces.responses.requests import (
     ResponseBody,
     asked,
     conversation_of,
+    cut_to,
 )
 from gateway.faces.responses.resource import resource
 from gateway.faces.responses.stored import stream_events
-from gateway.faces.responses.truncation import truncated
 from gateway.faces.responses.writer import ResponseWriter, response_usage
 from gateway.faces.sealed import Seal
 from gateway.faces.unserved import WARNING_HEADER
@@ -147,13 +146,8 @@ class ResponseEndpoints:
         return writer.response
 
     async def understand(self, caller: Caller, body: ResponseBody, understood: Asked | None = None) -> Asked:
-        """The domain request of a body whose input is complete, shortened where it asks for that."""
-        understood = understood or self._asked(caller, body)
-        if body.truncation != "auto":
-            return understood
-        request, told = await truncated(self.pipeline(), caller, understood.request)
-        warnings = (*understood.warnings, *filter(None, [told]))
-        return dataclasses.replace(understood, request=request, warnings=warnings)
+        """The domain request of a body whose input is complete."""
+        return understood or self._asked(caller, body)
 
     def _asked(self, caller: Caller, body: ResponseBody) -> Asked:
         pipeline, unseal = self.pipeline(), partial(self._seal.open, caller.identity.tenant)
@@ -163,8 +157,9 @@ class ResponseEndpoints:
         assert self.background is not None, "without a store it is refused"
         assert held.store is not None, "without a store it is refused"
         caller = exchange.verified_caller
-        response = await self.background.create(caller, held, understood)
+        response, left_out = await self.background.create(caller, held, understood)
         exchange.add_headers(self.pipeline().limiter.headers(caller.identity))
+        _warn(exchange, [] if left_out is None else [left_out])
         if held.body.stream:
             await stream_events(exchange, held.store, caller.identity.tenant, response.id, -1)
         else:
@@ -180,7 +175,7 @@ class ResponseEndpoints:
         if request is None:
             request = self._prompt(caller, await self._continued(exchange, body))
         served = pipeline.model(caller, body.model)
-        num_tokens = len(await pipeline.encode(caller, served, request))
+        num_tokens = len((await pipeline.encode(caller, served, request)).token_ids)
         await exchange.respond(200, _encode(InputTokens(input_tokens=num_tokens)))
 
     async def compact(self, exchange: Exchange) -> None:
@@ -253,7 +248,12 @@ class ResponseEndpoints:
         conversation, _ = conversation_of(
             body, reasons=pipeline.reasons, unseal=unseal, limits=pipeline.intake.limits
         )
-        request = GenerationRequest(model=body.model, prompt=conversation, field_names=FIELD_NAMES)
+        request = GenerationRequest(
+            model=body.model,
+            prompt=conversation,
+            truncate_prompt_tokens=cut_to(body),
+            field_names=FIELD_NAMES,
+        )
         check_conversation(request, conversation)
         return request
 
@@ -276,6 +276,7 @@ def _summary(body: CompactBody, request: GenerationRequest) -> GenerationRequest
         prompt=replace(conversation, messages=(*conversation.messages, ask)),
         service_tier=body.service_tier or "",
         prompt_cache_key=body.prompt_cache_key or "",
+        cache_salt=body.cache_salt,
     )
 
 

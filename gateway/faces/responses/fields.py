@@ -33,6 +33,7 @@ ACCEPTED: Mapping[str, str] = {
     "stream_options.include_obfuscation": "false alone; true is refused",
     "truncation": "auto leaves out the oldest turns, and results without their calls, and says so in "
     "x-millrace-warning",
+    "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",
     "background": "where answers are kept; text comes in pieces, or whole with log-probabilities",
     "previous_response_id": "where answers are kept, and over a WebSocket its last response; "

@@ -35,6 +35,7 @@ from gateway.faces.schemas import (
 )
 from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import (
+    MAX_CACHE_SALT,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     MAX_PROMPT_CACHE_KEY,
@@ -130,10 +131,12 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "user": or_null(text(MAX_METADATA_VALUE)),
         "safety_identifier": or_null(text(MAX_METADATA_VALUE)),
         "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
+        "cache_salt": or_null(text(MAX_CACHE_SALT, 1)),
     },
     bodies.CompactBody: {
         **{name: _PROMPT[name] for name in ("model", "input", "previous_response_id")},
         "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
+        "cache_salt": or_null(text(MAX_CACHE_SALT, 1)),
     },
     bodies.TextBody: {"verbosity": {"enum": ["medium", None]}},
     bodies.TextFormatBody: {"type": {"enum": ["text", "json_object", "json_schema"]}},

@@ -26,7 +26,7 @@ from gateway.faces.responses.tools import (
     toolbox,
 )
 from gateway.pipeline.validate import check_counts, check_metadata
-from gateway.types.request import GenerationRequest
+from gateway.types.request import FITTING, GenerationRequest
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -128,6 +128,8 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # Extension, as in /v1/chat/completions.
+    cache_salt: str | None = None
 
     def includes(self, part: str) -> bool:
         """Whether a part of answers was asked for that is not always in them."""
@@ -148,6 +150,7 @@ class CompactBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     previous_response_id: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: str | None = None
 
 
 TOLERANCE = Tolerance(
@@ -198,11 +201,18 @@ def asked(
         response_format=format_,
         service_tier=body.service_tier or "",
         prompt_cache_key=body.prompt_cache_key or "",
+        cache_salt=body.cache_salt,
+        truncate_prompt_tokens=cut_to(body),
         metadata=labels(body.metadata, user=body.user, safety_identifier=body.safety_identifier),
         streaming=bool(body.stream),
         field_names=FIELD_NAMES,
     )
     return Asked(request=request, tools=box, warnings=(*warnings, *more, *box.warnings))
+
+
+def cut_to(body: PromptBody) -> int | None:
+    """Tokens that the prompt is cut to where it is longer."""
+    return FITTING if body.truncation == "auto" else None
 
 
 def conversation_of(

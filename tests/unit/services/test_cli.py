@@ -27,7 +27,8 @@ from runtime.errors import ConfigError
 from services.cli import chat, owners
 from services.cli.app import app
 from services.cli.chat import ChatSession, talk
-from services.cli.inference import InferenceClient, response_format
+from services.cli.inference import InferenceClient, response_format, told_defaults
+from services.cli.repetition import is_repetition
 from services.cli.target import ServerTarget
 from services.supervisor.config import make_private
 
@@ -55,6 +56,12 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
             context.abort_with_status(rpc_status.to_status(to_status(error)))
         if request.conversation.continue_final_message:
             yield inference_pb2.ChatResponse(choices=[inference_pb2.ChatChoice(content="cut")])
+            return
+        if text == "babble":
+            for _ in range(10_000):
+                if not context.is_active():
+                    return
+                yield inference_pb2.ChatResponse(choices=[inference_pb2.ChatChoice(content="and so on ")])
             return
         for piece in ("You said: ", text):
             yield inference_pb2.ChatResponse(choices=[inference_pb2.ChatChoice(content=piece)])
@@ -259,6 +266,58 @@ def test_conversation_keeps_its_history(
     assert isinstance(notes.file, io.StringIO)
     assert "unknown command /nonsense" in notes.file.getvalue()
     assert "too long" in notes.file.getvalue()
+
+
+def test_an_answer_that_repeats_itself_is_ended(
+    conversation: tuple[ChatSession, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = io.StringIO()
+    monkeypatch.setattr(conversation[0], "_notes", Console(file=notes))
+    answer = conversation[0].ask("babble")
+    assert 400 <= len(answer) < 1000
+    assert "it repeats itself" in notes.getvalue()
+    # The next answer is another one.
+    assert conversation[0].ask("one") == "You said: one"
+
+
+_LINE = "He said that he would come back, and nobody believed him. "
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x" * 399, False),
+        ("x" * 400, True),
+        ("It begins well. " + "no " * 134, True),
+        (_LINE * 4, False),
+        (_LINE * 7, True),
+        ("Once. " + _LINE * 7 + _LINE[:20], True),
+        (_LINE * 7 + "But then he did.", False),
+        # A piece of 401 characters is a paragraph, and may be a refrain.
+        ("".join(map(chr, range(0x4E00, 0x4E00 + 401))) * 6, False),
+        ("".join(map(chr, range(0x4E00, 0x4E00 + 400))) * 5, True),
+        ("".join(f"{number}, " for number in range(500)), False),
+        ("".join(f"{number} x 7 = {number * 7}\n" for number in range(60)), False),
+        ("", False),
+    ],
+)
+def test_what_counts_as_repetition(text: str, expected: bool) -> None:
+    assert is_repetition(text) is expected
+
+
+def test_a_conversation_begins_with_the_models_own_sampling_options(
+    conversation: tuple[ChatSession, io.StringIO],
+) -> None:
+    own = [
+        inference_pb2.SamplingDefault(option="temperature", value=0.8, source="llama.cpp"),
+        inference_pb2.SamplingDefault(option="top_k", value=40, source="llama.cpp"),
+        inference_pb2.SamplingDefault(option="top_p", value=0.5, source="the configuration"),
+    ]
+    model = inference_pb2.Model(id="tiny", sampling_defaults=own)
+    whole = "temperature 0.8, top_k 40 (llama.cpp); top_p 0.5 (the configuration)"
+    assert told_defaults(model, {}) == whole
+    assert told_defaults(model, {"temperature": 0.0, "top_p": None}) == whole.replace("temperature 0.8, ", "")
+    assert told_defaults(None, {}) == ""
 
 
 def test_conversation_ends_with_its_input(conversation: tuple[ChatSession, io.StringIO]) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.checkpoints import byte_level, sentencepiece, write
 from tests.unit.tokenizer_svc.families import CHATML, FAMILIES, MARKUP, MISTRAL, make
+from tokenizer_svc.grammar.request import PromptRequest
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -139,6 +140,15 @@ def test_the_second_time_costs_only_new_turns(qwen: Text, monkeypatch: pytest.Mo
     other = qwen.encoder.encode_rendered(qwen.templates.render(conversation(messages)), tenant="another")
     assert sum(map(len, encoded)) > num_first
     assert other == second
+
+
+def test_turns_are_kept_apart_by_salt_as_by_tenant() -> None:
+    scopes = [
+        PromptRequest(tenant=tenant, salt=salt).turns_of
+        for tenant in ("a", "b")
+        for salt in (b"", b"1", b"2")
+    ]
+    assert len({*scopes}) == len(scopes)
 
 
 @pytest.mark.parametrize("said", ["<|im_end|>", "<|im_end|>ed", "a<|im_start|>user<|im_end|>", "<<|im_end|>"])

@@ -202,9 +202,61 @@ def test_long_prompts_are_refused_or_cut(service: Service) -> None:
     whole = request(context=signed(max_context_tokens=5), conversation=user("word " * 50))
     error = refused(service.stub.Prepare, whole)
     assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "messages")
+    # The last turn stays, however long it is.
     whole.truncation = end
     error = refused(service.stub.Prepare, whole)
+    assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "messages")
+    whole.truncation = start
+    error = refused(service.stub.Prepare, whole)
     assert (error.reason, error.field) == (Reason.INVALID_ARGUMENT, "truncation")
+
+
+def said(*turns: tuple[str, str]) -> chat_pb2.Conversation:
+    messages = [
+        chat_pb2.Message(role=chat_pb2.Role.Value(f"ROLE_{role.upper()}"), content=content)
+        for role, content in turns
+    ]
+    return chat_pb2.Conversation(messages=messages)
+
+
+# The last is a worker's.
+@pytest.mark.parametrize(("beside", "num_words"), [("", 3), ("", 300), ("<<<<<< ", 190)])
+def test_as_few_of_the_oldest_turns_go_as_it_takes(service: Service, beside: str, num_words: int) -> None:
+    system, last = ("system", "Stay."), ("user", "last")
+    pairs = [
+        (("user", f"w{number} {beside}" * num_words), ("assistant", f"a{number} {beside}" * num_words))
+        for number in range(3)
+    ]
+    talk = said(system, *(each for pair in pairs for each in pair), last)
+    cuts = tokenizer_pb2.PrepareRequest(conversation=talk, truncation=tokenizer_pb2.TRUNCATION_KEEP_END)
+    assert is_large(cuts) is bool(beside)
+    whole = service.stub.Prepare(request(conversation=talk))
+    lengths = []
+    for num_out in range(4):
+        rest = said(system, *(each for pair in pairs[num_out:] for each in pair), last)
+        expected = service.stub.Prepare(request(conversation=rest)).token_ids
+        lengths.append(len(expected))
+        for most in (len(expected), len(expected) + 1):
+            limits = {"max_prompt_tokens": most, "truncation": tokenizer_pb2.TRUNCATION_KEEP_END}
+            cut = service.stub.Prepare(request(conversation=talk, **limits))
+            assert cut.token_ids == expected
+            assert cut.num_truncated_tokens == len(whole.token_ids) - len(expected)
+            assert (cut.num_truncated_turns, cut.num_turns) == ((num_out, 4) if num_out else (0, 0))
+            counted = service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(conversation=talk, **limits))
+            assert counted.token_ids == expected
+            assert (counted.num_truncated_turns, counted.num_turns) == ((num_out, 4) if num_out else (0, 0))
+    assert lengths == sorted(set(lengths), reverse=True)
+
+
+def test_a_text_can_be_prepared_without_what_stands_around_it(service: Service) -> None:
+    plain = service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="one two", add_special_tokens=False))
+    for adds in (None, True, False):
+        prepared = service.stub.Prepare(request(text="one two", add_special_tokens=adds))
+        counted = service.stub.Tokenize(
+            tokenizer_pb2.TokenizeRequest(text="one two", add_special_tokens=adds)
+        )
+        assert prepared.token_ids == counted.token_ids
+        assert (prepared.token_ids == plain.token_ids) or adds is not False
 
 
 def test_finished_texts_are_judged(service: Service) -> None:

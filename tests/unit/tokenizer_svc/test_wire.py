@@ -220,6 +220,8 @@ def test_a_workers_prompt_is_the_same_in_parts() -> None:
 
 def test_many_small_parts_are_large_as_well() -> None:
     assert not is_large(REQUEST(conversation=chat(*["hello"] * 100)))
+    # It may be written several times.
+    assert is_large(REQUEST(conversation=chat(*["hello"] * 100), truncation=1))
     assert is_large(REQUEST(conversation=chat(*["hello"] * 1000)))
     tools = chat("hello")
     for each in range(100):

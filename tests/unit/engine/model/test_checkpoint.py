@@ -69,6 +69,18 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
         read_spec(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "nearest"), [("Qwen4ForCausalLM", "Qwen3ForCausalLM"), ("Xyzzy", "")])
+def test_who_may_serve_an_unknown_architecture_is_said(name: str, nearest: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    edit_config(tmp_path, architectures=[name])
+    with pytest.raises(CheckpointError) as refused:
+        read_spec(tmp_path)
+    _, _, said = str(refused.value).partition("supported are ")
+    assert said.endswith("; vLLM's engine may have it (--engine vllm)")
+    assert ("is nearest by its name" in said) is bool(nearest)
+    assert not nearest or f"; {nearest} is nearest" in said
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("hidden_size", None), ("num_attention_heads", "four"), ("hidden_act", "sin")]
 )

@@ -122,6 +122,78 @@ def test_padding_rows_are_never_drawn(kind: str, native: str, speculation: str, 
         torch.testing.assert_close(ours, expected[position], atol=1e-3, rtol=0)
 
 
+def with_holes(folder: Path, tokenizer: Tokenizer, num_holes: int) -> list[int]:
+    """Writes the tokenizer without its last merges and what they make: ids that no token has then."""
+    description = json.loads(tokenizer.to_str())
+    model = description["model"]
+    # They are tokens of the model as well, so that they keep their ids.
+    model["vocab"] |= {each["content"]: each["id"] for each in description["added_tokens"]}
+    holes = []
+    for _ in range(num_holes):
+        merge = model["merges"].pop()
+        made = "".join(merge if isinstance(merge, list) else merge.split(" "))
+        holes.append(model["vocab"].pop(made))
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    return sorted(holes)
+
+
+@pytest.mark.parametrize("speculation", ["off", "draft_model"])
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("kind", ["tied", "apart", "quantized", "capped"])
+def test_ids_without_a_token_are_never_drawn(
+    kind: str, native: str, speculation: str, tmp_path: Path
+) -> None:
+    tokenizer = byte_level(CONTROL)
+    count = tokenizer.get_vocab_size()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": ROWS if kind == "quantized" else count}
+    if kind == "capped":
+        oracle = make_checkpoint(tmp_path, "gemma2", **sizes, final_logit_softcapping=5.0)
+    else:
+        oracle = make_checkpoint(tmp_path, "llama", **sizes, tie_word_embeddings=kind == "tied")
+    write(tmp_path, tokenizer)
+    if kind == "quantized":
+        writers.rewrite(tmp_path, oracle, SETTINGS, writers.gptq, head=True)
+    holes = with_holes(tmp_path, tokenizer, 40)
+    assert read_spec(tmp_path).holes == tuple(holes)
+    assert read_spec(tmp_path).vocab_size == count
+    if speculation == "draft_model" and kind == "quantized":
+        pytest.skip("a draft model is not quantized")
+    settings = SpeculationConfig(method=speculation, draft_model=str(tmp_path), num_draft_tokens=3)
+    wanted = dict.fromkeys(holes, 100.0)
+    jobs = [
+        Job(
+            prompt_of(20, count, seed),
+            num_tokens=20,
+            sampling=SamplingParams(
+                temperature=0.0 if seed == 1 else 5.0,
+                seed=seed,
+                max_tokens=32,
+                logprobs=20,
+                prompt_logprobs=20,
+                logit_bias=wanted if seed < 2 else {},
+            ),
+            speculate=speculation != "off",
+        )
+        for seed in range(6)
+    ]
+    with closing(open_runner(tmp_path, native=native, speculation=settings)) as runner:
+        Driver(runner).run(jobs)
+    for job in jobs:
+        assert not job.failure
+        assert not {*holes} & {*job.output}
+        for entry in (*job.logprobs, *job.prompt_logprobs):
+            assert not {*holes} & {*entry.top_ids}
+
+
+def test_an_end_that_the_tokenizer_lacks_is_no_hole(tmp_path: Path) -> None:
+    _, tokenizer = checkpoint(tmp_path)
+    holes = with_holes(tmp_path, tokenizer, 3)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": holes[1]}))
+    spec = read_spec(tmp_path)
+    assert spec.holes == (holes[0], holes[2])
+    assert holes[1] in spec.eos_token_ids
+
+
 def test_a_prompt_of_padding_is_refused(tmp_path: Path) -> None:
     _, tokenizer = checkpoint(tmp_path)
     count = tokenizer.get_vocab_size()

@@ -17,7 +17,7 @@ from engine.vllm_core.inside.calls import CoreCall
 from engine.vllm_core.inside.engine import CannotStart, VllmEngine
 from tests.unit.engine.vllm_core import pretend
 
-IDS = {"count": 2000, "num_of_text": 1990, "end": [2, 5]}
+IDS = {"count": 2000, "num_of_text": 1990, "end": [2, 5], "holes": [17, 900]}
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +61,13 @@ def test_padding_rows_are_never_drawn_and_never_shown(
 ) -> None:
     engine, inputs = engine_of(tmp_path, monkeypatch, IDS)
     assert (engine.facts["vocab_size"], engine.facts["eos_token_ids"]) == (2000, [2, 5])
-    call = CoreCall("1", [5], {"logit_bias": {4: 1.5}}, None, "", 0)
+    call = CoreCall("1", [5], {"logit_bias": {4: 1.5, 17: 99.0}}, None, "", 0)
     asyncio.run(engine.add(call))
-    assert inputs.asked[0].logit_bias == {4: 1.5} | dict.fromkeys(range(2000, 2048), -math.inf)
+    never = dict.fromkeys((17, 900, *range(2000, 2048)), -math.inf)
+    assert inputs.asked[0].logit_bias == {4: 1.5} | never
     lists = SimpleNamespace(
-        logprob_token_ids=np.array([[7, 2003, 7, 9]]), logprobs=np.array([[-1.0, -0.5, -1.0, -2.0]])
+        logprob_token_ids=np.array([[7, 2003, 7, 900, 9]]),
+        logprobs=np.array([[-1.0, -0.5, -1.0, -1.5, -2.0]]),
     )
     assert engine.logprobs(SimpleNamespace(new_logprobs=lists)) == [[7, -1.0, [7, 9], [-1.0, -2.0]]]
 

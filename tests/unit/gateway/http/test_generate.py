@@ -11,6 +11,7 @@ from millrace.inference.v1 import inference_pb2
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.tokenizer import ByteTokenizer
 from tests.unit.gateway.rig.vocabulary import END_ID, encode
 
 
@@ -264,6 +265,29 @@ async def test_client_that_leaves_cancels_the_engine() -> None:
         assert engine.cancels[0].reason == 1
         while stack.gateway.num_open:
             await asyncio.sleep(0.01)
+
+
+async def test_models_say_by_what_tokens_are_drawn_and_who_says_so() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.generation_config = '{"temperature": 0.8, "top_k": 40, "top_p": 0.9}'
+    tokenizer.sampling_sources = {"temperature": "llama.cpp"}
+    tables = {"model": {"defaults": {"top_k": 5}}}
+    async with deployed(tokenizer=tokenizer, tables=tables) as stack:
+        expected = {
+            "temperature": {"value": 0.8, "source": "llama.cpp"},
+            "top_k": {"value": 5, "source": "defaults of the model in the configuration"},
+            "top_p": {"value": 0.9, "source": "generation_config.json"},
+        }
+        assert (await stack.http.get("/v1/models/tiny")).json()["sampling_defaults"] == expected
+        metadata = ((CONTEXT_HEADER, signed_context()),)
+        listed = await stack.inference.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata)
+        told = {each.option: (each.value, each.source) for each in listed.models[0].sampling_defaults}
+        assert told == {name: (each["value"], each["source"]) for name, each in expected.items()}
+        await stack.chat()
+        drawn = stack.engines[0].submissions[0].sampling
+        assert (drawn.temperature, drawn.top_k) == (pytest.approx(0.8), 5)
+    async with deployed() as stack:
+        assert (await stack.http.get("/v1/models/tiny")).json()["sampling_defaults"] == {}
 
 
 async def test_models_and_tokens() -> None:

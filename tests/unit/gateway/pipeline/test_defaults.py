@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from contract.chat import TextPrompt
 from contract.errors import MillraceError
@@ -10,7 +11,13 @@ from contract.outputs import ChoiceStatistics, FirstToken
 from contract.sampling import SamplingOptions
 from gateway.engines.types import EngineOutput
 from gateway.pipeline.delta import Meter
-from gateway.pipeline.validate import checkpoint_defaults, complete, completion_limit, token_limit
+from gateway.pipeline.validate import (
+    check_vocabulary,
+    checkpoint_defaults,
+    complete,
+    completion_limit,
+    token_limit,
+)
 from gateway.types.request import GenerationRequest
 
 
@@ -42,11 +49,26 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     assert refusal.value.metadata["max_context_tokens"] == "100"
 
 
+def test_what_is_allowed_has_a_token() -> None:
+    tokens = (b"a", b"", b"b", b"")
+
+    def check(*ids: int) -> None:
+        request = replace(asked(None), sampling=SamplingOptions(allowed_token_ids=ids))
+        check_vocabulary(request, tokens)
+
+    check(1, 2)
+    with pytest.raises(MillraceError, match="no id in it has a token") as refusal:
+        check(3, 1)
+    assert refusal.value.field == "allowed_token_ids"
+    with pytest.raises(MillraceError, match="outside the vocabulary of 4 tokens"):
+        check(4)
+
+
 def test_the_checkpoint_recommends_and_the_client_decides() -> None:
     recommended = checkpoint_defaults({"temperature": 0.6, "top_k": 20, "top_p": 0.9, "eos_token_id": 3})
     assert recommended == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
     sampling = complete(
-        SamplingOptions(temperature=0.0, n=2), checkpoint=recommended, max_tokens=5, eos_token_ids=(3,)
+        SamplingOptions(temperature=0.0, n=2), defaults=recommended, max_tokens=5, eos_token_ids=(3,)
     )
     assert (sampling.temperature, sampling.top_k, sampling.n, sampling.best_of) == (0.0, 20, 2, 2)
     assert sampling.stop_token_ids == (3,)
@@ -55,17 +77,15 @@ def test_the_checkpoint_recommends_and_the_client_decides() -> None:
 
 
 def test_requests_without_a_seed_differ_and_can_be_continued() -> None:
-    seeds = {
-        complete(SamplingOptions(), checkpoint={}, max_tokens=1, eos_token_ids=()).seed for _ in range(8)
-    }
+    seeds = {complete(SamplingOptions(), defaults={}, max_tokens=1, eos_token_ids=()).seed for _ in range(8)}
     assert len(seeds) == 8
-    given = complete(SamplingOptions(seed=5), checkpoint={}, max_tokens=1, eos_token_ids=())
+    given = complete(SamplingOptions(seed=5), defaults={}, max_tokens=1, eos_token_ids=())
     assert given.seed == 5
 
 
 def test_end_tokens_are_ignored_on_request_but_own_stop_tokens_are_not() -> None:
     options = SamplingOptions(ignore_eos=True, stop_token_ids=(7,))
-    sampling = complete(options, checkpoint={}, max_tokens=1, eos_token_ids=(3,))
+    sampling = complete(options, defaults={}, max_tokens=1, eos_token_ids=(3,))
     assert sampling.stop_token_ids == (7,)
 
 

@@ -38,11 +38,13 @@ def signed_context(
     tier: str = "standard",
     allowed_models: tuple[str, ...] = (),
     tenant: str = "acme",
+    cache_salt: bytes = b"",
 ) -> str:
     """The header that the edge would have made."""
     context = context_pb2.RequestContext(
         request_id=request_id,
         tenant=tenant,
+        cache_salt=cache_salt,
         key_id="k1",
         tier=tier,
         allowed_models=allowed_models,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
+from contract.chat import turns_of, without_oldest
 from contract.errors import MillraceError, Reason
+from contract.proto import chat
 from contract.proto.status import to_detail
 from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, SPECIAL_IDS, TOKENS, encode
 
@@ -17,6 +20,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     def __init__(self) -> None:
         self.prepared: list[tokenizer_pb2.PrepareRequest] = []
         self.generation_config = ""
+        self.sampling_sources: dict[str, str] = {}
         self.tool_call_format = "hermes"
         self.reasoning_format = "think"
         self.assistant_prefix = ""
@@ -33,6 +37,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             tool_call_format=self.tool_call_format,
             reasoning_format=self.reasoning_format,
             generation_config_json=self.generation_config,
+            sampling_sources=self.sampling_sources,
         )
 
     async def Prepare(self, request: Any, context: Any) -> Any:
@@ -40,7 +45,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         response = tokenizer_pb2.PrepareResponse(
             vocabulary_fingerprint=FINGERPRINT, assistant_prefix=self.assistant_prefix
         )
-        response.token_ids.extend(self._ids(request))
+        self._fill(response, request)
         if request.HasField("response_format"):
             if "impossible" in request.response_format.json_schema.schema_json:
                 raise MillraceError(
@@ -63,10 +68,32 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenizer_pb2.PrepareAnswer(id=call.id, response=response)
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
-        adds = request.add_special_tokens or not request.HasField("add_special_tokens")
-        return tokenizer_pb2.TokenizeResponse(token_ids=self._ids(request, adds=adds))
+        response = tokenizer_pb2.TokenizeResponse()
+        self._fill(response, request)
+        return response
 
-    def _ids(self, request: Any, *, adds: bool = True) -> list[int]:
+    def _fill(self, response: Any, request: Any) -> None:
+        """Ids, cut where the request says so; of a conversation one turn after the other is left out."""
+        ids = self._ids(request)
+        num_tokens, cuts = len(ids), request.truncation == tokenizer_pb2.TRUNCATION_KEEP_END
+        most = request.max_prompt_tokens if request.HasField("max_prompt_tokens") and cuts else num_tokens
+        if request.HasField("conversation"):
+            whole = chat.conversation(request.conversation)
+            num_turns, num_out = len(turns_of(whole.messages)), 0
+            while len(ids) > most and num_out < num_turns - 1:
+                num_out += 1
+                fields = chat.conversation_fields(without_oldest(whole, num_out))
+                request.conversation.CopyFrom(chat_pb2.Conversation(**fields))
+                ids = self._ids(request)
+            if num_out:
+                response.num_truncated_turns, response.num_turns = num_out, num_turns
+        else:
+            ids = ids[num_tokens - min(most, num_tokens) :]
+        response.num_truncated_tokens = num_tokens - len(ids)
+        response.token_ids.extend(ids)
+
+    def _ids(self, request: Any) -> list[int]:
+        adds = request.add_special_tokens or not request.HasField("add_special_tokens")
         match request.WhichOneof("input"):
             case "encoded":
                 return list(request.encoded.ids)

@@ -55,6 +55,8 @@ class ChatRequest(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
     REFUSE_FALLBACK_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     service_tier: _builtins.str
     """SLA tier asked for: a tier's name or "auto". Refused if the key may not use it."""
@@ -67,6 +69,15 @@ class ChatRequest(_message.Message):
     refuse_fallback: _builtins.bool
     """Refuse under load rather than have a cheaper model answer, where the tier names one. The answer's `model`
     tells which one it was.
+    """
+    truncate_prompt_tokens: _builtins.int
+    """Where the prompt is longer than so many tokens, leave out what is oldest instead of refusing it: of a
+    conversation whole turns, but never instructions and never the last turn. -1: than what the model has room
+    for beside the answer. The first message of the answer tells what was left out.
+    """
+    cache_salt: _builtins.str
+    """Requests of a tenant share cached prefixes only with those of the same salt. At most 256 characters, and
+    not empty.
     """
     @_builtins.property
     def conversation(self) -> _chat_pb2.Conversation: ...
@@ -90,12 +101,21 @@ class ChatRequest(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         prompt_cache_key: _builtins.str = ...,
         refuse_fallback: _builtins.bool = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "response_format", b"response_format", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "response_format", b"response_format", "sampling", b"sampling", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
 Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
@@ -110,6 +130,7 @@ class ChatResponse(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     ENFORCEMENT_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     created_unix_s: _builtins.int
@@ -125,6 +146,10 @@ class ChatResponse(_message.Message):
     def enforcement(self) -> _grammar_pb2.EnforcementReport:
         """What of the response format is enforced; on the first message, when a schema was given."""
 
+    @_builtins.property
+    def left_out(self) -> Global___LeftOut:
+        """What truncate_prompt_tokens left out of the prompt; on the first message, where something was."""
+
     def __init__(
         self,
         *,
@@ -135,21 +160,54 @@ class ChatResponse(_message.Message):
         choices: _abc.Iterable[Global___ChatChoice] | None = ...,
         usage: _output_pb2.Usage | None = ...,
         enforcement: _grammar_pb2.EnforcementReport | None = ...,
+        left_out: Global___LeftOut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_usage", b"_usage", "enforcement", b"enforcement", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_left_out", b"_left_out", "_usage", b"_usage", "enforcement", b"enforcement", "left_out", b"left_out", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_usage", b"_usage", "choices", b"choices", "created_unix_s", b"created_unix_s", "enforcement", b"enforcement", "model", b"model", "request_id", b"request_id", "service_tier", b"service_tier", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_left_out", b"_left_out", "_usage", b"_usage", "choices", b"choices", "created_unix_s", b"created_unix_s", "enforcement", b"enforcement", "left_out", b"left_out", "model", b"model", "request_id", b"request_id", "service_tier", b"service_tier", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enforcement: _TypeAlias = _typing.Literal["enforcement"]  # noqa: Y015
     _WhichOneofArgType__enforcement: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement"]  # noqa: Y015
+    _WhichOneofReturnType__left_out: _TypeAlias = _typing.Literal["left_out"]  # noqa: Y015
+    _WhichOneofArgType__left_out: _TypeAlias = _typing.Literal["_left_out", b"_left_out"]  # noqa: Y015
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enforcement) -> _WhichOneofReturnType__enforcement | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__left_out) -> _WhichOneofReturnType__left_out | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__usage) -> _WhichOneofReturnType__usage | None: ...
 
 Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
+
+@_typing.final
+class LeftOut(_message.Message):
+    """LeftOut is what the model has not seen of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TURNS_FIELD_NUMBER: _builtins.int
+    OF_TURNS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    num_turns: _builtins.int
+    """The oldest turns of a conversation, and all that it had; 0 of a text."""
+    of_turns: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_turns: _builtins.int = ...,
+        of_turns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "num_turns", b"num_turns", "of_turns", b"of_turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeftOut: _TypeAlias = LeftOut  # noqa: Y015
 
 @_typing.final
 class ChatChoice(_message.Message):
@@ -294,6 +352,9 @@ class GenerateRequest(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
     REFUSE_FALLBACK_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     service_tier: _builtins.str
@@ -302,6 +363,13 @@ class GenerateRequest(_message.Message):
     """Return the prompt before the completion."""
     prompt_cache_key: _builtins.str
     refuse_fallback: _builtins.bool
+    truncate_prompt_tokens: _builtins.int
+    """As in ChatRequest; what is left out is the prompt's beginning."""
+    cache_salt: _builtins.str
+    add_special_tokens: _builtins.bool
+    """Add the tokens that the tokenizer puts around a text, such as BOS. True when unset; not with token ids,
+    which are taken as they are.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -324,13 +392,29 @@ class GenerateRequest(_message.Message):
         echo: _builtins.bool = ...,
         prompt_cache_key: _builtins.str = ...,
         refuse_fallback: _builtins.bool = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        cache_salt: _builtins.str | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "echo", b"echo", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -346,6 +430,7 @@ class GenerateResponse(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     ENFORCEMENT_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     created_unix_s: _builtins.int
@@ -358,6 +443,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def enforcement(self) -> _grammar_pb2.EnforcementReport: ...
+    @_builtins.property
+    def left_out(self) -> Global___LeftOut: ...
     def __init__(
         self,
         *,
@@ -368,17 +455,22 @@ class GenerateResponse(_message.Message):
         choices: _abc.Iterable[Global___GenerateChoice] | None = ...,
         usage: _output_pb2.Usage | None = ...,
         enforcement: _grammar_pb2.EnforcementReport | None = ...,
+        left_out: Global___LeftOut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_usage", b"_usage", "enforcement", b"enforcement", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_left_out", b"_left_out", "_usage", b"_usage", "enforcement", b"enforcement", "left_out", b"left_out", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_usage", b"_usage", "choices", b"choices", "created_unix_s", b"created_unix_s", "enforcement", b"enforcement", "model", b"model", "request_id", b"request_id", "service_tier", b"service_tier", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_left_out", b"_left_out", "_usage", b"_usage", "choices", b"choices", "created_unix_s", b"created_unix_s", "enforcement", b"enforcement", "left_out", b"left_out", "model", b"model", "request_id", b"request_id", "service_tier", b"service_tier", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enforcement: _TypeAlias = _typing.Literal["enforcement"]  # noqa: Y015
     _WhichOneofArgType__enforcement: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement"]  # noqa: Y015
+    _WhichOneofReturnType__left_out: _TypeAlias = _typing.Literal["left_out"]  # noqa: Y015
+    _WhichOneofArgType__left_out: _TypeAlias = _typing.Literal["_left_out", b"_left_out"]  # noqa: Y015
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enforcement) -> _WhichOneofReturnType__enforcement | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__left_out) -> _WhichOneofReturnType__left_out | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__usage) -> _WhichOneofReturnType__usage | None: ...
 
@@ -446,8 +538,11 @@ class CountTokensRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
+    add_special_tokens: _builtins.bool
+    """As in TokenizeRequest."""
     @_builtins.property
     def conversation(self) -> _chat_pb2.Conversation: ...
     def __init__(
@@ -456,13 +551,19 @@ class CountTokensRequest(_message.Message):
         model: _builtins.str = ...,
         conversation: _chat_pb2.Conversation | None = ...,
         text: _builtins.str = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "conversation", b"conversation", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___CountTokensRequest: _TypeAlias = CountTokensRequest  # noqa: Y015
@@ -495,6 +596,7 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     add_special_tokens: _builtins.bool
@@ -503,6 +605,8 @@ class TokenizeRequest(_message.Message):
     """
     include_token_texts: _builtins.bool
     """Report each token's text, too."""
+    truncate_prompt_tokens: _builtins.int
+    """As in ChatRequest and GenerateRequest."""
     @_builtins.property
     def conversation(self) -> _chat_pb2.Conversation: ...
     def __init__(
@@ -513,17 +617,22 @@ class TokenizeRequest(_message.Message):
         text: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
         include_token_texts: _builtins.bool = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "conversation", b"conversation", "input", b"input", "text", b"text", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "conversation", b"conversation", "include_token_texts", b"include_token_texts", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "conversation", b"conversation", "include_token_texts", b"include_token_texts", "input", b"input", "model", b"model", "text", b"text", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -536,6 +645,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Longest prompt plus completion, in tokens; 0 while no engine is attached."""
     @_builtins.property
@@ -544,18 +654,25 @@ class TokenizeResponse(_message.Message):
     def token_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """One per token, where they were asked for."""
 
+    @_builtins.property
+    def left_out(self) -> Global___LeftOut:
+        """What truncate_prompt_tokens left out."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         token_texts: _abc.Iterable[_builtins.str] | None = ...,
         max_model_len: _builtins.int = ...,
+        left_out: Global___LeftOut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_left_out", b"_left_out", "left_out", b"left_out"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_left_out", b"_left_out", "left_out", b"left_out", "max_model_len", b"max_model_len", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__left_out: _TypeAlias = _typing.Literal["left_out"]  # noqa: Y015
+    _WhichOneofArgType__left_out: _TypeAlias = _typing.Literal["_left_out", b"_left_out"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__left_out) -> _WhichOneofReturnType__left_out | None: ...
 
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
@@ -644,11 +761,16 @@ class Model(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     OWNED_BY_FIELD_NUMBER: _builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     """Longest prompt plus completion, in tokens."""
     created_unix_s: _builtins.int
     owned_by: _builtins.str
+    @_builtins.property
+    def sampling_defaults(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplingDefault]:
+        """Sampling options of requests that say nothing of them, where they are not the API's own."""
+
     def __init__(
         self,
         *,
@@ -656,11 +778,39 @@ class Model(_message.Message):
         max_model_len: _builtins.int = ...,
         created_unix_s: _builtins.int = ...,
         owned_by: _builtins.str = ...,
+        sampling_defaults: _abc.Iterable[Global___SamplingDefault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "id", b"id", "max_model_len", b"max_model_len", "owned_by", b"owned_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "id", b"id", "max_model_len", b"max_model_len", "owned_by", b"owned_by", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class SamplingDefault(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTION_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    option: _builtins.str
+    """As in SamplingOptions."""
+    value: _builtins.float
+    source: _builtins.str
+    """Who says so: a file of the checkpoint, or the configuration."""
+    def __init__(
+        self,
+        *,
+        option: _builtins.str = ...,
+        value: _builtins.float = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["option", b"option", "source", b"source", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplingDefault: _TypeAlias = SamplingDefault  # noqa: Y015

@@ -28,7 +28,7 @@ from millrace.common.v1 import error_pb2 as millrace_dot_common_dot_v1_dot_error
 from millrace.common.v1 import grammar_pb2 as millrace_dot_common_dot_v1_dot_grammar__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/tokenizer/v1/tokenizer.proto\x12\x15millrace.tokenizer.v1\x1a\x1dmillrace/common/v1/chat.proto\x1a millrace/common/v1/context.proto\x1a\x1emillrace/common/v1/error.proto\x1a millrace/common/v1/grammar.proto\"\x89\x03\n\x0ePrepareRequest\x12\x32\n\x07\x63ontext\x18\x01 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\r\n\x05model\x18\x02 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\x37\n\x07\x65ncoded\x18\x05 \x01(\x0b\x32$.millrace.tokenizer.v1.EncodedPromptH\x00\x12;\n\x0fresponse_format\x18\x06 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\x12\x1e\n\x11max_prompt_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x35\n\ntruncation\x18\x08 \x01(\x0e\x32!.millrace.tokenizer.v1.TruncationB\x07\n\x05inputB\x14\n\x12_max_prompt_tokens\"I\n\x14PrepareStreamRequest\x12\x31\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\".millrace.tokenizer.v1.PrepareCall\"\x8d\x01\n\x0bPrepareCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x36\n\x07request\x18\x02 \x01(\x0b\x32%.millrace.tokenizer.v1.PrepareRequest\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x12\n\ntracestate\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"N\n\x15PrepareStreamResponse\x12\x35\n\x07\x61nswers\x18\x01 \x03(\x0b\x32$.millrace.tokenizer.v1.PrepareAnswer\"\x94\x01\n\rPrepareAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12:\n\x08response\x18\x02 \x01(\x0b\x32&.millrace.tokenizer.v1.PrepareResponseH\x00\x12\x30\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.millrace.common.v1.ErrorDetailH\x00\x42\t\n\x07outcome\"\x1c\n\rEncodedPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe4\x02\n\x0fPrepareResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x39\n\x07grammar\x18\x02 \x01(\x0b\x32#.millrace.common.v1.GrammarArtifactH\x00\x88\x01\x01\x12?\n\x0b\x65nforcement\x18\x03 \x01(\x0b\x32%.millrace.common.v1.EnforcementReportH\x01\x88\x01\x01\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x36\n\x07timings\x18\x05 \x01(\x0b\x32%.millrace.tokenizer.v1.PrepareTimings\x12\x16\n\x0egrammar_cached\x18\x06 \x01(\x08\x12\x18\n\x10\x61ssistant_prefix\x18\x07 \x01(\t\x12\x1c\n\x14num_truncated_tokens\x18\x08 \x01(\rB\n\n\x08_grammarB\x0e\n\x0c_enforcement\"G\n\x0ePrepareTimings\x12\x10\n\x08render_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65ncode_s\x18\x02 \x01(\x01\x12\x11\n\tcompile_s\x18\x03 \x01(\x01\"%\n\x14GetVocabularyRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb5\x02\n\x15GetVocabularyResponse\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x33\n\x07\x64\x65\x63oder\x18\x02 \x01(\x0e\x32\".millrace.tokenizer.v1.DecoderKind\x12\x0e\n\x06tokens\x18\x03 \x03(\x0c\x12\x13\n\x0bspecial_ids\x18\x04 \x03(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10tool_call_format\x18\x07 \x01(\t\x12\x18\n\x10reasoning_format\x18\x08 \x01(\t\x12\x1e\n\x16generation_config_json\x18\t \x01(\t\x12\x16\n\x0e\x62yte_token_ids\x18\n \x03(\rB\x0f\n\r_bos_token_id\"\xdf\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x32\n\x07\x63ontext\x18\x05 \x01(\x0b\x32!.millrace.common.v1.SignedContextB\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"~\n\x15ValidateOutputRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bschema_json\x18\x02 \x01(\t\x12\r\n\x05texts\x18\x03 \x03(\t\x12\x32\n\x07\x63ontext\x18\x04 \x01(\x0b\x32!.millrace.common.v1.SignedContext\"M\n\x16ValidateOutputResponse\x12\x33\n\x08verdicts\x18\x01 \x03(\x0b\x32!.millrace.common.v1.OutputVerdict*\\\n\nTruncation\x12\x1a\n\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x17\n\x13TRUNCATION_KEEP_END\x10\x01\x12\x19\n\x15TRUNCATION_KEEP_START\x10\x02*\x84\x01\n\x0b\x44\x65\x63oderKind\x12\x1c\n\x18\x44\x45\x43ODER_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ODER_KIND_BYTE_LEVEL\x10\x01\x12\x1e\n\x1a\x44\x45\x43ODER_KIND_SENTENCEPIECE\x10\x02\x12\x1a\n\x16\x44\x45\x43ODER_KIND_METASPACE\x10\x03\x32\x94\x04\n\x10TokenizerService\x12X\n\x07Prepare\x12%.millrace.tokenizer.v1.PrepareRequest\x1a&.millrace.tokenizer.v1.PrepareResponse\x12n\n\rPrepareStream\x12+.millrace.tokenizer.v1.PrepareStreamRequest\x1a,.millrace.tokenizer.v1.PrepareStreamResponse(\x01\x30\x01\x12j\n\rGetVocabulary\x12+.millrace.tokenizer.v1.GetVocabularyRequest\x1a,.millrace.tokenizer.v1.GetVocabularyResponse\x12[\n\x08Tokenize\x12&.millrace.tokenizer.v1.TokenizeRequest\x1a\'.millrace.tokenizer.v1.TokenizeResponse\x12m\n\x0eValidateOutput\x12,.millrace.tokenizer.v1.ValidateOutputRequest\x1a-.millrace.tokenizer.v1.ValidateOutputResponseB<\n\x15millrace.tokenizer.v1P\x01Z!millrace/tokenizer/v1;tokenizerv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/tokenizer/v1/tokenizer.proto\x12\x15millrace.tokenizer.v1\x1a\x1dmillrace/common/v1/chat.proto\x1a millrace/common/v1/context.proto\x1a\x1emillrace/common/v1/error.proto\x1a millrace/common/v1/grammar.proto\"\xc1\x03\n\x0ePrepareRequest\x12\x32\n\x07\x63ontext\x18\x01 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\r\n\x05model\x18\x02 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\x37\n\x07\x65ncoded\x18\x05 \x01(\x0b\x32$.millrace.tokenizer.v1.EncodedPromptH\x00\x12;\n\x0fresponse_format\x18\x06 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\x12\x1e\n\x11max_prompt_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x35\n\ntruncation\x18\x08 \x01(\x0e\x32!.millrace.tokenizer.v1.Truncation\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\t \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x14\n\x12_max_prompt_tokensB\x15\n\x13_add_special_tokens\"I\n\x14PrepareStreamRequest\x12\x31\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\".millrace.tokenizer.v1.PrepareCall\"\x8d\x01\n\x0bPrepareCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x36\n\x07request\x18\x02 \x01(\x0b\x32%.millrace.tokenizer.v1.PrepareRequest\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x12\n\ntracestate\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"N\n\x15PrepareStreamResponse\x12\x35\n\x07\x61nswers\x18\x01 \x03(\x0b\x32$.millrace.tokenizer.v1.PrepareAnswer\"\x94\x01\n\rPrepareAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12:\n\x08response\x18\x02 \x01(\x0b\x32&.millrace.tokenizer.v1.PrepareResponseH\x00\x12\x30\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.millrace.common.v1.ErrorDetailH\x00\x42\t\n\x07outcome\"\x1c\n\rEncodedPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x94\x03\n\x0fPrepareResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x39\n\x07grammar\x18\x02 \x01(\x0b\x32#.millrace.common.v1.GrammarArtifactH\x00\x88\x01\x01\x12?\n\x0b\x65nforcement\x18\x03 \x01(\x0b\x32%.millrace.common.v1.EnforcementReportH\x01\x88\x01\x01\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x36\n\x07timings\x18\x05 \x01(\x0b\x32%.millrace.tokenizer.v1.PrepareTimings\x12\x16\n\x0egrammar_cached\x18\x06 \x01(\x08\x12\x18\n\x10\x61ssistant_prefix\x18\x07 \x01(\t\x12\x1c\n\x14num_truncated_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_truncated_turns\x18\t \x01(\r\x12\x11\n\tnum_turns\x18\n \x01(\rB\n\n\x08_grammarB\x0e\n\x0c_enforcement\"G\n\x0ePrepareTimings\x12\x10\n\x08render_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65ncode_s\x18\x02 \x01(\x01\x12\x11\n\tcompile_s\x18\x03 \x01(\x01\"%\n\x14GetVocabularyRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xca\x03\n\x15GetVocabularyResponse\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x33\n\x07\x64\x65\x63oder\x18\x02 \x01(\x0e\x32\".millrace.tokenizer.v1.DecoderKind\x12\x0e\n\x06tokens\x18\x03 \x03(\x0c\x12\x13\n\x0bspecial_ids\x18\x04 \x03(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10tool_call_format\x18\x07 \x01(\t\x12\x18\n\x10reasoning_format\x18\x08 \x01(\t\x12\x1e\n\x16generation_config_json\x18\t \x01(\t\x12\x16\n\x0e\x62yte_token_ids\x18\n \x03(\r\x12[\n\x10sampling_sources\x18\x0b \x03(\x0b\x32\x41.millrace.tokenizer.v1.GetVocabularyResponse.SamplingSourcesEntry\x1a\x36\n\x14SamplingSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0f\n\r_bos_token_id\"\xcc\x02\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x32\n\x07\x63ontext\x18\x05 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\x1e\n\x11max_prompt_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x35\n\ntruncation\x18\x07 \x01(\x0e\x32!.millrace.tokenizer.v1.TruncationB\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x14\n\x12_max_prompt_tokens\"s\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1c\n\x14num_truncated_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_truncated_turns\x18\x03 \x01(\r\x12\x11\n\tnum_turns\x18\x04 \x01(\r\"~\n\x15ValidateOutputRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bschema_json\x18\x02 \x01(\t\x12\r\n\x05texts\x18\x03 \x03(\t\x12\x32\n\x07\x63ontext\x18\x04 \x01(\x0b\x32!.millrace.common.v1.SignedContext\"M\n\x16ValidateOutputResponse\x12\x33\n\x08verdicts\x18\x01 \x03(\x0b\x32!.millrace.common.v1.OutputVerdict*\\\n\nTruncation\x12\x1a\n\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x17\n\x13TRUNCATION_KEEP_END\x10\x01\x12\x19\n\x15TRUNCATION_KEEP_START\x10\x02*\x84\x01\n\x0b\x44\x65\x63oderKind\x12\x1c\n\x18\x44\x45\x43ODER_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ODER_KIND_BYTE_LEVEL\x10\x01\x12\x1e\n\x1a\x44\x45\x43ODER_KIND_SENTENCEPIECE\x10\x02\x12\x1a\n\x16\x44\x45\x43ODER_KIND_METASPACE\x10\x03\x32\x94\x04\n\x10TokenizerService\x12X\n\x07Prepare\x12%.millrace.tokenizer.v1.PrepareRequest\x1a&.millrace.tokenizer.v1.PrepareResponse\x12n\n\rPrepareStream\x12+.millrace.tokenizer.v1.PrepareStreamRequest\x1a,.millrace.tokenizer.v1.PrepareStreamResponse(\x01\x30\x01\x12j\n\rGetVocabulary\x12+.millrace.tokenizer.v1.GetVocabularyRequest\x1a,.millrace.tokenizer.v1.GetVocabularyResponse\x12[\n\x08Tokenize\x12&.millrace.tokenizer.v1.TokenizeRequest\x1a\'.millrace.tokenizer.v1.TokenizeResponse\x12m\n\x0eValidateOutput\x12,.millrace.tokenizer.v1.ValidateOutputRequest\x1a-.millrace.tokenizer.v1.ValidateOutputResponseB<\n\x15millrace.tokenizer.v1P\x01Z!millrace/tokenizer/v1;tokenizerv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,38 +36,42 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.tokenizer.v1.token
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\025millrace.tokenizer.v1P\001Z!millrace/tokenizer/v1;tokenizerv1'
-  _globals['_TRUNCATION']._serialized_start=2326
-  _globals['_TRUNCATION']._serialized_end=2418
-  _globals['_DECODERKIND']._serialized_start=2421
-  _globals['_DECODERKIND']._serialized_end=2553
+  _globals['_GETVOCABULARYRESPONSE_SAMPLINGSOURCESENTRY']._loaded_options = None
+  _globals['_GETVOCABULARYRESPONSE_SAMPLINGSOURCESENTRY']._serialized_options = b'8\001'
+  _globals['_TRUNCATION']._serialized_start=2766
+  _globals['_TRUNCATION']._serialized_end=2858
+  _globals['_DECODERKIND']._serialized_start=2861
+  _globals['_DECODERKIND']._serialized_end=2993
   _globals['_PREPAREREQUEST']._serialized_start=196
-  _globals['_PREPAREREQUEST']._serialized_end=589
-  _globals['_PREPARESTREAMREQUEST']._serialized_start=591
-  _globals['_PREPARESTREAMREQUEST']._serialized_end=664
-  _globals['_PREPARECALL']._serialized_start=667
-  _globals['_PREPARECALL']._serialized_end=808
-  _globals['_PREPARESTREAMRESPONSE']._serialized_start=810
-  _globals['_PREPARESTREAMRESPONSE']._serialized_end=888
-  _globals['_PREPAREANSWER']._serialized_start=891
-  _globals['_PREPAREANSWER']._serialized_end=1039
-  _globals['_ENCODEDPROMPT']._serialized_start=1041
-  _globals['_ENCODEDPROMPT']._serialized_end=1069
-  _globals['_PREPARERESPONSE']._serialized_start=1072
-  _globals['_PREPARERESPONSE']._serialized_end=1428
-  _globals['_PREPARETIMINGS']._serialized_start=1430
-  _globals['_PREPARETIMINGS']._serialized_end=1501
-  _globals['_GETVOCABULARYREQUEST']._serialized_start=1503
-  _globals['_GETVOCABULARYREQUEST']._serialized_end=1540
-  _globals['_GETVOCABULARYRESPONSE']._serialized_start=1543
-  _globals['_GETVOCABULARYRESPONSE']._serialized_end=1852
-  _globals['_TOKENIZEREQUEST']._serialized_start=1855
-  _globals['_TOKENIZEREQUEST']._serialized_end=2078
-  _globals['_TOKENIZERESPONSE']._serialized_start=2080
-  _globals['_TOKENIZERESPONSE']._serialized_end=2117
-  _globals['_VALIDATEOUTPUTREQUEST']._serialized_start=2119
-  _globals['_VALIDATEOUTPUTREQUEST']._serialized_end=2245
-  _globals['_VALIDATEOUTPUTRESPONSE']._serialized_start=2247
-  _globals['_VALIDATEOUTPUTRESPONSE']._serialized_end=2324
-  _globals['_TOKENIZERSERVICE']._serialized_start=2556
-  _globals['_TOKENIZERSERVICE']._serialized_end=3088
+  _globals['_PREPAREREQUEST']._serialized_end=645
+  _globals['_PREPARESTREAMREQUEST']._serialized_start=647
+  _globals['_PREPARESTREAMREQUEST']._serialized_end=720
+  _globals['_PREPARECALL']._serialized_start=723
+  _globals['_PREPARECALL']._serialized_end=864
+  _globals['_PREPARESTREAMRESPONSE']._serialized_start=866
+  _globals['_PREPARESTREAMRESPONSE']._serialized_end=944
+  _globals['_PREPAREANSWER']._serialized_start=947
+  _globals['_PREPAREANSWER']._serialized_end=1095
+  _globals['_ENCODEDPROMPT']._serialized_start=1097
+  _globals['_ENCODEDPROMPT']._serialized_end=1125
+  _globals['_PREPARERESPONSE']._serialized_start=1128
+  _globals['_PREPARERESPONSE']._serialized_end=1532
+  _globals['_PREPARETIMINGS']._serialized_start=1534
+  _globals['_PREPARETIMINGS']._serialized_end=1605
+  _globals['_GETVOCABULARYREQUEST']._serialized_start=1607
+  _globals['_GETVOCABULARYREQUEST']._serialized_end=1644
+  _globals['_GETVOCABULARYRESPONSE']._serialized_start=1647
+  _globals['_GETVOCABULARYRESPONSE']._serialized_end=2105
+  _globals['_GETVOCABULARYRESPONSE_SAMPLINGSOURCESENTRY']._serialized_start=2034
+  _globals['_GETVOCABULARYRESPONSE_SAMPLINGSOURCESENTRY']._serialized_end=2088
+  _globals['_TOKENIZEREQUEST']._serialized_start=2108
+  _globals['_TOKENIZEREQUEST']._serialized_end=2440
+  _globals['_TOKENIZERESPONSE']._serialized_start=2442
+  _globals['_TOKENIZERESPONSE']._serialized_end=2557
+  _globals['_VALIDATEOUTPUTREQUEST']._serialized_start=2559
+  _globals['_VALIDATEOUTPUTREQUEST']._serialized_end=2685
+  _globals['_VALIDATEOUTPUTRESPONSE']._serialized_start=2687
+  _globals['_VALIDATEOUTPUTRESPONSE']._serialized_end=2764
+  _globals['_TOKENIZERSERVICE']._serialized_start=2996
+  _globals['_TOKENIZERSERVICE']._serialized_end=3528
 # @@protoc_insertion_point(module_scope)

@@ -32,18 +32,24 @@ class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation
     TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
     """Refuse."""
     TRUNCATION_KEEP_END: _Truncation.ValueType  # 1
-    """Keep the last tokens, after those that the tokenizer puts in front of every text."""
+    """Keep the last tokens, after those that the tokenizer puts in front of every text. Of a conversation, leave
+    out the oldest turns, but never instructions, and never the last turn: half a turn has no meaning to a
+    template. A turn is what a user says, and what follows it.
+    """
     TRUNCATION_KEEP_START: _Truncation.ValueType  # 2
-    """Keep the first tokens."""
+    """Keep the first tokens. Not of a conversation."""
 
 class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper): ...
 
 TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
 """Refuse."""
 TRUNCATION_KEEP_END: Truncation.ValueType  # 1
-"""Keep the last tokens, after those that the tokenizer puts in front of every text."""
+"""Keep the last tokens, after those that the tokenizer puts in front of every text. Of a conversation, leave
+out the oldest turns, but never instructions, and never the last turn: half a turn has no meaning to a
+template. A turn is what a user says, and what follows it.
+"""
 TRUNCATION_KEEP_START: Truncation.ValueType  # 2
-"""Keep the first tokens."""
+"""Keep the first tokens. Not of a conversation."""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
 class _DecoderKind:
@@ -84,6 +90,7 @@ class PrepareRequest(_message.Message):
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     max_prompt_tokens: _builtins.int
@@ -91,9 +98,9 @@ class PrepareRequest(_message.Message):
     context's own limit holds as well.
     """
     truncation: Global___Truncation.ValueType
-    """What becomes of a longer prompt instead of refusing it. Conversations are never truncated: half a turn has
-    no meaning to a template.
-    """
+    """What becomes of a longer prompt instead of refusing it."""
+    add_special_tokens: _builtins.bool
+    """Add the tokens that the tokenizer puts around a text, such as BOS. True when unset; of text alone."""
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     @_builtins.property
@@ -115,15 +122,20 @@ class PrepareRequest(_message.Message):
         response_format: _chat_pb2.ResponseFormat | None = ...,
         max_prompt_tokens: _builtins.int | None = ...,
         truncation: Global___Truncation.ValueType = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "response_format", b"response_format", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "response_format", b"response_format", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text", "encoded"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
     @_typing.overload
@@ -271,6 +283,8 @@ class PrepareResponse(_message.Message):
     GRAMMAR_CACHED_FIELD_NUMBER: _builtins.int
     ASSISTANT_PREFIX_FIELD_NUMBER: _builtins.int
     NUM_TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TRUNCATED_TURNS_FIELD_NUMBER: _builtins.int
+    NUM_TURNS_FIELD_NUMBER: _builtins.int
     vocabulary_fingerprint: _builtins.str
     """Fingerprint of the vocabulary that the ids belong to."""
     grammar_cached: _builtins.bool
@@ -279,6 +293,9 @@ class PrepareResponse(_message.Message):
     """Text that the template placed at the start of the assistant turn and that output parsers must know of."""
     num_truncated_tokens: _builtins.int
     """Tokens left out by truncation."""
+    num_truncated_turns: _builtins.int
+    """Turns left out by truncation, and all that the conversation had; both 0 where none was."""
+    num_turns: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -300,10 +317,12 @@ class PrepareResponse(_message.Message):
         grammar_cached: _builtins.bool = ...,
         assistant_prefix: _builtins.str = ...,
         num_truncated_tokens: _builtins.int = ...,
+        num_truncated_turns: _builtins.int = ...,
+        num_turns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "enforcement", b"enforcement", "grammar", b"grammar", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "assistant_prefix", b"assistant_prefix", "enforcement", b"enforcement", "grammar", b"grammar", "grammar_cached", b"grammar_cached", "num_truncated_tokens", b"num_truncated_tokens", "timings", b"timings", "token_ids", b"token_ids", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "assistant_prefix", b"assistant_prefix", "enforcement", b"enforcement", "grammar", b"grammar", "grammar_cached", b"grammar_cached", "num_truncated_tokens", b"num_truncated_tokens", "num_truncated_turns", b"num_truncated_turns", "num_turns", b"num_turns", "timings", b"timings", "token_ids", b"token_ids", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enforcement: _TypeAlias = _typing.Literal["enforcement"]  # noqa: Y015
     _WhichOneofArgType__enforcement: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement"]  # noqa: Y015
@@ -364,6 +383,26 @@ Global___GetVocabularyRequest: _TypeAlias = GetVocabularyRequest  # noqa: Y015
 class GetVocabularyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SamplingSourcesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DECODER_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
@@ -374,6 +413,7 @@ class GetVocabularyResponse(_message.Message):
     REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     GENERATION_CONFIG_JSON_FIELD_NUMBER: _builtins.int
     BYTE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SAMPLING_SOURCES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """SHA-256 over kind, token bytes and special ids, lower-case hex."""
     decoder: Global___DecoderKind.ValueType
@@ -383,7 +423,9 @@ class GetVocabularyResponse(_message.Message):
     reasoning_format: _builtins.str
     """Name of the format in which the model writes reasoning; empty if it has none."""
     generation_config_json: _builtins.str
-    """The checkpoint's generation_config.json as JSON text; empty if it has none."""
+    """The checkpoint's generation_config.json as JSON text, completed by the sampling options of a GGUF file; empty
+    if there are none.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Bytes of every token; the index is the id. Ids without a token are empty."""
@@ -400,6 +442,10 @@ class GetVocabularyResponse(_message.Message):
         becomes one U+FFFD per byte.
         """
 
+    @_builtins.property
+    def sampling_sources(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Who recommends a sampling option of generation_config_json, where that is not the file itself."""
+
     def __init__(
         self,
         *,
@@ -413,10 +459,11 @@ class GetVocabularyResponse(_message.Message):
         reasoning_format: _builtins.str = ...,
         generation_config_json: _builtins.str = ...,
         byte_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        sampling_sources: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "reasoning_format", b"reasoning_format", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "reasoning_format", b"reasoning_format", "sampling_sources", b"sampling_sources", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
@@ -433,10 +480,15 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     add_special_tokens: _builtins.bool
     """Add the tokens that the tokenizer puts around a text, such as BOS. True when unset."""
+    max_prompt_tokens: _builtins.int
+    """As in PrepareRequest."""
+    truncation: Global___Truncation.ValueType
     @_builtins.property
     def conversation(self) -> _chat_pb2.Conversation: ...
     @_builtins.property
@@ -451,17 +503,23 @@ class TokenizeRequest(_message.Message):
         text: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
         context: _context_pb2.SignedContext | None = ...,
+        max_prompt_tokens: _builtins.int | None = ...,
+        truncation: Global___Truncation.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -472,16 +530,26 @@ class TokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TRUNCATED_TURNS_FIELD_NUMBER: _builtins.int
+    NUM_TURNS_FIELD_NUMBER: _builtins.int
+    num_truncated_tokens: _builtins.int
+    """As in PrepareResponse."""
+    num_truncated_turns: _builtins.int
+    num_turns: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_truncated_tokens: _builtins.int = ...,
+        num_truncated_turns: _builtins.int = ...,
+        num_turns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_truncated_tokens", b"num_truncated_tokens", "num_truncated_turns", b"num_truncated_turns", "num_turns", b"num_turns", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
