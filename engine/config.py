@@ -35,10 +35,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     long_prefill_tokens: int = 512
     # Largest part of a step that long prompts may take together while anyone else has work.
     long_prefill_share: float = 0.5
-    # While sequences decode, or several tenants asked within a second, prompts are computed in chunks that
-    # keep a step near this time, as measured, or near twice the time of a step for one answer where that is
-    # longer: many prompts at once must not hold up who is being answered, or has a short one. 0 sets no time.
-    step_target_ms: float = 75.0
+    # A step that computes prompts is as long as those who are answered in it can bear. Answers of a tier with
+    # tpot_target_ms keep that pace: prompts get what they are ahead of it, and no gap is planned to be longer
+    # than three targets. Beside answers of other tiers, or where several tenants asked within a second, a
+    # step takes up to this time, or twice that of the answers in it where this is longer. 0 sets no time.
+    step_target_ms: float = 1000.0
     # After so many preemptions a sequence keeps its batch slot until it ends.
     max_preemptions: int = 3
     # Part of the blocks that admission leaves free, so that running sequences can grow.

@@ -98,6 +98,13 @@ class Line:
         """What waits in one tier, by tenant."""
         return {tenant: part for (each, tenant), part in self._parts.items() if each == priority}
 
+    def tokens_by_tier(self) -> Counter[int]:
+        """Tokens that those who wait will compute, by priority."""
+        found: Counter[int] = Counter()
+        for (priority, _), part in self._parts.items():
+            found[priority] += part.num_tokens
+        return found
+
     def ahead(self, request: Request, num_tokens: int, coming: Mapping[str, float]) -> Part:
         """What is served before a request with so many tokens to compute: all of higher tiers, and the fair
         part of its own; `coming` has the slots of its tier, by tenant, that are expected back.

@@ -56,6 +56,8 @@ class StepInFlight:
     rows: dict[int, Row]
     # Tokens that it might have had.
     budget: int
+    # When it is expected to come back.
+    ends_s: float = 0.0
     # A step before it failed: what it computed rests on nothing.
     void: bool = False
 

@@ -1,0 +1,96 @@
+"""How much of prompts a step may hold: as much as those who are being answered in it can bear.
+
+An answer whose tier has a target for the time per token has a pace. Tokens that came ahead of it are in hand
+(what Sarathi-Serve, OSDI 2024, bounds by one number, QoServe and SLOs-Serve derive from such slack), and a step
+may last until the next token is due. Small chunks waste the device, since each costs something whatever its
+size; so prompts wait, while answers get ahead, for as much as is worth a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.policy.rates import least_chunk
+from engine.policy.step_time import StepTime
+
+# Pace that is kept, as a part of the target: steps are forecast, and forecasts err.
+AIM = 0.95
+# A step lasts no longer than so many targets of an answer, however much that has in hand. Who is further behind
+# has lost what cannot be made up at the cost of others, and goes on at its pace.
+LONGEST_GAP = 3.0
+# A step of an answer that is behind lasts no longer than so much of its target.
+_CATCH_UP = 0.75
+# Part of the time that prompts have in any case, in the smallest chunks that are worth it.
+LEAST_SHARE = 0.25
+# And where no target is given, as much as the answers beside them.
+_LEAST_STEPS = 2.0
+
+
+class Pace(NamedTuple):
+    """What an answer of a tier with a target is owed next."""
+
+    priority: int
+    # Seconds for a token.
+    target_s: float
+    # When the next token is due.
+    due_s: float
+
+    def gap_s(self, starts_s: float) -> float:
+        """Longest step, begun then, that leaves the answer at its pace."""
+        left_s = self.due_s - starts_s
+        if left_s < (1.0 - LONGEST_GAP) * self.target_s:
+            left_s = self.target_s
+        return min(max(left_s, _CATCH_UP * self.target_s), LONGEST_GAP * self.target_s)
+
+
+def pace_of(priority: int, target_s: float, start_s: float, num_tokens: int) -> Pace:
+    """The pace of an answer that had its first token at `start_s`, as it waits for the `num_tokens`th after it."""
+    return Pace(priority, AIM * target_s, start_s + num_tokens * AIM * target_s)
+
+
+class Answers(NamedTuple):
+    """Those who are answered in a step, and the step's beginning."""
+
+    # Rows, and their work.
+    num_rows: int
+    work: float
+    # Of those whose tier has a target.
+    paces: Sequence[Pace]
+    starts_s: float
+
+
+class Prompts(NamedTuple):
+    """What there is to compute of prompts of one tier and above."""
+
+    priority: int
+    # Work that is left.
+    work: float
+    # For how long nothing of prompts was computed though something waited.
+    waited_s: float
+
+
+def chunk_work(time: StepTime, answers: Answers, prompts: Prompts, limit_s: float) -> float:
+    """Work of prompts that the step may hold; 0 leaves it to the answers, which get ahead meanwhile.
+
+    `limit_s` is the longest step beside answers without a target (0: any). Answers of lower tiers than the
+    prompts can be kept waiting for as long as any step may last.
+    """
+    decode_s = time.decode_s(answers.work)
+    most = math.inf
+    if limit_s:
+        limit_s = max(limit_s, _LEAST_STEPS * decode_s)
+        most = max(least_chunk(answers.num_rows), time.chunk_within(limit_s - decode_s))
+    if not answers.paces:
+        return most
+    longest_s = min(LONGEST_GAP * each.target_s for each in answers.paces)
+    equals = [each.gap_s(answers.starts_s) for each in answers.paces if each.priority >= prompts.priority]
+    fits = min(most, time.chunk_within(min([longest_s, *equals]) - decode_s))
+    least = min(prompts.work, max(time.least_chunk, least_chunk(0)))
+    wanted = min(prompts.work, time.full_chunk, most, time.chunk_within(longest_s - decode_s))
+    if fits >= max(least, wanted):
+        return fits
+    if prompts.waited_s >= (1.0 / LEAST_SHARE - 1.0) * time.chunk_s(least):
+        return max(fits, least)
+    return 0.0
