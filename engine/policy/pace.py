@@ -22,8 +22,13 @@ AIM = 0.95
 LONGEST_GAP = 3.0
 # A step of an answer that is behind lasts no longer than so much of its target.
 _CATCH_UP = 0.75
-# Part of the time that prompts have in any case, in the smallest chunks that are worth it.
-LEAST_SHARE = 0.25
+# The rate, as a share of the best, at which prompts had rather be computed: they wait for so large a chunk.
+_FULL_RATE = 0.9
+# Part of the time that prompts have in any case, and the rate at which it is used.
+_LEAST = (0.25, 0.5)
+# The same if their first tokens are late, too, or answers cannot have their pace even alone: then neither goes
+# before the other.
+_EVEN = (0.5, 0.75)
 # And where no target is given, as much as the answers beside them.
 _LEAST_STEPS = 2.0
 
@@ -69,6 +74,8 @@ class Prompts(NamedTuple):
     work: float
     # For how long nothing of prompts was computed though something waited.
     waited_s: float
+    # Some can no longer have their first token in time.
+    is_late: bool = False
 
 
 def chunk_work(time: StepTime, answers: Answers, prompts: Prompts, limit_s: float) -> float:
@@ -84,13 +91,18 @@ def chunk_work(time: StepTime, answers: Answers, prompts: Prompts, limit_s: floa
         most = max(least_chunk(answers.num_rows), time.chunk_within(limit_s - decode_s))
     if not answers.paces:
         return most
-    longest_s = min(LONGEST_GAP * each.target_s for each in answers.paces)
-    equals = [each.gap_s(answers.starts_s) for each in answers.paces if each.priority >= prompts.priority]
-    fits = min(most, time.chunk_within(min([longest_s, *equals]) - decode_s))
-    least = min(prompts.work, max(time.least_chunk, least_chunk(0)))
-    wanted = min(prompts.work, time.full_chunk, most, time.chunk_within(longest_s - decode_s))
+    # Nobody has less than the answers' own part of a step.
+    longest_s = min(LONGEST_GAP * max(each.target_s, decode_s) for each in answers.paces)
+    equals = [each for each in answers.paces if each.priority >= prompts.priority]
+    kept = [each.gap_s(answers.starts_s) for each in equals if each.target_s > decode_s]
+    is_lost = len(kept) == 0 < len(equals)
+    fits = 0.0 if is_lost else min(most, time.chunk_within(min([longest_s, *kept]) - decode_s))
+    is_late = prompts.is_late and all(each.priority == prompts.priority for each in equals)
+    share, rate = _EVEN if is_lost or is_late else _LEAST
+    least = min(prompts.work, most, max(time.chunk_at(rate), least_chunk(0)))
+    wanted = min(prompts.work, most, time.chunk_at(_FULL_RATE), time.chunk_within(longest_s - decode_s))
     if fits >= max(least, wanted):
         return fits
-    if prompts.waited_s >= (1.0 / LEAST_SHARE - 1.0) * time.chunk_s(least):
+    if prompts.waited_s >= (1.0 / share - 1.0) * time.chunk_s(least):
         return max(fits, least)
     return 0.0

@@ -19,8 +19,6 @@ _SPREAD = 0.1
 _SURPRISE = 3.0
 # And only where so many were seen.
 _FEW = 5.0
-# Part of the best rate of prompts that counts as the full one, and the part below which a chunk is too small.
-_FULL_RATE, _LEAST_RATE = 0.9, 0.5
 
 
 class Trend:
@@ -131,17 +129,10 @@ class StepTime:
             return 0.0
         return left_s / self._chunk.s_per_work if self._chunk.s_per_work else math.inf
 
-    @property
-    def full_chunk(self) -> float:
-        """Least work of a chunk at about the best rate that prompts can have; inf where any more is faster."""
-        return self._at_rate(_FULL_RATE)
-
-    @property
-    def least_chunk(self) -> float:
-        """Work below which most of a chunk's time is not spent on its tokens."""
-        return self._at_rate(_LEAST_RATE)
-
-    def _at_rate(self, share: float) -> float:
+    def chunk_at(self, share: float) -> float:
+        """Least work of a chunk that is computed at such a share of the best rate; inf where more is always
+        faster.
+        """
         fixed_s, s_per_work = self._chunk.fixed_s, self._chunk.s_per_work
         if not fixed_s:
             return 0.0

@@ -81,11 +81,12 @@ class Planner:
         since_s = starts_s if self._prompts_since_s is None else self._prompts_since_s
         self._prompts_since_s = since_s if prefills or sharers else None
         waited_s = max(0.0, starts_s - since_s)
-        works = self._prompts_by_tier(prefills)
-        limits, above = {}, 0
+        works, late = self._prompts_by_tier(prefills), self._late_tiers(prefills, draft.now)
+        limits, above, is_late = {}, 0, False
         for priority in sorted(works, reverse=True):
             above += works[priority]
-            prompts = Prompts(priority, above, waited_s)
+            is_late |= priority in late
+            prompts = Prompts(priority, above, waited_s, is_late)
             limits[priority] = chunk_work(
                 state.speed.time, answers, prompts, self._config.step_target_ms / 1000
             )
@@ -99,6 +100,12 @@ class Planner:
         for sequence in prefills:
             works[sequence.priority] += sequence.remaining_prefill
         return works
+
+    def _late_tiers(self, prefills: list[Sequence], now: float) -> set[int]:
+        """Tiers of prompts that can no longer have their first tokens in time."""
+        deadlines = ((each.priority, each.group.request.ttft_deadline_s) for each in prefills)
+        started = {priority for priority, due_s in deadlines if due_s is not None and due_s < now}
+        return started | self._state.line.late_tiers(now)
 
     @staticmethod
     def _pace(row: Row, starts_s: float) -> Pace | None:
