@@ -71,13 +71,13 @@ class Arrival:
     tenant: str = ""
     priority: int = 0
     ttft_target_s: float | None = None
-    tpot_target_s: float | None = None
     queue_limit_s: float | None = None
     weight: float = 1.0
     # Choices.
     n: int = 1
     # Requests of the same number have the same prompt; None gives one of its own.
     prompt: int | None = None
+    tpot_target_s: float | None = None
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """How much of prompts a step may hold: as much as those who are being answered in it can bear.
 
-An answer whose tier has a target for the time per token has a pace. Tokens that came ahead of it are in hand
-(what Sarathi-Serve, OSDI 2024, bounds by one number, QoServe and SLOs-Serve derive from such slack), and a step
-may last until the next token is due. Small chunks waste the device, since each costs something whatever its
-size; so prompts wait, while answers get ahead, for as much as is worth a step.
+An answer whose tier has a target for the time per token has a pace. What it is ahead of that is in hand, and
+a step may last until its next token is due. Sarathi-Serve (OSDI 2024) has one number for all steps; "dynamic
+chunking" by such slack is Niyama's (Goel et al., arXiv 2503.22562). A chunk costs something whatever its
+size, so many small ones waste the device: prompts wait, while answers get ahead, until there is time for a
+chunk that is worth it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,28 @@ from engine.policy.step_time import StepTime
 
 # Pace that is kept, as a part of the target: steps are forecast, and forecasts err.
 AIM = 0.95
-# A step lasts no longer than so many targets of an answer, however much that has in hand. Who is further behind
-# has lost what cannot be made up at the cost of others, and goes on at its pace.
+# A step lasts no longer than so many targets of an answer, however much that has in hand. Who is further
+# behind has lost what cannot be made up at the cost of others, and goes on at its pace.
 LONGEST_GAP = 3.0
 # A step of an answer that is behind lasts no longer than so much of its target.
 _CATCH_UP = 0.75
 # The rate, as a share of the best, at which prompts had rather be computed: they wait for so large a chunk.
 _FULL_RATE = 0.9
-# Part of the time that prompts have in any case, and the rate at which it is used.
-_LEAST = (0.25, 0.5)
-# The same if their first tokens are late, too, or answers cannot have their pace even alone: then neither goes
-# before the other.
-_EVEN = (0.5, 0.75)
+
+
+class _Progress(NamedTuple):
+    """Part of the time that prompts have in any case, and the rate, as a share of the best, at which it is
+    used.
+    """
+
+    share: float
+    rate: float
+
+
+_LEAST = _Progress(0.25, 0.5)
+# The same if their first tokens are late, too, or answers cannot have their pace even alone: then neither
+# goes before the other.
+_EVEN = _Progress(0.5, 0.75)
 # And where no target is given, as much as the answers beside them.
 _LEAST_STEPS = 2.0
 
@@ -51,7 +62,7 @@ class Pace(NamedTuple):
 
 
 def pace_of(priority: int, target_s: float, start_s: float, num_tokens: int) -> Pace:
-    """The pace of an answer that had its first token at `start_s`, as it waits for the `num_tokens`th after it."""
+    """The pace of an answer that had its first token at `start_s`, and waits for the `num_tokens`th after."""
     return Pace(priority, AIM * target_s, start_s + num_tokens * AIM * target_s)
 
 
@@ -88,7 +99,8 @@ def chunk_work(time: StepTime, answers: Answers, prompts: Prompts, limit_s: floa
     most = math.inf
     if limit_s:
         limit_s = max(limit_s, _LEAST_STEPS * decode_s)
-        most = max(least_chunk(answers.num_rows), time.chunk_within(limit_s - decode_s))
+        least = max(least_chunk(answers.num_rows), time.chunk_at(_LEAST.rate))
+        most = max(least, time.chunk_within(limit_s - decode_s))
     if not answers.paces:
         return most
     # Nobody has less than the answers' own part of a step.
@@ -98,11 +110,11 @@ def chunk_work(time: StepTime, answers: Answers, prompts: Prompts, limit_s: floa
     is_lost = len(kept) == 0 < len(equals)
     fits = 0.0 if is_lost else min(most, time.chunk_within(min([longest_s, *kept]) - decode_s))
     is_late = prompts.is_late and all(each.priority == prompts.priority for each in equals)
-    share, rate = _EVEN if is_lost or is_late else _LEAST
-    least = min(prompts.work, most, max(time.chunk_at(rate), least_chunk(0)))
+    progress = _EVEN if is_lost or is_late else _LEAST
+    least = min(prompts.work, most, max(time.chunk_at(progress.rate), least_chunk(0)))
     wanted = min(prompts.work, most, time.chunk_at(_FULL_RATE), time.chunk_within(longest_s - decode_s))
     if fits >= max(least, wanted):
         return fits
-    if prompts.waited_s >= (1.0 / share - 1.0) * time.chunk_s(least):
+    if prompts.waited_s >= (1.0 / progress.share - 1.0) * time.chunk_s(least):
         return max(fits, least)
     return 0.0

@@ -1,8 +1,8 @@
 """How long a step takes, by what is in it: learned from steps, and asked before the next one is planned.
 
-A step is a part for the answers in it and a part for its chunks of prompts. Both are straight lines over their
-work: what a part costs whatever its size, and what each unit of work adds. The first term is what makes small
-chunks dear, and the reason for which prompts had rather be computed in few large ones.
+A step is a part for the answers in it and a part for its chunks of prompts. Both are straight lines over
+their work: what a part costs whatever its size, and what each unit of work adds. The first term is what makes
+small chunks dear, and prompts better computed in few large ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _ALPHA = 0.05
 _SPREAD = 0.1
 # A step that takes more than so many times what was expected counts as that: something else held it up.
 _SURPRISE = 3.0
-# And only where so many were seen.
-_FEW = 5.0
+# And only after so many steps.
+_FEW = 5
 
 
 class Trend:
@@ -37,8 +37,6 @@ class Trend:
     def add(self, work: float, seconds: float) -> None:
         """One step with so much work took so long."""
         seconds = max(0.0, seconds)
-        if self._weight >= _FEW:
-            seconds = min(seconds, _SURPRISE * self.at(work))
         keep = 1.0 - _ALPHA
         self._weight = self._weight * keep + 1.0
         self._work = self._work * keep + work
@@ -81,6 +79,7 @@ class StepTime:
         self._decode, self._chunk = Trend(), Trend()
         # Whether chunks were seen beside answers: those alone, which bear all of a step, count until then.
         self._has_mixed = False
+        self._num_seen = 0
         # The last step that had answers alone.
         self.last_decode_s = 0.0
 
@@ -88,7 +87,10 @@ class StepTime:
     def of(cls, speed: MeasuredSpeed) -> StepTime:
         """As measured before the first request."""
         time = cls()
-        for num_rows, rate in ((1, speed.tokens_per_s_alone), (speed.num_together, speed.tokens_per_s_together)):
+        for num_rows, rate in (
+            (1, speed.tokens_per_s_alone),
+            (speed.num_together, speed.tokens_per_s_together),
+        ):
             if rate and num_rows:
                 time._decode.add(num_rows, num_rows / rate)
         for num_tokens, rate in (
@@ -101,6 +103,10 @@ class StepTime:
 
     def observe(self, decodes: float, chunk: float, seconds: float) -> None:
         """A step with so much work of answers and of prompts took so long."""
+        expected_s = self.decode_s(decodes) + self.chunk_s(chunk)
+        self._num_seen += 1
+        if self._num_seen > _FEW and expected_s:
+            seconds = min(seconds, _SURPRISE * expected_s)
         if not chunk:
             self.last_decode_s = seconds
             self._decode.add(decodes, seconds)

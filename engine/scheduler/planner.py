@@ -6,15 +6,13 @@ tokens and drafts to verify are the same rule: compute [num_computed, num_comput
 
 from __future__ import annotations
 
-from collections import Counter
-
-from engine.policy.pace import Answers, Pace, Prompts, chunk_work, pace_of
 from engine.policy.shares import Account
 from engine.scheduler.admitter import Admitter
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
 from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
-from engine.scheduler.state import Row, SchedulerState, StepInFlight
+from engine.scheduler.state import SchedulerState, StepInFlight
+from engine.scheduler.step_room import StepRoom
 from engine.types import ScheduledSequence, SchedulerOutput
 
 
@@ -27,8 +25,7 @@ class Planner:
         self._next_step_id = 1
         self._rows = RowWriter(state)
         self._admitter = Admitter(state, self._rows)
-        # Since when prompts that could be computed were not; None while there are none.
-        self._prompts_since_s: float | None = None
+        self._room = StepRoom(state)
 
     def plan(self, now: float, allowed: frozenset[int] | None = None) -> SchedulerOutput:
         """The next step. Empty when nobody can compute anything and nothing needs to be released."""
@@ -51,75 +48,21 @@ class Planner:
         if allowed is None:
             self._admitter.displace_beams(draft)
         prefills = self._plan_decodes(draft, allowed)
-        starts_s = max([now, *(step.ends_s for step in state.in_flight)])
         if prefills or state.waiting:
             sharers = self._sharers(prefills)
-            if draft.rows or len(sharers) > 1 or state.traffic.had_several(now):
+            waited_for = draft.rows or len(sharers) > 1 or state.traffic.had_several(now)
+            if waited_for and allowed is None:
                 long_share = self._config.long_prefill_share if contended else 1.0
-                draft.limit(self._chunk_works(draft, prefills, sharers, starts_s), long_share, sharers)
+                draft.limit(self._room.limits(draft, prefills, sharers), long_share, sharers)
             self._plan_prefills(draft, prefills, allowed)
         else:
-            self._prompts_since_s = None
+            self._room.nobody_waits()
         if draft.has_capacity or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
             state.traffic.freed.run(now, running=draft.someone_blocked)
         if state.running and not draft.rows and not state.in_flight and allowed is None:
             state.retreat(now)
-        return self._seal(draft, starts_s)
-
-    def _chunk_works(
-        self, draft: PlanDraft, prefills: list[Sequence], sharers: set[Account], starts_s: float
-    ) -> dict[int, float]:
-        """Work of prompts that the step may hold, by the tier of who asks for it."""
-        state, rows = self._state, draft.rows.values()
-        answers = Answers(
-            num_rows=draft.whole_budget - draft.budget,
-            work=sum(state.speed.work(row.start, row.num_tokens) for row in rows),
-            paces=[pace for row in rows if (pace := self._pace(row, starts_s)) is not None],
-            starts_s=starts_s,
-        )
-        since_s = starts_s if self._prompts_since_s is None else self._prompts_since_s
-        self._prompts_since_s = since_s if prefills or sharers else None
-        waited_s = max(0.0, starts_s - since_s)
-        works, late = self._prompts_by_tier(prefills), self._late_tiers(prefills, draft.now)
-        limits, above, is_late = {}, 0, False
-        for priority in sorted(works, reverse=True):
-            above += works[priority]
-            is_late |= priority in late
-            prompts = Prompts(priority, above, waited_s, is_late)
-            limits[priority] = chunk_work(
-                state.speed.time, answers, prompts, self._config.step_target_ms / 1000
-            )
-        return limits
-
-    def _prompts_by_tier(self, prefills: list[Sequence]) -> Counter[int]:
-        """Tokens of prompts that could be computed, by tier."""
-        works = self._state.line.tokens_by_tier()
-        if len(self._state.running) >= self._config.max_num_seqs:
-            works = Counter(dict.fromkeys(works, 0))
-        for sequence in prefills:
-            works[sequence.priority] += sequence.remaining_prefill
-        return works
-
-    def _late_tiers(self, prefills: list[Sequence], now: float) -> set[int]:
-        """Tiers of prompts that can no longer have their first tokens in time."""
-        deadlines = ((each.priority, each.group.request.ttft_deadline_s) for each in prefills)
-        started = {priority for priority, due_s in deadlines if due_s is not None and due_s < now}
-        return started | self._state.line.late_tiers(now)
-
-    @staticmethod
-    def _pace(row: Row, starts_s: float) -> Pace | None:
-        """What the row's answer is owed; None where nobody reads it as it comes, or its tier has no target."""
-        sequence = row.sequence
-        target_s = sequence.group.request.tpot_target_s
-        if target_s is None or sequence.is_beam or sequence.group.best_of is not None:
-            return None
-        if sequence.pace_start is None:
-            # Its first token is under way.
-            return pace_of(sequence.priority, target_s, starts_s, 1)
-        start_s, num_known = sequence.pace_start
-        num_tokens = sequence.num_expected - num_known - len(row.draft_token_ids)
-        return pace_of(sequence.priority, target_s, start_s, num_tokens)
+        return self._seal(draft)
 
     def _sharers(self, prefills: list[Sequence]) -> set[Account]:
         """Whose prompts are computed, or wait with a slot left for them."""
@@ -128,21 +71,8 @@ class Planner:
             accounts |= self._state.line.accounts
         return accounts
 
-    def _expected_s(self, draft: PlanDraft) -> float:
-        """How long the step takes."""
-        speed = self._state.speed
-        chunk = sum(row.work for row in draft.rows.values() if row.is_prefill)
-        if not chunk:
-            return speed.time.last_decode_s
-        decodes = [row for row in draft.rows.values() if not row.is_prefill]
-        work = sum(speed.work(row.start, row.num_tokens) for row in decodes)
-        return speed.time.decode_s(work) + speed.time.chunk_s(chunk)
-
-    def _seal(self, draft: PlanDraft, starts_s: float) -> SchedulerOutput:
+    def _seal(self, draft: PlanDraft) -> SchedulerOutput:
         state = self._state
-        ends_s = starts_s + self._expected_s(draft)
-        if any(row.is_prefill for row in draft.rows.values()):
-            self._prompts_since_s = ends_s
         copies, offloads, restores = state.cache.drain_transfers()
         state.totals.offloaded_blocks += len(offloads)
         copied = {parent for parent, _ in draft.forks}
@@ -173,7 +103,9 @@ class Planner:
             # The runner drops states before it copies them, so copied ones go with the next plan.
             state.released = [each for each in state.outlived if each in copied]
             state.outlived.clear()
-            state.in_flight.append(StepInFlight(draft.step_id, draft.now, draft.rows, draft.num_possible, ends_s))
+            ends_s = self._room.planned(draft)
+            step = StepInFlight(draft.step_id, draft.now, draft.rows, draft.num_possible, ends_s)
+            state.in_flight.append(step)
             self._next_step_id += 1
         return plan
 
