@@ -103,8 +103,8 @@ class Planner:
             # The runner drops states before it copies them, so copied ones go with the next plan.
             state.released = [each for each in state.outlived if each in copied]
             state.outlived.clear()
-            ends_s = self._room.planned(draft)
-            step = StepInFlight(draft.step_id, draft.now, draft.rows, draft.num_possible, ends_s)
+            expected_s = self._room.planned(draft)
+            step = StepInFlight(draft.step_id, draft.now, draft.rows, draft.num_possible, expected_s)
             state.in_flight.append(step)
             self._next_step_id += 1
         return plan

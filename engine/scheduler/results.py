@@ -76,14 +76,13 @@ class ResultHandler:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._last_result_s = 0.0
         self.costs = StepCosts(state.speed)
 
     def apply(self, step: StepInFlight, result: StepResult, now: float) -> None:
         """Books every row of the step that still concerns someone."""
         # Overlapped steps are planned before the device is free for them.
-        started = max(step.planned_s, self._last_result_s)
-        self._last_result_s = now
+        started = max(step.planned_s, self._state.last_result_s)
+        self._state.last_result_s = now
         seconds = result.compute_s or now - started
         self._state.speed.stepped(now - started)
         prefill = total = long = looked_back = 0

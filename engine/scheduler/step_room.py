@@ -23,7 +23,11 @@ class StepRoom:
 
     def starts_s(self, now: float) -> float:
         """When a step that is planned now begins: after those in flight."""
-        return max([now, *(step.ends_s for step in self._state.in_flight)])
+        steps = self._state.in_flight
+        if not steps:
+            return now
+        began_s = max(steps[0].planned_s, self._state.last_result_s)
+        return max(now, began_s + sum(step.expected_s for step in steps))
 
     def nobody_waits(self) -> None:
         """There are no prompts to compute."""
@@ -69,16 +73,17 @@ class StepRoom:
         return started | self._state.line.late_tiers(now)
 
     def planned(self, draft: PlanDraft) -> float:
-        """When the step is expected to come back. Prompts that wait on do so from then."""
-        speed, starts_s = self._state.speed, self.starts_s(draft.now)
+        """How long the step is expected to take. Prompts that are left wait from its end on."""
+        speed = self._state.speed
         prompts = [row for row in draft.rows.values() if row.is_prefill]
         if not prompts:
-            return starts_s + speed.time.last_decode_s
+            return speed.time.last_decode_s
         chunk = sum(row.work for row in prompts)
         rows = (row for row in draft.rows.values() if not row.is_prefill)
         decodes = sum(speed.work(row.start, row.num_tokens) for row in rows)
-        self._prompts_since_s = starts_s + speed.time.decode_s(decodes) + speed.time.chunk_s(chunk)
-        return self._prompts_since_s
+        expected_s = speed.time.decode_s(decodes) + speed.time.chunk_s(chunk)
+        self._prompts_since_s = self.starts_s(draft.now) + expected_s
+        return expected_s
 
 
 def _pace(row: Row, starts_s: float) -> Pace | None:
