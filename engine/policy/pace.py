@@ -77,7 +77,7 @@ class Answers(NamedTuple):
     starts_s: float
 
 
-class Prompts(NamedTuple):
+class PromptsLeft(NamedTuple):
     """What there is to compute of prompts of one tier and above."""
 
     priority: int
@@ -89,7 +89,7 @@ class Prompts(NamedTuple):
     is_late: bool = False
 
 
-def chunk_work(time: StepTime, answers: Answers, prompts: Prompts, limit_s: float) -> float:
+def chunk_work(time: StepTime, answers: Answers, prompts: PromptsLeft, limit_s: float) -> float:
     """Work of prompts that the step may hold; 0 leaves it to the answers, which get ahead meanwhile.
 
     `limit_s` is the longest step beside answers without a target (0: any). Answers of lower tiers than the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from engine.policy.pace import Answers, Pace, Prompts, chunk_work, pace_of
+from engine.policy.pace import Answers, Pace, PromptsLeft, chunk_work, pace_of
 from engine.policy.rates import LEAST_CHUNK_TOKENS
 from engine.policy.shares import Account
 from engine.scheduler.plan_draft import PlanDraft
@@ -53,7 +53,7 @@ class StepRoom:
         for priority in sorted(works, reverse=True):
             above += works[priority]
             is_late |= priority in late
-            prompts = Prompts(priority, above, waited_s, is_late)
+            prompts = PromptsLeft(priority, above, waited_s, is_late)
             limits[priority] = chunk_work(state.speed.time, answers, prompts, limit_s)
         return limits
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.policy.pace import AIM, LONGEST_GAP, Answers, Pace, Prompts, chunk_work, pace_of
+from engine.policy.pace import AIM, LONGEST_GAP, Answers, Pace, PromptsLeft, chunk_work, pace_of
 from engine.policy.rates import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS
 from engine.policy.step_time import StepTime
 
@@ -36,8 +36,8 @@ def pace(target_s: float, in_hand_s: float = 0.0, priority: int = LOW) -> Pace:
 
 def prompts(
     work: float = 10_000.0, *, waited_s: float = 0.0, is_late: bool = False, tier: int = LOW
-) -> Prompts:
-    return Prompts(tier, work, waited_s, is_late)
+) -> PromptsLeft:
+    return PromptsLeft(tier, work, waited_s, is_late)
 
 
 def step_s(time: StepTime, work: float) -> float:
