@@ -87,20 +87,39 @@ class PromptsLeft(NamedTuple):
     waited_s: float
     # Some can no longer have their first token in time.
     is_late: bool = False
+    # Tenants other than theirs wait, too, or are answered without a target.
+    has_neighbours: bool = False
 
 
-def chunk_work(time: StepTime, answers: Answers, prompts: PromptsLeft, limit_s: float) -> float:
+class Limits(NamedTuple):
+    """Longest steps in seconds where no target says more, and the same where neighbours wait for them; 0 is
+    any.
+    """
+
+    longest_s: float
+    neighbours_s: float = 0.0
+
+
+def _most(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: Limits) -> float:
+    """Work of prompts that no step exceeds, whatever those who have a pace can bear."""
+    decode_s, most = time.decode_s(answers.work), math.inf
+    bounds = [(limits.longest_s, _LEAST.rate)]
+    if prompts.has_neighbours:
+        bounds.append((limits.neighbours_s, _EVEN.rate))
+    for limit_s, rate in bounds:
+        if limit_s:
+            left_s = max(limit_s, _LEAST_STEPS * decode_s) - decode_s
+            least = max(least_chunk(answers.num_rows), time.chunk_at(rate))
+            most = min(most, max(least, time.chunk_within(left_s)))
+    return most
+
+
+def chunk_work(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: Limits) -> float:
     """Work of prompts that the step may hold; 0 leaves it to the answers, which get ahead meanwhile.
 
-    `limit_s` is the longest step beside answers without a target (0: any). Answers of lower tiers than the
-    prompts can be kept waiting for as long as any step may last.
+    Answers of lower tiers than the prompts can be kept waiting for as long as any step may last.
     """
-    decode_s = time.decode_s(answers.work)
-    most = math.inf
-    if limit_s:
-        limit_s = max(limit_s, _LEAST_STEPS * decode_s)
-        least = max(least_chunk(answers.num_rows), time.chunk_at(_LEAST.rate))
-        most = max(least, time.chunk_within(limit_s - decode_s))
+    decode_s, most = time.decode_s(answers.work), _most(time, answers, prompts, limits)
     if not answers.paces:
         return most
     # Nobody has less than the answers' own part of a step.

@@ -17,7 +17,7 @@ _ALPHA = 0.05
 _SPREAD = 0.1
 # A step that takes more than so many times what was expected counts as that: something else held it up.
 _SURPRISE = 3.0
-# And only after so many steps.
+# And only where so many were seen of both of its parts.
 _FEW = 5
 
 
@@ -25,6 +25,7 @@ class Trend:
     """Seconds over work as a straight line; old steps fade. Neither term is negative."""
 
     def __init__(self) -> None:
+        self.num_seen = 0
         self._weight = self._work = self._seconds = self._squares = self._products = 0.0
         # By how much a line is less steep than the one from zero: 1 is that one, 0 is flat.
         self._steepness = 1.0
@@ -32,11 +33,12 @@ class Trend:
     @property
     def is_known(self) -> bool:
         """Whether anything was seen."""
-        return self._weight > 0.0
+        return self.num_seen > 0
 
     def add(self, work: float, seconds: float) -> None:
         """One step with so much work took so long."""
         seconds = max(0.0, seconds)
+        self.num_seen += 1
         keep = 1.0 - _ALPHA
         self._weight = self._weight * keep + 1.0
         self._work = self._work * keep + work
@@ -79,7 +81,6 @@ class StepTime:
         self._decode, self._chunk = Trend(), Trend()
         # Whether chunks were seen beside answers: those alone, which bear all of a step, count until then.
         self._has_mixed = False
-        self._num_seen = 0
         # The last step that had answers alone.
         self.last_decode_s = 0.0
 
@@ -104,8 +105,8 @@ class StepTime:
     def observe(self, decodes: float, chunk: float, seconds: float) -> None:
         """A step with so much work of answers and of prompts took so long."""
         expected_s = self.decode_s(decodes) + self.chunk_s(chunk)
-        self._num_seen += 1
-        if self._num_seen > _FEW and expected_s:
+        parts = (self._decode, decodes), (self._chunk, chunk)
+        if expected_s and all(trend.num_seen >= _FEW for trend, work in parts if work):
             seconds = min(seconds, _SURPRISE * expected_s)
         if not chunk:
             self.last_decode_s = seconds

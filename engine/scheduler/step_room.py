@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from engine.policy.pace import Answers, Pace, PromptsLeft, chunk_work, pace_of
+from engine.policy.pace import Answers, Limits, Pace, PromptsLeft, chunk_work, pace_of
 from engine.policy.rates import LEAST_CHUNK_TOKENS
 from engine.policy.shares import Account
 from engine.scheduler.plan_draft import PlanDraft
@@ -20,6 +20,9 @@ class StepRoom:
         self._state = state
         # Since when prompts that could be computed were not; None while there are none.
         self._prompts_since_s: float | None = None
+        config = state.config
+        longest_s, neighbours_s = config.step_target_ms / 1000, config.neighbour_step_ms / 1000
+        self._limits = Limits(longest_s, neighbours_s if longest_s else 0.0)
 
     def starts_s(self, now: float) -> float:
         """When a step that is planned now begins: after those in flight."""
@@ -49,12 +52,15 @@ class StepRoom:
         # Who has to take a slot from somebody else is let in at once.
         waited_s = max(0.0, starts_s - since_s) if sharers else math.inf
         works, late = self._works(prefills), self._late_tiers(prefills, draft.now)
-        limit_s, limits, above, is_late = state.config.step_target_ms / 1000, {}, 0, False
+        unpaced = {row.sequence.account[1] for row in rows if _pace(row, starts_s) is None}
+        limits, above, is_late = {}, 0, False
         for priority in sorted(works, reverse=True):
             above += works[priority]
             is_late |= priority in late
-            prompts = PromptsLeft(priority, above, waited_s, is_late)
-            limits[priority] = chunk_work(state.speed.time, answers, prompts, limit_s)
+            tenants = unpaced | {tenant for tier, tenant in sharers if tier >= priority}
+            has_neighbours = len(tenants) > 1 or state.traffic.had_several(draft.now)
+            prompts = PromptsLeft(priority, above, waited_s, is_late, has_neighbours)
+            limits[priority] = chunk_work(state.speed.time, answers, prompts, self._limits)
         return limits
 
     def _works(self, prefills: list[Sequence]) -> Counter[int]:

@@ -79,6 +79,27 @@ def test_a_chunk_grows_with_the_sequences_that_decode_beside_it() -> None:
     assert driver.plans[1].num_tokens == 16 + 16 * LEAST_CHUNK_PER_DECODE
 
 
+def test_own_prompts_may_take_longer_than_those_of_a_neighbour() -> None:
+    chunks = []
+    for tenant in ("own", "other"):
+        driver = Driver(
+            memory=memory_plan(1600, 4, 800),
+            max_num_batched_tokens=600,
+            long_prefill_tokens=5000,
+            step_target_ms=1000,
+            neighbour_step_ms=250,
+            check=False,
+        )
+        in_proportion(driver, 400.0)
+        driver.submit(prompt(1), max_tokens=30, tenant="own")
+        driver.step()
+        driver.wait(5.0)
+        driver.submit(prompt(3, 500), max_tokens=2, tenant=tenant)
+        driver.step()
+        chunks.append(driver.plans[-1].num_tokens)
+    assert chunks == [400, 100]
+
+
 def test_nobody_decoding_the_whole_budget_goes_to_prompts() -> None:
     driver = busy_driver(500)
     driver.run()
@@ -147,6 +168,7 @@ def test_a_prompt_that_is_computed_leaves_other_tenants_their_part_of_a_step() -
         max_num_batched_tokens=600,
         long_prefill_tokens=5000,
         step_target_ms=500,
+        neighbour_step_ms=500,
         check=False,
     )
     in_proportion(driver, 400.0)
@@ -171,6 +193,7 @@ def unanswered_driver() -> Driver:
         max_num_batched_tokens=600,
         long_prefill_tokens=5000,
         step_target_ms=500,
+        neighbour_step_ms=500,
         check=False,
     )
     in_proportion(driver, 400.0)
