@@ -24,7 +24,7 @@ from unittest.mock import patch
 from benchmarks.engine.report import Row, options, percentile, publish
 from benchmarks.engine.virtual import Arrival, Device, Outcome, Served, poisson, simulate
 from engine.config import SchedulerConfig
-from engine.policy.pace import Answers, Limits, PromptsLeft, chunk_work
+from engine.policy.pace import Answers, PromptsLeft, StepLimits, chunk_work
 from engine.policy.rates import least_chunk
 from engine.policy.step_time import StepTime
 from engine.types import MeasuredSpeed, SchedulerOutput
@@ -71,7 +71,7 @@ _OURS = (
 )
 
 
-def _by_one_number(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: Limits) -> float:
+def _by_one_number(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: StepLimits) -> float:
     """The baselines' rule: no more than the limit, or twice what the answers take, whatever that costs."""
     limit_s = limits.longest_s
     if not limit_s:

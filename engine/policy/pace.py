@@ -91,7 +91,7 @@ class PromptsLeft(NamedTuple):
     has_neighbours: bool = False
 
 
-class Limits(NamedTuple):
+class StepLimits(NamedTuple):
     """Longest steps in seconds where no target says more, and the same where neighbours wait for them; 0 is
     any.
     """
@@ -100,7 +100,7 @@ class Limits(NamedTuple):
     neighbours_s: float = 0.0
 
 
-def _most(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: Limits) -> float:
+def _most(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: StepLimits) -> float:
     """Work of prompts that no step exceeds, whatever those who have a pace can bear."""
     decode_s, most = time.decode_s(answers.work), math.inf
     bounds = [(limits.longest_s, _LEAST.rate)]
@@ -114,7 +114,7 @@ def _most(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: Limits
     return most
 
 
-def chunk_work(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: Limits) -> float:
+def chunk_work(time: StepTime, answers: Answers, prompts: PromptsLeft, limits: StepLimits) -> float:
     """Work of prompts that the step may hold; 0 leaves it to the answers, which get ahead meanwhile.
 
     Answers of lower tiers than the prompts can be kept waiting for as long as any step may last.

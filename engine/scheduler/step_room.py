@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from engine.policy.pace import Answers, Limits, Pace, PromptsLeft, chunk_work, pace_of
+from engine.policy.pace import Answers, Pace, PromptsLeft, StepLimits, chunk_work, pace_of
 from engine.policy.rates import LEAST_CHUNK_TOKENS
 from engine.policy.shares import Account
 from engine.scheduler.plan_draft import PlanDraft
@@ -22,7 +22,7 @@ class StepRoom:
         self._prompts_since_s: float | None = None
         config = state.config
         longest_s, neighbours_s = config.step_target_ms / 1000, config.neighbour_step_ms / 1000
-        self._limits = Limits(longest_s, neighbours_s if longest_s else 0.0)
+        self._limits = StepLimits(longest_s, neighbours_s if longest_s else 0.0)
 
     def starts_s(self, now: float) -> float:
         """When a step that is planned now begins: after those in flight."""

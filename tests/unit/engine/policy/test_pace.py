@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.policy.pace import AIM, LONGEST_GAP, Answers, Limits, Pace, PromptsLeft, chunk_work, pace_of
+from engine.policy.pace import AIM, LONGEST_GAP, Answers, Pace, PromptsLeft, StepLimits, chunk_work, pace_of
 from engine.policy.rates import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS
 from engine.policy.step_time import StepTime
 
@@ -63,7 +63,7 @@ def test_no_step_is_longer_than_an_answer_can_bear(
     time: StepTime, owed: list[Pace], work: float, limit_s: float
 ) -> None:
     """But for the share that prompts have in any case: they have not waited for it here."""
-    found = chunk_work(time, answers(*owed), prompts(work), Limits(limit_s))
+    found = chunk_work(time, answers(*owed), prompts(work), StepLimits(limit_s))
     decode_s = time.decode_s(8.0)
     for each in owed if found else ():
         # One that the answers alone cannot keep binds a step by three times theirs.
@@ -76,7 +76,7 @@ def test_without_anything_in_hand_the_target_is_kept_where_a_smaller_chunk_would
     time: StepTime, target_s: float, work: float, waited_s: float, is_late: bool, limit_s: float
 ) -> None:
     asked = prompts(work, waited_s=waited_s, is_late=is_late)
-    found = chunk_work(time, answers(pace(target_s)), asked, Limits(limit_s))
+    found = chunk_work(time, answers(pace(target_s)), asked, StepLimits(limit_s))
     if found and step_s(time, found) > target_s * (1 + 1e-6):
         # Prompts make up for what they have waited, with half of the time at most, in small chunks.
         assert time.chunk_s(found) <= waited_s * (1 + 1e-6)
@@ -89,15 +89,15 @@ def test_prompts_are_not_left_out_for_longer_than_three_times_what_they_take(
 ) -> None:
     worth_it = min(work, max(LEAST_CHUNK_TOKENS, time.chunk_at(0.75)))
     asked = prompts(work, waited_s=3.0 * time.chunk_s(worth_it))
-    found = chunk_work(time, answers(*owed), asked, Limits(limit_s))
+    found = chunk_work(time, answers(*owed), asked, StepLimits(limit_s))
     assert found >= min(work, LEAST_CHUNK_TOKENS)
     assert found >= min(work, time.chunk_at(0.5)) * (1 - 1e-6)
 
 
 @given(devices, st.floats(1.0, 1e5))
 def test_with_nobody_who_minds_the_whole_step_is_for_prompts(time: StepTime, work: float) -> None:
-    assert chunk_work(time, answers(), prompts(work), Limits(0.0)) == math.inf
-    found = chunk_work(time, answers(), prompts(work), Limits(1.0))
+    assert chunk_work(time, answers(), prompts(work), StepLimits(0.0)) == math.inf
+    found = chunk_work(time, answers(), prompts(work), StepLimits(1.0))
     decode_s = time.decode_s(8.0)
     least = max(LEAST_CHUNK_TOKENS, LEAST_CHUNK_PER_DECODE * 8, time.chunk_at(0.5))
     # No more than the limit, or than the answers take.
@@ -109,7 +109,7 @@ def test_more_in_hand_never_makes_a_step_shorter(
     time: StepTime, target_s: float, less_s: float, more_s: float, work: float
 ) -> None:
     one, other = (
-        chunk_work(time, answers(pace(target_s, in_hand_s)), prompts(work), Limits(1.0))
+        chunk_work(time, answers(pace(target_s, in_hand_s)), prompts(work), StepLimits(1.0))
         for in_hand_s in (less_s, less_s + more_s)
     )
     assert other >= one
@@ -118,13 +118,13 @@ def test_more_in_hand_never_makes_a_step_shorter(
 def test_prompts_wait_until_answers_are_far_enough_ahead_for_the_full_rate() -> None:
     time = device()
     # 100 ms of 200 are left: 10 tokens, at a tenth of the rate that 800 have.
-    assert chunk_work(time, answers(pace(0.2)), prompts(), Limits(1.0)) == 0.0
-    assert chunk_work(time, answers(pace(0.2, 0.2)), prompts(), Limits(1.0)) == 0.0
+    assert chunk_work(time, answers(pace(0.2)), prompts(), StepLimits(1.0)) == 0.0
+    assert chunk_work(time, answers(pace(0.2, 0.2)), prompts(), StepLimits(1.0)) == 0.0
     # No gap is longer than three targets: that is as much as can ever be in one step.
-    assert chunk_work(time, answers(pace(0.2, 0.4)), prompts(), Limits(1.0)) == pytest.approx(410)
-    assert chunk_work(time, answers(pace(0.2, 9.0)), prompts(), Limits(1.0)) == pytest.approx(410)
+    assert chunk_work(time, answers(pace(0.2, 0.4)), prompts(), StepLimits(1.0)) == pytest.approx(410)
+    assert chunk_work(time, answers(pace(0.2, 9.0)), prompts(), StepLimits(1.0)) == pytest.approx(410)
     # Who has little to compute waits for no more than that takes.
-    assert chunk_work(time, answers(pace(0.2, 0.05)), prompts(60), Limits(1.0)) == pytest.approx(60)
+    assert chunk_work(time, answers(pace(0.2, 0.05)), prompts(60), StepLimits(1.0)) == pytest.approx(60)
 
 
 def test_an_answer_that_is_behind_catches_up_and_is_not_waited_for_when_that_cannot_be() -> None:
@@ -141,16 +141,18 @@ def test_the_pace_counts_from_the_first_token_and_is_a_little_faster_than_the_ta
 
 def test_the_pace_of_a_lower_tier_does_not_hold_up_a_higher_one() -> None:
     time, owed = device(), answers(pace(0.2))
-    assert chunk_work(time, owed, prompts(), Limits(1.0)) == 0.0
+    assert chunk_work(time, owed, prompts(), StepLimits(1.0)) == 0.0
     # But three targets are the longest step for anybody.
-    assert chunk_work(time, owed, prompts(tier=HIGH), Limits(1.0)) == pytest.approx(410)
+    assert chunk_work(time, owed, prompts(tier=HIGH), StepLimits(1.0)) == pytest.approx(410)
 
 
 def test_a_pace_that_answers_alone_cannot_have_does_not_bind_those_that_they_can() -> None:
     time, hopeless = device(), pace(0.06)
-    assert chunk_work(time, answers(hopeless), prompts(), Limits(1.0)) == 0.0
+    assert chunk_work(time, answers(hopeless), prompts(), StepLimits(1.0)) == 0.0
     # Three times the step that the answers have alone.
-    assert chunk_work(time, answers(hopeless, pace(0.3, 5.0)), prompts(), Limits(1.0)) == pytest.approx(110)
+    assert chunk_work(time, answers(hopeless, pace(0.3, 5.0)), prompts(), StepLimits(1.0)) == pytest.approx(
+        110
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,11 +172,11 @@ def test_prompts_that_waited_have_their_part_of_the_time(
     waits_s = (1 / share - 1) * time.chunk_s(tokens)
     for waited_s, expected in ((0.99 * waits_s, 0.0), (1.01 * waits_s, tokens)):
         asked = prompts(waited_s=waited_s, is_late=is_late, tier=tier)
-        assert chunk_work(time, answers(owed), asked, Limits(1.0)) == pytest.approx(expected)
+        assert chunk_work(time, answers(owed), asked, StepLimits(1.0)) == pytest.approx(expected)
 
 
 def test_while_nothing_was_measured_nothing_is_held_back() -> None:
-    assert chunk_work(StepTime(), answers(pace(0.2)), prompts(), Limits(1.0)) == math.inf
+    assert chunk_work(StepTime(), answers(pace(0.2)), prompts(), StepLimits(1.0)) == math.inf
 
 
 @pytest.mark.parametrize(("chunk_s", "tokens"), [(0.0, 150), (0.04, 120), (0.2, 600), (0.5, 1500)])
@@ -182,10 +184,10 @@ def test_beside_neighbours_a_step_is_short_unless_that_makes_prompts_slow(
     chunk_s: float, tokens: int
 ) -> None:
     """100 ms for answers, and as many for prompts; or what three quarters of their best rate takes."""
-    time, limits = device(chunk_s=chunk_s, token_s=0.001), Limits(3.0, 0.25)
+    time, limits = device(chunk_s=chunk_s, token_s=0.001), StepLimits(3.0, 0.25)
     asked = prompts()._replace(has_neighbours=True)
     found = chunk_work(time, answers(), asked, limits)
     assert found == pytest.approx(tokens, rel=0.01)
     assert chunk_work(time, answers(), prompts(), limits) > found
     # Never longer than any step.
-    assert chunk_work(time, answers(), asked, Limits(0.2, 0.25)) <= found
+    assert chunk_work(time, answers(), asked, StepLimits(0.2, 0.25)) <= found
