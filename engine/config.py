@@ -35,10 +35,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     long_prefill_tokens: int = 512
     # Largest part of a step that long prompts may take together while anyone else has work.
     long_prefill_share: float = 0.5
-    # While sequences decode, or several tenants asked within a second, prompts are computed in chunks that
-    # keep a step near this time, as measured, or near twice the time of a step for one answer where that is
-    # longer: many prompts at once must not hold up who is being answered, or has a short one. 0 sets no time.
-    step_target_ms: float = 75.0
+    # A step that computes prompts is as long as those who are answered in it can bear. Answers of a tier with
+    # tpot_target_ms keep that pace: prompts get what they are ahead of it, and no gap is planned to be longer
+    # than three targets. Beside other answers of its own tenant, a prompt's step takes up to this time, or
+    # twice that of the answers in it where this is longer. 0 sets no time, neither for neighbours.
+    step_target_ms: float = 1000.0
+    # The same beside other tenants' answers without a target, and where several tenants asked within a
+    # second; longer where prompts would be computed at less than three quarters of their best rate. 0 makes
+    # no difference between tenants.
+    neighbour_step_ms: float = 75.0
     # After so many preemptions a sequence keeps its batch slot until it ends.
     max_preemptions: int = 3
     # Part of the blocks that admission leaves free, so that running sequences can grow.
@@ -320,6 +325,7 @@ _NOT_NEGATIVE = (
     "cache.kv_cache_bytes",
     "cache.host_bytes",
     "scheduler.step_target_ms",
+    "scheduler.neighbour_step_ms",
     "max_model_len",
     "num_threads",
     "drain_limit_s",

@@ -221,7 +221,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
     # Fair-share weight, multiplied with the tenant's.
     weight: PositiveFloat = 1.0
-    # Time to first token and time per output token that goodput is judged by.
+    # Time to first token and time per output token that goodput is judged by. Our own engine's steps are made
+    # short enough for the latter, as far as they can be.
     ttft_target_ms: PositiveInt | None = None
     tpot_target_ms: PositiveInt | None = None
     # "guaranteed": a request whose first token is expected later than ttft_target_ms is refused at once, with

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from engine.config import CacheConfig, SchedulerConfig
 from engine.scheduler import Scheduler
 from engine.types import (
+    NOT_MEASURED,
     FinishReason,
+    MeasuredSpeed,
     MemoryPlan,
     Request,
     SamplingParams,
@@ -75,6 +77,7 @@ class Arrival:
     n: int = 1
     # Requests of the same number have the same prompt; None gives one of its own.
     prompt: int | None = None
+    tpot_target_s: float | None = None
 
 
 @dataclass
@@ -98,6 +101,12 @@ class Served:
     def ttft_s(self) -> float | None:
         """Time to the first token."""
         return self.token_times_s[0] - self.arrival.at_s if self.token_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time for a token after the first."""
+        times = self.token_times_s
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     @property
     def gaps_s(self) -> list[float]:
@@ -133,13 +142,16 @@ def simulate(
     device: Device,
     *,
     stop_s: float | None = None,
+    speed: MeasuredSpeed = NOT_MEASURED,
     follows: Callable[[Served], Iterable[Arrival]] | None = None,
 ) -> Outcome:
     """Runs the workload to its end, or until `stop_s`. `follows` says what comes after a request that was
-    refused or has ended.
+    refused or has ended. `speed` is what the engine measured before its first request.
     """
     rng = random.Random(0)
-    scheduler = Scheduler(config, CacheConfig(prefix_caching=False), device.memory(), model="virtual")
+    scheduler = Scheduler(
+        config, CacheConfig(prefix_caching=False), device.memory(), model="virtual", speed=speed
+    )
     queue = [(arrival.at_s, index, arrival) for index, arrival in enumerate(arrivals)]
     heapq.heapify(queue)
     served = [Served(arrival) for arrival in arrivals]
@@ -202,6 +214,7 @@ def new_request(index: int, arrival: Arrival, rng: random.Random) -> Request:
         priority=arrival.priority,
         weight=arrival.weight,
         arrival_s=at,
+        tpot_target_s=arrival.tpot_target_s,
         ttft_deadline_s=None if arrival.ttft_target_s is None else at + arrival.ttft_target_s,
         queue_deadline_s=None if arrival.queue_limit_s is None else at + arrival.queue_limit_s,
     )

@@ -103,15 +103,19 @@ class WarmUp:
             return NOT_MEASURED
         # The first one waits for whatever is made for it.
         self._prompt_rate(min(_FIRST_TOKENS, capacity))
-        rate = self._prompt_rate(min(_FIRST_TOKENS, capacity))
-        num_tokens = min(_PROMPT_TOKENS, capacity, int(rate * _PROMPT_LIMIT_S))
-        if num_tokens > _FIRST_TOKENS:
-            rate = self._prompt_rate(num_tokens)
+        num_tokens = num_short = min(_FIRST_TOKENS, capacity)
+        rate = short_rate = self._prompt_rate(num_short)
+        longer = min(_PROMPT_TOKENS, capacity, int(rate * _PROMPT_LIMIT_S))
+        if longer > num_short:
+            num_tokens, rate = longer, self._prompt_rate(longer)
         self._largest_step(rate)
         together = min(TOGETHER, self._config.scheduler.max_num_seqs)
         each = min(_FIRST_TOKENS, self._num_tokens // together - _ANSWER_TOKENS)
         return MeasuredSpeed(
             prompt_tokens_per_s=rate,
+            prompt_tokens=num_tokens,
+            short_prompt_tokens_per_s=short_rate,
+            short_prompt_tokens=num_short,
             tokens_per_s_alone=self._answer_rate(1, min(_FIRST_TOKENS, capacity)),
             tokens_per_s_together=self._answer_rate(together, each) if each > 0 else 0.0,
             num_together=together,

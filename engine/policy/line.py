@@ -98,6 +98,17 @@ class Line:
         """What waits in one tier, by tenant."""
         return {tenant: part for (each, tenant), part in self._parts.items() if each == priority}
 
+    def tokens_by_tier(self) -> Counter[int]:
+        """Tokens that those who wait will compute, by priority."""
+        found: Counter[int] = Counter()
+        for (priority, _), part in self._parts.items():
+            found[priority] += part.num_tokens
+        return found
+
+    def late_tiers(self, now: float) -> set[int]:
+        """Priorities of those who can no longer meet their deadlines."""
+        return {account[0] for account in self._parts if self._has_late(account, now)}
+
     def ahead(self, request: Request, num_tokens: int, coming: Mapping[str, float]) -> Part:
         """What is served before a request with so many tokens to compute: all of higher tiers, and the fair
         part of its own; `coming` has the slots of its tier, by tenant, that are expected back.
@@ -231,11 +242,19 @@ class Line:
 
     def _head(self, account: Account, now: float, skipped: Set[int]) -> tuple[_HeapItem | None, bool]:
         """The account's first, and whether it is late."""
+        heap, late = self._sorted_out(account, now)
+        head = self._live_head(heap, skipped)
+        return (self._live_head(late, skipped), True) if head is None else (head, False)
+
+    def _has_late(self, account: Account, now: float) -> bool:
+        return self._live_head(self._sorted_out(account, now)[1], frozenset()) is not None
+
+    def _sorted_out(self, account: Account, now: float) -> tuple[list[_HeapItem], list[_HeapItem]]:
+        """The account's heaps, what is late by now in the second one."""
         heap, late = self._heaps.get(account, []), self._late.setdefault(account, [])
         while heap and -math.inf < heap[0][0] < now:
             heapq.heappush(late, heapq.heappop(heap))
-        head = self._live_head(heap, skipped)
-        return (self._live_head(late, skipped), True) if head is None else (head, False)
+        return heap, late
 
     def _live_head(self, heap: list[_HeapItem], skipped: Set[int]) -> _HeapItem | None:
         while heap and self._is_stale(heap[0][2]):

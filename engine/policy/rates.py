@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from engine.policy.shares import Account
+from engine.policy.step_time import StepTime
 from engine.types import MeasuredSpeed
 
 # Weight of the newest step in the averages.
@@ -17,9 +18,6 @@ LEAST_CHUNK_TOKENS = 24
 # A chunk has at least so many tokens for each sequence that decodes beside it: what they compute makes
 # prompts wait, and a burst that is cut too fine would take much longer as a whole.
 LEAST_CHUNK_PER_DECODE = 4
-# Beside answers, a step lasts at least so many times what it does for one answer alone: where reading the
-# weights takes most of it, a smaller part for prompts would make them wait for that alone.
-LEAST_STEPS_ALONE = 2.0
 # A prior counts as much as so many seconds of measuring.
 _PRIOR_S = 5.0
 # Shortest time, in seconds, that a rate of events is taken over.
@@ -44,12 +42,10 @@ class StepRate:
         # Prefill rate of steps that used up their budget: other steps show the load, not what the engine can
         # do.
         self.full_prefill_tokens_per_s = 0.0
-        # All work of steps that computed a chunk of prompt, per second.
-        self.chunk_work_per_s = 0.0
-        # The shortest step beside answers with no more than the least chunk: of one answer alone, or more.
-        # It is known apart, because a step's fixed cost would make small chunks look slow, and the next ones
-        # smaller still.
-        self.step_alone_s = 0.0
+        # Seconds of full steps that left prompts waiting, since the last full step that computed some.
+        self._without_prompts_s = 0.0
+        # What a step takes by what is in it.
+        self.time = StepTime()
         # From one result to the next while there is work: an answer's time for a token.
         self.step_s = 0.0
         # Length of answers that ended, in tokens.
@@ -60,10 +56,9 @@ class StepRate:
         """As measured before the first request."""
         rate = cls(balance)
         rate.prefill_tokens_per_s = rate.full_prefill_tokens_per_s = speed.prompt_tokens_per_s
-        rate.chunk_work_per_s = speed.prompt_tokens_per_s
         rate.decode_tokens_per_s = speed.tokens_per_s_alone
         rate.step_s = 1 / speed.tokens_per_s_alone if speed.tokens_per_s_alone else 0.0
-        rate.step_alone_s = rate.step_s
+        rate.time = StepTime.of(speed)
         return rate
 
     def work(self, start: int, num_tokens: int) -> float:
@@ -78,14 +73,6 @@ class StepRate:
             return 0
         return max(1, int(2.0 * work / (each + math.sqrt(each * each + grows * work))))
 
-    def chunk_work(self, target_s: float, decodes: float, num_decodes: int) -> float:
-        """Work of prompts that brings a step with so much work of decodes to its target time."""
-        if not target_s or not self.chunk_work_per_s:
-            return math.inf
-        least = least_chunk(num_decodes)
-        target_s = max(target_s, LEAST_STEPS_ALONE * self.step_alone_s)
-        return max(least, target_s * self.chunk_work_per_s - decodes)
-
     def stepped(self, seconds: float) -> None:
         """Books the whole duration of a step, planning included."""
         self.step_s = _average(self.step_s, seconds)
@@ -94,19 +81,23 @@ class StepRate:
         """Books the length of an answer."""
         self.answer_tokens = _average(self.answer_tokens, num_tokens)
 
-    def observe(self, prefill: int, decode: int, seconds: float, *, work: float, full: bool = False) -> None:
-        """Books one step that computed so many prefill and decode tokens in `seconds`."""
+    def observe(
+        self, prefill: int, decode: int, seconds: float, *, chunk: float, decodes: float, full: bool = False
+    ) -> None:
+        """Books one step that computed so many prefill and decode tokens, of so much work, in `seconds`. A
+        full one had room for no more of prompts.
+        """
         if seconds <= 0:
             return
+        self.time.observe(decodes, chunk, seconds)
+        if full and not prefill:
+            self._without_prompts_s += seconds
         if prefill:
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, prefill / seconds)
             if full:
-                rate = prefill / seconds
+                rate = prefill / (seconds + self._without_prompts_s)
                 self.full_prefill_tokens_per_s = _average(self.full_prefill_tokens_per_s, rate)
-            if prefill >= LEAST_CHUNK_TOKENS:
-                self.chunk_work_per_s = _average(self.chunk_work_per_s, work / seconds)
-        if decode and prefill <= least_chunk(decode):
-            self.step_alone_s = min(seconds, self.step_alone_s or seconds)
+            self._without_prompts_s = 0.0
         if decode:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, decode / seconds)
 
@@ -222,13 +213,20 @@ class PromptWork:
     """Work that is left of one step. Without a limit it never runs out."""
 
     def __init__(
-        self, limit: float = math.inf, long_share: float = 1.0, sharers: Collection[Account] = ()
+        self,
+        limits: Mapping[int, float] | None = None,
+        long_share: float = 1.0,
+        sharers: Collection[Account] = (),
     ) -> None:
-        self._left = limit
-        self._long_left = limit * long_share
+        # Work of all prompts up to which those of a tier may add theirs.
+        self._limits = limits or {}
+        # The most that any tier may take.
+        self.limit = max(self._limits.values(), default=math.inf)
+        self._used = 0.0
+        self._long_left = self.limit * long_share
         # Part of each tenant of a tier, and what was taken of it.
         self._parts = {
-            priority: max(LEAST_CHUNK_TOKENS, limit / num_tenants)
+            priority: max(LEAST_CHUNK_TOKENS, self._limits.get(priority, self.limit) / num_tenants)
             for priority, num_tenants in Counter(priority for priority, _ in sharers).items()
         }
         self._taken: dict[Account, float] = {}
@@ -236,22 +234,23 @@ class PromptWork:
     @property
     def is_limited(self) -> bool:
         """Whether there is a limit at all."""
-        return self._left < math.inf
+        return any(limit < math.inf for limit in self._limits.values())
 
     @property
     def is_used_up(self) -> bool:
         """Whether not one token more fits."""
-        return self._left < 1.0
+        return self.limit - self._used < 1.0
 
     def allowance(self, account: Account, *, is_long: bool) -> float:
         """Work that a prompt of the account may add."""
         part = self._parts.get(account[0], math.inf) - self._taken.get(account, 0.0)
-        return min(self._left, part, self._long_left if is_long else math.inf)
+        left = self._limits.get(account[0], self.limit) - self._used
+        return min(left, part, self._long_left if is_long else math.inf)
 
     def acquire(self, account: Account, work: float, *, is_long: bool) -> None:
         """A prompt of the account takes so much; negative work is given back."""
         if self.is_limited:
-            self._left -= work
+            self._used += work
             self._taken[account] = self._taken.get(account, 0.0) + work
             if is_long:
                 self._long_left -= work

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -69,12 +70,12 @@ class PlanDraft:
         if row.is_prefill:
             self.work.acquire(row.sequence.account, work, is_long=row.is_long)
 
-    def limit(self, work: float, long_share: float, sharers: Collection[Account]) -> None:
-        """Lets prompts take no more than so much work, and so no more tokens, of the budget that is left, and
-        those of one of the sharers no more than its part.
+    def limit(self, works: Mapping[int, float], long_share: float, sharers: Collection[Account]) -> None:
+        """Lets prompts of each tier take no more than so much work, and so no more tokens, of the budget that
+        is left, and those of one of the sharers no more than its part.
         """
-        self.work = PromptWork(work, long_share, sharers)
-        num_tokens = int(min(work, self.budget))
+        self.work = PromptWork(works, long_share, sharers)
+        num_tokens = int(min(self.work.limit, self.budget))
         self.whole_budget -= self.budget - num_tokens
         self.budget = num_tokens
         self.long_budget = min(self.long_budget, max(1, int(num_tokens * long_share)))
@@ -130,7 +131,8 @@ class RowWriter:
             num_tokens = min(num_tokens, draft.long_budget)
         if draft.work.is_limited:
             work = self.allowance(draft, sequence, sequence.remaining_prefill)
-            num_tokens = min(num_tokens, self._state.speed.tokens_for(work, sequence.num_computed))
+            if work < math.inf:
+                num_tokens = min(num_tokens, self._state.speed.tokens_for(work, sequence.num_computed))
         if num_tokens > 0:
             self.add(draft, sequence, num_tokens, ())
 

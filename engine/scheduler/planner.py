@@ -12,6 +12,7 @@ from engine.scheduler.plan_draft import PlanDraft, RowWriter
 from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState, StepInFlight
+from engine.scheduler.step_room import StepRoom
 from engine.types import ScheduledSequence, SchedulerOutput
 
 
@@ -24,6 +25,7 @@ class Planner:
         self._next_step_id = 1
         self._rows = RowWriter(state)
         self._admitter = Admitter(state, self._rows)
+        self._room = StepRoom(state)
 
     def plan(self, now: float, allowed: frozenset[int] | None = None) -> SchedulerOutput:
         """The next step. Empty when nobody can compute anything and nothing needs to be released."""
@@ -48,23 +50,19 @@ class Planner:
         prefills = self._plan_decodes(draft, allowed)
         if prefills or state.waiting:
             sharers = self._sharers(prefills)
-            if draft.rows or len(sharers) > 1 or state.traffic.had_several(now):
+            waited_for = draft.rows or len(sharers) > 1 or state.traffic.had_several(now)
+            if waited_for and allowed is None:
                 long_share = self._config.long_prefill_share if contended else 1.0
-                draft.limit(self._chunk_work(draft), long_share, sharers)
+                draft.limit(self._room.limits(draft, prefills, sharers), long_share, sharers)
             self._plan_prefills(draft, prefills, allowed)
+        else:
+            self._room.nobody_waits()
         if draft.has_capacity or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
             state.traffic.freed.run(now, running=draft.someone_blocked)
         if state.running and not draft.rows and not state.in_flight and allowed is None:
             state.retreat(now)
         return self._seal(draft)
-
-    def _chunk_work(self, draft: PlanDraft) -> float:
-        """Work of prompts that brings a step with the draft's decodes to its target time."""
-        speed = self._state.speed
-        decodes = sum(speed.work(row.start, row.num_tokens) for row in draft.rows.values())
-        num_decodes = draft.whole_budget - draft.budget
-        return speed.chunk_work(self._config.step_target_ms / 1000, decodes, num_decodes)
 
     def _sharers(self, prefills: list[Sequence]) -> set[Account]:
         """Whose prompts are computed, or wait with a slot left for them."""
@@ -105,7 +103,9 @@ class Planner:
             # The runner drops states before it copies them, so copied ones go with the next plan.
             state.released = [each for each in state.outlived if each in copied]
             state.outlived.clear()
-            state.in_flight.append(StepInFlight(draft.step_id, draft.now, draft.rows, draft.num_possible))
+            expected_s = self._room.planned(draft)
+            step = StepInFlight(draft.step_id, draft.now, draft.rows, draft.num_possible, expected_s)
+            state.in_flight.append(step)
             self._next_step_id += 1
         return plan
 

@@ -76,28 +76,30 @@ class ResultHandler:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._last_result_s = 0.0
         self.costs = StepCosts(state.speed)
 
     def apply(self, step: StepInFlight, result: StepResult, now: float) -> None:
         """Books every row of the step that still concerns someone."""
         # Overlapped steps are planned before the device is free for them.
-        started = max(step.planned_s, self._last_result_s)
-        self._last_result_s = now
+        started = max(step.planned_s, self._state.last_result_s)
+        self._state.last_result_s = now
         seconds = result.compute_s or now - started
         self._state.speed.stepped(now - started)
         prefill = total = long = looked_back = 0
+        chunk = 0.0
         for row in step.rows.values():
             total += row.num_tokens
             looked_back += row.num_tokens * (2 * row.start + row.num_tokens)
             if row.is_prefill:
                 prefill += row.num_tokens
+                chunk += row.work
             if row.is_long:
                 long += row.num_tokens
         full = total >= _FULL_SHARE * step.budget
         speed = self._state.speed
         work = total + looked_back / (2.0 * speed.balance)
-        speed.observe(prefill, total - prefill, seconds, work=work, full=full)
+        decodes = work - chunk if prefill < total else 0.0
+        speed.observe(prefill, total - prefill, seconds, chunk=chunk, decodes=decodes, full=full)
         long_share = long / total if total else 0.0
         results = {each.sequence_id: each for each in result.results}
         self.costs.book(step, results, result.compute_s)
@@ -165,6 +167,7 @@ class ResultHandler:
 
     def _apply_row(self, row: Row, outcome: SequenceResult, prefill_end: float, now: float) -> None:
         sequence = row.sequence
+        is_back = sequence.coming_back is not None
         if row.epoch == sequence.epoch:
             sequence.takes_result(now, is_sampled=row.samples)
         search = self._state.searches.get(sequence.group.request.request_id)
@@ -199,6 +202,8 @@ class ResultHandler:
         )
         if sequence.first_token_s is None:
             sequence.first_token_s = now
+        if sequence.pace_start is None or is_back:
+            sequence.pace_start = now, sequence.num_known
         if reason is None:
             self._state.report(sequence.group, event)
         else:

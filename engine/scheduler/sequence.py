@@ -210,6 +210,9 @@ class Sequence:
     def _start_statistics(self) -> None:
         self.took = ChoiceStatistics()
         self.first_token_s: float | None = None
+        # When its pace began, with the tokens that were known then: with its first token, and again with the
+        # first after a preemption.
+        self.pace_start: tuple[float, int] | None = None
         # When it was preempted; None while it is not away. Then the times it was away, with their ends.
         self.away_since_s: float | None = None
         self.absences_s: list[tuple[float, float]] = []

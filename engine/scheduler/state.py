@@ -56,6 +56,8 @@ class StepInFlight:
     rows: dict[int, Row]
     # Tokens that it might have had.
     budget: int
+    # How long it is expected to take.
+    expected_s: float = 0.0
     # A step before it failed: what it computed rests on nothing.
     void: bool = False
 
@@ -151,6 +153,8 @@ class SchedulerState:
     # Sorted by rank.
     running: list[Sequence] = field(default_factory=list)
     in_flight: deque[StepInFlight] = field(default_factory=deque)
+    # When the last step came back.
+    last_result_s: float = 0.0
     # Sequences whose state the runner must drop with the next plan.
     released: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)

@@ -82,6 +82,7 @@ def to_request(
         cache_salt=context.cache_salt,
         arrival_s=now_s,
         ttft_deadline_s=after("ttft_target_ms"),
+        tpot_target_s=context.tpot_target_ms / 1000 if context.HasField("tpot_target_ms") else None,
         queue_deadline_s=after("queue_limit_ms"),
         deadline_s=(
             now_s + (context.deadline_unix_ms - now_unix_ms) / 1000

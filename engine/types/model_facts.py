@@ -35,8 +35,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine reached in its first steps, in tokens per second; 0 where nothing was measured."""
 
-    # This is the rate of one prompt.
+    # The rate of one prompt, of so many tokens; and that of a short one.
     prompt_tokens_per_s: float = 0.0
+    prompt_tokens: int = 0
+    short_prompt_tokens_per_s: float = 0.0
+    short_prompt_tokens: int = 0
     # Output tokens per second of one answer, and of several together.
     tokens_per_s_alone: float = 0.0
     tokens_per_s_together: float = 0.0

@@ -37,6 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float = 0.0
     # Moment by which the first token is due; None when the tier has no target.
     ttft_deadline_s: float | None = None
+    # Seconds for each token after the first; None when the tier has no target.
+    tpot_target_s: float | None = None
     # The request is refused if its first token is expected after this moment; None accepts any.
     queue_deadline_s: float | None = None
     # Moment after which nobody wants the answer.

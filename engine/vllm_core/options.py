@@ -44,6 +44,9 @@ EXCEPTIONS: dict[str, Support] = {
     ),
     "queue_deadline_s": Support("approximated", "refused at the door by a coarser forecast"),
     "ttft_deadline_s": Support("approximated", "within a tier the order is fair, not by deadline"),
+    "tpot_target_s": Support(
+        "approximated", "steps are as long as max_num_batched_tokens allows, whoever is answered in them"
+    ),
 }
 # Options that it keeps as they are: a new one is refused until somebody has looked it up, and named it here.
 _HONOURED = (

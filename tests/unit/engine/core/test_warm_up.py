@@ -57,6 +57,9 @@ def test_speeds_are_those_of_the_steps() -> None:
     speed = warm_up.run()
     expected = {
         "prompt_tokens_per_s": 512 / (STEP_MS / 1e3 + 512 / TOKENS_PER_S),
+        "prompt_tokens": 512,
+        "short_prompt_tokens_per_s": 32 / (STEP_MS / 1e3 + 32 / TOKENS_PER_S),
+        "short_prompt_tokens": 32,
         "tokens_per_s_alone": 1 / (STEP_MS / 1e3 + 1 / TOKENS_PER_S),
         "tokens_per_s_together": TOGETHER / (STEP_MS / 1e3 + TOGETHER / TOKENS_PER_S),
         "num_together": TOGETHER,

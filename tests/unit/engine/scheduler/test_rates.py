@@ -7,12 +7,24 @@ import math
 import pytest
 
 from engine.policy.rates import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS, StepRate
-from engine.types import MeasuredSpeed
+from engine.types import SchedulerOutput
+from tests.unit.engine.checked_runner import FinishedStep
 from tests.unit.engine.driver import Driver, memory_plan
 
 
 def prompt(start: int, length: int = 400) -> list[int]:
     return [(start * 31 + index) % 200 for index in range(length)]
+
+
+def in_proportion(driver: Driver, tokens_per_s: float) -> None:
+    """Makes a step take as long as its tokens do, and no longer."""
+    launch = driver.runner.launch
+
+    def timed(plan: SchedulerOutput) -> FinishedStep:
+        driver.runner.compute_s = plan.num_tokens / tokens_per_s
+        return launch(plan)
+
+    driver.runner.launch = timed  # type: ignore[method-assign]
 
 
 def busy_driver(
@@ -67,6 +79,27 @@ def test_a_chunk_grows_with_the_sequences_that_decode_beside_it() -> None:
     assert driver.plans[1].num_tokens == 16 + 16 * LEAST_CHUNK_PER_DECODE
 
 
+def test_own_prompts_may_take_longer_than_those_of_a_neighbour() -> None:
+    chunks = []
+    for tenant in ("own", "other"):
+        driver = Driver(
+            memory=memory_plan(1600, 4, 800),
+            max_num_batched_tokens=600,
+            long_prefill_tokens=5000,
+            step_target_ms=1000,
+            neighbour_step_ms=250,
+            check=False,
+        )
+        in_proportion(driver, 400.0)
+        driver.submit(prompt(1), max_tokens=30, tenant="own")
+        driver.step()
+        driver.wait(5.0)
+        driver.submit(prompt(3, 500), max_tokens=2, tenant=tenant)
+        driver.step()
+        chunks.append(driver.plans[-1].num_tokens)
+    assert chunks == [400, 100]
+
+
 def test_nobody_decoding_the_whole_budget_goes_to_prompts() -> None:
     driver = busy_driver(500)
     driver.run()
@@ -93,14 +126,6 @@ def test_as_many_tokens_as_so_much_work(balance: float, start: int, work: float)
     assert num_tokens == 1 or rate.work(start, num_tokens) <= work * (1 + 1e-9)
     assert rate.work(start, num_tokens + 1) > work * (1 - 1e-9)
     assert rate.tokens_for(0.5, start) == 0
-
-
-def test_a_step_for_one_answer_takes_no_more_than_half_of_the_target() -> None:
-    speed = MeasuredSpeed(prompt_tokens_per_s=1000.0, tokens_per_s_alone=5.0)
-    # Two steps of 200 ms, at 1,000 tokens a second, one of which is decoded.
-    assert StepRate.of(speed).chunk_work(0.1, 1.0, 1) == pytest.approx(399.0)
-    assert StepRate.of(speed).chunk_work(0.9, 1.0, 1) == pytest.approx(899.0)
-    assert StepRate.of(speed).chunk_work(0.0, 1.0, 1) == math.inf
 
 
 def long_prompts_beside(balance: float) -> Driver:
@@ -143,9 +168,10 @@ def test_a_prompt_that_is_computed_leaves_other_tenants_their_part_of_a_step() -
         max_num_batched_tokens=600,
         long_prefill_tokens=5000,
         step_target_ms=500,
+        neighbour_step_ms=500,
         check=False,
     )
-    driver.runner.compute_s = 1.0
+    in_proportion(driver, 400.0)
     driver.submit(prompt(1), max_tokens=30, tenant="long")
     driver.step()
     driver.submit(prompt(3, 700), max_tokens=2, tenant="long")
@@ -167,9 +193,10 @@ def unanswered_driver() -> Driver:
         max_num_batched_tokens=600,
         long_prefill_tokens=5000,
         step_target_ms=500,
+        neighbour_step_ms=500,
         check=False,
     )
-    driver.runner.compute_s = 1.0
+    in_proportion(driver, 400.0)
     driver.submit(prompt(1), max_tokens=1, tenant="many")
     driver.run()
     return driver
@@ -197,16 +224,6 @@ def test_a_step_is_short_for_tenants_that_asked_a_moment_ago(ago_s: float, num_t
     assert driver.plans[-1].num_tokens == num_tokens
 
 
-def test_chunks_grow_where_a_step_takes_its_time_whatever_is_in_it() -> None:
-    rate, work, step_s = StepRate(), 30.0, 0.1
-    rate.observe(0, 1, step_s, work=1.0)
-    for _ in range(200):
-        rate.observe(int(work), 1, step_s, work=work + 1)
-        work = rate.chunk_work(0.12, 1.0, 1)
-    # A rate that was measured over small chunks says nothing of larger ones.
-    assert work > 2000
-
-
 def test_short_prompts_begin_together_where_a_step_takes_longer_than_its_target() -> None:
     driver = Driver(
         memory=memory_plan(1600, 16, 800), max_num_batched_tokens=600, step_target_ms=75, check=False
@@ -222,15 +239,3 @@ def test_short_prompts_begin_together_where_a_step_takes_longer_than_its_target(
         driver.run()
         all_begun = next(n for n, plan in enumerate(driver.plans[begun:]) if len(plan.scheduled) == 8)
         assert all_begun <= 2
-
-
-def test_a_step_of_an_answer_alone_is_the_shortest_that_was_seen() -> None:
-    rate = StepRate()
-    rate.observe(400, 0, 0.4, work=400.0)
-    assert rate.step_alone_s == 0.0
-    rate.observe(400, 8, 0.5, work=408.0)
-    assert rate.step_alone_s == 0.0
-    rate.observe(LEAST_CHUNK_PER_DECODE * 8, 8, 0.3, work=40.0)
-    rate.observe(0, 2, 0.2, work=2.0)
-    rate.observe(0, 1, 0.25, work=1.0)
-    assert rate.step_alone_s == 0.2

@@ -91,6 +91,8 @@ class Walk:
             priority=priority,
             tenant=rng.choice("abc"),
             deadline_s=deadline,
+            ttft_deadline_s=self.driver.now + rng.random() if rng.random() < 0.5 else None,
+            tpot_target_s=rng.choice((None, 0.001, 0.012, 0.1)),
             output_token_ids=output,
         )
 
