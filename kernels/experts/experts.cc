@@ -137,14 +137,14 @@ extern "C" void expert_sum(const ExpertSumArgs& args, int thread, int num_thread
   for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
     const int64_t row = unit / pieces, begin = unit % pieces * kPiece;
     const int64_t end = std::min(begin + kPiece, args.width);
-    const float* shares = args.shares + row * args.num_active;
+    const float* shares = args.shares ? args.shares + row * args.num_active : nullptr;
     const int64_t* ranks = args.ranks + row * args.num_active;
     float* out = args.out + row * args.out_stride;
     for (int64_t i = begin; i < end; i += kLanes) {
       const Mask m = first(end - i);
       Vec total = zero();
       for (int64_t a = 0; a < args.num_active; ++a)
-        total = add(total, mul(set1(shares[a]), load(args.rows + ranks[a] * args.rows_stride + i, m)));
+        total = add(total, mul(set1(shares ? shares[a] : 1.0f), load(args.rows + ranks[a] * args.rows_stride + i, m)));
       if (args.accumulate) total = add(load(out + i, m), total);
       store(out + i, m, total);
     }

@@ -62,7 +62,7 @@ struct ExpertGemmArgs {
 // out[t] (+)= sum over a of shares[t, a] * rows[ranks[t, a]]
 struct ExpertSumArgs {
   const int64_t* num_rows;  // T
-  const float* shares;      // [T, A]
+  const float* shares;      // [T, A]; null where all are one
   const int64_t* ranks;     // [T, A]
   const float* rows;        // [P, width], rows rows_stride apart
   float* out;               // [T, width], rows out_stride apart

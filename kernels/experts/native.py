@@ -108,18 +108,21 @@ def sparse_ops(
         routing.num_experts,
         routing.num_active,
     )
+    shares = address_of(buffers.shares)
     activation = ActivationArgs(
-        None,
-        address_of(buffers.num_places),
-        address_of(gate_up),
-        address_of(gate_up),
-        width,
-        row_stride(gate_up),
-        KINDS[layer.activation],
+        num_rows=address_of(buffers.num_places),
+        gate_up=address_of(gate_up),
+        out=address_of(gate_up),
+        width=width,
+        out_stride=row_stride(gate_up),
+        kind=KINDS[layer.activation],
+        # The product before is linear: what multiplies its inputs may multiply what it gave.
+        factors=shares if routing.weighs_inputs else None,
+        places=address_of(buffers.places),
     )
     total = structure("ExpertSumArgs")(
         num_rows,
-        address_of(buffers.shares),
+        None if routing.weighs_inputs else shares,
         address_of(buffers.ranks),
         address_of(changes),
         address_of(out),

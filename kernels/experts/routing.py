@@ -17,6 +17,8 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     # Whether the weights of the chosen experts are scaled to sum to one.
     normalized: bool = True
     scaling: float = 1.0
+    # The weights multiply what experts take in, instead of what they give.
+    weighs_inputs: bool = False
     # Experts form groups; only the best groups are eligible. 0 is ungrouped.
     num_groups: int = 0
     num_active_groups: int = 0

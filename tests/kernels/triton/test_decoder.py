@@ -65,7 +65,10 @@ def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[in
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "llama-biases", "qwen3", "gemma2", "olmo2", "phi3", "mixtral", "gpt-oss", "deepseek-v2"],
+    [
+        *("llama", "llama-biases", "qwen3", "gemma2", "olmo2", "phi3", "mixtral", "gpt-oss", "deepseek-v2"),
+        *("cohere-norms", "hunyuan", "apertus", "gpt-neox", "phi", "gpt2", "qwen2-moe", "llama4"),
+    ],
 )
 def test_tokens_are_those_of_torch(tmp_path: Path, name: str) -> None:
     model_type, changes = CASES[name]
