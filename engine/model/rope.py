@@ -38,6 +38,15 @@ def rope_table(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def query_scales(spec: RopeSpec, max_model_len: int) -> Tensor | None:
+    """What queries at positions 0..max_model_len-1 are multiplied by [L], or None."""
+    growth = spec.query_growth
+    if growth is None:
+        return None
+    steps = torch.floor((torch.arange(max_model_len, dtype=torch.float32) + growth.offset) / growth.length)
+    return 1.0 + growth.beta * torch.log1p(steps)
+
+
 def _table(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, Tensor]:
     if spec.kind == "dynamic":
         return _dynamic_table(spec, max_model_len)

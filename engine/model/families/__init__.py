@@ -13,15 +13,35 @@ from checkpoint.files import is_gguf, tokenizer_file
 from checkpoint.vocabulary import read_token_ids
 from engine.model.config_reader import ConfigReader
 from engine.model.families import (  # noqa: F401
+    apertus,
+    arcee,
+    cohere,
     deepseek,
+    dots1,
+    ernie4_5,
+    exaone4,
     gemma,
+    glm,
+    gpt2,
+    gpt_neox,
     gpt_oss,
+    granite,
+    hunyuan,
     llama,
+    llama4,
+    minimax_m2,
     mistral,
+    multimodal,
+    nemotron,
     olmo2,
+    phi,
     phi3,
     qwen2,
     qwen3,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
 )
 from engine.model.families.base import FAMILIES
 from engine.model.gguf_config import gguf_reader, gguf_scheme
