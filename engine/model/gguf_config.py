@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
+# Architectures that the metadata of another one makes of it.
+_ALSO = {"MixtralForCausalLM": ("llama",)}
 # Key of config.json to key of the metadata, after the architecture's name; those that are there are taken.
 KEYS = {
     "hidden_size": "embedding_length",
@@ -76,6 +78,12 @@ def gguf_reader(path: Path) -> ConfigReader:
         except (KeyError, ZeroDivisionError) as error:
             raise CheckpointError(f"{path}: {arch}'s metadata cannot be read: {error!r}") from error
     return ConfigReader(values, str(path))
+
+
+def gguf_names(architecture: str) -> tuple[str, ...]:
+    """What llama.cpp calls an architecture; empty where its files are not read."""
+    found = tuple(name for name, ours in ARCHITECTURES.items() if ours == architecture)
+    return found or _ALSO.get(architecture, ())
 
 
 def gguf_scheme(path: Path) -> Scheme | None:

@@ -5,7 +5,9 @@ A family is one file and its name below: its functions enter themselves (`base.f
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -62,8 +64,15 @@ def read_spec(folder: Path) -> ModelSpec:
             return msgspec.structs.replace(spec, architecture=name, quantization=scheme)
     raise CheckpointError(
         f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "
-        f"{', '.join(sorted(FAMILIES))}"
+        f"{', '.join(sorted(FAMILIES))}{_nearest(architectures)}; vLLM's engine may have it "
+        "(millrace up --engine vllm)"
     )
+
+
+def _nearest(architectures: list[Any]) -> str:
+    """The one whose name is most like an unknown one's, which weights of another layout do not fit."""
+    found = [near for name in architectures for near in get_close_matches(str(name), FAMILIES, 1, cutoff=0.7)]
+    return f"; nearest is {found[0]}" if found else ""
 
 
 def _with_ids(spec: ModelSpec, folder: Path) -> ModelSpec:

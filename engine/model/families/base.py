@@ -50,7 +50,7 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         "vocab_size": config.count("vocab_size"),
         "num_embeddings": config.count("vocab_size"),
         "hidden_size": config.count("hidden_size"),
-        "intermediate_size": config.integer("intermediate_size"),
+        "intermediate_size": overrides.get("intermediate_size") or config.integer("intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,

@@ -69,6 +69,14 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
         read_spec(tmp_path)
 
 
+def test_the_nearest_architecture_and_another_engine_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    edit_config(tmp_path, architectures=["Exaone5ForCausalLM"])
+    nearest = r"; nearest is Exaone4ForCausalLM; vLLM's engine may have it \(millrace up --engine vllm\)"
+    with pytest.raises(CheckpointError, match=nearest):
+        read_spec(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("hidden_size", None), ("num_attention_heads", "four"), ("hidden_act", "sin")]
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.model.families import FAMILIES
+from engine.model.family_table import main, markdown
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
 
@@ -286,6 +287,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("starcoder2", {"sliding_window": 12}),
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 90}),
+    "gpt2-inner": ("gpt2", {"n_embd": 48, "n_layer": 1, "n_head": 3, "n_positions": 256}),
     "gpt-neox": ("gpt_neox", {"num_attention_heads": 3, "rope_parameters": PARTIAL}),
     "gpt-neox-serial": ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": PARTIAL}),
     "phi": ("phi", {}),
@@ -431,3 +433,18 @@ def test_first_name_of_longrope_is_known(tmp_path: Path) -> None:
     expected = read_spec(tmp_path).ropes
     edit_config(tmp_path, rope_parameters=LONGROPE | {"rope_type": "su"})
     assert read_spec(tmp_path).ropes == expected
+
+
+def test_the_page_has_every_family() -> None:
+    """To write it again: `python -m engine.model.family_table --markdown`."""
+    page = (Path(__file__).resolve().parents[4] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert page.partition("## Families\n\n")[2] == markdown()
+
+
+def test_families_are_printed_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Cohere2ForCausalLM" in capsys.readouterr().out
+    assert main(["--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["architecture"] for row in rows] == sorted(FAMILIES)
+    assert all(all(row.values()) for row in rows)
