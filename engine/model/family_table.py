@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families import FAMILIES
+from engine.model.families.base import FAMILIES
 from engine.model.families.multimodal import WHOLES
 from engine.model.gguf_config import gguf_names
 from engine.model.spec import ModelSpec

@@ -134,7 +134,11 @@ def _longrope(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
             f"rope scaling 'longrope' needs {spec.rotary_dim // 2} numbers in {key}, got {factors!r}"
         )
     factor = _number(spec, "factor", spec.max_positions / original)
-    if spec.parameters.get("attention_factor") is not None:
+    # Phi-3.5-MoE has one for each of both.
+    scale = key.replace("factor", "mscale")
+    if spec.parameters.get(scale) is not None:
+        attention_factor = _number(spec, scale)
+    elif spec.parameters.get("attention_factor") is not None:
         attention_factor = _number(spec, "attention_factor")
     else:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

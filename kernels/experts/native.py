@@ -27,7 +27,7 @@ from kernels.linear.packed import (
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
-SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
+SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2, "sparse_mixer": 3}
 GROUP_SCORES = {"best": 0, "two_best": 1}
 
 
@@ -159,6 +159,7 @@ def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> An
         routing.num_active_groups,
         GROUP_SCORES[routing.group_score],
         routing.scaling,
+        routing.tolerance,
     )
 
 

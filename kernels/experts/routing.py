@@ -12,8 +12,11 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: int
     num_active: int
-    # Softmax over all experts and then the best; over the best alone; or DeepSeek-V3's sigmoid.
-    scoring: Literal["softmax", "softmax_of_best", "sigmoid"] = "softmax"
+    # Softmax over all experts and then the best; over the best alone; DeepSeek-V3's sigmoid; or SparseMixer
+    # (arXiv 2310.00811): of each choice, over those that are left and not much worse.
+    scoring: Literal["softmax", "softmax_of_best", "sigmoid", "sparse_mixer"] = "softmax"
+    # How much worse those may be, in proportion to their size.
+    tolerance: float = 0.0
     # Whether the weights of the chosen experts are scaled to sum to one.
     normalized: bool = True
     scaling: float = 1.0

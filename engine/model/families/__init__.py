@@ -38,6 +38,7 @@ from engine.model.families import (  # noqa: F401
     olmo2,
     phi,
     phi3,
+    phimoe,
     qwen2,
     qwen3,
     seed_oss,

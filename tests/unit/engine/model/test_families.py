@@ -291,6 +291,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("gpt_neox", {"num_attention_heads": 3, "rope_parameters": PARTIAL}),
     "gpt-neox-serial": ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": PARTIAL}),
     "phi": ("phi", {}),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.2},
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 64,
+        },
+    ),
     "gemma3-seeing": (
         "gemma3",
         {
