@@ -35,9 +35,10 @@ def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> Sp
         name = f"{layer_prefix}.mlp.shared_experts"
         shared = read_feed_forward(weights, name, spec, experts.shared_intermediate_size)
     if experts.shared_gate:
-        gate = weights.take(
-            f"{prefix}.shared_experts_gate.weight", (1, spec.hidden_size), dtype=torch.float32
-        )
+        # A row, or a plain vector in GGUF.
+        name = f"{prefix}.shared_experts_gate.weight"
+        shape = weights.shape(name) or (1, spec.hidden_size)
+        gate = weights.take(name, shape, dtype=torch.float32).view(1, -1)
         shared_gate = Linear(weight=DenseWeight(values=gate))
     return SparseFeedForward(
         spec=experts,
