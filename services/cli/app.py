@@ -342,7 +342,7 @@ def models(
 ) -> None:
     """List the models that the key may use, or the families that there are."""
     if what is not None:
-        raise typer.Exit(owners.run_module("engine.model.family_table", ["--json"] if json else []))
+        raise typer.Exit(owners.run_module("engine.model.families.table", ["--json"] if json else []))
     from services.cli.inference import InferenceClient
 
     with _errors_in_one_line(), InferenceClient(find_target(url)) as client:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.model.families import FAMILIES
-from engine.model.family_table import main, markdown
+from engine.model.families.table import main, markdown
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
 
@@ -449,7 +449,7 @@ def test_first_name_of_longrope_is_known(tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_family() -> None:
-    """To write it again: `python -m engine.model.family_table --markdown`."""
+    """To write it again: `python -m engine.model.families.table --markdown`."""
     page = (Path(__file__).resolve().parents[4] / "docs" / "models.md").read_text(encoding="utf-8")
     assert page.partition("## Families\n\n")[2] == markdown()
 
