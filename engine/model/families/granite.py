@@ -1,4 +1,4 @@
-"""Granite 3 and 4 without state-space layers: multipliers of embeddings, scores, half layers and logits;
+"""Granite 3, and 4 without state-space layers: multipliers of embeddings, scores, half layers and logits;
 experts in one tensor, perhaps beside a shared feed-forward.
 """
 
@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import attention_biases, decoder_spec, family
+from engine.model.families.base import (
+    attention_biases,
+    decoder_spec,
+    family,
+    head_size,
+    some_rotate,
+)
 from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec, TensorNames
 
 _EXPERTS = TensorNames(
@@ -31,7 +37,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 @family("GraniteMoeForCausalLM")
 @family("GraniteMoeSharedForCausalLM")
-def read_experts(config: ConfigReader) -> ModelSpec:
+def read_experts(config: ConfigReader, **positions: Any) -> ModelSpec:
     """With experts in every layer."""
     experts = ExpertSpec(
         num_experts=config.count("num_local_experts", 8),
@@ -42,7 +48,33 @@ def read_experts(config: ConfigReader) -> ModelSpec:
         shared_intermediate_size=config.integer("shared_intermediate_size", 0),
         layout="stacked",
     )
-    return _scaled(config, fused_gate_up=True, experts=experts, names=_EXPERTS)
+    return _scaled(config, fused_gate_up=True, experts=experts, names=_EXPERTS, **positions)
+
+
+_DENSE = TensorNames(
+    renamed=(
+        (r"\.shared_mlp\.input_linear\.", ".mlp.gate_up_proj."),
+        (r"\.shared_mlp\.output_linear\.", ".mlp.down_proj."),
+    )
+)
+
+
+@family("GraniteMoeHybridForCausalLM")
+def read_hybrid(config: ConfigReader) -> ModelSpec:
+    """Granite 4 whose layers are all attention; without experts the shared feed-forward is the only one."""
+    kinds = config.values.get("layer_types") or config.values.get("layers_block_type") or ["mamba"]
+    others = sorted({str(kind) for kind in kinds} - {"attention", "full_attention"})
+    if others:
+        raise CheckpointError(
+            f"{config.source}: layer_types holds {', '.join(others)}: layers with a state are not supported"
+        )
+    rope = config.rope(head_size(config))
+    rotates = [config.values.get("position_embedding_type") == "rope"] * config.count("num_hidden_layers")
+    positions = some_rotate(rope, rotates)
+    if config.integer("num_local_experts", 8):
+        return read_experts(config, **positions)
+    size = config.count("shared_intermediate_size")
+    return _scaled(config, intermediate_size=size, fused_gate_up=True, names=_DENSE, **positions)
 
 
 def _scaled(config: ConfigReader, **fields: Any) -> ModelSpec:

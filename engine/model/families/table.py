@@ -44,6 +44,8 @@ _PROBE: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": 4096,
 }
+# What some families need besides, in words of their own.
+_WITH: dict[str, dict[str, Any]] = {"GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 12}}
 # What some families refuse, or read otherwise.
 _WITHOUT = {
     "GraniteMoeForCausalLM": "shared_intermediate_size",
@@ -124,7 +126,7 @@ def _row(name: str) -> FamilyRow:
             forms="safetensors, of which images are left out",
         )
     values = {key: value for key, value in _PROBE.items() if key != _WITHOUT.get(name)}
-    spec = FAMILIES[name](ConfigReader(values, name))
+    spec = FAMILIES[name](ConfigReader(values | _WITH.get(name, {}), name))
     forms += [f"GGUF `{each}`" for each in gguf_names(name)]
     return FamilyRow(
         architecture=name,
@@ -143,6 +145,8 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
     if spec.learned_positions:
         yield "learned positions"
     turned = {spec.ropes[each].rotary_dim for each in spec.rope_of_layer}
+    if turned == {0} and not spec.learned_positions:
+        yield "rotation where stated"
     if 0 in turned and len(turned) > 1:
         yield "no rotation in some layers"
     if not spec.latent and 0 < max(turned) < spec.head_dim:

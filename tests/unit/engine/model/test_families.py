@@ -56,6 +56,12 @@ GRANITE = {
     "residual_multiplier": 0.3,
     "logits_scaling": 2.0,
 }
+ATTENTION_ALONE = {
+    "layer_types": ["full_attention"] * 2,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+}
 NTK_ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 500.0}
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 2]}
 VISION = {
@@ -208,6 +214,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-moe-shared": (
         "granitemoeshared",
         GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 24},
+    ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        GRANITE | ATTENTION_ALONE | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "granite-hybrid-moe": (
+        "granitemoehybrid",
+        GRANITE | ATTENTION_ALONE | {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "cohere": ("cohere", {"logit_scale": 0.3}),
     "cohere-norms": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
