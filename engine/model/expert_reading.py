@@ -102,9 +102,12 @@ def _gpt_oss_experts(
 def _stacked_experts(
     weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec
 ) -> list[FeedForward]:
-    """All experts in one tensor each, gates before the rest."""
+    """All experts in one tensor each, gates before the rest. What its family stores with inputs first may
+    have been saved the other way, which the shape shows.
+    """
     count, hidden, size = experts.num_experts, spec.hidden_size, experts.intermediate_size
-    first = experts.layout == "inputs_first"
+    is_turned = hidden != 2 * size and weights.shape(f"{prefix}.gate_up_proj") == (count, 2 * size, hidden)
+    first = experts.layout == "inputs_first" and not is_turned
     gate_up = weights.stacked(f"{prefix}.gate_up_proj", (count, 2 * size, hidden), inputs_first=first)
     down = weights.stacked(f"{prefix}.down_proj", (count, hidden, size), inputs_first=first)
     return [

@@ -57,6 +57,7 @@ def _one(config: ConfigReader, key: str, default: int) -> int:
 
 def _shared(config: ConfigReader) -> dict[str, Any]:
     config.require("use_cla", False, False)
+    config.require("use_mla", False, False)
     config.require("use_qk_norm", True, True)
     config = config.aliased(head_dim="head_dim" if config.values.get("head_dim") else "attention_head_dim")
     head_dim = config.count("head_dim", config.count("hidden_size") // config.count("num_attention_heads"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import decoder_spec, family
-from engine.model.spec import ExpertSpec, ModelSpec, TensorNames
+from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec, TensorNames
 
 _NAMES = TensorNames(
     renamed=(
@@ -18,6 +18,10 @@ _NAMES = TensorNames(
 @family("MiniMaxM2ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """`rotary_dim` of a head's dimensions are rotated, in older configurations."""
+    config.require("use_qk_norm", True, True)
+    kinds = config.numbers("attn_type_list", config.count("num_hidden_layers"))
+    if kinds is not None and set(kinds) != {1}:
+        raise CheckpointError(f"{config.source}: attn_type_list has linear attention, which is not supported")
     config.require("qk_norm_type", "per_layer", "per_layer")
     config.require("scoring_func", "sigmoid", "sigmoid")
     config.require("shared_intermediate_size", 0, 0)

@@ -27,6 +27,7 @@ _TEXT_MODELS = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
 # What configurations of Gemma 3 leave to transformers' defaults.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -52,6 +53,7 @@ WHOLES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
 
 
@@ -67,6 +69,10 @@ def read_text_part(config: ConfigReader) -> ModelSpec:
     tied = {key: config.values[key] for key in ("tie_word_embeddings",) if key in config.values}
     values = {**types, **_DEFAULTS.get(str(kind), {}), **text, **tied}
     spec = reader(ConfigReader(values, f"{config.source}: text_config"))
+    if kind == "qwen3_vl_moe_text" and spec.experts is not None:
+        # Its experts share tensors, and their weights sum to one whatever is said.
+        experts = msgspec.structs.replace(spec.experts, layout="inputs_first", normalized=True)
+        spec = msgspec.structs.replace(spec, experts=experts)
     names = TensorNames(renamed=(*_PREFIXES, *spec.names.renamed), skipped=_SKIPPED)
     return msgspec.structs.replace(spec, names=names)
 

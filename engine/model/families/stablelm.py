@@ -12,6 +12,7 @@ _NAMES = TensorNames(renamed=((r"\.(q|k)_layernorm\.norms\.", r".\1_norm.norms."
 @family("StableLmForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Larger ones norm queries and keys, each head by weights of its own."""
+    config = config.aliased(partial_rotary_factor="rope_pct")
     is_parallel = config.flag("use_parallel_residual", False)
     return decoder_spec(
         config,

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from engine.model.families import FAMILIES
+from engine.model.families import FAMILIES, read_spec
 from engine.model.families.table import main, markdown
+from engine.model.spec import CheckpointError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
 
@@ -374,6 +376,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {
+            "text_config": {
+                "rope_parameters": MROPE,
+                "head_dim": 12,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "intermediate_size": 24,
+                "out_hidden_size": 48,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
     "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
 }
 
@@ -398,6 +420,45 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
             _assert_continues(driver, jobs[0])
         for job in jobs:
             assert job.output == reference_greedy(oracle, job.prompt, 8)
+
+
+def test_experts_may_be_stored_either_way(tmp_path: Path) -> None:
+    """Published checkpoints have their inputs first, what transformers saves has them last."""
+    model_type, changes = CASES["qwen3-vl-moe"]
+    oracle = make_checkpoint(tmp_path, model_type, **changes)
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path)
+    prompt = prompt_of(20, 199)
+    (job,) = generated(tmp_path, [Job(prompt, num_tokens=6)])
+    assert job.output == reference_greedy(oracle, prompt, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("phi", {"qk_layernorm": True}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("hunyuan", {"use_cla": True}),
+        ("cohere2", {"use_parallel_block": False}),
+        ("minimax-m2", {"attn_type_list": [1, 0]}),
+        ("granite-hybrid", {"layer_types": ["attention", "mamba"]}),
+        ("dots1", {"moe_layer_freq": 2}),
+        ("starcoder2", {"norm_type": "rms_norm"}),
+        ("mistral3-seeing", {"text_config": {"model_type": "mamba"}}),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes)
+    edit_config(tmp_path, **keys)
+    (key,) = keys
+    with pytest.raises(CheckpointError, match=key if key != "text_config" else "model_type = 'mamba'"):
+        read_spec(tmp_path)
 
 
 def _assert_continues(driver: Driver, known: Job) -> None:
@@ -435,8 +496,6 @@ def test_older_config_form_reads_the_same(tmp_path: Path) -> None:
     """`rope_theta` with `rope_scaling` (type or rope_type) and `torch_dtype` mean what `rope_parameters`
     means.
     """
-    from engine.model.families import read_spec
-
     make_checkpoint(tmp_path, "llama", rope_parameters=LLAMA3)
     newer = read_spec(tmp_path)
     scaling = {key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "rope_type")}
@@ -454,8 +513,6 @@ def test_older_config_form_reads_the_same(tmp_path: Path) -> None:
 
 def test_first_name_of_longrope_is_known(tmp_path: Path) -> None:
     """The first Phi-3 checkpoints call it "su"."""
-    from engine.model.families import read_spec
-
     make_checkpoint(tmp_path, "llama", rope_parameters=LONGROPE)
     expected = read_spec(tmp_path).ropes
     edit_config(tmp_path, rope_parameters=LONGROPE | {"rope_type": "su"})
