@@ -66,6 +66,10 @@ def make_checkpoint(
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(std=0.5)
+        for name, buffer in model.named_buffers():
+            # Corrections of a router's choice are zeros until they are trained.
+            if "correction" in name:
+                buffer.normal_(std=0.2)
     model.eval()
     model.save_pretrained(folder)
     return model

@@ -437,6 +437,21 @@ def test_experts_may_be_stored_either_way(tmp_path: Path) -> None:
     assert job.output == reference_greedy(oracle, prompt, 6)
 
 
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+def test_layers_that_predict_more_are_left_out_and_said(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_type, changes = CASES[name]
+    oracle = make_checkpoint(tmp_path, model_type, **changes)
+    behind = f"model.layers.{oracle.config.num_hidden_layers}.eh_proj.weight"
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {behind: torch.randn(48, 96)}, path)
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    (job,) = generated(tmp_path, [Job(prompt_of(9, 199), num_tokens=4)])
+    assert job.output == reference_greedy(oracle, job.prompt, 4)
+    assert f"1 tensors are not served: {behind}" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
