@@ -108,7 +108,7 @@ def _read_positions(weights: WeightReader, spec: ModelSpec, max_model_len: int) 
 
 
 def _head_bias(weights: WeightReader, spec: ModelSpec) -> Tensor | None:
-    """The head's bias [V], which keeps ids without a token from being drawn; None where there is nothing to add."""
+    """The head's bias [V], which keeps ids without a token from being drawn; None where it has none."""
     bias = None
     if spec.head_bias:
         bias = weights.take("lm_head.bias", (spec.num_embeddings,))[: spec.vocab_size]

@@ -346,7 +346,7 @@ def models(
     url: UrlOption = "",
     json: Annotated[bool, typer.Option("--json", help="Of families: machine-readable output.")] = False,
 ) -> None:
-    """List the models that the key may use and the sampling options that they have of their own, or the families."""
+    """List the models that the key may use with their own sampling options, or the families."""
     if what is not None:
         raise typer.Exit(owners.run_module("engine.model.families.table", ["--json"] if json else []))
     from services.cli.inference import InferenceClient, told_defaults
