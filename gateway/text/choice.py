@@ -145,7 +145,10 @@ class ChoiceText:
             calls_tools = options.tool_call_format == _HARMONY
             self._parser = self._reasoning = HarmonyParser(parser, calls_tools=calls_tools)
         elif form is not None:
-            self._parser = self._reasoning = ThinkParser(parser, opened=options.reasoning_opened, form=form)
+            calls = next(iter(marks(options.tool_call_format)), "")
+            self._parser = self._reasoning = ThinkParser(
+                parser, opened=options.reasoning_opened, form=form, calls=calls
+            )
 
     @property
     def stop_string(self) -> str | None:
@@ -229,6 +232,6 @@ class ChoiceText:
             return
         self.num_decoded += len(text)
         if self._parser is None:
-            delta.content += text
+            delta.say(text)
         else:
             self._parser.feed(text, delta)

@@ -11,6 +11,7 @@ from gateway.text.delta import TextDelta
 from gateway.text.markers import split_at_marker
 from gateway.text.reasoning import TextParser
 from gateway.text.tool_calls.addressed import END, HEADER, MESSAGE, RECIPIENT
+from gateway.text.tool_calls.parser import AT_ONCE
 
 _CHANNEL = "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", HEADER, _CHANNEL)
@@ -26,7 +27,7 @@ class HarmonyParser:
         self._answer = answer
         self._calls_tools = calls_tools
         # None inside of a message.
-        self._header: str | None = ""
+        self._header: list[str] | None = []
         self._kind = ""
         self._held = ""
 
@@ -42,13 +43,16 @@ class HarmonyParser:
 
     def feed(self, text: str, delta: TextDelta) -> None:
         """See TextParser."""
-        text = self._held + text
-        self._held = ""
+        for start in range(0, len(text), AT_ONCE):
+            self._read(text[start : start + AT_ONCE], delta)
+
+    def _read(self, text: str, delta: TextDelta) -> None:
+        text, self._held = self._held + text, ""
         while text:
             marks = (MESSAGE,) if self._header is not None else _ENDS
             before, mark, rest = split_at_marker(text, marks)
             if self._header is not None:
-                self._header += before
+                self._header.append(before)
             else:
                 self._say(before, delta)
             if mark is None:
@@ -56,19 +60,20 @@ class HarmonyParser:
                 return
             text = rest
             if self._header is not None:
-                self._begin(self._header, delta)
+                self._begin("".join(self._header), delta)
             else:
                 if self._kind == "call" and self._calls_tools:
                     self._answer.feed(END, delta)
-                self._header, self._kind = mark if mark == _CHANNEL else "", ""
+                self._header, self._kind = [mark] if mark == _CHANNEL else [], ""
 
     def finish(self, delta: TextDelta) -> None:
         """See TextParser. An answer in no message at all is one."""
-        if self._header is None:
+        header = None if self._header is None else "".join(self._header)
+        if header is None:
             self._say(self._held, delta)
-        elif _CHANNEL not in self._header and not RECIPIENT.search(self._header):
-            self._answer.feed(self._header.strip() and self._header + self._held, delta)
-        self._header, self._held = "", ""
+        elif _CHANNEL not in header and not RECIPIENT.search(header):
+            self._answer.feed(header.strip() and header + self._held, delta)
+        self._header, self._held = [], ""
         self._answer.finish(delta)
 
     def _begin(self, header: str, delta: TextDelta) -> None:
@@ -83,6 +88,6 @@ class HarmonyParser:
 
     def _say(self, text: str, delta: TextDelta) -> None:
         if self._kind == "analysis":
-            delta.reasoning += text
+            delta.think(text)
         elif text and (self._kind == "final" or self._calls_tools):
             self._answer.feed(text, delta)

@@ -129,6 +129,18 @@ def but_signatures(message: answers.MessageAnswer) -> answers.MessageAnswer:
             "tool_use",
         ),
         (
+            "why\n</think>\n\none\n" + call('{"a": 1}') + "\ntwo" + call("{}") + "\n\nthree",
+            {"tools": [TOOL]},
+            ["thinking", "text", "tool_use", "text", "tool_use", "text"],
+            "tool_use",
+        ),
+        (
+            call("{}").removesuffix("</tool_call>") + "behind",
+            {"tools": [TOOL]},
+            ["tool_use", "text"],
+            "tool_use",
+        ),
+        (
             call('{"a": 1}') + call("{}"),
             {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
             ["tool_use"],

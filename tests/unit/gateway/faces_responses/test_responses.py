@@ -41,6 +41,7 @@ ANSWERS = {
     "custom": PATCH_CALL,
     "nothing": "",
     "space before a call": f"<think>Add.</think>\n\n{CALL}\n",
+    "text between calls": f"<think>Add.</think>\n\none {CALL}\ntwo\n{PATCH_CALL}three",
 }
 EVENTS = {
     next(iter(model.model_fields["type"].annotation)).value: model
@@ -107,7 +108,7 @@ def without_moments(response: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(text.replace(response["id"].removeprefix("resp_"), "ID")))
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 7])
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 5000])
 @pytest.mark.parametrize("answer", ANSWERS)
 async def test_a_stream_tells_what_the_whole_answer_says(answer: str, tokens_per_step: int) -> None:
     async with serving(ANSWERS[answer], tokens_per_step=tokens_per_step) as stack:
@@ -148,6 +149,10 @@ async def test_a_stream_tells_what_the_whole_answer_says(answer: str, tokens_per
         ("custom", ["custom_tool_call"]),
         ("nothing", ["message"]),
         ("space before a call", ["reasoning", "function_call"]),
+        (
+            "text between calls",
+            ["reasoning", "message", "function_call", "message", "custom_tool_call", "message"],
+        ),
     ],
 )
 async def test_items_are_those_of_the_answer(answer: str, kinds: list[str]) -> None:
