@@ -389,6 +389,7 @@ class AnswerReader:
             reasoning_format=self.vocabulary.reasoning_format,
             tools=prompt.tools if prompt.calls_tools else (),
             reasoning_opened=is_opened(prepared, self.vocabulary),
+            thinking=self.thoughts.tags_of(prepared),
             single_tool_call=not prompt.parallel_tool_calls,
         )
 

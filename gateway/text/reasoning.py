@@ -107,6 +107,8 @@ class ThinkParser:
 
     Line breaks around the reasoning and before the answer belong to the format and are dropped. Only text
     at the very start can open reasoning: a `<think>` that the answer mentions later is content.
+
+    Where tags are tokens (`take`), those alone open and close, and tags that are spelled are text.
     """
 
     def __init__(
@@ -122,6 +124,9 @@ class ThinkParser:
         # Line breaks that belong to the format if nothing of the kind follows them.
         self._num_breaks = 0
         self._at_start = True
+        self._by_tokens = False
+        # What the opening tag says behind its token.
+        self._name = ""
 
     @property
     def thinking(self) -> bool:
@@ -129,9 +134,33 @@ class ThinkParser:
         return self._step is ThinkParser._think
 
     @property
+    def answers(self) -> bool:
+        """Whether text that comes now may be the answer's."""
+        return not self.thinking
+
+    @property
     def is_over(self) -> bool:
         """Whether all text that comes is the answer's."""
         return self._step is ThinkParser._after_think
+
+    def take(self, text: str, token: str, thinks: bool | None, delta: TextDelta) -> None:
+        """Reads the text of one token; `thinks` says whether a thought goes on behind it, None before one. A
+        `token` at which that changes is a tag, or the first one of an answer without a thought.
+        """
+        self._by_tokens = True
+        if thinks and self._step is ThinkParser._before:
+            self._step, self._num_breaks = ThinkParser._think, 0
+            self._name = self._form.open.removeprefix(token)
+        elif thinks is False and self._step is ThinkParser._think:
+            self.feed(text.removesuffix(token), delta)
+            delta.think(self._held)
+            self._step, self._held, self._num_breaks = ThinkParser._after_think, "", 0
+            self._at_start = True
+        elif thinks is False and self._step is ThinkParser._before:
+            self._step, self._at_start = ThinkParser._after_think, False
+            self._answer.feed(self._breaks() + text, delta)
+        else:
+            self.feed(text, delta)
 
     def feed(self, text: str, delta: TextDelta) -> None:
         """See TextParser."""
@@ -161,6 +190,9 @@ class ThinkParser:
     def _before(self, text: str, delta: TextDelta) -> str:
         stripped = text.lstrip("\n")
         self._num_breaks += len(text) - len(stripped)
+        if self._by_tokens:
+            # Nothing but line breaks, of which the last one may still come.
+            return stripped
         opens = self._form.open
         if stripped.startswith(opens):
             self._step, self._num_breaks = ThinkParser._think, 0
@@ -173,11 +205,15 @@ class ThinkParser:
 
     def _think(self, text: str, delta: TextDelta) -> str:
         if self._at_start:
-            text = text.lstrip("\n")
+            if self._name.startswith(text) and text != self._name:
+                return text
+            text = text.removeprefix(self._name).lstrip("\n")
+            self._name = ""
             if not text:
                 return ""
             self._at_start = False
-        before, marker, rest = split_at_marker(text, (self._form.close,))
+        tags = () if self._by_tokens else (self._form.close,)
+        before, marker, rest = split_at_marker(text, tags)
         certain = before.rstrip("\n")
         if certain:
             delta.think(self._breaks() + certain)

@@ -20,7 +20,7 @@ from gateway.faces.unserved import WARNING_HEADER
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import Reply, ScriptedEngine
-from tests.unit.gateway.rig.vocabulary import END_ID, encode
+from tests.unit.gateway.rig.vocabulary import END_ID, written
 
 THINKS = "<think>It is easy.</think>It is 4."
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "}</x>"}}</tool_call>'
@@ -56,7 +56,7 @@ SPEC_NAMES = {
 
 
 def says(text: str) -> Reply:
-    return lambda submit, choice: [*encode(text), END_ID]
+    return lambda submit, choice: [*written(text), END_ID]
 
 
 @asynccontextmanager
