@@ -1,4 +1,4 @@
-// Attention's products over bfloat16 by AMX tiles, for units of any number of rows.
+// Attention by AMX tiles: bfloat16 for units of any number of rows, int8 for those of many.
 //
 // Queries and weights are rounded to bfloat16. A score is one chain of tile instructions over the key's elements, 32 at a
 // time; a weighted value is one over the places of its part, 32 at a time from place 0 on: zeros add nothing, so it does

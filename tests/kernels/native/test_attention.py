@@ -31,9 +31,9 @@ Make = Callable[..., NativeAttention]
 
 
 @pytest.fixture
-def attention(native: NativeLibrary) -> Make:
+def attention(product_level: NativeLibrary) -> Make:
     """The back end at a level, on two threads."""
-    return partial(NativeAttention, library=native, num_threads=2)
+    return partial(NativeAttention, library=product_level, num_threads=2)
 
 
 @pytest.mark.parametrize(("lengths", "new"), SHAPES)
@@ -109,12 +109,12 @@ def test_shared_blocks_change_no_bit(attention: Make, window: int | None, dtype:
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("value_dim", [36, 64, 160])
 def test_bfloat16_of_all_magnitudes(
-    native: NativeLibrary, attention: Make, value_dim: int, narrow: bool
+    product_level: NativeLibrary, attention: Make, value_dim: int, narrow: bool
 ) -> None:
     """Very large, very small and zero keys and values, in every part of a history; `narrow`: where weights
     and values are multiplied in float16, which cannot hold them all.
     """
-    if narrow and native.level != "avx512_fp16":
+    if narrow and product_level.level != "avx512_fp16":
         pytest.skip("this level rounds queries to bfloat16, and the largest keys show it")
     lengths, new = [600, 530, 520, 515], [600, 1, 2, 1]
     step = draw(lengths, new, (4, 2, 64), value_dim=value_dim, dtype=torch.bfloat16)
