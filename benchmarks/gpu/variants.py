@@ -41,10 +41,12 @@ ROWS = (5, 100, 1000)
 
 
 def _activation() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every gate over bfloat16."""
+    """Every gate over bfloat16, and what has none."""
     x = torch.empty(2, 2 * 14336, dtype=torch.bfloat16, device="meta")
+    coefficients = torch.empty(4, device="meta")
     for name in KINDS:
-        yield f"gate {name}", partial(gate, name, x)
+        yield f"gate {name}", partial(gate, name, x, coefficients=coefficients)
+        yield f"plain {name}", partial(gate, name, x, plain=True, coefficients=coefficients)
 
 
 SIZES, SLOTS = (4096, 1024, 1024), 8
@@ -240,6 +242,7 @@ def _norm() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "norm 4096", partial(rms_norm, x, weight, 1e-5, x)
     yield "norm 4096 to int8", partial(rms_norm, x, weight, 1e-5, x, "int8", weight)
     yield "norm 4096 to fp8", partial(rms_norm, x, weight, 1e-5, x, "fp8")
+    yield "layer norm 4096", partial(rms_norm, x, weight, 1e-5, x, bias=weight, centered=True)
 
 
 def _paged_cache() -> Iterator[tuple[str, Callable[[], object]]]:

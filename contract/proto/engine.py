@@ -58,14 +58,16 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return found
 
 
+_SEQUENCES = ("line_breaks", "blank_line", "open_rest", "name", "lead", "answer", "other_ends")
+
+
 def thinking_tags(message: engine_pb2.ThinkingTags) -> ThinkingTags:
     """The tags around a thought, from the wire."""
     return ThinkingTags(
         open_id=message.open_id if message.HasField("open_id") else None,
         close_id=message.close_id,
         opened=message.opened,
-        line_breaks=tuple(message.line_breaks),
-        blank_line=tuple(message.blank_line),
+        **{name: tuple(getattr(message, name)) for name in _SEQUENCES},
     )
 
 

@@ -37,15 +37,14 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
         yield spec.num_heads * latent.value_dim, [hidden]
     else:
         queries = spec.num_heads * spec.head_dim
-        yield hidden, _stored(spec, [queries, *[spec.num_kv_heads * spec.head_dim] * 2])
+        sizes = [queries, *[spec.num_kv_heads * spec.head_dim] * 2]
+        if spec.fused_qkv != "by_head":
+            yield hidden, sizes if spec.fused_qkv == "none" else [sum(sizes)]
         yield queries, [hidden]
     experts, size = spec.experts, spec.intermediate_size
     if experts is not None and index in experts.layers:
         size = experts.shared_intermediate_size
     if size:
-        yield hidden, _stored(spec, [size, size])
+        gate_up = [2 * size] if spec.fused_gate_up else [size, size]
+        yield hidden, gate_up if spec.gated else [size]
         yield size, [hidden]
-
-
-def _stored(spec: ModelSpec, outputs: list[int]) -> list[int]:
-    return [sum(outputs)] if spec.fused_projections else outputs

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from checkpoint.vocabulary import whole_tokenizer_json
 from engine.model.decoder import advance
-from engine.model.layers import StepContext
+from engine.model.layers import StepContext, embedding_scale
 from engine.model.records import Layer
-from engine.model.rope import rope_table
+from engine.model.rope import query_scales, rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from engine.quantization.at_load import quantize
@@ -65,7 +65,15 @@ because the air presses less. La mer était calme. Der Hund schläft unter dem T
 class Calibration:
     """Quantizes layers one after another, each with the ranges that its inputs have."""
 
-    def __init__(self, weights: WeightReader, spec: ModelSpec, embedding: Tensor, max_model_len: int) -> None:
+    def __init__(
+        self,
+        weights: WeightReader,
+        spec: ModelSpec,
+        embedding: Tensor,
+        table: Tensor | None,
+        max_model_len: int,
+    ) -> None:
+        """`table` [L, E] holds what is added to embeddings by position."""
         self.spec, self.config, self.kernels = spec, weights.config, weights.kernels
         token_ids = _token_ids(
             weights.folder, spec, min(NUM_TOKENS, max_model_len // ROW_MULTIPLE * ROW_MULTIPLE)
@@ -74,7 +82,9 @@ class Calibration:
         device = embedding.device
         self.x = embedding.index_select(0, token_ids.to(device))  # [T, E]
         if spec.embedding_scale != 1.0:
-            self.x = self.x * torch.tensor(spec.embedding_scale, dtype=self.x.dtype)
+            self.x = self.x * embedding_scale(spec, self.x.dtype)
+        if table is not None:
+            self.x = self.x + table[:count].to(self.x.dtype)
         self.num_blocks = -(-count // BLOCK_SIZE)
         attention = BACKENDS["torch"](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads)
         ragged = RaggedBatch(
@@ -89,6 +99,10 @@ class Calibration:
             kernels=weights.kernels,
             slots=positions.to(device),
             rotations=[(cos[positions].to(device), sin[positions].to(device)) for cos, sin in tables],
+            query_scales=[
+                None if scales is None else scales[positions].to(device)
+                for scales in (query_scales(rope, max_model_len) for rope in spec.ropes)
+            ],
             attention=attention,
             attention_plan=attention.plan(ragged, device),
         )

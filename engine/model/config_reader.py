@@ -14,6 +14,7 @@ from engine.model.spec import CheckpointError, RopeSpec
 LARGEST_COUNT = 1 << 31
 MAX_FLOAT = sys.float_info.max
 # Numbers of a rotation that older configurations have beside its other parameters.
+_RENAMED = {"su": "longrope", "mrope": "default"}
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 
 
@@ -37,6 +38,16 @@ class ConfigReader:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds no table of keys, but {str(values)[:50]!r}")
         return cls(values, str(path))
+
+    def aliased(self, **names: str) -> ConfigReader:
+        """The same with keys that a family calls by other names: ours to its own."""
+        given = {key: self.values[own] for key, own in names.items() if own in self.values}
+        return ConfigReader({**self.values, **given}, self.source)
+
+    def without(self, *keys: str) -> ConfigReader:
+        """The same as if those keys were absent."""
+        kept = {key: value for key, value in self.values.items() if key not in keys}
+        return ConfigReader(kept, self.source)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number; null counts as absent."""
@@ -86,6 +97,15 @@ class ConfigReader:
         if (value is not None and value != expected) or (value is None and default != expected):
             raise CheckpointError(f"{self.source}: {key} = {value!r} is not supported, only {expected!r}")
 
+    def numbers(self, key: str, count: int) -> tuple[int, ...] | None:
+        """Whole numbers, one per layer, or None when absent, null or empty."""
+        values = self.values.get(key)
+        if values is None or values == []:
+            return None
+        if not isinstance(values, list) or len(values) < count or {type(value) for value in values} != {int}:
+            raise CheckpointError(f"{self.source}: {key} must list numbers of {count} layers, got {values!r}")
+        return tuple(values[:count])
+
     def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
         """`layer_types`, one name per layer, or None when absent."""
         types = self.values.get("layer_types")
@@ -100,20 +120,28 @@ class ConfigReader:
             )
         return tuple(types)
 
-    def rope(self, rotary_dim: int, *, layer_type: str = "", default_theta: float = 10_000.0) -> RopeSpec:
+    def rope(
+        self,
+        rotary_dim: int,
+        *,
+        layer_type: str = "",
+        default_theta: float = 10_000.0,
+        default_partial: float = 1.0,
+    ) -> RopeSpec:
         """The rotation of one kind of layer, from `rope_parameters` (flat, or nested by layer type) or from
         `rope_theta` and `rope_scaling`. `rotary_dim` is before a `partial_rotary_factor`. Raises
         CheckpointError naming both keys where they contradict each other.
         """
+        defaults = (default_theta, default_partial)
         found = {}
         for key in ("rope_parameters", "rope_scaling"):
             given = self._table(key)
             is_nested = bool(layer_type) and isinstance(given.get(layer_type), Mapping)
             if given:
                 given = dict(given[layer_type]) if is_nested else given
-                found[key] = self._rotation(key, given, rotary_dim, default_theta, is_nested=is_nested)
+                found[key] = self._rotation(key, given, rotary_dim, defaults, is_nested=is_nested)
         if not found:
-            return self._rotation("rope_scaling", {}, rotary_dim, default_theta, is_nested=False)
+            return self._rotation("rope_scaling", {}, rotary_dim, defaults, is_nested=False)
         first, *others = found.values()
         for other in others:
             self._refuse_difference(first, other)
@@ -126,14 +154,21 @@ class ConfigReader:
         return dict(value)
 
     def _rotation(
-        self, key: str, given: dict[str, Any], rotary_dim: int, default_theta: float, *, is_nested: bool
+        self,
+        key: str,
+        given: dict[str, Any],
+        rotary_dim: int,
+        defaults: tuple[float, float],
+        *,
+        is_nested: bool,
     ) -> RopeSpec:
         """What one key says of the rotation, with what stands beside it."""
         # What is null counts as absent, but not to transformers' one switch that is on by default.
         parameters = {name: value for name, value in given.items() if value is not None or name == "truncate"}
         names = [parameters.pop(name) for name in ("rope_type", "type") if name in parameters]
         # The name that the first Phi-3 checkpoints have for it.
-        kinds = ["longrope" if name == "su" else name for name in names] or ["default"]
+        # Of text alone the three positions of "mrope" are one.
+        kinds = [_RENAMED.get(str(name), name) for name in names] or ["default"]
         if len(set(map(str, kinds))) > 1:
             raise CheckpointError(
                 f"{self.source}: {key}.rope_type = {names[0]!r} and {key}.type = {names[1]!r} contradict "
@@ -158,8 +193,8 @@ class ConfigReader:
             parameters["original_max_position_embeddings"] = original
         return RopeSpec(
             kind=kinds[0],
-            theta=float(default_theta if theta is None else theta),
-            rotary_dim=int(rotary_dim * (1.0 if partial is None else partial)),
+            theta=float(defaults[0] if theta is None else theta),
+            rotary_dim=int(rotary_dim * (defaults[1] if partial is None else partial)),
             max_positions=self.count("max_position_embeddings"),
             parameters=parameters,
         )

@@ -45,6 +45,8 @@ NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
         ("input_layernorm", "pre_feedforward_layernorm"),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
+    "parallel": (("input_layernorm", "post_attention_layernorm"), ("", "")),
+    "parallel_shared": (("input_layernorm", ""), ("", "")),
 }
 
 
@@ -65,6 +67,7 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
         else read_feed_forward(weights, f"{prefix}.mlp", spec, spec.intermediate_size),
         before=[norm(name) for name in before],
         after=[norm(name) for name in after],
+        parallel=spec.norm_placement in ("parallel", "parallel_shared"),
     )
 
 
@@ -75,17 +78,25 @@ def advance(
     left to the norm that follows, which has the numbers at hand.
     """
     attention, feed_forward = layer.attention, layer.feed_forward
-    x, inner = _enter(layer, 0, x, change, attention.entry, step)
+    is_shared = layer.parallel and layer.before[1] is None
+    x, inner = _enter(layer, 0, x, change, None if is_shared else attention.entry, step)
     if isinstance(attention, LatentAttention):
         change = attend_latents(attention, inner, cache, step)
     else:
         change = attend(attention, inner, cache, step)
-    x, inner = _enter(layer, 1, x, _leave(layer, 0, change, step), feed_forward.entry, step)
+    change = _leave(layer, 0, change, step)
+    if layer.parallel:
+        attended = change
+        if not is_shared:
+            _, inner = _enter(layer, 1, x, None, feed_forward.entry, step)
+    else:
+        x, inner = _enter(layer, 1, x, change, feed_forward.entry, step)
     if isinstance(feed_forward, SparseFeedForward):
         change = feed_sparse(feed_forward, inner, step.kernels, step.adapters)
     else:
         change = feed(feed_forward, inner, step.kernels, step.adapters)
-    return x, _leave(layer, 1, change, step)
+    change = _leave(layer, 1, change, step)
+    return x, attended + change if layer.parallel else change
 
 
 def _enter(
@@ -156,6 +167,10 @@ class Decoder:
             rotations=[
                 (cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.ropes
             ],
+            query_scales=[
+                None if scales is None else cast("Tensor", scales).index_select(0, positions)
+                for scales in self.record.query_scales
+            ],
             attention=attention,
             attention_plan=attention_plan,
             adapters=None
@@ -165,6 +180,8 @@ class Decoder:
         x, change = self.embedding.index_select(0, token_ids), None
         if self.spec.embedding_scale != 1.0:
             x = x * self.record.embedding_scale
+        if self.record.positions is not None:
+            x = x + cast("Tensor", self.record.positions).index_select(0, positions).to(x.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             x, change = advance(layer, x, change, cache, step)
         return x if change is None else x + change

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.model.experts import experts_together
-from engine.model.layers import read_feed_forward, read_floats
+from engine.model.layers import read_feed_forward
 from engine.model.records import FeedForward, Linear, SparseFeedForward
 from engine.model.spec import ExpertSpec, ModelSpec
 from engine.model.weights import WeightReader
@@ -19,20 +19,27 @@ def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> Sp
     """The feed-forward of a layer with experts."""
     experts = spec.experts
     assert experts is not None, "called for sparse layers only"
-    block, router = ROUTERS[experts.layout]
+    block, router = ROUTERS.get(experts.layout, ("mlp", "gate"))
     prefix, count = f"{layer_prefix}.{block}", experts.num_experts
     weight = weights.take(f"{prefix}.{router}.weight", (count, spec.hidden_size), dtype=torch.float32)
     bias = correction = None
     if experts.layout == "gpt_oss":
         bias = weights.take(f"{prefix}.{router}.bias", (count,), dtype=torch.float32)
     if experts.correction_bias:
-        correction = read_floats(weights, f"{prefix}.{router}.e_score_correction_bias", count)
+        name = f"{prefix}.{router}.e_score_correction_bias"
+        correction = weights.keep(name, weights.shape(name) or (count,), dtype=torch.float32).view(count)
     found = LAYOUTS[experts.layout](weights, f"{prefix}.experts", spec, experts)
     together = experts_together(found, weights.kernels)
-    shared = None
+    shared = shared_gate = None
     if experts.shared_intermediate_size:
-        name = f"{prefix}.shared_experts"
+        name = f"{layer_prefix}.mlp.shared_experts"
         shared = read_feed_forward(weights, name, spec, experts.shared_intermediate_size)
+    if experts.shared_gate:
+        # A row, or a plain vector in GGUF.
+        name = f"{prefix}.shared_experts_gate.weight"
+        shape = weights.shape(name) or (1, spec.hidden_size)
+        gate = weights.take(name, shape, dtype=torch.float32).view(1, -1)
+        shared_gate = Linear(weight=DenseWeight(values=gate))
     return SparseFeedForward(
         spec=experts,
         router=Linear(weight=DenseWeight(values=weight), bias=bias),
@@ -41,6 +48,7 @@ def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> Sp
         experts=found if together is None else [],
         activation=spec.activation,
         shared=shared,
+        shared_gate=shared_gate,
         together=together,
     )
 
@@ -91,10 +99,29 @@ def _gpt_oss_experts(
     ]
 
 
-# Layout to the names of its block and of the router inside it.
-ROUTERS = {"separate": ("mlp", "gate"), "mixtral": ("block_sparse_moe", "gate"), "gpt_oss": ("mlp", "router")}
+def _stacked_experts(
+    weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec
+) -> list[FeedForward]:
+    """All experts in one tensor each, gates before the rest. What its family stores with inputs first may
+    have been saved the other way, which the shape shows.
+    """
+    count, hidden, size = experts.num_experts, spec.hidden_size, experts.intermediate_size
+    is_turned = hidden != 2 * size and weights.shape(f"{prefix}.gate_up_proj") == (count, 2 * size, hidden)
+    first = experts.layout == "inputs_first" and not is_turned
+    gate_up = weights.stacked(f"{prefix}.gate_up_proj", (count, 2 * size, hidden), inputs_first=first)
+    down = weights.stacked(f"{prefix}.down_proj", (count, hidden, size), inputs_first=first)
+    return [
+        _expert(spec, weights.quantized(gate_up(index)), weights.quantized(down(index)))
+        for index in range(count)
+    ]
+
+
+# Layout to the names of its block and of the router inside it, where they are not those of "separate".
+ROUTERS = {"mixtral": ("block_sparse_moe", "gate"), "gpt_oss": ("mlp", "router")}
 LAYOUTS: dict[str, Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[FeedForward]]] = {
     "separate": _named_experts("gate_proj", "up_proj", "down_proj"),
     "mixtral": _named_experts("w1", "w3", "w2"),
     "gpt_oss": _gpt_oss_experts,
+    "stacked": _stacked_experts,
+    "inputs_first": _stacked_experts,
 }

@@ -48,6 +48,9 @@ def feed_sparse(
     """x [T, E] -> [T, E]; adapters change what all tokens share."""
     logits, correction = multiply(sparse.router, x.float()), cast("Tensor | None", sparse.correction)
     shared = None if sparse.shared is None else feed(sparse.shared, x, kernels, adapters)
+    if shared is not None and sparse.shared_gate is not None:
+        gate = multiply(sparse.shared_gate, x.float())
+        shared = shared * (1.0 / (1.0 + torch.exp(-gate))).to(x.dtype)
     if sparse.together is not None:
         out: Tensor = sparse.together(
             x, logits, sparse.spec, correction=correction, activation=sparse.activation, shared=shared
@@ -55,7 +58,9 @@ def feed_sparse(
         return out
     ids, shares = route(logits, sparse.spec, correction)
     num_active = ids.shape[1]
-    each = _in_turn(sparse, x, ids, kernels).view(-1, num_active, x.shape[1]).float() * shares[..., None]
+    each = _in_turn(sparse, x, ids, shares, kernels).view(-1, num_active, x.shape[1]).float()
+    if not sparse.spec.weighs_inputs:
+        each = each * shares[..., None]
     total = each[:, 0]
     for place in range(1, num_active):
         total = total + each[:, place]
@@ -63,8 +68,8 @@ def feed_sparse(
     return out if shared is None else out + shared
 
 
-def _in_turn(sparse: SparseFeedForward, x: Tensor, ids: Tensor, kernels: Kernels) -> Tensor:
-    """x [T, E], ids [T, A] -> [T * A, E]; the host learns how many rows each expert has."""
+def _in_turn(sparse: SparseFeedForward, x: Tensor, ids: Tensor, shares: Tensor, kernels: Kernels) -> Tensor:
+    """x [T, E], ids and shares [T, A] -> [T * A, E]; the host learns how many rows each expert has."""
     num_active = ids.shape[1]
     order = torch.argsort(ids.flatten(), stable=True)
     counts = torch.bincount(ids.flatten(), minlength=len(sparse.experts)).tolist()
@@ -75,6 +80,9 @@ def _in_turn(sparse: SparseFeedForward, x: Tensor, ids: Tensor, kernels: Kernels
             continue
         places = order[start : start + count]
         start += count
-        rows = F.pad(x.index_select(0, places // num_active), (0, 0, 0, -count % ROW_MULTIPLE))
+        rows = x.index_select(0, places // num_active)
+        if sparse.spec.weighs_inputs:
+            rows = rows * shares.flatten()[places, None].to(x.dtype)
+        rows = F.pad(rows, (0, 0, 0, -count % ROW_MULTIPLE))
         results[places] = feed(expert, rows, kernels)[:count]
     return results

@@ -20,6 +20,28 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "command-r": "CohereForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "phi2": "PhiForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+# Architectures that the metadata of another one makes of it.
+_ALSO = {
+    "MistralForCausalLM": ("llama",),
+    "MixtralForCausalLM": ("llama",),
+    "Olmo3ForCausalLM": ("olmo2",),
 }
 # Key of config.json to key of the metadata, after the architecture's name; those that are there are taken.
 KEYS = {
@@ -40,6 +62,12 @@ KEYS = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    **dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_epsilon"), "attention.layer_norm_epsilon"),
+    **dict.fromkeys(("logit_scale", "logits_scaling"), "logit_scale"),
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
 }
 # Those that every architecture has.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -66,8 +94,10 @@ def gguf_reader(path: Path) -> ConfigReader:
     values["vocab_size"] = file.header("model.embed_tokens.weight").shape[0]
     values["tie_word_embeddings"] = "lm_head.weight" not in file.headers
     values["torch_dtype"] = {"F32": "float32", "F16": "float16"}.get(_main_type(file), "bfloat16")
-    values["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in file.headers
-    values["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in file.headers
+    values["attention_bias"] = values["use_bias"] = "model.layers.0.self_attn.q_proj.bias" in file.headers
+    values["attention_out_bias"] = "model.layers.0.self_attn.o_proj.bias" in file.headers
+    values["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in file.headers
+    values["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in file.headers
     if scaling := _rope_scaling(file):
         values["rope_scaling"] = scaling
     if arch in _ADJUSTMENTS:
@@ -76,6 +106,12 @@ def gguf_reader(path: Path) -> ConfigReader:
         except (KeyError, ZeroDivisionError) as error:
             raise CheckpointError(f"{path}: {arch}'s metadata cannot be read: {error!r}") from error
     return ConfigReader(values, str(path))
+
+
+def gguf_names(architecture: str) -> tuple[str, ...]:
+    """What llama.cpp calls an architecture; empty where its files are not read."""
+    found = tuple(name for name, ours in ARCHITECTURES.items() if ours == architecture)
+    return found or _ALSO.get(architecture, ())
 
 
 def gguf_scheme(path: Path) -> Scheme | None:
@@ -143,9 +179,21 @@ def _gemma(file: GgufFile, values: dict[str, Any]) -> None:
         values.setdefault("rope_theta", 1_000_000.0)
 
 
-def _phi3(file: GgufFile, values: dict[str, Any]) -> None:
-    rotated = file.metadata.get("phi3.rope.dimension_count")
-    head_dim = values["hidden_size"] // values["num_attention_heads"]
+def _windows(file: GgufFile, values: dict[str, Any]) -> None:
+    pattern = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
+    if pattern is not None:
+        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
+def _olmo2(file: GgufFile, values: dict[str, Any]) -> None:
+    if values.get("sliding_window"):
+        values["architectures"] = ["Olmo3ForCausalLM"]
+        _windows(file, values)
+
+
+def _partial(file: GgufFile, values: dict[str, Any]) -> None:
+    rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count")
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     if rotated is not None and rotated != head_dim:
         values["partial_rotary_factor"] = rotated / head_dim
 
@@ -155,5 +203,7 @@ _ADJUSTMENTS: dict[str, Callable[[GgufFile, dict[str, Any]], None]] = {
     "qwen3moe": _qwen3_moe,
     "gemma2": _gemma,
     "gemma3": _gemma,
-    "phi3": _phi3,
+    "exaone4": _windows,
+    "olmo2": _olmo2,
+    **dict.fromkeys(("glm4", "nemotron", "phi2", "phi3"), _partial),
 }

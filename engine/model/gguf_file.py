@@ -40,6 +40,10 @@ _LAYER_NAMES = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_experts_gate",
 }
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
@@ -62,7 +66,19 @@ NAMES: dict[str, dict[str, str]] = {
     "gemma3": _SANDWICH,
     "olmo2": _SANDWICH,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "exaone4": _SANDWICH,
+    "glm4": _SANDWICH | {"ffn_up": "mlp.gate_up_proj"},
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    **{
+        name: {}
+        for name in (
+            *("arcee", "cohere2", "command-r", "ernie4_5", "gemma", "granite", "hunyuan-dense", "nemotron"),
+            *("olmoe", "phi2", "qwen2moe", "smollm3", "starcoder2"),
+        )
+    },
 }
+# Those whose rotation pairs neighbouring rows of q and k there, though not in their checkpoints.
+_PAIRED = frozenset({"arcee", "granite", "llama", "smollm3"})
 # Frequencies of the rotation: read as part of the configuration.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -140,7 +156,8 @@ class GgufFile:
         if tensor.name in ROPE_TENSORS:
             return
         name, _, suffix = tensor.name.rpartition(".")
-        offset = -1.0 if self.architecture.startswith("gemma") and name.endswith("norm") else 0.0
+        has_offset = self.architecture.startswith(("gemma", "nemotron")) and name.endswith("norm")
+        offset = -1.0 if has_offset and suffix == "weight" else 0.0
         layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if layer is None:
             self._entries[f"{_GLOBAL_NAMES.get(name, name)}.{suffix}"] = _Entry(tensor, None, 0, offset)
@@ -153,15 +170,14 @@ class GgufFile:
                 self._entries[target.format(expert)] = _Entry(tensor, expert, 0, offset)
             return
         heads = 0
-        if self.architecture == "llama" and layer[2] in ("attn_q", "attn_k"):
+        if self.architecture in _PAIRED and layer[2] in ("attn_q", "attn_k"):
             count = "head_count" if layer[2] == "attn_q" else "head_count_kv"
-            given = self.metadata.get(
-                f"llama.attention.{count}", self.metadata.get("llama.attention.head_count")
-            )
+            prefix = f"{self.architecture}.attention"
+            given = self.metadata.get(f"{prefix}.{count}", self.metadata.get(f"{prefix}.head_count"))
             rows = tensor.data.shape[0]
             if isinstance(given, int) and (given < 1 or rows % (2 * given)):
                 raise CheckpointError(
-                    f"{self.path}: llama.attention.{count} = {given} does not divide the {rows} rows of "
+                    f"{self.path}: {prefix}.{count} = {given} does not divide the {rows} rows of "
                     f"{tensor.name} into heads"
                 )
             # What is absent, or differs between layers, is refused by its name with the configuration.

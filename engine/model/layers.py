@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from engine.model.records import Attention, FeedForward, Linear, Norm
 from engine.model.spec import ModelSpec
@@ -22,6 +23,7 @@ from kernels.attention.ragged import AttentionOptions
 from kernels.linear.backends import QuantizingProduct
 from kernels.norm.backends import QuantizingNorm
 from kernels.paged_cache.store import LayerCache
+from kernels.rope.reference import rotate
 from kernels.rows import QuantizedRows
 from kernels.selection import Kernels
 
@@ -34,6 +36,8 @@ class StepContext:
     slots: Tensor  # [T]
     # Angles of this step's tokens for each rotation of the model: cos and sin [T, R/2].
     rotations: list[tuple[Tensor, Tensor]]
+    # What it multiplies their queries by: [T], or None.
+    query_scales: list[Tensor | None]
     attention: AttentionBackend
     attention_plan: Any
     # Which rows have adapters; None where none has.
@@ -41,29 +45,49 @@ class StepContext:
 
 
 def read_linear(
-    weights: WeightReader, names: list[str], outputs: list[int], inputs: int, bias: bool
+    weights: WeightReader,
+    names: list[str],
+    outputs: list[int],
+    inputs: int,
+    bias: bool,
+    order: Tensor | None = None,
 ) -> Linear:
-    """One linear layer of those `names`, their outputs one after another."""
+    """One linear layer of those `names`, their outputs one after another; or in another `order`, in which it
+    takes no adapters.
+    """
+    stored = [weights.stored_name(name) for name in names]
     linear = Linear(
-        weight=weights.linear(names, outputs, inputs, calibrates=True),
+        weight=weights.linear(names, outputs, inputs, calibrates=True, order=order),
         inputs=inputs,
-        parts=tuple(zip(names, outputs, strict=True)),
+        parts=tuple(zip(stored, outputs, strict=True)) if order is None else (),
     )
     if bias:
         parts = zip(names, outputs, strict=True)
         linear.bias = torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in parts])
+        linear.bias = linear.bias if order is None else linear.bias[order]
     return linear
 
 
 def read_norm(weights: WeightReader, name: str, size: int, spec: ModelSpec) -> Norm:
-    """The norm `name` of `size` elements."""
+    """The norm `name` of `size` elements between half layers, or at the end."""
     weight = read_floats(weights, f"{name}.weight", size)
-    return Norm(weight=weight + 1.0 if spec.norm_offset else weight, eps=spec.norm_eps)
+    return Norm(
+        weight=weight + 1.0 if spec.norm_offset else weight,
+        eps=spec.norm_eps,
+        bias=read_floats(weights, f"{name}.bias", size) if spec.norm_bias else None,
+        centered=spec.norm == "layer",
+    )
 
 
-def read_floats(weights: WeightReader, name: str, size: int) -> Tensor:
-    """A tensor [size] in float32."""
-    return weights.keep(name, (size,), dtype=torch.float32)
+def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """What embeddings of that type are multiplied by."""
+    scale = spec.embedding_scale
+    return float(torch.tensor(scale, dtype=dtype)) if spec.rounds_embedding_scale else scale
+
+
+def read_floats(weights: WeightReader, name: str, *shape: int) -> Tensor:
+    """A tensor of this shape in float32."""
+    return weights.keep(name, shape, dtype=torch.float32)
 
 
 def multiply(linear: Linear, x: Tensor | QuantizedRows, adapters: AdapterStep | None = None) -> Tensor:
@@ -79,7 +103,8 @@ def multiply(linear: Linear, x: Tensor | QuantizedRows, adapters: AdapterStep | 
 
 def normed(norm: Norm, x: Tensor, kernels: Kernels) -> Tensor:
     """x [..., size] -> the same shape."""
-    return kernels.norm.plain(x, cast("Tensor", norm.weight), norm.eps)
+    weight, bias = cast("Tensor", norm.weight), cast("Tensor | None", norm.bias)
+    return kernels.norm.plain(x, weight, norm.eps, bias, centered=norm.centered)
 
 
 def entering(
@@ -88,23 +113,27 @@ def entering(
     """x [T, size] plus change, if there is one, and the sum normed for `entry`: rounded in the same pass
     where its product wants that.
     """
-    backend, weight = kernels.norm, cast("Tensor", norm.weight)
+    backend, weight, bias = kernels.norm, cast("Tensor", norm.weight), cast("Tensor | None", norm.bias)
     kind: Any = "none" if entry is None else getattr(entry.product, "quantizes", "none")
     if kind != "none" and isinstance(backend, QuantizingNorm):
         assert entry is not None, "it has a product"
-        return backend.quantized(x, change, weight, norm.eps, kind, entry.product.factors)
-    return (x, normed(norm, x, kernels)) if change is None else backend.added(x, change, weight, norm.eps)
+        factors = entry.product.factors
+        return backend.quantized(x, change, weight, norm.eps, kind, factors, bias, centered=norm.centered)
+    if change is None:
+        return x, normed(norm, x, kernels)
+    return backend.added(x, change, weight, norm.eps, bias, centered=norm.centered)
 
 
 def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Attention:
     """The attention of layer `index`."""
     sizes = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
     names, outputs = [f"{prefix}.{part}_proj" for part in "qkv"], sizes
-    if spec.fused_projections:
+    if spec.fused_qkv != "none":
         names, outputs = [f"{prefix}.qkv_proj"], [sum(sizes)]
+    order = _from_heads(spec).to(weights.device) if spec.fused_qkv == "by_head" else None
     rope = spec.rope_of_layer[index]
     attention = Attention(
-        qkv=read_linear(weights, names, outputs, spec.hidden_size, spec.qkv_bias),
+        qkv=read_linear(weights, names, outputs, spec.hidden_size, spec.qkv_bias, order),
         output=read_linear(weights, [f"{prefix}.o_proj"], [spec.hidden_size], sizes[0], spec.output_bias),
         sizes=sizes,
         num_heads=spec.num_heads,
@@ -114,15 +143,38 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
         ),
         rope=rope,
         interleaved=spec.ropes[rope].interleaved,
-        qk_norm=spec.qk_norm,
+        qk_norm="none",
+        norm_last=spec.qk_norm_last,
     )
-    if spec.qk_norm != "none":
-        whole = spec.qk_norm == "full"
-        attention.q_norm = read_norm(weights, f"{prefix}.q_norm", sizes[0] if whole else spec.head_dim, spec)
-        attention.k_norm = read_norm(weights, f"{prefix}.k_norm", sizes[1] if whole else spec.head_dim, spec)
+    if spec.qk_norm != "none" and (spec.qk_norm != "unit" or spec.ropes[rope].rotary_dim):
+        attention.qk_norm = "full" if spec.qk_norm == "full" else "head"
+        attention.q_norm = _head_norm(weights, f"{prefix}.q_norm", spec.num_heads, spec)
+        attention.k_norm = _head_norm(weights, f"{prefix}.k_norm", spec.num_kv_heads, spec)
     if spec.attention_sinks:
         attention.sinks = read_floats(weights, f"{prefix}.sinks", spec.num_heads)
     return attention
+
+
+def _from_heads(spec: ModelSpec) -> Tensor:
+    """Rows of q, k and v, which are stored head by head: q, k, v of the first, of the second and so on."""
+    rows = torch.arange(3 * spec.num_heads * spec.head_dim)
+    return rows.view(spec.num_heads, 3, spec.head_dim).transpose(0, 1).flatten()
+
+
+def _head_norm(weights: WeightReader, name: str, num_heads: int, spec: ModelSpec) -> Norm:
+    """The norm of queries or keys."""
+    size = spec.head_dim
+    if spec.qk_norm == "unit":
+        weight = torch.ones(size, device=weights.device)
+    elif spec.qk_norm == "each" and weights.has(f"{name}.norms.0.weight"):
+        each = [read_floats(weights, f"{name}.norms.{head}.weight", size) for head in range(num_heads)]
+        weight = torch.stack(each)
+    elif spec.qk_norm == "each":
+        weight = read_floats(weights, f"{name}.weight", num_heads, size)
+    else:
+        weight = read_floats(weights, f"{name}.weight", num_heads * size if spec.qk_norm == "full" else size)
+    weight = weight + 1.0 if spec.norm_offset else weight
+    return Norm(weight=weight, eps=spec.norm_eps, centered=spec.norm == "layer")
 
 
 def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, step: StepContext) -> Tensor:
@@ -134,10 +186,17 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))
     q = q.reshape(q.shape[0], attention.num_heads, -1)
     k, v = (part.reshape(part.shape[0], attention.num_kv_heads, -1) for part in (k, v))
+    cos, sin = step.rotations[attention.rope]
+    if attention.norm_last:
+        # What is left to the kernel then is the write to the cache: there is nothing to turn.
+        q, k = (rotate(part, cos, sin, interleaved=attention.interleaved) for part in (q, k))
+        cos, sin = cos[:, :0].contiguous(), sin[:, :0].contiguous()
     if attention.qk_norm == "head":
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))
-    cos, sin = step.rotations[attention.rope]
     q = kernels.rope(q, k, v, cos, sin, step.slots, cache, interleaved=attention.interleaved)
+    scales = step.query_scales[attention.rope]
+    if scales is not None:
+        q = q * scales[:, None, None].to(q.dtype)
     mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
     return multiply(attention.output, mixed.flatten(1), step.adapters)
 
@@ -145,13 +204,28 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
 def read_feed_forward(weights: WeightReader, prefix: str, spec: ModelSpec, size: int) -> FeedForward:
     """A feed-forward of `size` inner elements."""
     names, sizes = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [size, size]
-    if spec.fused_projections:
+    if not spec.gated:
+        names, sizes = [f"{prefix}.up_proj"], [size]
+    elif spec.fused_gate_up:
         names, sizes = [f"{prefix}.gate_up_proj"], [2 * size]
-    return FeedForward(
+    feed_forward = FeedForward(
         gate_up=read_linear(weights, names, sizes, spec.hidden_size, spec.mlp_bias),
         down=read_linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, spec.mlp_bias),
         activation=spec.activation,
+        plain=not spec.gated,
     )
+    if spec.activation == "xielu":
+        feed_forward.coefficients = _xielu_coefficients(weights, f"{prefix}.act_fn")
+    return feed_forward
+
+
+def _xielu_coefficients(weights: WeightReader, prefix: str) -> Tensor:
+    """Those of kernels/activation [4]; of the learned ones checkpoints hold what softplus makes positive."""
+    above, below = (softplus(read_floats(weights, f"{prefix}.{name}", 1)) for name in ("alpha_p", "alpha_n"))
+    beta, most = (
+        weights.take(f"{prefix}.{name}", (), dtype=torch.float32).view(1) for name in ("beta", "eps")
+    )
+    return torch.cat((above, beta + below, beta, most))
 
 
 def feed(
@@ -162,4 +236,10 @@ def feed(
 ) -> Tensor:
     """x [T, E] -> [T, E]."""
     gate_up = multiply(feed_forward.gate_up, x, adapters)
-    return multiply(feed_forward.down, kernels.gate(feed_forward.activation, gate_up), adapters)
+    inner = kernels.gate(
+        feed_forward.activation,
+        gate_up,
+        plain=feed_forward.plain,
+        coefficients=cast("Tensor | None", feed_forward.coefficients),
+    )
+    return multiply(feed_forward.down, inner, adapters)

@@ -162,6 +162,8 @@ class NativeDecoder:
             width=spec.hidden_size,
             logit_rows=1,
             eps=norm.eps,
+            centered=int(norm.centered),
+            bias=None if norm.bias is None else address_of(norm.bias),
         )
         workspace = make_workspace(library, max_rows, spec.hidden_size, self.num_threads)
         head = gemm_args(
@@ -172,7 +174,7 @@ class NativeDecoder:
             address_of(workspace),
         )
         ops = [
-            norm_op(library, head_norm, norm.weight),
+            norm_op(library, head_norm, norm),
             *product_ops(library, head, normed, workspace),
         ]
         if spec.logit_soft_cap is not None:

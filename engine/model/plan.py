@@ -21,14 +21,16 @@ the plan is made again with the numbers found.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
-from checkpoint.files import find
+from checkpoint.files import find, is_gguf
 from engine.config import EngineConfig
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
-from engine.model.spec import ModelSpec
+from engine.model.spec import ModelSpec, TensorHeader
 from engine.model.weight_memory import WeightCount, count_weights, quantizes_head
 from engine.types import MemoryPlan
 from kernels.linear.packed import FLOAT12_LEVELS
@@ -250,7 +252,7 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         spec=spec,
         device=device,
         available_bytes=available_bytes,
-        weights=count_weights(spec, read_headers(folder), config),
+        weights=count_weights(spec, _headers(spec, folder), config),
         config=config,
     )
 
@@ -269,8 +271,13 @@ def _draft_input(config: EngineConfig, spec: ModelSpec) -> DraftInput:
     # A draft model is small, and is not quantized.
     plain = msgspec.structs.replace(config, quantize="off")
     return DraftInput(
-        folder=str(folder), spec=draft, weights=count_weights(draft, read_headers(folder), plain)
+        folder=str(folder), spec=draft, weights=count_weights(draft, _headers(draft, folder), plain)
     )
+
+
+def _headers(spec: ModelSpec, folder: Path) -> dict[str, TensorHeader]:
+    stored = read_headers(folder)
+    return stored if is_gguf(folder) else spec.names.of(stored)
 
 
 def human(num_bytes: int) -> str:

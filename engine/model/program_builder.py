@@ -84,8 +84,9 @@ class ProgramBuilder:
             self.spec.hidden_size,
             TABLE_TYPES[model.embedding_type],
             model.embedding_scale,
+            None if model.positions is None else address_of(model.positions),
         )
-        self.add("embedding", args, model.embedding)
+        self.add("embedding", args, model.embedding, model.positions)
 
     def layer(self, layer: Layer, cache: Storage) -> None:
         """Attention and feed-forward."""
@@ -103,6 +104,12 @@ class ProgramBuilder:
             else:
                 self.feed_forward(feed_forward, x, out, join)
 
+        if layer.parallel:
+            first = self.enter(layer.before[0])
+            second = first if layer.before[1] is None else self.norm(layer.before[1], "second_normed")
+            attend(first, self.stream, True)
+            feed(second, self.stream, True)
+            return
         self.half(layer.before[0], layer.after[0], attend)
         self.half(layer.before[1], layer.after[1], feed)
 
@@ -125,23 +132,33 @@ class ProgramBuilder:
         either = norm or self.pending
         if either is None:
             return self.stream
-        normed = self.buffer("normed", self.spec.hidden_size) if norm is not None else None
         change = self.buffer("change", self.spec.hidden_size) if self.pending else None
         args = NormArgs(
             step=self.step,
             x=address_of(self.stream),
-            change=None if change is None else address_of(change),
+            change=_address(change),
             change_weight=None if self.pending is None else address_of(self.pending.weight),
+            change_bias=None if self.pending is None else _address(self.pending.bias),
             residual=None if change is None else address_of(self.stream),
-            weight=None if norm is None else address_of(norm.weight),
-            out=None if normed is None else address_of(normed),
             width=self.spec.hidden_size,
-            logit_rows=0,
             eps=either.eps,
+            centered=int(either.centered),
         )
-        self.ops.append(norm_op(self.library, args, change, normed, norm, self.pending))
         self.pending = None
-        return self.stream if normed is None else normed
+        return self.norm(norm, "normed", args, change, either)
+
+    def norm(
+        self, norm: Norm | None, name: str, args: ctypes.Structure | None = None, *keep: object
+    ) -> Floats:
+        """The stream, or the norm of it in the buffer `name`; `args` may say what joins it before."""
+        args = args or NormArgs(step=self.step, x=address_of(self.stream), width=self.spec.hidden_size)
+        out = self.stream
+        if norm is not None:
+            out = self.buffer(name, self.spec.hidden_size)
+            args.weight, args.bias, args.out = address_of(norm.weight), _address(norm.bias), address_of(out)
+            args.eps, args.centered = norm.eps, int(norm.centered)
+        self.ops.append(norm_op(self.library, args, norm, out, *keep))
+        return out
 
     def finish(self) -> None:
         """Lets the last change join the stream."""
@@ -215,10 +232,11 @@ class ProgramBuilder:
     def rotate(self, attention: Attention, described: ctypes.Structure, qkv: Floats) -> None:
         """Norms of queries and keys, rotation, and the write to the cache."""
         cos, sin = self.model.ropes[attention.rope]
+        norm, scales = attention.q_norm, self.model.query_scales[attention.rope]
         args = RopeCacheArgs(
             step=self.step,
             qkv=address_of(qkv),
-            q_norm=None if attention.q_norm is None else address_of(attention.q_norm.weight),
+            q_norm=None if norm is None else address_of(norm.weight),
             k_norm=None if attention.k_norm is None else address_of(attention.k_norm.weight),
             cos=address_of(cos),
             sin=address_of(sin),
@@ -227,9 +245,13 @@ class ProgramBuilder:
             rotary_dim=2 * cos.shape[1],
             interleaved=int(attention.interleaved),
             norm=QK_NORMS[attention.qk_norm],
-            eps=0.0 if attention.q_norm is None else attention.q_norm.eps,
+            eps=0.0 if norm is None else norm.eps,
+            norm_stride=0 if norm is None or norm.weight.ndim == 1 else norm.weight.shape[1],
+            norm_centered=int(norm is not None and norm.centered),
+            norm_last=int(attention.norm_last),
+            q_scales=_address(scales),
         )
-        self.add("rope_cache", args, attention, cos, sin)
+        self.add("rope_cache", args, attention, cos, sin, scales)
 
     def latent_attention(
         self, attention: LatentAttention, cache: Storage, x: Floats, out: Floats, join: bool
@@ -300,10 +322,12 @@ class ProgramBuilder:
         )
         self.add("head_product", args, x, weight, out)
 
-    def feed_forward(self, feed_forward: FeedForward, x: Floats, out: Floats, join: bool) -> None:
-        """Gate and up, their activation in place, down."""
+    def feed_forward(
+        self, feed_forward: FeedForward, x: Floats, out: Floats, join: bool, gates: Floats | None = None
+    ) -> None:
+        """Gate and up, their activation in place, down; rows times the sigmoids of `gates` [T, 1]."""
         width = feed_forward.down.packed.inputs
-        gate_up = self.buffer("gate_up", 2 * width)
+        gate_up = self.buffer("gate_up", width if feed_forward.plain else 2 * width)
         self.product(feed_forward.gate_up, x, gate_up, False)
         args = ActivationArgs(
             step=self.step,
@@ -312,8 +336,12 @@ class ProgramBuilder:
             width=width,
             out_stride=row_stride(gate_up),
             kind=KINDS[feed_forward.activation],
+            plain=int(feed_forward.plain),
+            coefficients=_address(feed_forward.coefficients),
+            # The product behind is linear.
+            gates=_address(gates),
         )
-        self.add("activation", args, gate_up)
+        self.add("activation", args, gate_up, feed_forward, gates)
         self.product(feed_forward.down, gate_up, out, join)
 
     def sparse_feed_forward(
@@ -340,5 +368,13 @@ class ProgramBuilder:
         )
         rows = self.step + NUM_TOKENS
         self.ops += sparse_ops(self.library, layer, self.expert_buffers, rows, x, out, accumulate=join)
+        gates = None
+        if feed_forward.shared_gate is not None:
+            gates = self.buffer("shared_gates", 1)
+            self.product(feed_forward.shared_gate, x, gates, False)
         if feed_forward.shared is not None:
-            self.feed_forward(feed_forward.shared, x, out, True)
+            self.feed_forward(feed_forward.shared, x, out, True, gates)
+
+
+def _address(values: Values | None) -> int | None:
+    return None if values is None else address_of(values)

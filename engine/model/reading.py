@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from engine.model.calibration import Calibration
 from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder, read_layer
-from engine.model.layers import read_norm
+from engine.model.layers import embedding_scale, read_norm
 from engine.model.records import Linear, ModelRecord
-from engine.model.rope import rope_table
+from engine.model.rope import query_scales, rope_table
 from engine.model.spec import NEVER_DRAWN, ModelSpec
 from engine.model.weights import Progress, WeightReader
 from kernels.linear.formats import DenseWeight
@@ -57,7 +58,10 @@ def read_model(
 
     shape = (spec.num_embeddings, spec.hidden_size)
     embedding = weights.keep("model.embed_tokens.weight", shape)
-    calibration = Calibration(weights, spec, embedding, max_model_len) if weights.calibrates else None
+    positions = _read_positions(weights, spec, max_model_len) if spec.learned_positions else None
+    calibration = None
+    if weights.calibrates:
+        calibration = Calibration(weights, spec, embedding, positions, max_model_len)
     layers = []
     for index in range(spec.num_layers):
         layer = read_layer(weights, index, spec)
@@ -67,6 +71,9 @@ def read_model(
             pack(linear)
         layers.append(layer)
     norm = read_norm(weights, "model.norm", spec.hidden_size, spec)
+    # The head is linear: what multiplies logits may multiply what it takes in.
+    norm.weight = norm.weight * spec.logit_scale
+    norm.bias = None if norm.bias is None else norm.bias * spec.logit_scale
     if spec.tied_embeddings:
         weights.discard("lm_head.weight")
         head = weights.quantized_head(DenseWeight(values=embedding[: spec.vocab_size]))
@@ -77,24 +84,41 @@ def read_model(
         max_model_len=max_model_len,
         embedding=embedding,
         embedding_type=str(embedding.dtype).removeprefix("torch."),
-        embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=embedding.dtype)),
+        embedding_scale=embedding_scale(spec, embedding.dtype),
         layers=layers,
         norm=norm,
-        head=Linear(weight=head, bias=_without_holes(weights, spec)),
+        head=Linear(weight=head, bias=_head_bias(weights, spec)),
         ropes=[
             (cos.to(weights.device), sin.to(weights.device))
             for cos, sin in (rope_table(rope, max_model_len) for rope in spec.ropes)
         ],
+        query_scales=[
+            None if scales is None else scales.to(weights.device)
+            for scales in (query_scales(rope, max_model_len) for rope in spec.ropes)
+        ],
+        positions=positions,
     )
     pack(record.head)
     return record
 
 
-def _without_holes(weights: WeightReader, spec: ModelSpec) -> torch.Tensor | None:
-    """What keeps ids without a token from being drawn, as a bias of the head [V]; None where all have one."""
+def _read_positions(weights: WeightReader, spec: ModelSpec, max_model_len: int) -> Tensor:
+    shape = (spec.max_positions, spec.hidden_size)
+    return weights.keep("model.embed_positions.weight", shape, dtype=torch.float32)[:max_model_len]
+
+
+def _head_bias(weights: WeightReader, spec: ModelSpec) -> Tensor | None:
+    """The head's bias [V], which keeps ids without a token from being drawn; None where it has none."""
+    bias = None
+    if spec.head_bias:
+        bias = weights.take("lm_head.bias", (spec.num_embeddings,))[: spec.vocab_size]
     if not spec.holes:
-        return None
-    bias = torch.zeros(spec.vocab_size, dtype=weights.dtype, device=weights.device)
+        return bias
+    bias = (
+        torch.zeros(spec.vocab_size, dtype=weights.dtype, device=weights.device)
+        if bias is None
+        else bias.clone()
+    )
     bias[list(spec.holes)] = NEVER_DRAWN
     return bias
 

@@ -49,10 +49,14 @@ class Linear:
 
 @dataclass(kw_only=True)
 class Norm:
-    """A root-mean-square norm: its weight [E] in float32."""
+    """A root-mean-square norm, or a layer norm, which is `centered`: its weight [E] in float32. Norms of
+    queries and keys may have weights [H, D].
+    """
 
     weight: Values
     eps: float
+    bias: Values | None = None
+    centered: bool = False
 
 
 @dataclass(kw_only=True)
@@ -73,6 +77,8 @@ class Attention:
     qk_norm: str
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    # Whether these come after the rotation.
+    norm_last: bool = False
     sinks: Values | None = None  # [H]
 
     @property
@@ -105,11 +111,13 @@ class LatentAttention:
 
 @dataclass(kw_only=True)
 class FeedForward:
-    """act(gate) * up, then down."""
+    """act(gate) * up, then down; or act(up), then down, where it is `plain`."""
 
     gate_up: Linear
     down: Linear
     activation: str
+    plain: bool = False
+    coefficients: Values | None = None  # [4], of an activation that learns some
 
     @property
     def entry(self) -> Linear:
@@ -128,6 +136,8 @@ class SparseFeedForward:
     experts: Sequence[FeedForward]
     activation: str
     shared: FeedForward | None
+    # Its one output's sigmoid multiplies the shared feed-forward.
+    shared_gate: Linear | None = None
     together: Any = None
 
     # Its input goes to the router, too.
@@ -142,6 +152,9 @@ class Layer:
     feed_forward: FeedForward | SparseFeedForward
     before: Sequence[Norm | None]
     after: Sequence[Norm | None]
+    # Whether both halves take what the layer was given; without a norm of its own the second takes the
+    # first's.
+    parallel: bool = False
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer that all tokens pass: all but router and experts."""
@@ -152,9 +165,11 @@ class Layer:
                 yield from (value for value in vars(part).values() if isinstance(value, Linear))
 
     def routed_linears(self) -> Iterator[Linear]:
-        """The router's product and the experts' own."""
+        """The router's product, the experts' own and the shared gate's."""
         if isinstance(self.feed_forward, SparseFeedForward):
             yield self.feed_forward.router
+            if self.feed_forward.shared_gate is not None:
+                yield self.feed_forward.shared_gate
             for expert in self.feed_forward.experts:
                 yield from (expert.gate_up, expert.down)
 
@@ -167,12 +182,15 @@ class ModelRecord:
     max_model_len: int
     embedding: Values  # [V, E], an array holds the bits of `embedding_type`
     embedding_type: str
-    # The factor as `embedding_type` rounds it.
+    # The factor, perhaps as `embedding_type` rounds it.
     embedding_scale: float
     layers: Sequence[Layer]
     norm: Norm
     head: Linear
     ropes: Sequence[tuple[Values, Values]]  # cos and sin [L, R/2]
+    # What queries are multiplied by under each rotation, by their positions [L].
+    query_scales: Sequence[Values | None]
+    positions: Values | None = None  # [L, E] float32, added to the embedding
 
 
 _RECORDS = (Linear, Norm, Attention, LatentAttention, FeedForward, SparseFeedForward, Layer, ModelRecord)

@@ -38,6 +38,15 @@ def rope_table(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def query_scales(spec: RopeSpec, max_model_len: int) -> Tensor | None:
+    """What queries at positions 0..max_model_len-1 are multiplied by [L], or None."""
+    growth = spec.query_growth
+    if growth is None:
+        return None
+    steps = torch.floor((torch.arange(max_model_len, dtype=torch.float32) + growth.offset) / growth.length)
+    return 1.0 + growth.beta * torch.log1p(steps)
+
+
 def _table(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, Tensor]:
     if spec.kind == "dynamic":
         return _dynamic_table(spec, max_model_len)
@@ -125,7 +134,11 @@ def _longrope(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
             f"rope scaling 'longrope' needs {spec.rotary_dim // 2} numbers in {key}, got {factors!r}"
         )
     factor = _number(spec, "factor", spec.max_positions / original)
-    if spec.parameters.get("attention_factor") is not None:
+    # Phi-3.5-MoE has one for each of both.
+    scale = key.replace("factor", "mscale")
+    if spec.parameters.get(scale) is not None:
+        attention_factor = _number(spec, scale)
+    elif spec.parameters.get("attention_factor") is not None:
         attention_factor = _number(spec, "attention_factor")
     else:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

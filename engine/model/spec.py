@@ -8,6 +8,8 @@ a memory plan can be printed before anything is loaded.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import msgspec
@@ -30,6 +32,8 @@ class TensorHeader(msgspec.Struct, frozen=True):
     file: str
     dtype: str
     shape: tuple[int, ...]
+    # What the file calls it, where that is not what layers ask for.
+    stored_name: str = ""
 
     @property
     def num_elements(self) -> int:
@@ -37,18 +41,52 @@ class TensorHeader(msgspec.Struct, frozen=True):
         return math.prod(self.shape)
 
 
+class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
+    """How a family's checkpoints name their tensors, where that is not as Llama's do."""
+
+    # Patterns and what takes their place (as in re.sub), one after another.
+    renamed: tuple[tuple[str, str], ...] = ()
+    # Pattern of the beginning of names of what is not served: parts that see or hear, for example.
+    skipped: str = ""
+
+    def of(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        """The tensors that layers may ask for, by the names that they ask for."""
+        renamed = [(re.compile(pattern), to) for pattern, to in self.renamed]
+        skipped = re.compile(self.skipped) if self.skipped else None
+        found = {}
+        for name, header in stored.items():
+            if skipped is not None and skipped.match(name):
+                continue
+            ours = name
+            for pattern, to in renamed:
+                ours = pattern.sub(to, ours)
+            found[ours] = header if ours == name else msgspec.structs.replace(header, stored_name=name)
+        return found
+
+
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries are multiplied by 1 + beta * log(1 + floor((position + offset) / length)), so that attention
+    stays as sharp over long contexts (Llama 4, after arXiv 2501.19399).
+    """
+
+    beta: float
+    length: int
+    offset: int = 0
+
+
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding of one kind of layer. `parameters` holds the numbers of the scaling rule."""
 
     kind: str = "default"
     theta: float = 10_000.0
-    # Dimensions of a head that are rotated: all of them, or the first part.
+    # Dimensions of a head that are rotated: all of them, the first part, or 0 for none.
     rotary_dim: int
     # Context length that the checkpoint declares, in tokens.
     max_positions: int
     # Pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
     interleaved: bool = False
     parameters: dict[str, float | bool | list[float] | None] = {}
+    query_growth: QueryGrowth | None = None
 
     @property
     def usable_positions(self) -> int:
@@ -99,8 +137,12 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     correction_bias: bool = False
     # Width of the feed-forward that every token passes; 0 is none.
     shared_intermediate_size: int = 0
-    # Names of tensors: "separate" (gate_proj, up_proj, down_proj), "mixtral" (w1, w3, w2) or "gpt_oss".
-    layout: Literal["separate", "mixtral", "gpt_oss"] = "separate"
+    # Whether that is multiplied by the sigmoid of a gate of its own, one number for each token.
+    shared_gate: bool = False
+    # Names of tensors: "separate" (gate_proj, up_proj, down_proj) or "mixtral" (w1, w3, w2); or all experts
+    # in one tensor each: "stacked" (outputs first), "inputs_first", or "gpt_oss" (that, gate and up taking
+    # turns, with biases).
+    layout: Literal["separate", "mixtral", "gpt_oss", "stacked", "inputs_first"] = "separate"
 
 
 # Bias of the logit of an id that is never drawn: finite, since logits that are not are an error, and beyond
@@ -132,11 +174,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Every id that ends an answer, which `families.read_spec` finds.
     eos_token_ids: tuple[int, ...] = ()
     tied_embeddings: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2", "xielu"] = "silu"
+    # Whether a feed-forward multiplies act(gate) by up; else it is act(up) alone.
+    gated: bool = True
     # Which linear layers have biases.
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
+    # A learned vector for each position is added to the embedding.
+    learned_positions: bool = False
     # One rotation per kind of layer; `rope_of_layer` says which.
     ropes: tuple[RopeSpec, ...]
     rope_of_layer: tuple[int, ...]
@@ -148,15 +195,30 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # A learned score per head that takes part in the softmax and attends to nothing.
     attention_sinks: bool = False
     logit_soft_cap: float | None = None
-    # Norms of queries and keys: per head, or over all heads together.
-    qk_norm: Literal["none", "head", "full"] = "none"
-    # "pre": before each half layer; "post": after it; "sandwich": both.
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    logit_scale: float = 1.0
+    # All norms: root-mean-square, or layer norms (those outside attention with biases or without).
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    # Norms of queries and keys: per head, each head by weights of its own, over all heads together; or per
+    # head without weights, in layers that rotate ("unit").
+    qk_norm: Literal["none", "head", "each", "full", "unit"] = "none"
+    # Whether those come after the rotation.
+    qk_norm_last: bool = False
+    # "pre": before each half layer; "post": after it; "sandwich": both. "parallel": before each, and both
+    # take what the layer was given; "parallel_shared": by one norm.
+    norm_placement: Literal["pre", "post", "sandwich", "parallel", "parallel_shared"] = "pre"
     # Norm weights are stored as their distance from one.
     norm_offset: bool = False
     embedding_scale: float = 1.0
-    # Whether q, k, v and gate, up are stored as one tensor each.
-    fused_projections: bool = False
+    # Whether that factor is rounded to the serving type, as it was in training.
+    rounds_embedding_scale: bool = False
+    # Whether q, k, v are stored as one tensor, and in which order: all of q first, or head by head.
+    fused_qkv: Literal["none", "whole", "by_head"] = "none"
+    # Whether gate and up are.
+    fused_gate_up: bool = False
+    # Whether weights of linear layers are stored [inputs, outputs].
+    inputs_first: bool = False
+    names: TensorNames = TensorNames()
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
     # How the checkpoint's linear layers are quantized; None where they are not.
@@ -202,7 +264,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if experts is not None and layer in experts.layers:
             width = experts.num_active * experts.intermediate_size + experts.shared_intermediate_size
         queries, values = self.num_heads * self.head_dim, 2 * self.cache_heads * self.query_key_dim
-        return self.hidden_size * (2 * queries + values + 3 * width)
+        return self.hidden_size * (2 * queries + values + (3 if self.gated else 2) * width)
 
 
 def yarn_magnitude(factor: float, coefficient: float = 1.0) -> float:

@@ -19,10 +19,14 @@ FP8_TYPES = frozenset({"F8_E4M3", "F8_E5M2"})
 # Bytes of a weight in the types of GGUF that stay quantized: levels, and scale and minimum of groups of 32.
 GGUF_BYTES = {"Q8_0": 1 + 4 / 32, "Q4_0": 0.5 + 4 / 32, "Q4_1": 0.5 + 8 / 32, "Q4_K": 0.5 + 8 / 32}
 # Parts of names of dense weights that are no linear layers, or that need their precision.
-NEVER_QUANTIZED = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", ".router.weight", ".kv_b_proj.")
+NEVER_QUANTIZED = (
+    *("embed_tokens.weight", "embed_positions.weight", "lm_head.weight"),
+    *(".gate.weight", ".router.weight", ".shared_experts_gate.weight", ".kv_b_proj.", "_norm.weight"),
+)
 HEAD = "lm_head.weight"
+POSITIONS = "model.embed_positions.weight"
 # Parts of names of tensors with two dimensions that are looked up, or taken apart before they are multiplied.
-NEVER_MULTIPLIED = ("embed_tokens.weight", "_bias", ".kv_b_proj.", ".sinks")
+NEVER_MULTIPLIED = ("embed_tokens.weight", "embed_positions.weight", "_bias", ".kv_b_proj.", ".sinks")
 
 
 class WeightCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +73,10 @@ def _count(name: str, header: TensorHeader, spec: ModelSpec, config: EngineConfi
             return stored
     if header.dtype in ELEMENT_BYTES and header.dtype not in FLOAT_TYPES | FP8_TYPES:
         return WeightCount()
-    fixed = _at_load_bytes(name, header.shape, config)
+    if name == POSITIONS:
+        # Added in float32.
+        return WeightCount(num_weights=elements, fixed_bytes=FLOAT_BYTES * elements)
+    fixed = _at_load_bytes(name, _outputs_first(header.shape, spec), config)
     if fixed is None:
         multiplied = len(header.shape) > 1 and header.dtype != "F16"
         multiplied = multiplied and not any(part in name for part in NEVER_MULTIPLIED)
@@ -108,6 +115,13 @@ def _stored_bytes(name: str, header: TensorHeader, bits: int) -> WeightCount | N
     return None
 
 
+def _outputs_first(shape: tuple[int, ...], spec: ModelSpec) -> tuple[int, ...]:
+    """A linear layer's shape, or that of experts that share a tensor, with outputs before inputs."""
+    stacked = spec.experts is not None and spec.experts.layout == "stacked"
+    turned = spec.inputs_first if len(shape) == 2 else len(shape) == 3 and not stacked
+    return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+
+
 def _at_load_bytes(name: str, shape: tuple[int, ...], config: EngineConfig) -> int | None:
     """Bytes of a dense tensor that is quantized at load, or None when it stays dense."""
     if config.quantize == "off" or len(shape) < 2:
@@ -116,8 +130,7 @@ def _at_load_bytes(name: str, shape: tuple[int, ...], config: EngineConfig) -> i
         return _int8_bytes(*shape) if quantizes_head(config) else None
     if name.endswith("_bias") or any(part in name for part in NEVER_QUANTIZED):
         return None
-    # Experts that share a tensor have their inputs first.
-    count, outputs, inputs = (1, *shape) if len(shape) == 2 else (shape[0], shape[2], shape[1])
+    count, outputs, inputs = (1, *shape) if len(shape) == 2 else shape
     if config.quantize != "int4":
         return count * (
             _int8_bytes(outputs, inputs) + (FLOAT_BYTES * inputs if config.quantize == "w8a8" else 0)

@@ -90,7 +90,13 @@ class WeightReader:
         self._keeps_float16 = keeps_float16 and dtype == torch.bfloat16 and not self.calibrates
         self.device = device
         self.progress = progress
-        self.headers = read_headers(folder)
+        stored = read_headers(folder)
+        self.headers = stored if is_gguf(folder) else request.spec.names.of(stored)
+        if len(self.headers) < len(stored):
+            kept = {header.stored_name or name for name, header in self.headers.items()}
+            skipped = set(stored) - kept
+            _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
+        self._inputs_first = request.spec.inputs_first and not is_gguf(folder)
         self._gguf = open_gguf(folder) if is_gguf(folder) else None
         self._unused = {name for name in self.headers if name.endswith(IGNORED_SUFFIXES)}
         self._left = set(self.headers) - self._unused
@@ -140,15 +146,23 @@ class WeightReader:
         return empty_on_huge_pages(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
     def linear(
-        self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, calibrates: bool = False
+        self,
+        names: Sequence[str],
+        outputs: Sequence[int],
+        inputs: int,
+        *,
+        calibrates: bool = False,
+        order: Tensor | None = None,
     ) -> WeightFormat:
-        """The weight of the linear layers `names`, their outputs one after another.
+        """The weight of the linear layers `names`, their outputs one after another, or in that `order`.
 
         With `calibrates` the caller sees to it that a weight comes back quantized only when the ranges of its
         inputs are known, so it is dense until then.
         """
         parts = [self._layer(name, size, inputs) for name, size in zip(names, outputs, strict=True)]
         weight = stack(parts, self.dtype)
+        if order is not None:
+            weight = rows_of(_unblocked(weight, self.dtype), order)
         return weight if calibrates and self.calibrates else self.quantized(weight)
 
     @property
@@ -172,9 +186,11 @@ class WeightReader:
             return weight
         return quantize(weight.values, self.config)
 
-    def stacked(self, name: str, shape: tuple[int, int, int]) -> Callable[[int], WeightFormat]:
-        """Weights [X, N, K] of experts that share a tensor, inputs first, or MXFP4 blocks. The result is a
-        function of the expert's index.
+    def stacked(
+        self, name: str, shape: tuple[int, int, int], *, inputs_first: bool = True
+    ) -> Callable[[int], WeightFormat]:
+        """Weights [X, N, K] of experts that share a tensor, inputs or outputs first, or MXFP4 blocks. The
+        result is a function of the expert's index.
         """
         count, outputs, inputs = shape
         is_quantized = self.has(f"{name}_blocks") or self.has(f"{name}_scales")
@@ -185,6 +201,9 @@ class WeightReader:
             if bool((scales == MXFP4_NAN).any()):
                 raise self._not_finite(f"{name}_scales")
             return lambda index: mxfp4_weight(blocks[index], scales[index])
+        if not inputs_first:
+            rows = self.take(name, shape)
+            return lambda index: DenseWeight(values=rows[index])
         dense = self.take(name, (count, inputs, outputs))
         return lambda index: DenseWeight(values=dense[index].T.contiguous())
 
@@ -196,9 +215,7 @@ class WeightReader:
         """The first rows of the weight of the layer `name` that makes logits: those behind them are padding,
         which is never drawn.
         """
-        weight = self._layer(name, *shape)
-        if isinstance(weight, Fp8Weight) and weight.blocked:
-            weight = DenseWeight(values=weight.dequantize().to(self.dtype))
+        weight = _unblocked(self._layer(name, *shape), self.dtype)
         return self.quantized_head(rows_of(weight, slice(num_rows)))
 
     def quantized_head(self, weight: WeightFormat) -> WeightFormat:
@@ -214,6 +231,8 @@ class WeightReader:
                 if self._gguf is not None and not all(map(is_finite, scales_of(weight))):
                     raise self._not_finite(f"{name}.weight")
                 return weight
+        if self._inputs_first:
+            return DenseWeight(values=self.take(f"{name}.weight", (inputs, outputs)).T.contiguous())
         return DenseWeight(values=self.take(f"{name}.weight", (outputs, inputs)))
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -223,7 +242,7 @@ class WeightReader:
             tensor = torch.from_numpy(self._gguf.array(name))
         else:
             try:
-                tensor = self._open(header.file).get_tensor(name)
+                tensor = self._open(header.file).get_tensor(header.stored_name or name)
             except SafetensorError as error:
                 raise CheckpointError(
                     f"{self._file(header)}: tensor {name} cannot be read: {error}"
@@ -253,7 +272,7 @@ class WeightReader:
             raise CheckpointError(f"{self.folder}: tensor {name}{of_shape} is missing{hint}")
         if shape is not None and header.shape != shape:
             raise CheckpointError(
-                f"{self._file(header)}: tensor {name} has shape {list(header.shape)}, "
+                f"{self._file(header)}: tensor {header.stored_name or name} has shape {list(header.shape)}, "
                 f"but config.json implies {list(shape)}"
             )
         return header
@@ -263,9 +282,21 @@ class WeightReader:
         self._bytes_done += header.num_elements
         self.progress("load weights", self._bytes_done / self._bytes_total)
 
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint calls the linear layer `name`."""
+        suffixes = ("weight", "qweight", "weight_packed")
+        found = (self.headers.get(f"{name}.{suffix}") for suffix in suffixes)
+        header = next((each for each in found if each is not None), None)
+        return header.stored_name.rpartition(".")[0] if header is not None and header.stored_name else name
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
         return name in self.headers
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape that a tensor is stored in; None when it is missing."""
+        header = self.headers.get(name)
+        return None if header is None else header.shape
 
     def has_some(self, suffix: str) -> bool:
         """Whether any layer has a tensor whose name ends in a dot and `suffix`."""
@@ -313,6 +344,13 @@ class WeightReader:
                 raise CheckpointError(f"{self.folder / file} cannot be opened: {error}") from error
             self._files[file] = self._stack.enter_context(handle)
         return self._files[file]
+
+
+def _unblocked(weight: WeightFormat, dtype: torch.dtype) -> WeightFormat:
+    """A weight whose rows can be picked: those of fp8 blocks share scales."""
+    if isinstance(weight, Fp8Weight) and weight.blocked:
+        return DenseWeight(values=weight.dequantize().to(dtype))
+    return weight
 
 
 def _shown(names: set[str]) -> str:

@@ -206,6 +206,8 @@ class SimulatedRunner:
         """The token that is due in a thought, or the formula's."""
         forced = None if state.thought is None else state.thought.forced()
         token = self.token(state, position) if forced is None else forced
+        if state.thought is not None and token == state.thought.excluded():
+            token += 1
         if state.thought is not None:
             state.thought.read((token,))
         return token

@@ -106,8 +106,7 @@ def _thinking(
     tags = convert.thinking_tags(submit.thinking)
     if budget < tags.least:
         raise invalid(field, f"{budget} is less than the {tags.least} tokens that end a thought")
-    ids = (tags.open_id or 0, tags.close_id, *tags.line_breaks, *tags.blank_line)
-    check_ids("thinking", ids, limits.facts.vocab_size, invalid)
+    check_ids("thinking", tags.ids, limits.facts.vocab_size, invalid)
     return tags
 
 

@@ -256,7 +256,7 @@ class ChoiceStream:
             self._end(delta, FinishReason.STOP)
         elif output.finish_reason is not None:
             self._end(delta, output.finish_reason)
-        elif not (delta.content or delta.reasoning or delta.tool_calls or delta.logprobs):
+        elif not (delta.parts or delta.logprobs):
             self._held_ids += output.token_ids
             return None
         if self._held_ids:
@@ -389,6 +389,7 @@ class AnswerReader:
             reasoning_format=self.vocabulary.reasoning_format,
             tools=prompt.tools if prompt.calls_tools else (),
             reasoning_opened=is_opened(prepared, self.vocabulary),
+            thinking=self.thoughts.tags_of(prepared),
             single_tool_call=not prompt.parallel_tool_calls,
         )
 

@@ -34,8 +34,15 @@ class ThoughtBudget:
         self._vocabulary = vocabulary
 
     @cached_property
-    def _tags(self) -> ThinkingTags | None:
+    def tags(self) -> ThinkingTags | None:
+        """Around a thought that no prompt has begun; None where it cannot be closed by tokens."""
         return thinking_tags(self._vocabulary)
+
+    def tags_of(self, prepared: Prepared) -> ThinkingTags | None:
+        """The same where the prompt has left the thought."""
+        if self.tags is None or not is_opened(prepared, self._vocabulary):
+            return self.tags
+        return dataclasses.replace(self.tags, opened=True)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises UNSUPPORTED_FIELD for a budget where nothing is thought or it cannot be kept, and
@@ -75,7 +82,7 @@ class ThoughtBudget:
         if allowed := sampling.allowed_token_ids:
             if not tags.opened and tags.open_id not in allowed:
                 return replace(sampling, max_thinking_tokens=None), None
-            needed = {tags.close_id, *tags.line_breaks[:1], *tags.blank_line}
+            needed = {tags.close_id, *tags.line_breaks[:1], *tags.blank_line, *tags.answer}
             if missing := sorted(needed.difference(allowed)):
                 problem = f"a thought could not end without {', '.join(map(str, missing))}; add them"
                 raise refuse(request, "allowed_token_ids", problem)
@@ -85,7 +92,9 @@ class ThoughtBudget:
         return replace(sampling, max_thinking_tokens=max(budget, tags.least)), tags
 
     def _closing(self, request: GenerationRequest) -> ThinkingTags:
-        if self._tags is None:
-            problem = f"model {request.model!r} has no token of its own for {form_of(self._vocabulary).close}"
+        if self.tags is None:
+            problem = (
+                f"model {request.model!r} has no tokens of its own for {form_of(self._vocabulary).close}"
+            )
             raise unsupported(request.field(_FIELD), "take another model or tier, or leave it out", problem)
-        return self._tags
+        return self.tags

@@ -15,7 +15,7 @@ from typing import Any
 from contract.chat import Conversation, Message, Prompt, Role, TextPrompt
 from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta
-from gateway.text.delta import ToolCallDelta
+from gateway.text.delta import AnswerPart, TextPart, ThoughtPart, ToolCallDelta
 
 # The conventions' own words; for other reasons our own names.
 _FINISH_REASONS: Mapping[FinishReason, str] = {
@@ -58,7 +58,7 @@ class Transcript:
             [
                 {
                     "role": "assistant",
-                    "parts": _said(said.reasoning, said.content, said.tool_calls),
+                    "parts": [_part(part) for part in said.runs()],
                     "finish_reason": _reason(said.finish_reason or FinishReason.ERROR),
                 }
                 for _, said in sorted(self._choices.items())
@@ -77,19 +77,18 @@ def _parts(message: Message) -> list[dict[str, Any]]:
         ToolCallDelta(index, call.id, call.name, call.arguments_json)
         for index, call in enumerate(message.tool_calls)
     ]
-    return _said(message.reasoning, message.content, calls)
+    said: list[AnswerPart] = [ThoughtPart(message.reasoning), TextPart(message.content)]
+    return [_part(part) for part in (*(each for each in said if each.text), *calls)]
 
 
-def _said(reasoning: str, content: str, calls: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    if reasoning:
-        parts.append({"type": "reasoning", "content": reasoning})
-    if content:
-        parts.append(_text(content))
-    return parts + [
-        {"type": "tool_call", "id": call.id, "name": call.name, "arguments": _arguments(call)}
-        for call in calls
-    ]
+def _part(part: AnswerPart) -> dict[str, Any]:
+    match part:
+        case TextPart(text):
+            return _text(text)
+        case ThoughtPart(text):
+            return {"type": "reasoning", "content": text}
+        case ToolCallDelta():
+            return {"type": "tool_call", "id": part.id, "name": part.name, "arguments": _arguments(part)}
 
 
 def _text(content: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import msgspec
 
 from contract.chat import Tool
 from contract.formats import REASONING
+from contract.thinking import UNBOUNDED, ThinkingTags, Thought
 from gateway.text.delta import TextDelta
 from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
 from gateway.text.harmony import HARMONY_MARKS, HarmonyParser
@@ -38,6 +39,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[Tool, ...] = ()
     # The prompt's template has opened the reasoning already.
     reasoning_opened: bool = False
+    # Where thoughts stand between tokens; None where their tags are text.
+    thinking: ThinkingTags | None = None
     # End the choice after the first tool call.
     single_tool_call: bool = False
 
@@ -130,6 +133,11 @@ class ChoiceText:
         self._stop: StopStrings | None = None
         self._reasoning: ThinkParser | HarmonyParser | None = None
         self._build_parsers(options, call_id)
+        # What tokens say of thoughts, as engines count them.
+        self._thought: Thought | None = None
+        if self._reasoning is not None and options.thinking is not None:
+            self._thought = Thought(options.thinking, UNBOUNDED, ())
+        self._vocabulary = texts.vocabulary
 
     def _build_parsers(self, options: TextOptions, call_id: CallIds) -> None:
         parser: TextParser = ContentParser()
@@ -145,7 +153,10 @@ class ChoiceText:
             calls_tools = options.tool_call_format == _HARMONY
             self._parser = self._reasoning = HarmonyParser(parser, calls_tools=calls_tools)
         elif form is not None:
-            self._parser = self._reasoning = ThinkParser(parser, opened=options.reasoning_opened, form=form)
+            calls = next(iter(marks(options.tool_call_format)), "")
+            self._parser = self._reasoning = ThinkParser(
+                parser, opened=options.reasoning_opened, form=form, calls=calls
+            )
 
     @property
     def stop_string(self) -> str | None:
@@ -179,7 +190,7 @@ class ChoiceText:
     def ends_at(self, token_id: int) -> bool:
         """Whether the answer is over before this id."""
         if token_id in self._stop_ids and self.num_tokens >= self._min_tokens:
-            self._at_stop_id = self._reasoning is None or not self._reasoning.thinking
+            self._at_stop_id = self._reasoning is None or self._reasoning.answers
         return self._at_stop_id
 
     @property
@@ -196,13 +207,28 @@ class ChoiceText:
 
     def feed(self, token_ids: Sequence[int], delta: TextDelta) -> None:
         """Adds to `delta` what is certain after these ids. Ids after a stop string are dropped."""
-        while token_ids and self._reasoning is not None and not self._reasoning.is_over:
+        reasoning, num_read = self._reasoning, 0
+        while num_read < len(token_ids) and reasoning is not None and not reasoning.is_over:
             # One by one, so that those of the answer are not counted as thoughts, however they come together.
-            self.num_reasoning_tokens += self._reasoning.thinking
-            self._feed(token_ids[:1], delta)
-            token_ids = token_ids[1:]
-        if token_ids:
-            self._feed(token_ids, delta)
+            self._feed_thought(reasoning, token_ids[num_read], delta)
+            num_read += 1
+        if num_read < len(token_ids):
+            self._feed(token_ids[num_read:] if num_read else token_ids, delta)
+
+    def _feed_thought(self, reasoning: ThinkParser | HarmonyParser, token_id: int, delta: TextDelta) -> None:
+        thought = self._thought
+        if thought is None:
+            self.num_reasoning_tokens += reasoning.thinking
+            self._feed((token_id,), delta)
+            return
+        thought.read((token_id,))
+        self.num_reasoning_tokens = thought.num_thought
+        text = self._detokenizer.feed((token_id,))
+        self.num_decoded += len(text)
+        reasoning.take(text, self._vocabulary.token_text(token_id), thought.thinks, delta)
+        self.num_tokens += 1
+        if self._stop is not None:
+            self._stop.is_armed = self.num_tokens >= self._min_tokens
 
     def _feed(self, token_ids: Sequence[int], delta: TextDelta) -> None:
         if self._min_tokens > self.num_tokens:
@@ -229,6 +255,6 @@ class ChoiceText:
             return
         self.num_decoded += len(text)
         if self._parser is None:
-            delta.content += text
+            delta.say(text)
         else:
             self._parser.feed(text, delta)

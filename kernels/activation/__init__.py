@@ -1,1 +1,1 @@
-"""Gates of feed-forward layers. A back end is chosen once, by name."""
+"""Activations of feed-forward layers. A back end is chosen once, by name."""

@@ -5,7 +5,14 @@
 namespace millrace {
 namespace {
 
+// Called with an `up` of one where there is none: a product with one is exact.
 Vec silu(Vec gate, Vec up) { return mul(mul(gate, sigmoid(gate)), up); }
+
+Vec relu2(Vec gate, Vec up) {
+  // NaN stays NaN, as max returns its second operand then.
+  const Vec positive = max(zero(), gate);
+  return mul(mul(positive, positive), up);
+}
 
 Vec gelu(Vec gate, Vec up) {
   const Vec rest = erfc_of_size(mul(gate, set1(0.70710678118654752f)));
@@ -26,8 +33,23 @@ Vec clamped_swiglu(Vec gate, Vec up) {
   return mul(mul(low, sigmoid(mul(set1(1.702f), low))), linear);
 }
 
-template <Vec (*kApply)(Vec gate, Vec up)>
-void gate_rows(const ActivationArgs& args, int64_t num_rows, int thread, int num_threads) {
+// e^x - 1 where x <= 0, without cancellation near zero.
+Vec expm1_of_negative(Vec x) {
+  constexpr float kSeries[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
+  Vec near = set1(1.0f / 5040);
+  for (const float c : kSeries) near = fma(near, x, set1(c));
+  return select(less(set1(-0.35f), x), mul(near, x), sub(exp(x), set1(1.0f)));
+}
+
+Vec xielu(Vec x, const float* c) {
+  const Vec line = mul(set1(c[2]), x);
+  const Vec above = fma(mul(set1(c[0]), x), x, line);
+  const Vec below = fma(sub(expm1_of_negative(min(set1(c[3]), x)), x), set1(c[1]), line);
+  return select(less(zero(), x), above, below);
+}
+
+template <typename Apply>
+void gate_rows(const ActivationArgs& args, int64_t num_rows, int thread, int num_threads, const Apply& apply) {
   // Rows may be few and wide: the unit of work is a piece of a row.
   constexpr int64_t kPiece = 512;
   const int64_t pieces = (args.width + kPiece - 1) / kPiece;
@@ -35,11 +57,14 @@ void gate_rows(const ActivationArgs& args, int64_t num_rows, int thread, int num
   for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
     const int64_t row = unit / pieces, begin = unit % pieces * kPiece;
     const int64_t end = begin + kPiece < args.width ? begin + kPiece : args.width;
-    const float* gate = args.gate_up + row * 2 * args.width;
+    const float* gate = args.gate_up + row * (args.plain ? 1 : 2) * args.width;
+    const Vec factor = set1(args.factors ? args.factors[args.places[row]] : 1.0f);
+    const Vec share = args.gates ? sigmoid(set1(args.gates[row])) : set1(1.0f);
     float* out = args.out + row * args.out_stride;
     for (int64_t i = begin; i < end; i += kLanes) {
       const Mask m = first(end - i);
-      store(out + i, m, kApply(load(gate + i, m), load(gate + args.width + i, m)));
+      const Vec up = args.plain ? set1(1.0f) : mul(factor, load(gate + args.width + i, m));
+      store(out + i, m, mul(share, apply(mul(factor, load(gate + i, m)), up)));
     }
   }
 }
@@ -52,10 +77,14 @@ using namespace millrace;
 extern "C" void activation(const ActivationArgs& args, int thread, int num_threads) {
   const int64_t num_rows = args.num_rows ? *args.num_rows : args.step->num_tokens;
   switch (args.kind) {
-    case kSilu: return gate_rows<silu>(args, num_rows, thread, num_threads);
-    case kGelu: return gate_rows<gelu>(args, num_rows, thread, num_threads);
-    case kGeluTanh: return gate_rows<gelu_tanh>(args, num_rows, thread, num_threads);
-    case kClampedSwiglu: return gate_rows<clamped_swiglu>(args, num_rows, thread, num_threads);
+    case kSilu: return gate_rows(args, num_rows, thread, num_threads, silu);
+    case kGelu: return gate_rows(args, num_rows, thread, num_threads, gelu);
+    case kGeluTanh: return gate_rows(args, num_rows, thread, num_threads, gelu_tanh);
+    case kClampedSwiglu: return gate_rows(args, num_rows, thread, num_threads, clamped_swiglu);
+    case kRelu2: return gate_rows(args, num_rows, thread, num_threads, relu2);
+    case kXielu:
+      return gate_rows(args, num_rows, thread, num_threads,
+                       [&](Vec gate, Vec up) { return mul(xielu(gate, args.coefficients), up); });
   }
 }
 

@@ -1,4 +1,4 @@
-// Gated activations of feed-forward layers, and the cap on logits.
+// Activations of feed-forward layers, gated or plain, and the cap on logits.
 #pragma once
 
 #include "native/op.h"
@@ -10,17 +10,25 @@ enum ActivationKind : int64_t {
   kGelu = 1,           // with the error function
   kGeluTanh = 2,       // with its approximation by tanh
   kClampedSwiglu = 3,  // gpt-oss: min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)
+  kRelu2 = 4,          // max(gate, 0)^2
+  kXielu = 5,          // arXiv 2411.13010, by the coefficients
 };
 
-// out[t, i] = act(gate_up[t, i]) * gate_up[t, width + i]
+// out[t, i] = act(gate_up[t, i]) * gate_up[t, width + i], or without the second factor where it is `plain`.
+// A row may be multiplied before by a factor, that of choice places[t], and after by the sigmoid of a gate.
 struct ActivationArgs {
   const Step* step;      // gives the number of rows T when num_rows is null
   const int64_t* num_rows;  // or null
-  const float* gate_up;  // [T, 2 width], the gates first
-  float* out;            // [T, width]; may be gate_up when out_stride is 2 width
+  const float* gate_up;  // [T, 2 width], the gates first; [T, width] where it is plain
+  float* out;            // [T, width]; may be gate_up when out_stride is the width of its rows
   int64_t width;
   int64_t out_stride;  // floats from one row of out to the next
   int64_t kind;        // ActivationKind
+  int64_t plain;
+  const float* coefficients;  // of kXielu: [4] a of x > 0, a of the others, beta, largest exponent; else null
+  const float* factors;       // by choice, or null
+  const int64_t* places;      // [T], with factors
+  const float* gates;         // [T] or null
 };
 
 // Logits below it belong to ids that are never drawn, and stay as they are.

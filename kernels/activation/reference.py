@@ -1,4 +1,4 @@
-"""Gated activations in plain torch. Shape letters: T tokens, I intermediate size.
+"""Activations of feed-forward layers in plain torch. Shape letters: T tokens, I intermediate size.
 
 Exponentials are separate operations on purpose: torch's fused silu and gelu round differently in the vector
 body and in the scalar tail of a row, so a value would depend on where in the batch its row lies.
@@ -36,15 +36,41 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate * _sigmoid(1.702 * gate) * (up + 1)
 
 
+def _relu2(gate: Tensor, up: Tensor) -> Tensor:
+    positive = gate.clamp(min=0.0)
+    return positive * positive * up
+
+
+def _xielu(x: Tensor, coefficients: Tensor) -> Tensor:
+    """arXiv 2411.13010; coefficients [4]: of x > 0, of the others, beta, largest exponent."""
+    above, below, beta, most = coefficients
+    power = torch.minimum(x, most)
+    # The beginning of its series near zero, where e^x - 1 would cancel.
+    near = torch.full_like(power, 1 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0):
+        near = near * power + factor
+    grown = torch.where(power > -0.35, near * power, torch.exp(power) - 1.0)
+    return torch.where(x > 0, above * x * x + beta * x, (grown - x) * below + beta * x)
+
+
 GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "clamped_swiglu": _clamped_swiglu,
+    "relu2": _relu2,
 }
 
 
-def gate(name: str, gate_and_up: Tensor) -> Tensor:
-    """act(gate) * up for gate_and_up [T, 2 I], halves side by side; computed in float32."""
-    halves = gate_and_up.float().chunk(2, dim=-1)
-    return GATES[name](halves[0].contiguous(), halves[1]).to(gate_and_up.dtype)
+def gate(
+    name: str, gate_and_up: Tensor, *, plain: bool = False, coefficients: Tensor | None = None
+) -> Tensor:
+    """act(gate) * up for gate_and_up [T, 2 I], halves side by side, or act(x) of `plain` rows x [T, I];
+    computed in float32.
+    """
+    wide = gate_and_up.float()
+    first, second = (wide, torch.ones((), device=wide.device)) if plain else wide.chunk(2, dim=-1)
+    if name == "xielu":
+        assert coefficients is not None, "they are learned"
+        return (_xielu(first, coefficients) * second).to(gate_and_up.dtype)
+    return GATES[name](first.contiguous(), second).to(gate_and_up.dtype)

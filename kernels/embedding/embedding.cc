@@ -12,6 +12,9 @@ void look_up(const EmbeddingArgs& args, const Range& rows, const Widen& widen) {
     const Element* from = static_cast<const Element*>(args.table) + args.step->token_ids[row] * args.width;
     float* out = args.out + row * args.width;
     for (int64_t i = 0; i < args.width; ++i) out[i] = widen(from[i]) * args.scale;
+    if (!args.positions) continue;
+    const float* more = args.positions + args.step->positions[row] * args.width;
+    for (int64_t i = 0; i < args.width; ++i) out[i] += more[i];
   }
 }
 

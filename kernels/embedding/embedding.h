@@ -1,4 +1,4 @@
-// Rows of the embedding table for the step's tokens.
+// Rows of the embedding table for the step's tokens, and of a table of positions.
 #pragma once
 
 #include "native/op.h"
@@ -12,6 +12,7 @@ struct EmbeddingArgs {
   int64_t width;
   int64_t type;  // of the table: 0 float32, 1 bfloat16, 2 float16
   float scale;       // every element is multiplied by it
+  const float* positions;  // [L, width], added by the token's position, or null
 };
 
 }  // namespace millrace

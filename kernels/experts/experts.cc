@@ -68,6 +68,20 @@ void close_groups(const RouteArgs& args, float* eligible) {
       std::fill(eligible + group * size, eligible + (group + 1) * size, kMinusInfinity);
 }
 
+// Each choice is weighed by a softmax over what is left and near it.
+void mix_sparsely(const RouteArgs& args, const float* logits, const int64_t* ids, float* shares) {
+  for (int64_t a = 0; a < args.num_active; ++a) {
+    const float most = logits[ids[a]];
+    float sum = 0.0f;
+    for (int64_t i = 0; i < args.num_experts; ++i) {
+      if (std::find(ids, ids + a, i) != ids + a) continue;
+      const bool is_far = (most - logits[i]) / std::max(std::abs(logits[i]), most) > args.tolerance;
+      if (!is_far) sum += std::exp(logits[i] - most);
+    }
+    shares[a] = 1.0f / sum;
+  }
+}
+
 void route_row(const RouteArgs& args, const float* logits, int64_t* ids, float* shares) {
   const int64_t count = args.num_experts, active = args.num_active;
   std::vector<float>&scores = scratch.scores, &eligible = scratch.eligible;
@@ -80,6 +94,11 @@ void route_row(const RouteArgs& args, const float* logits, int64_t* ids, float* 
     const float sum = exponentials(eligible.data(), active, scores.data());
     for (int64_t a = 0; a < active; ++a) shares[a] = scores[a] / sum;
     return;
+  }
+  if (args.scoring == kSparseMixer) {
+    std::copy(logits, logits + count, eligible.begin());
+    take_best(eligible.data(), count, active, ids);
+    return mix_sparsely(args, logits, ids, shares);
   }
   if (args.scoring == kSoftmax) {
     const float sum = exponentials(logits, count, scores.data());
@@ -137,14 +156,14 @@ extern "C" void expert_sum(const ExpertSumArgs& args, int thread, int num_thread
   for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
     const int64_t row = unit / pieces, begin = unit % pieces * kPiece;
     const int64_t end = std::min(begin + kPiece, args.width);
-    const float* shares = args.shares + row * args.num_active;
+    const float* shares = args.shares ? args.shares + row * args.num_active : nullptr;
     const int64_t* ranks = args.ranks + row * args.num_active;
     float* out = args.out + row * args.out_stride;
     for (int64_t i = begin; i < end; i += kLanes) {
       const Mask m = first(end - i);
       Vec total = zero();
       for (int64_t a = 0; a < args.num_active; ++a)
-        total = add(total, mul(set1(shares[a]), load(args.rows + ranks[a] * args.rows_stride + i, m)));
+        total = add(total, mul(set1(shares ? shares[a] : 1.0f), load(args.rows + ranks[a] * args.rows_stride + i, m)));
       if (args.accumulate) total = add(load(out + i, m), total);
       store(out + i, m, total);
     }

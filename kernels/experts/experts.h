@@ -13,7 +13,7 @@
 
 namespace millrace {
 
-enum Scoring : int64_t { kSoftmax = 0, kSoftmaxOfBest = 1, kSigmoid = 2 };
+enum Scoring : int64_t { kSoftmax = 0, kSoftmaxOfBest = 1, kSigmoid = 2, kSparseMixer = 3 };
 enum GroupScore : int64_t { kBest = 0, kTwoBest = 1 };
 
 // The A best experts of each token, best first; of equal ones the first.
@@ -31,6 +31,7 @@ struct RouteArgs {
   int64_t num_active_groups;
   int64_t group_score;  // GroupScore
   float scaling;
+  float tolerance;  // of kSparseMixer
 };
 
 // Sorts choices by expert; those of one expert stay in the order of tokens.
@@ -62,7 +63,7 @@ struct ExpertGemmArgs {
 // out[t] (+)= sum over a of shares[t, a] * rows[ranks[t, a]]
 struct ExpertSumArgs {
   const int64_t* num_rows;  // T
-  const float* shares;      // [T, A]
+  const float* shares;      // [T, A]; null where all are one
   const int64_t* ranks;     // [T, A]
   const float* rows;        // [P, width], rows rows_stride apart
   float* out;               // [T, width], rows out_stride apart

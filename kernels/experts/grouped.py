@@ -5,6 +5,7 @@ Shape letters: T tokens, E hidden size, X experts, A active experts, I intermedi
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.experts.routing import Routing
@@ -35,5 +36,9 @@ class ExpertsTogether:
         ids, shares = route(logits, routing, correction)
         groups = self._gate_up.group(ids.flatten())
         gate_bias, down_bias = self._biases
-        inner = self._gate_up(x, groups, rows_per_input=ids.shape[1], bias=gate_bias, gate=activation)
+        active = ids.shape[1]
+        if routing.weighs_inputs:
+            x = (x[:, None] * shares[..., None].to(x.dtype)).flatten(0, 1)
+            active, shares = 1, torch.ones_like(shares)
+        inner = self._gate_up(x, groups, rows_per_input=active, bias=gate_bias, gate=activation)
         return combine(self._down(inner, groups, rows_per_input=1, bias=down_bias), shares, shared)

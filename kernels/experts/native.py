@@ -27,7 +27,7 @@ from kernels.linear.packed import (
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
-SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
+SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2, "sparse_mixer": 3}
 GROUP_SCORES = {"best": 0, "two_best": 1}
 
 
@@ -108,18 +108,21 @@ def sparse_ops(
         routing.num_experts,
         routing.num_active,
     )
+    shares = address_of(buffers.shares)
     activation = ActivationArgs(
-        None,
-        address_of(buffers.num_places),
-        address_of(gate_up),
-        address_of(gate_up),
-        width,
-        row_stride(gate_up),
-        KINDS[layer.activation],
+        num_rows=address_of(buffers.num_places),
+        gate_up=address_of(gate_up),
+        out=address_of(gate_up),
+        width=width,
+        out_stride=row_stride(gate_up),
+        kind=KINDS[layer.activation],
+        # The product before is linear: what multiplies its inputs may multiply what it gave.
+        factors=shares if routing.weighs_inputs else None,
+        places=address_of(buffers.places),
     )
     total = structure("ExpertSumArgs")(
         num_rows,
-        address_of(buffers.shares),
+        None if routing.weighs_inputs else shares,
         address_of(buffers.ranks),
         address_of(changes),
         address_of(out),
@@ -156,6 +159,7 @@ def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> An
         routing.num_active_groups,
         GROUP_SCORES[routing.group_score],
         routing.scaling,
+        routing.tolerance,
     )
 
 

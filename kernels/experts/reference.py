@@ -16,6 +16,8 @@ def route(logits: Tensor, experts: Routing, correction: Tensor | None = None) ->
     if experts.scoring == "softmax_of_best":
         best = torch.topk(logits, experts.num_active, dim=-1)
         return best.indices, torch.softmax(best.values, -1)
+    if experts.scoring == "sparse_mixer":
+        return _sparse_mixer(logits, experts)
     scores = torch.softmax(logits, -1) if experts.scoring == "softmax" else 1.0 / (1.0 + torch.exp(-logits))
     eligible = scores if correction is None else scores + correction
     if experts.num_groups:
@@ -25,6 +27,20 @@ def route(logits: Tensor, experts: Routing, correction: Tensor | None = None) ->
     if experts.normalized:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
     return ids, chosen * experts.scaling
+
+
+def _sparse_mixer(logits: Tensor, experts: Routing) -> tuple[Tensor, Tensor]:
+    """Each choice is the best of what is left, weighed by a softmax over what is left and near it."""
+    left, ids, weights = logits, [], []
+    for _ in range(experts.num_active):
+        best = left.argmax(-1, keepdim=True)
+        most = left.gather(1, best)
+        is_far = (most - logits) / torch.maximum(logits.abs(), most) > experts.tolerance
+        near = torch.softmax(left.masked_fill(is_far, float("-inf")), -1)
+        ids.append(best)
+        weights.append(near.gather(1, best))
+        left = left.scatter(1, best, float("-inf"))
+    return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
 def _best_groups(scores: Tensor, experts: Routing) -> Tensor:

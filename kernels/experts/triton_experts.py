@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.experts.routing import Routing
 
-SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
+SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2, "sparse_mixer": 3}
 # Elements of a token that one program adds up.
 BLOCK = 1024
 # Above what is taken already.
@@ -66,12 +66,30 @@ def _best(scores, eligible, expert, there, ACTIVE: tl.constexpr, PLACES: tl.cons
 
 
 @triton.jit
+def _mixed_sparsely(values, expert, there, tolerance, ACTIVE: tl.constexpr, PLACES: tl.constexpr):
+    """The ACTIVE best, each weighed by a softmax over what is left and near it; zeros fill PLACES up."""
+    offset = tl.arange(0, PLACES)
+    chosen, share = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.float32)
+    left = tl.where(there, tl.where(values <= float("inf"), values, float("inf")), float("-inf"))
+    for index in tl.static_range(ACTIVE):
+        best = tl.argmax(left, axis=0).to(tl.int32)
+        most = tl.sum(tl.where(expert == best, values, 0.0), axis=0)
+        far = (most - values) / tl.maximum(tl.abs(values), most) > tolerance
+        near = tl.where(far | (left == float("-inf")), 0.0, tl.exp(values - most))
+        chosen = tl.where(offset == index, best, chosen)
+        share = tl.where(offset == index, 1.0 / tl.sum(near, axis=0), share)
+        left = tl.where(expert == best, float("-inf"), left)
+    return chosen, share
+
+
+@triton.jit
 def route_kernel(
     logits,
     correction,
     ids,
     shares,
     scaling,
+    tolerance,
     experts,
     SCORING: tl.constexpr,
     CORRECTED: tl.constexpr,
@@ -90,10 +108,10 @@ def route_kernel(
     values = tl.load(logits + token * experts + expert, mask=there, other=float("-inf"))
     if SCORING == 0:
         scores = _softmax(values)
-    elif SCORING == 1:
-        scores = values
-    else:
+    elif SCORING == 2:
         scores = 1.0 / (1.0 + tl.exp(-values))
+    else:
+        scores = values
     eligible = scores
     if CORRECTED:
         eligible += tl.load(correction + expert, mask=there, other=0.0)
@@ -101,11 +119,14 @@ def route_kernel(
     eligible = tl.where(there, eligible, float("-inf"))
     if NUM_GROUPS > 0:
         eligible = _in_best_groups(eligible, expert, GROUP_SIZE, ACTIVE_GROUPS, NUM_GROUPS, GROUP_BEST)
-    chosen, share = _best(scores, eligible, expert, there, ACTIVE, PLACES)
+    if SCORING == 3:
+        chosen, share = _mixed_sparsely(values, expert, there, tolerance, ACTIVE, PLACES)
+    else:
+        chosen, share = _best(scores, eligible, expert, there, ACTIVE, PLACES)
     offset = tl.arange(0, PLACES)
     if SCORING == 1:
         share = _softmax(tl.where(offset < ACTIVE, share, float("-inf")))
-    else:
+    elif SCORING != 3:
         if NORMALIZED:
             share = share / (tl.sum(share, axis=0) + 1e-20)
         share = share * scaling
@@ -119,7 +140,7 @@ def route(logits: Tensor, experts: Routing, correction: Tensor | None = None) ->
     ids = torch.empty(num_tokens, experts.num_active, dtype=torch.int32, device=logits.device)
     shares = torch.empty(num_tokens, experts.num_active, dtype=torch.float32, device=logits.device)
     # The best alone take part in their softmax: there is nothing to correct, nor groups.
-    plain = experts.scoring == "softmax_of_best"
+    plain = experts.scoring in ("softmax_of_best", "sparse_mixer")
     if num_tokens:
         route_kernel[(num_tokens,)](
             logits,
@@ -127,6 +148,7 @@ def route(logits: Tensor, experts: Routing, correction: Tensor | None = None) ->
             ids,
             shares,
             experts.scaling,
+            experts.tolerance,
             num_experts,
             SCORING=SCORINGS[experts.scoring],
             CORRECTED=correction is not None and not plain,

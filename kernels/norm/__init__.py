@@ -1,1 +1,1 @@
-"""Root-mean-square norm. A back end is chosen once, by name."""
+"""Root-mean-square and layer norms. A back end is chosen once, by name."""

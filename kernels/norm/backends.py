@@ -1,4 +1,4 @@
-"""Root-mean-square norm. A back end is chosen once, by name."""
+"""Root-mean-square and layer norms. A back end is chosen once, by name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,27 @@ from kernels.rows import Quantized, QuantizedRows
 
 
 class NormBackend(Protocol):
-    """Norms rows; each independent of the others."""
+    """Norms rows; each independent of the others. With `centered` their mean is taken away first (layer
+    norms); a bias [E] float32 is added.
+    """
 
-    def plain(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., E], weight [E] float32 -> [..., E] in x's type."""
+    def plain(
+        self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None, *, centered: bool = False
+    ) -> Tensor:
+        """x [..., E], weight [E] float32 -> [..., E] in x's type. Rows of x [T, H, E] may have weights of
+        their own [H, E].
+        """
 
-    def added(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def added(
+        self,
+        x: Tensor,
+        change: Tensor,
+        weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        *,
+        centered: bool = False,
+    ) -> tuple[Tensor, Tensor]:
         """x and change [T, E] -> their sum in x's type, and the sum normed."""
 
 
@@ -31,6 +46,9 @@ class QuantizingNorm(NormBackend, Protocol):
         eps: float,
         kind: Quantized,
         factors: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        centered: bool = False,
     ) -> tuple[Tensor, QuantizedRows]:
         """x [T, E], plus change [T, E] where given -> the sum in x's type, and the sum normed, multiplied by
         factors [E] and rounded to `kind`: what `plain` or `added` and rounding afterwards give.

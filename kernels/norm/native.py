@@ -1,4 +1,4 @@
-"""Args of the native norm (norm.h), and its op."""
+"""Args of the native norms (norm.h), and their op."""
 
 from __future__ import annotations
 

@@ -5,32 +5,51 @@
 namespace millrace {
 namespace {
 
-// 1 / sqrt(mean(x^2) + eps). Four chains of lanes, joined in one order whatever the width.
-float inverse_rms(const float* x, int64_t width, float eps) {
+// The mean of `term` over x. Four chains of lanes, joined in one order whatever the width; beyond the width lie
+// lanes of zero.
+template <typename Term>
+float mean_of(const float* x, int64_t width, const Term& term) {
   Vec total[4] = {zero(), zero(), zero(), zero()};
   int64_t i = 0;
   for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
-    for (int chain = 0; chain < 4; ++chain) {
-      const Vec v = load(x + i + chain * kLanes);
-      total[chain] = fma(v, v, total[chain]);
-    }
+    for (int chain = 0; chain < 4; ++chain) total[chain] = term(load(x + i + chain * kLanes), total[chain]);
   }
   for (int chain = 0; i < width; i += kLanes, ++chain) {
-    const Vec v = load(x + i, first(width - i));
-    total[chain] = fma(v, v, total[chain]);
+    const Mask m = first(width - i);
+    total[chain] = select(m, term(load(x + i, m), total[chain]), total[chain]);
   }
-  const float squares = sum(add(add(total[0], total[1]), add(total[2], total[3])));
-  return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
+  return sum(add(add(total[0], total[1]), add(total[2], total[3]))) / static_cast<float>(width);
+}
+
+// What is taken away from a row, and what it is multiplied by then.
+struct Moments {
+  float mean, scale;
+};
+
+Moments moments(const RmsNormArgs& args, const float* x) {
+  const float mean = args.centered ? mean_of(x, args.width, [](Vec v, Vec sum) { return add(sum, v); }) : 0.0f;
+  const Vec middle = set1(mean);
+  const float square = mean_of(x, args.width, [middle](Vec v, Vec sum) {
+    const Vec apart = sub(v, middle);
+    return fma(apart, apart, sum);
+  });
+  return {mean, 1.0f / std::sqrt(square + args.eps)};
+}
+
+// Elements of a row, normed, at i.
+Vec normed(Vec v, const Moments& row, const float* weight, const float* bias, int64_t i, Mask m) {
+  v = mul(mul(sub(v, set1(row.mean)), set1(row.scale)), load(weight + i, m));
+  return bias ? add(v, load(bias + i, m)) : v;
 }
 
 // stream = x + change (or + its norm); returns where the stream's row lies.
 const float* add_change(const RmsNormArgs& args, const float* x, const float* change, float* into) {
   const int64_t width = args.width;
-  const float scale = args.change_weight ? inverse_rms(change, width, args.eps) : 1.0f;
+  const Moments row = args.change_weight ? moments(args, change) : Moments{};
   for (int64_t i = 0; i < width; i += kLanes) {
     const Mask m = first(width - i);
     Vec v = load(change + i, m);
-    if (args.change_weight) v = mul(mul(v, set1(scale)), load(args.change_weight + i, m));
+    if (args.change_weight) v = normed(v, row, args.change_weight, args.change_bias, i, m);
     store(into + i, m, add(load(x + i, m), v));
   }
   return into;
@@ -47,10 +66,10 @@ void norm_row(const RmsNormArgs& args, int64_t from, int64_t to) {
     std::memcpy(residual, stream, sizeof(float) * width);
   }
   if (!out) return;
-  const Vec scale = set1(inverse_rms(stream, width, args.eps));
+  const Moments row = moments(args, stream);
   for (int64_t i = 0; i < width; i += kLanes) {
     const Mask m = first(width - i);
-    store(out + i, m, mul(mul(load(stream + i, m), scale), load(args.weight + i, m)));
+    store(out + i, m, normed(load(stream + i, m), row, args.weight, args.bias, i, m));
   }
 }
 

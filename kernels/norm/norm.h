@@ -1,4 +1,4 @@
-// Root-mean-square norms and the residual stream between them.
+// Root-mean-square norms, layer norms, and the residual stream between them.
 #pragma once
 
 #include "native/op.h"
@@ -11,7 +11,8 @@ namespace millrace {
 //          | x + norm(change) * change_weight         (Gemma's and OLMo 2's norms after a half layer)
 //   residual = stream                                 (when residual is given; may be x itself)
 //   out      = norm(stream) * weight                  (when out is given)
-// norm(v) = v / sqrt(mean(v^2) + eps). A family that stores weights as distances from one adds the one at load.
+// norm(v) = v / sqrt(mean(v^2) + eps), of v - mean(v) with `centered` (layer norms); a bias is added to what was
+// multiplied by the weight. A family that stores weights as distances from one adds the one at load.
 // The number of rows is step->num_tokens, or, with `rows`, step->num_logit_rows: row i of `out` (and of
 // `residual`) is then made from row step->logit_rows[i] of x and change.
 struct RmsNormArgs {
@@ -25,6 +26,9 @@ struct RmsNormArgs {
   int64_t width;
   int64_t logit_rows;  // whether only the step's logit rows are wanted
   float eps;
+  int64_t centered;
+  const float* bias;         // [width] or null
+  const float* change_bias;  // [width] or null
 };
 
 }  // namespace millrace

@@ -1,4 +1,4 @@
-"""Root-mean-square norm in one pass over a row, with what models do right before and after it.
+"""Root-mean-square and layer norms in one pass over a row, with what models do right before and after it.
 
 Shape letters: T tokens, E elements of a row.
 """
@@ -48,6 +48,7 @@ def rms_norm_kernel(
     x,
     residual,
     weight,
+    bias,
     out,
     residual_out,
     factors,
@@ -55,16 +56,19 @@ def rms_norm_kernel(
     row_stride,
     inner,
     inner_stride,
+    weight_stride,
     width,
     eps,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTERED: tl.constexpr,
     FACTORS: tl.constexpr,
     LIMIT: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """One program per row, `inner` of which lie inner_stride apart. LIMIT > 0 quantizes the row,
-    times factors where there are some, to out's type; ROUND rounds to whole numbers first.
+    """One program per row, `inner` of which lie inner_stride apart, their weights weight_stride. LIMIT > 0
+    quantizes the row, times factors where there are some, to out's type; ROUND rounds to whole numbers first.
     """
     row = tl.program_id(0).to(tl.int64)
     offset = tl.arange(0, BLOCK)
@@ -77,9 +81,13 @@ def rms_norm_kernel(
         kept = values.to(residual_out.dtype.element_ty)
         tl.store(residual_out + row * width + offset, kept, mask=inside)
         values = kept.to(tl.float32)
+    if CENTERED:
+        values = tl.where(inside, values - tl.sum(values, axis=0) / width, 0.0)
     mean = tl.sum(values * values, axis=0) / width
-    learned = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
+    learned = tl.load(weight + row % inner * weight_stride + offset, mask=inside, other=0.0).to(tl.float32)
     normed = values * (1.0 / tl.sqrt(mean + eps)) * learned
+    if HAS_BIAS:
+        normed += tl.load(bias + offset, mask=inside, other=0.0)
     if LIMIT > 0:
         # Values are rounded to the model's type before they are quantized, as without a fused kernel.
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
@@ -97,11 +105,15 @@ def rms_norm(
     residual: Tensor | None = None,
     quantized: Quantized = "none",
     factors: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    centered: bool = False,
 ) -> Normed:
     """x [T, E] (rows may be apart) plus residual [T, E], normed by weight [E]; if asked, multiplied by
     factors [E] float32 and quantized per row.
 
-    Without residual, x may be [T, H, E], too, whose rows are normed one by one; the result is as wide.
+    Without residual, x may be [T, H, E], too, whose rows are normed one by one, by weights [H, E] of their
+    own where they have them; the result is as wide.
     """
     width = x.shape[-1]
     rows = x.numel() // width
@@ -117,6 +129,7 @@ def rms_norm(
             x,
             residual if residual is not None else x,
             weight,
+            bias if bias is not None else weight,
             out,
             stream if stream is not None else out,
             factors if factors is not None else weight,
@@ -124,10 +137,13 @@ def rms_norm(
             x.stride(0),
             inner,
             inner_stride,
+            weight.stride(0) if weight.dim() == 2 else 0,
             width,
             eps,
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=bias is not None,
+            CENTERED=centered,
             FACTORS=factors is not None,
             LIMIT=LIMITS[quantized],
             ROUND=quantized == "int8",
@@ -139,13 +155,24 @@ def rms_norm(
 class TritonNorm:
     """One pass over each row, sum with the residual included."""
 
-    def plain(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def plain(
+        self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None, *, centered: bool = False
+    ) -> Tensor:
         """See NormBackend."""
-        return rms_norm(x, weight, eps).out
+        return rms_norm(x, weight, eps, bias=bias, centered=centered).out
 
-    def added(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def added(
+        self,
+        x: Tensor,
+        change: Tensor,
+        weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        *,
+        centered: bool = False,
+    ) -> tuple[Tensor, Tensor]:
         """See NormBackend."""
-        normed = rms_norm(change, weight, eps, residual=x)
+        normed = rms_norm(change, weight, eps, residual=x, bias=bias, centered=centered)
         assert normed.residual is not None, "asked for"
         return normed.residual, normed.out
 
@@ -157,10 +184,13 @@ class TritonNorm:
         eps: float,
         kind: Quantized,
         factors: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        centered: bool = False,
     ) -> tuple[Tensor, QuantizedRows]:
         """See QuantizingNorm."""
         source, residual = (x, None) if change is None else (change, x)
-        normed = rms_norm(source, weight, eps, residual, kind, factors)
+        normed = rms_norm(source, weight, eps, residual, kind, factors, bias, centered=centered)
         assert normed.scale is not None, "asked for"
         rows = QuantizedRows(levels=normed.out, scale=normed.scale, dtype=x.dtype)
         return x if normed.residual is None else normed.residual, rows

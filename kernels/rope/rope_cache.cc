@@ -7,8 +7,17 @@ namespace {
 
 constexpr int64_t kMaxHead = 1024;
 
-// x[:width] times 1 / sqrt(mean(x^2) + eps) and weight, in place.
-void norm_in_place(float* x, const float* weight, int64_t width, float eps) {
+// x[:width], its mean taken away if it is to be `centered`, times 1 / sqrt(mean(x^2) + eps) and weight, in place.
+void norm_in_place(float* x, const float* weight, int64_t width, float eps, bool centered = false) {
+  if (centered) {
+    Vec sums = zero();
+    for (int64_t i = 0; i < width; i += kLanes) sums = add(sums, load(x + i, first(width - i)));
+    const Vec mean = set1(sum(sums) / static_cast<float>(width));
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Mask m = first(width - i);
+      store(x + i, m, sub(load(x + i, m), mean));
+    }
+  }
   Vec total = zero();
   for (int64_t i = 0; i < width; i += kLanes) {
     const Vec v = load(x + i, first(width - i));
@@ -37,6 +46,13 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half, bool int
     const Vec a = load(x + i, m), b = load(x + half + i, m);
     store(x + i, m, sub(mul(a, c), mul(b, s)));
     store(x + half + i, m, add(mul(b, c), mul(a, s)));
+  }
+}
+
+void multiply(float* x, float factor, int64_t width) {
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Mask m = first(width - i);
+    store(x + i, m, mul(load(x + i, m), set1(factor)));
   }
 }
 
@@ -98,6 +114,22 @@ void write_head(const KvCache& cache, int64_t slot, int64_t head, const float* k
 
 using namespace millrace;
 
+namespace {
+
+// A head's norm and rotation, in their order.
+void turn(const RopeCacheArgs& args, float* x, const float* weight, int64_t head, const float* cos,
+          const float* sin) {
+  const int64_t dim = args.cache.key_dim;
+  const auto norm = [&] {
+    norm_in_place(x, weight + head * args.norm_stride, dim, args.eps, args.norm_centered);
+  };
+  if (args.norm == kNormHead && !args.norm_last) norm();
+  rotate(x, cos, sin, args.rotary_dim / 2, args.interleaved);
+  if (args.norm == kNormHead && args.norm_last) norm();
+}
+
+}  // namespace
+
 extern "C" void rope_cache(const RopeCacheArgs& args, int thread, int num_threads) {
   const Step& step = *args.step;
   const int64_t dim = args.cache.key_dim, heads = args.num_heads, kv_heads = args.cache.num_heads;
@@ -113,16 +145,15 @@ extern "C" void rope_cache(const RopeCacheArgs& args, int thread, int num_thread
     const float* cos = args.cos + step.positions[token] * half;
     const float* sin = args.sin + step.positions[token] * half;
     if (args.norm == kNormFull) {
-      norm_in_place(q, args.q_norm, heads * dim, args.eps);
-      norm_in_place(k, args.k_norm, kv_heads * dim, args.eps);
+      norm_in_place(q, args.q_norm, heads * dim, args.eps, args.norm_centered);
+      norm_in_place(k, args.k_norm, kv_heads * dim, args.eps, args.norm_centered);
     }
     for (int64_t head = part * heads / split; head < (part + 1) * heads / split; ++head) {
-      if (args.norm == kNormHead) norm_in_place(q + head * dim, args.q_norm, dim, args.eps);
-      rotate(q + head * dim, cos, sin, half, args.interleaved);
+      turn(args, q + head * dim, args.q_norm, head, cos, sin);
+      if (args.q_scales) multiply(q + head * dim, args.q_scales[step.positions[token]], dim);
     }
     for (int64_t head = part * kv_heads / split; head < (part + 1) * kv_heads / split; ++head) {
-      if (args.norm == kNormHead) norm_in_place(k + head * dim, args.k_norm, dim, args.eps);
-      rotate(k + head * dim, cos, sin, half, args.interleaved);
+      turn(args, k + head * dim, args.k_norm, head, cos, sin);
       write_head(args.cache, step.slots[token], head, k + head * dim, v + head * dim);
     }
   }

@@ -1,5 +1,5 @@
 // From projections to queries that can attend and to keys and values in the cache: bias-free per-head or whole
-// norms of q and k, rotation by position, conversion to the cache's type, write.
+// norms of q and k, rotation by position, a factor by position, conversion to the cache's type, write.
 #pragma once
 
 #include "paged_cache/kv_cache.h"
@@ -10,12 +10,13 @@ namespace millrace {
 enum QkNorm : int64_t { kNormNone = 0, kNormHead = 1, kNormFull = 2 };
 
 // Shape letters: T tokens, H query heads, K kv heads, D head dim, R rotated dimensions, L positions.
-// Queries are normed and rotated in place. With `interleaved`, pairs (2i, 2i + 1) come out as (i, i + R/2).
+// Queries are normed and rotated in place. With `interleaved`, pairs (2i, 2i + 1) come out as (i, i + R/2), in
+// which order weights of norms are then where norms come last.
 struct RopeCacheArgs {
   const Step* step;
   float* qkv;           // [T, (H + 2 K) D]: q heads, k heads, v heads; the q part is also the result
-  const float* q_norm;  // [D] (head), [H D] (full) or null
-  const float* k_norm;  // [D] (head), [K D] (full) or null
+  const float* q_norm;  // [D] (head; [H, D] with norm_stride), [H D] (full) or null
+  const float* k_norm;  // [D] (head; [K, D] with norm_stride), [K D] (full) or null
   const float* cos;     // [L, R / 2]
   const float* sin;     // [L, R / 2]
   KvCache cache;
@@ -24,6 +25,10 @@ struct RopeCacheArgs {
   int64_t interleaved;
   int64_t norm;  // QkNorm
   float eps;
+  int64_t norm_stride;    // from one head's weights to the next one's; 0 where all share them
+  int64_t norm_centered;  // the mean is taken away first, as in layer norms
+  int64_t norm_last;      // after the rotation instead of before it (head only)
+  const float* q_scales;  // [L], what a position's queries are multiplied by in the end, or null
 };
 
 // Latent attention (DeepSeek-V2): one vector per token, the normed latent and the rotated key part.

@@ -28,6 +28,7 @@ from services.supervisor.config import BUNDLED_MODEL, Options
 if TYPE_CHECKING:
     from services.cli.inference import InferenceClient
 
+
 app = typer.Typer(
     help="Millrace serves large language models to many tenants, with promises that are kept.",
     no_args_is_help=True,
@@ -337,8 +338,17 @@ def generate(
 
 
 @app.command()
-def models(url: UrlOption = "") -> None:
-    """List the models that the key may use, and the sampling options that they have of their own."""
+def models(
+    what: Annotated[
+        Literal["families"] | None,
+        typer.Argument(help="families: the architectures that the engine serves, whatever runs."),
+    ] = None,
+    url: UrlOption = "",
+    json: Annotated[bool, typer.Option("--json", help="Of families: machine-readable output.")] = False,
+) -> None:
+    """List the models that the key may use with their own sampling options, or the families."""
+    if what is not None:
+        raise typer.Exit(owners.run_module("engine.model.families.table", ["--json"] if json else []))
     from services.cli.inference import InferenceClient, told_defaults
 
     with _errors_in_one_line(), InferenceClient(find_target(url)) as client:

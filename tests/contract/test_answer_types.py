@@ -13,7 +13,7 @@ from gateway.http.application import HealthPage
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.tokenizer import ByteTokenizer
-from tests.unit.gateway.rig.vocabulary import END_ID, encode
+from tests.unit.gateway.rig.vocabulary import END_ID, written
 
 TEXT = 'think\n</think>\n\nsure\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -86,7 +86,7 @@ def declared(kind: Any) -> set[tuple[str, str]]:
 
 
 async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
-    engine = ScriptedEngine(reply=lambda submit, choice: [*encode(TEXT), END_ID])
+    engine = ScriptedEngine(reply=lambda submit, choice: [*written(TEXT), END_ID])
     tokenizer = JudgingTokenizer()
     tokenizer.generation_config = '{"temperature": 0.8}'
     tables = {"gateway": {"admin_tenants": ["acme"], "max_body_bytes": 8192}}

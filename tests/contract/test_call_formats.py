@@ -44,8 +44,7 @@ def read(name: str, pieces: Iterable[str], types: ToolTypes = TYPES) -> Read:
             parser.finish(delta)
         else:
             parser.feed(piece, delta)
-        total.content += delta.content
-        total.reasoning += delta.reasoning
+        total.absorb_text(delta)
         for part in delta.tool_calls:
             call = calls.setdefault(part.index, ["", "", ""])
             call[:] = [call[0] + part.id, call[1] + part.name, call[2] + part.arguments]

@@ -12,6 +12,7 @@ from contract.chat import Conversation, JsonSchemaFormat, Message, Role, ToolCal
 from gateway.text.choice import ChoiceText, TextOptions, shown_ids
 from gateway.text.delta import TextDelta
 from gateway.text.detokenizer import TokenTexts
+from gateway.text.thinking import thinking_tags
 from gateway.tokenizer.client import vocabulary
 from tests.contract.call_corpus import ARGUMENTS, FAMILIES, SCHEMA, TOOLS, turn
 from tests.contract.test_call_formats import read
@@ -231,7 +232,10 @@ def test_calls_come_through_as_the_tokens_of_the_checkpoint(
     checkpoint = load_checkpoint(make(name, tmp_path))
     known = vocabulary(vocabulary_response(checkpoint))
     options = TextOptions(
-        tool_call_format=known.tool_call_format, reasoning_format=known.reasoning_format, tools=TOOLS
+        tool_call_format=known.tool_call_format,
+        reasoning_format=known.reasoning_format,
+        tools=TOOLS,
+        thinking=thinking_tags(known) if known.reasoning_format else None,
     )
     plain = TokenTexts(known)
     texts = TokenTexts(known, shown_ids=shown_ids(plain, options))
@@ -240,7 +244,9 @@ def test_calls_come_through_as_the_tokens_of_the_checkpoint(
         for token_id in side.tokenizer.encode(turn(name, [("f", arguments)]), add_special_tokens=False).ids:
             delta = TextDelta()
             choice.feed([token_id], delta)
-            total.content += delta.content
+            total.absorb_text(delta)
         choice.finish(total)
         assert [(each[0], json.loads(each[1])) for each in choice.tool_calls()] == [("f", arguments)]
+        if name == "harmony":
+            assert choice.num_reasoning_tokens == 0, "headers are no thoughts"
         assert not total.content.strip()

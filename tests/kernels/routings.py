@@ -12,6 +12,10 @@ ROUTINGS = {
     "softmax of best": Routing(num_experts=32, num_active=4, scoring="softmax_of_best"),
     "softmax of nearly all": Routing(num_experts=5, num_active=4, scoring="softmax_of_best"),
     "one by sigmoid": Routing(num_experts=8, num_active=1, scoring="sigmoid", scaling=1.5),
+    "sparse mixer": Routing(num_experts=12, num_active=2, scoring="sparse_mixer", tolerance=0.4),
+    "weighing inputs": Routing(
+        num_experts=6, num_active=2, scoring="sigmoid", normalized=False, weighs_inputs=True
+    ),
     "groups by their best": Routing(num_experts=20, num_active=3, **GROUPS),
     "groups by their two best": Routing(
         num_experts=24, num_active=6, scoring="sigmoid", scaling=1.5, group_score="two_best", **GROUPS

@@ -89,6 +89,7 @@ def test_gates_are_invariant_and_right(name: str, dtype: torch.dtype, size: int)
         "gelu": torch.nn.functional.gelu(first) * second,
         "gelu_tanh": torch.nn.functional.gelu(first, approximate="tanh") * second,
     }
+    known["relu2"] = torch.nn.functional.relu(first).square() * second
     if name in known:
         tolerance = 1e-5 if dtype == torch.float32 else 0.1
         torch.testing.assert_close(whole.float(), known[name], atol=tolerance, rtol=1e-2)
@@ -102,10 +103,14 @@ def test_norm_is_invariant_and_right(dtype: torch.dtype, size: int) -> None:
     for rows in (1, 2, 16, 77):
         assert torch.equal(rms_norm(x[:rows], weight, 1e-6), whole[:rows])
         assert torch.equal(rms_norm(x[-rows:], weight, 1e-6), whole[-rows:])
+    atol = 1e-5 if dtype == torch.float32 else 0.1
     expected = torch.nn.functional.rms_norm(x.float(), (size,), weight, 1e-6)
-    torch.testing.assert_close(
-        whole.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=1e-2
-    )
+    torch.testing.assert_close(whole.float(), expected, atol=atol, rtol=1e-2)
+    bias = torch.randn(size)
+    centered = rms_norm(x, weight, 1e-6, bias, centered=True)
+    assert torch.equal(rms_norm(x[:7], weight, 1e-6, bias, centered=True), centered[:7])
+    expected = torch.nn.functional.layer_norm(x.float(), (size,), weight, bias, 1e-6)
+    torch.testing.assert_close(centered.float(), expected, atol=atol, rtol=1e-2)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

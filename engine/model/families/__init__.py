@@ -15,15 +15,36 @@ from checkpoint.files import is_gguf, tokenizer_file
 from checkpoint.vocabulary import read_token_ids
 from engine.model.config_reader import ConfigReader
 from engine.model.families import (  # noqa: F401
+    apertus,
+    arcee,
+    cohere,
     deepseek,
+    dots1,
+    ernie4_5,
+    exaone4,
     gemma,
+    glm,
+    gpt2,
+    gpt_neox,
     gpt_oss,
+    granite,
+    hunyuan,
     llama,
+    llama4,
+    minimax_m2,
     mistral,
+    multimodal,
+    nemotron,
     olmo2,
+    phi,
     phi3,
+    phimoe,
     qwen2,
     qwen3,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
 )
 from engine.model.families.base import FAMILIES
 from engine.model.gguf_config import gguf_reader, gguf_scheme
@@ -44,15 +65,15 @@ def read_spec(folder: Path) -> ModelSpec:
             return msgspec.structs.replace(spec, architecture=name, quantization=scheme)
     raise CheckpointError(
         f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "
-        f"{', '.join(sorted(FAMILIES))}{_elsewhere(architectures)}"
+        f"{', '.join(sorted(FAMILIES))}{_nearest(architectures)}; vLLM's engine may have it "
+        "(millrace up --engine vllm)"
     )
 
 
-def _elsewhere(architectures: list[Any]) -> str:
-    """What to look at instead: the family whose name is nearest, and the engine that has more of them."""
-    near = [get_close_matches(str(name), FAMILIES, 1) for name in architectures]
-    nearest = "".join(f"; {found[0]} is nearest by its name" for found in near if found)
-    return f"{nearest}; vLLM's engine may have it (--engine vllm)"
+def _nearest(architectures: list[Any]) -> str:
+    """The one whose name is most like an unknown one's, which weights of another layout do not fit."""
+    found = [near for name in architectures for near in get_close_matches(str(name), FAMILIES, 1, cutoff=0.7)]
+    return f"; nearest is {found[0]}" if found else ""
 
 
 def _with_ids(spec: ModelSpec, folder: Path) -> ModelSpec:

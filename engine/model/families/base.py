@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from engine.model.config_reader import ConfigReader
-from engine.model.spec import CheckpointError, ModelSpec
+from engine.model.spec import CheckpointError, ModelSpec, RopeSpec
 
 Family = Callable[[ConfigReader], ModelSpec]
 FAMILIES: dict[str, Family] = {}
 """Name in `architectures` of config.json to what reads such a checkpoint."""
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+}
 
 
 def family(architecture: str) -> Callable[[Family], Family]:
@@ -31,9 +39,8 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
     """
     num_layers = config.count("num_hidden_layers")
     num_heads = config.count("num_attention_heads")
-    num_kv_heads = config.count("num_key_value_heads", num_heads)
-    stated_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
-    head_dim = overrides.get("head_dim", stated_dim)
+    num_kv_heads = overrides.get("num_kv_heads") or config.count("num_key_value_heads", num_heads)
+    head_dim = overrides.get("head_dim") or head_size(config)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{config.source}: num_attention_heads = {num_heads} is not a multiple of "
@@ -43,7 +50,7 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         "vocab_size": config.count("vocab_size"),
         "num_embeddings": config.count("vocab_size"),
         "hidden_size": config.count("hidden_size"),
-        "intermediate_size": config.integer("intermediate_size"),
+        "intermediate_size": overrides.get("intermediate_size") or config.integer("intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -76,6 +83,33 @@ def activation(config: ConfigReader, key: str = "hidden_act", default: str = "si
             f"{config.source}: {key} = {name!r} is not supported, only {', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
+
+
+def layer_norms(config: ConfigReader, key: str = "layer_norm_eps", *, bias: bool = True) -> dict[str, Any]:
+    """Layer norms between half layers, `key` being what their `eps` goes by."""
+    return {"norm": "layer", "norm_bias": bias, "norm_eps": config.number(key, 1e-5)}
+
+
+def some_rotate(rope: RopeSpec, rotates: Sequence[bool]) -> dict[str, Any]:
+    """Layers of which some do not turn queries and keys."""
+    still = msgspec.structs.replace(rope, kind="default", rotary_dim=0, parameters={})
+    return {
+        "ropes": (rope,) if all(rotates) else (rope, still),
+        "rope_of_layer": tuple(0 if turns else 1 for turns in rotates),
+    }
+
+
+def rotating_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """Which layers turn queries and keys: `no_rope_layers` has ones for them, or every so many do not."""
+    listed = config.numbers("no_rope_layers", num_layers)
+    every = config.count("no_rope_layer_interval", 4)
+    return tuple(map(bool, listed or [(layer + 1) % every for layer in range(num_layers)]))
+
+
+def head_size(config: ConfigReader, default: int | None = None) -> int:
+    """`head_dim`, by default a head's share of the hidden size."""
+    share = config.count("hidden_size") // config.count("num_attention_heads")
+    return config.count("head_dim", default or share)
 
 
 def checkpoint_dtype(config: ConfigReader) -> str:

@@ -8,7 +8,15 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import attention_biases, decoder_spec, family
-from engine.model.spec import CheckpointError, ExpertSpec, LatentSpec, ModelSpec, RopeSpec, yarn_magnitude
+from engine.model.spec import (
+    CheckpointError,
+    ExpertSpec,
+    LatentSpec,
+    ModelSpec,
+    RopeSpec,
+    TensorNames,
+    yarn_magnitude,
+)
 
 
 @family("DeepseekV2ForCausalLM")
@@ -21,25 +29,56 @@ def read_v2(config: ConfigReader) -> ModelSpec:
     groups = {}
     if method == "group_limited_greedy":
         groups = {"num_groups": config.integer("n_group"), "num_active_groups": config.integer("topk_group")}
-    return _read(config, {"normalized": False, **groups}, interleaved=True)
+    return read_latent(config, routed_experts(config, {"normalized": False, **groups}), interleaved=True)
 
 
 @family("DeepseekV3ForCausalLM")
 def read_v3(config: ConfigReader) -> ModelSpec:
     """Sigmoid scores with a correction in the choice, groups by their two best experts."""
-    routing = {
+    experts = routed_experts(config, corrected_routing(config, num_groups=8, num_active_groups=4))
+    return read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
+
+
+def corrected_routing(
+    config: ConfigReader, *, num_groups: int, num_active_groups: int, normalized: bool = True
+) -> dict[str, Any]:
+    """DeepSeek-V3's routing; the numbers of groups and `normalized` are a family's defaults."""
+    return {
         "scoring": "sigmoid",
         "correction_bias": True,
-        "normalized": config.flag("norm_topk_prob", True),
-        "num_groups": config.integer("n_group", 8),
-        "num_active_groups": config.integer("topk_group", 4),
+        "normalized": config.flag("norm_topk_prob", normalized),
+        "num_groups": config.integer("n_group", num_groups),
+        "num_active_groups": config.integer("topk_group", num_active_groups),
         "group_score": "two_best",
     }
-    return _read(config, routing, interleaved=config.flag("rope_interleave", True))
 
 
-def _read(config: ConfigReader, routing: dict[str, Any], *, interleaved: bool) -> ModelSpec:
-    num_layers = config.count("num_hidden_layers")
+def routed_experts(config: ConfigReader, routing: dict[str, Any], *, default_dense: int = 0) -> ExpertSpec:
+    """Experts beside shared ones, but for the first layers."""
+    size = config.count("moe_intermediate_size")
+    first = config.integer("first_k_dense_replace", default_dense)
+    return ExpertSpec(
+        num_experts=config.integer_of("n_routed_experts", "num_local_experts", "num_experts"),
+        num_active=config.count("num_experts_per_tok"),
+        intermediate_size=size,
+        layers=tuple(range(first, config.count("num_hidden_layers"))),
+        scaling=config.number("routed_scaling_factor", 1.0),
+        shared_intermediate_size=size * config.integer("n_shared_experts", 0),
+        **routing,
+    )
+
+
+def without_prediction(config: ConfigReader) -> TensorNames:
+    """Leaves out the layers behind the last one, which predict several tokens at once."""
+    first, count = config.count("num_hidden_layers"), config.integer("num_nextn_predict_layers", 0)
+    behind = "|".join(str(layer) for layer in range(first, first + min(count, 64)))
+    return TensorNames(skipped=rf"model\.layers\.({behind})\." if behind else "")
+
+
+def read_latent(
+    config: ConfigReader, experts: ExpertSpec, *, interleaved: bool, default_eps: float = 1e-6
+) -> ModelSpec:
+    """Latent attention, and those experts."""
     latent = LatentSpec(
         query_rank=config.optional_integer("q_lora_rank") or 0,
         kv_rank=config.count("kv_lora_rank", 512),
@@ -48,25 +87,17 @@ def _read(config: ConfigReader, routing: dict[str, Any], *, interleaved: bool) -
         value_dim=config.count("v_head_dim", 128),
     )
     rope = msgspec.structs.replace(config.rope(latent.rope_dim), interleaved=interleaved)
-    expert_size = config.count("moe_intermediate_size")
-    experts = ExpertSpec(
-        num_experts=config.integer_of("n_routed_experts", "num_local_experts", "num_experts"),
-        num_active=config.count("num_experts_per_tok"),
-        intermediate_size=expert_size,
-        layers=tuple(range(config.integer("first_k_dense_replace", 0), num_layers)),
-        scaling=config.number("routed_scaling_factor", 1.0),
-        shared_intermediate_size=expert_size * config.integer("n_shared_experts", 0),
-        **routing,
-    )
     head_dim = latent.nope_dim + latent.rope_dim
     return decoder_spec(
         config,
+        default_eps=default_eps,
         head_dim=head_dim,
         ropes=(rope,),
         attention_scale=head_dim**-0.5 * _magnitude(rope) ** 2,
         **attention_biases(config),
         latent=latent,
         experts=experts,
+        names=without_prediction(config),
     )
 
 

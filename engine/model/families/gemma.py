@@ -1,4 +1,6 @@
-"""Gemma 2 and 3 (text): sandwich norms stored as offsets, scaled embeddings, soft caps, windows."""
+"""Gemma 1 to 3 (text): norms stored as offsets, scaled embeddings; later ones with norms on both sides, soft
+caps and windows.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,24 @@ from typing import Any
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import activation, attention_biases, decoder_spec, family, windows_of
 from engine.model.spec import ModelSpec
+
+
+@family("GemmaForCausalLM")
+def read_gemma(config: ConfigReader) -> ModelSpec:
+    """What the first checkpoints call `gelu` is its approximation, which they were trained with."""
+    config.require("use_bidirectional_attention", False, False)
+    head_dim = config.count("head_dim", 256)
+    stated = config.values.get("hidden_activation") or config.text("hidden_act", "gelu_pytorch_tanh")
+    gate = "gelu_pytorch_tanh" if stated == "gelu" else stated
+    return decoder_spec(
+        config,
+        **_shared(config)
+        | {
+            "attention_scale": head_dim**-0.5,
+            "activation": activation(ConfigReader({"hidden_act": gate}, config.source)),
+            "norm_placement": "pre",
+        },
+    )
 
 
 @family("Gemma2ForCausalLM")
@@ -58,9 +78,8 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
 
 def local_rope(config: ConfigReader, head_dim: int) -> Any:
     """Rotation of sliding layers: never scaled, and of base `rope_local_base_freq` in the older form."""
-    local = {key: value for key, value in config.values.items() if key not in ("rope_theta", "rope_scaling")}
     theta = config.number("rope_local_base_freq", 10_000.0)
-    return ConfigReader(local, config.source).rope(
+    return config.without("rope_theta", "rope_scaling").rope(
         head_dim, layer_type="sliding_attention", default_theta=theta
     )
 
@@ -74,6 +93,7 @@ def _shared(config: ConfigReader) -> dict[str, Any]:
         "norm_placement": "sandwich",
         "norm_offset": True,
         "embedding_scale": config.count("hidden_size") ** 0.5,
+        "rounds_embedding_scale": True,
         "tied_embeddings": config.flag("tie_word_embeddings", True),
     }
 

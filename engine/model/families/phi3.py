@@ -20,5 +20,6 @@ def read(config: ConfigReader) -> ModelSpec:
         default_eps=1e-5,
         ropes=(rope,),
         windows=(config.optional_integer("sliding_window"),) * config.count("num_hidden_layers"),
-        fused_projections=True,
+        fused_qkv="whole",
+        fused_gate_up=True,
     )

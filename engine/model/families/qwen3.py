@@ -8,7 +8,7 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import attention_biases, decoder_spec, family
-from engine.model.families.qwen2 import upper_windows
+from engine.model.families.qwen2 import sparse_layers, upper_windows
 from engine.model.spec import ExpertSpec, ModelSpec
 
 
@@ -21,14 +21,11 @@ def read(config: ConfigReader) -> ModelSpec:
 @family("Qwen3MoeForCausalLM")
 def read_moe(config: ConfigReader) -> ModelSpec:
     """Heads have hidden_size / num_attention_heads dimensions unless stated."""
-    num_layers = config.count("num_hidden_layers")
-    dense = config.values.get("mlp_only_layers") or []
-    every = config.integer("decoder_sparse_step", 1)
     experts = ExpertSpec(
         num_experts=config.integer_of("num_experts", "num_local_experts"),
         num_active=config.count("num_experts_per_tok", 8),
         intermediate_size=config.count("moe_intermediate_size"),
-        layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % every == 0),
+        layers=sparse_layers(config),
         normalized=config.flag("norm_topk_prob", False),
     )
     spec = _read(config, config.count("hidden_size") // config.count("num_attention_heads"))

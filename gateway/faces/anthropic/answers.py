@@ -17,7 +17,7 @@ from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic.thoughts import Thoughts
 from gateway.faces.anthropic.turns import TOOL_ID
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
-from gateway.text.delta import ToolCallDelta
+from gateway.text.delta import TextDelta, TextPart, ThoughtPart, ToolCallDelta
 
 _encode = msgspec.json.Encoder().encode
 # Deltas of which nothing is sent, after which a ping is: neither the client nor a proxy takes silence for an
@@ -75,17 +75,14 @@ class MessageWriter:
         if delta.finish_reason is not None:
             self._end = delta
         parts: list[bytes] = []
-        if delta.reasoning:
-            self._think(delta.reasoning, parts)
-        calls = delta.tool_calls
-        if calls and self._open == "tool_use" and calls[0].index == self._call_index:
-            # What belongs to the open block comes before what ends it.
-            self._argue(calls[0].arguments, parts)
-            calls = calls[1:]
-        if delta.content:
-            self._say(delta.content, parts)
-        for call in calls:
-            self._call(call, parts)
+        for part in delta.runs():
+            match part:
+                case ThoughtPart(text):
+                    self._think(text, parts)
+                case TextPart(text):
+                    self._say(text, parts)
+                case ToolCallDelta():
+                    self._call(part, parts)
         self._num_silent = 0 if parts else self._num_silent + 1
         if self._num_silent >= _SILENT_DELTAS:
             self._num_silent = 0
@@ -102,16 +99,21 @@ class MessageWriter:
 
     def body(self, gathered: ChoiceDelta, usage: Usage) -> bytes:
         """A whole message, of which the delta has everything."""
+        # No block is white space alone, and what is around it is one.
+        told = TextDelta(
+            [each for each in gathered.runs() if type(each) is not TextPart or each.text.strip()]
+        )
         blocks: list[answers.AnswerBlock] = []
-        if gathered.reasoning:
-            shown = gathered.reasoning if self._shows_thinking else ""
-            blocks.append(answers.ThinkingAnswer(shown, self._signature(gathered.reasoning)))
-        if gathered.content.strip():
-            blocks.append(answers.TextAnswer(gathered.content))
-        blocks += [
-            answers.ToolUseAnswer(_tool_id(call), call.name, as_input(call.arguments))
-            for call in gathered.tool_calls
-        ]
+        for part in told.runs():
+            match part:
+                case ThoughtPart(text):
+                    shown = text if self._shows_thinking else ""
+                    blocks.append(answers.ThinkingAnswer(shown, self._signature(text)))
+                case TextPart(text):
+                    blocks.append(answers.TextAnswer(text))
+                case ToolCallDelta():
+                    block = answers.ToolUseAnswer(_tool_id(part), part.name, as_input(part.arguments))
+                    blocks.append(block)
         return _encode(self._message(blocks, *self._stopped(gathered, usage), usage))
 
     def _message(
@@ -174,6 +176,9 @@ class MessageWriter:
         self._piece(text, parts)
 
     def _call(self, call: ToolCallDelta, parts: list[bytes]) -> None:
+        if self._open == "tool_use" and call.index == self._call_index:
+            self._argue(call.arguments, parts)
+            return
         block = answers.ToolUseAnswer(_tool_id(call), call.name, {})
         self._start(block, b'"input_json_delta","partial_json":', parts)
         self._call_index, self._is_eager = call.index, call.name in self._eager_tools

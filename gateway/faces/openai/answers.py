@@ -89,10 +89,11 @@ class AnswerWriter:
         if (
             delta.index in self._begun
             and delta.finish_reason is None
-            and not (delta.reasoning or delta.tool_calls or delta.logprobs)
+            and not delta.logprobs
+            and (text := delta.plain) is not None
         ):
             before, after = self._plain[delta.index]
-            return before + _encode(delta.content) + after + self._tail
+            return before + _encode(text) + after + self._tail
         choice = self._choice(delta, whole=False)
         self._begun.add(delta.index)
         return self._head + _encode(choice) + self._tail
@@ -178,24 +179,28 @@ class ChatWriter(AnswerWriter):
     def event(self, delta: ChoiceDelta) -> bytes:
         """One delta; nothing of one that adds thoughts alone where these are not shown."""
         if not self._shows_reasoning:
-            delta.reasoning = ""
-            if delta.index in self._begun and not (delta.content or delta.tool_calls or delta.finish_reason):
+            delta.without_thoughts()
+            if delta.index in self._begun and not (delta.parts or delta.finish_reason):
                 return b""
         return super().event(delta)
 
     def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], msgspec.Raw | None]:
         said: dict[str, Any] = {}
+        content, reasoning, calls = delta.content, delta.reasoning, delta.tool_calls
         if whole:
-            content = delta.content if delta.content or not delta.tool_calls else None
-            said = {"role": "assistant", "content": content, "refusal": None}
+            said = {
+                "role": "assistant",
+                "content": content if content or not calls else None,
+                "refusal": None,
+            }
         elif delta.index not in self._begun:
-            said = {"role": "assistant", "content": delta.content}
-        elif delta.content:
-            said["content"] = delta.content
-        if delta.reasoning and self._shows_reasoning:
-            said["reasoning_content"] = delta.reasoning
-        if delta.tool_calls:
-            said["tool_calls"] = [_tool_call(call, whole=whole) for call in delta.tool_calls]
+            said = {"role": "assistant", "content": content}
+        elif content:
+            said["content"] = content
+        if reasoning and self._shows_reasoning:
+            said["reasoning_content"] = reasoning
+        if calls:
+            said["tool_calls"] = [_tool_call(call, whole=whole) for call in calls]
         logprobs = None
         if self._with_logprobs and (whole or delta.logprobs):
             kept = self._kept.pop(delta.index, None) or self._logprobs()

@@ -1,4 +1,8 @@
-"""The free text of a custom tool's call, out of the JSON that the model writes it in, as it comes."""
+"""The free text of a custom tool's call, out of the JSON that the model writes it in, as it comes.
+
+Models write JSON by hand: what is no escape stands for itself, and so does a quote that does not end the
+text, so that nothing of an input is lost.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ import re
 
 import msgspec
 
-_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# The shortest beginning that says what is not of this form.
-_MAY_BEGIN = re.compile(r'\s*(\{\s*("(i(n(p(u(t("\s*(:\s*)?)?)?)?)?)?)?)?)?\Z')
-# Text that can be decoded by itself: no escape that is begun only, no half of a surrogate pair.
-_WHOLE = re.compile(
-    r"(?:[^\"\\]|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"
-    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*"
+_SPACE = " \t\r\n"
+# What stands before the text, but for white space, and between which characters that may stand.
+_HEAD, _PARTS = '{"input":"', (0, 1, 8, 9)
+_PLAIN = re.compile(r'[^"\\]+')
+# An escape that is a character: no half of a surrogate pair.
+_ESCAPE = re.compile(
+    r'\\(?:["\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
+    r"|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})"
+)
+_ESCAPE_BEGUN = re.compile(
+    r"\\(?:u(?:[0-9a-fA-F]{0,3}|[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?)?"
 )
 
 
@@ -21,28 +29,28 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._raw: list[str] = []
-        # What is not decoded yet.
+        # Characters of the head that have come; None once it is known to be another form.
+        self._num_head: int | None = 0
+        # An escape that is begun.
         self._held = ""
-        # None: not known yet whether it is of this form.
-        self._is_ours: bool | None = None
-        self._closed = False
+        # A quote and what ends the object behind it: the end, unless more follows.
+        self._end: list[str] = []
         self._told: list[str] = []
 
     def feed(self, piece: str) -> str:
         """Text that is certain after this piece of the JSON."""
-        self._raw.append(piece)
-        self._held += piece
-        if self._is_ours is None:
-            begins = _BEGINS.match(self._held)
-            if begins:
-                self._is_ours, self._held = True, self._held[begins.end() :]
-            elif not _MAY_BEGIN.match(self._held):
-                self._is_ours = False
-        return self._tell(self._decode()) if self._is_ours and not self._closed else ""
+        if self._num_head != len(_HEAD):
+            self._raw.append(piece)
+            piece = self._behind_head(piece)
+        told: list[str] = []
+        while piece:
+            piece = self._behind_quote(piece, told) if self._end else self._in_text(piece, told)
+        return self._tell("".join(told))
 
     def finish(self) -> str:
         """What was held back."""
-        if self._is_ours:
+        if self._num_head == len(_HEAD):
+            # An escape that is begun only is no character yet: the answer was cut there.
             return ""
         return self._tell("".join(self._raw))
 
@@ -51,18 +59,49 @@ class CustomInput:
         """All that was told."""
         return "".join(self._told)
 
-    def _decode(self) -> str:
-        whole = _WHOLE.match(self._held)
-        end = 0 if whole is None else whole.end()
-        text, self._held = self._held[:end], self._held[end:]
-        self._closed = self._held.startswith('"')
-        # Models write line ends into texts as they are, which JSON does not allow.
-        strict = re.sub(r"[\x00-\x1f]", lambda found: f"\\u{ord(found[0]):04x}", text)
-        try:
-            return msgspec.json.decode(f'"{strict}"', type=str)
-        except msgspec.DecodeError:
-            # An escape that JSON does not know stands for itself.
-            return text
+    def _behind_head(self, piece: str) -> str:
+        if self._num_head is None:
+            return ""
+        for position, character in enumerate(piece):
+            if character == _HEAD[self._num_head]:
+                self._num_head += 1
+            elif character not in _SPACE or self._num_head not in _PARTS:
+                self._num_head = None
+                return ""
+            if self._num_head == len(_HEAD):
+                return piece[position + 1 :]
+        return ""
+
+    def _in_text(self, piece: str, told: list[str]) -> str:
+        """Reads up to a quote, and returns the rest."""
+        text, self._held, at = self._held + piece, "", 0
+        while at < len(text):
+            if plain := _PLAIN.match(text, at):
+                told.append(plain[0])
+                at = plain.end()
+            elif text[at] == '"':
+                self._end.append('"')
+                return text[at + 1 :]
+            elif escape := _ESCAPE.match(text, at):
+                told.append(msgspec.json.decode(f'"{escape[0]}"', type=str))
+                at = escape.end()
+            elif _ESCAPE_BEGUN.fullmatch(text, at):
+                self._held = text[at:]
+                return ""
+            else:
+                told.append("\\")
+                at += 1
+        return ""
+
+    def _behind_quote(self, piece: str, told: list[str]) -> str:
+        for position, character in enumerate(piece):
+            if character not in _SPACE and (character != "}" or "}" in self._end):
+                # It did not end there.
+                told += self._end
+                self._end = []
+                return piece[position:]
+            self._end.append(character)
+        return ""
 
     def _tell(self, text: str) -> str:
         if text:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from gateway.pipeline.delta import ChoiceDelta
-from gateway.text.delta import ToolCallDelta
+from gateway.text.delta import TextPart, ThoughtPart, ToolCallDelta
 
 # Characters of a delta: some tokens.
 _CHARACTERS = 32
+_Kind: TypeAlias = type[TextPart] | type[ThoughtPart] | int
 
 
 class Recut:
@@ -19,33 +21,30 @@ class Recut:
         cannot be cut.
         """
         self._characters = None if whole else _CHARACTERS
-        # "reasoning", "content", or the index of a call.
-        self._kind: str | int = ""
+        # Of text and thoughts the type, of a call its index.
+        self._kind: _Kind = TextPart
         self._held = ChoiceDelta()
 
     def feed(self, delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
         """What is complete; all of it with the last delta."""
-        calls = delta.tool_calls
-        if calls and calls[0].index == self._kind:
-            # What belongs to the call that is open comes before what ends it.
-            yield from self._add(calls[0].index, calls[0].arguments)
-            calls = calls[1:]
-        if delta.reasoning:
-            yield from self._add("reasoning", delta.reasoning)
-        if delta.content:
-            yield from self._add("content", delta.content)
-        self._held.logprobs += delta.logprobs
-        for piece in calls:
-            if piece.index != self._kind:
-                yield from self._flush()
-                self._kind = piece.index
-                yield ChoiceDelta(tool_calls=[ToolCallDelta(piece.index, piece.id, piece.name)])
-            yield from self._add(piece.index, piece.arguments)
+        logprobs = delta.logprobs
+        for part in delta.runs():
+            if isinstance(part, ToolCallDelta):
+                if part.index != self._kind:
+                    self._held.logprobs += logprobs
+                    logprobs = []
+                    yield from self._flush()
+                    self._kind = part.index
+                    yield ChoiceDelta([ToolCallDelta(part.index, part.id, part.name)])
+                yield from self._add(part.index, part.arguments)
+            else:
+                yield from self._add(type(part), part.text)
+        self._held.logprobs += logprobs
         if delta.finish_reason is not None:
             yield from self._flush()
             yield ChoiceDelta(finish_reason=delta.finish_reason)
 
-    def _add(self, kind: str | int, text: str) -> Iterator[ChoiceDelta]:
+    def _add(self, kind: _Kind, text: str) -> Iterator[ChoiceDelta]:
         if kind != self._kind:
             yield from self._flush()
             self._kind = kind
@@ -58,9 +57,7 @@ class Recut:
 
     @property
     def _text(self) -> str:
-        if isinstance(self._kind, int):
-            return self._held.tool_calls[0].arguments if self._held.tool_calls else ""
-        return self._held.reasoning if self._kind == "reasoning" else self._held.content
+        return "".join([part.text for part in self._held.parts])
 
     def _put(self, text: str) -> None:
         logprobs, self._held = self._held.logprobs, self._made(text)
@@ -68,8 +65,8 @@ class Recut:
 
     def _made(self, text: str) -> ChoiceDelta:
         if isinstance(self._kind, int):
-            return ChoiceDelta(tool_calls=[ToolCallDelta(self._kind, arguments=text)])
-        return ChoiceDelta(reasoning=text) if self._kind == "reasoning" else ChoiceDelta(content=text)
+            return ChoiceDelta([ToolCallDelta(self._kind, arguments=text)])
+        return ChoiceDelta([self._kind(text)] if text else [])
 
     def _flush(self) -> Iterator[ChoiceDelta]:
         held, is_empty = self._held, not self._text

@@ -40,7 +40,7 @@ from gateway.faces.responses.answer_types import (
 from gateway.faces.responses.custom_input import CustomInput
 from gateway.faces.responses.tools import Toolbox
 from gateway.pipeline.delta import ChoiceDelta, Usage
-from gateway.text.delta import ToolCallDelta
+from gateway.text.delta import TextPart, ThoughtPart, ToolCallDelta
 from gateway.text.detokenizer import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
@@ -139,22 +139,20 @@ class ResponseWriter:
         return self._written()
 
     def event(self, delta: ChoiceDelta) -> bytes:
-        """One delta, whose parts come in the order of an answer: thoughts, text, calls."""
-        calls = delta.tool_calls
-        if calls and self._open is not None and self._open.call_index == calls[0].index:
-            # What belongs to the call that is open comes before what ends it.
-            self._call(calls[0])
-            calls = calls[1:]
-        if delta.reasoning:
-            self._think(delta.reasoning)
-        if self._vocabulary is not None:
-            self._logprobs += delta.logprobs
-        if delta.content:
-            self._say(delta.content)
-        elif delta.reasoning:
-            self._logprobs.clear()
-        for piece in calls:
-            self._call(piece)
+        """One delta: the items come in the order of its parts."""
+        logprobs = [] if self._vocabulary is None else delta.logprobs
+        if not delta.parts:
+            self._logprobs += logprobs
+        for part in delta.runs():
+            match part:
+                case ThoughtPart(text):
+                    self._think(text)
+                    self._logprobs.clear()
+                case TextPart(text):
+                    self._logprobs += logprobs
+                    self._say(text)
+                case ToolCallDelta():
+                    self._call(part)
         self._finish = delta.finish_reason or self._finish
         return self._written()
 

@@ -21,8 +21,10 @@ class AddressedParser(ToolCallParser):
     def __init__(self, call_id: CallIds) -> None:
         super().__init__(call_id)
         self._value: JsonValue | None = None
-        self._header: str | None = None
-        self._is_open = False
+        self._header: list[str] | None = None
+        # Whether the value goes on, and some of it was passed on; white space behind that.
+        self._is_open = self._has_argued = False
+        self._blank: list[str] = []
 
     def _read(self, text: str) -> None:
         text = self._held + text
@@ -35,30 +37,32 @@ class AddressedParser(ToolCallParser):
             before, found, rest = split_at_marker(text, (mark,))
             if self._header is None:
                 self._sink.content(before)
-                self._header = "" if found else None
+                self._header = [] if found else None
             else:
-                self._header += before
+                self._header.append(before)
                 if found:
-                    self._begin(self._header)
+                    self._begin("".join(self._header))
             self._held, text = ("", rest) if found else (rest, "")
 
     def _end(self) -> None:
-        self._sink.content(self._held if self._header is None else "")
+        if self._value is not None:
+            self._argue(self._held)
+        elif self._header is None:
+            self._sink.content(self._held)
 
     def _begin(self, header: str) -> None:
         name = RECIPIENT.search(header)
         assert name is not None, "messages without a recipient are no calls"
         self._sink.begin(name[1])
-        self._value, self._is_open = JsonValue(), True
+        self._value, self._is_open, self._has_argued = JsonValue(), True, False
 
     def _in_arguments(self, value: JsonValue, text: str) -> str:
         before, found, rest = split_at_marker(text, (END,))
-        for character in before.lstrip() if not value.started else before:
+        for character in before if value.started else before.lstrip():
             if self._is_open:
-                belongs, ended = value.feed(character)
-                self._sink.argue(character if belongs else "")
-                self._is_open = not ended
-                self.num_complete += ended
+                self._is_open = not value.feed(character)[1]
+                self.num_complete += not self._is_open
+        self._argue(before)
         if found is None:
             self._held = rest
             return ""
@@ -66,4 +70,15 @@ class AddressedParser(ToolCallParser):
             self._sink.argue("" if value.started else "{}")
             self.num_complete += not value.started
         self._value, self._header = None, None
+        self._blank.clear()
         return rest
+
+    def _argue(self, text: str) -> None:
+        """A piece of the message: all of it is arguments, but the white space around them."""
+        certain = text.rstrip()
+        if certain:
+            said = "".join(self._blank) + certain
+            self._sink.argue(said if self._has_argued else said.lstrip())
+            self._has_argued = True
+            self._blank.clear()
+        self._blank.append(text[len(certain) :])

@@ -4,6 +4,8 @@ Command).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from contract.formats import JsonForm
 from gateway.text.markers import split_at_marker
 from gateway.text.tool_calls.json_call import CallState, JsonCall
@@ -13,71 +15,82 @@ _SPACE = " \t\r\n"
 
 
 class JsonObjectsParser(ToolCallParser):
-    """Line breaks around calls belong to the format and are dropped."""
+    """Line breaks around calls and what closes a list belong to the format and are dropped. Any other text
+    behind a call is the answer's, whether the call's closing mark has come or not.
+    """
 
     def __init__(self, form: JsonForm, call_id: CallIds) -> None:
         super().__init__(call_id)
         self._form = form
+        # Takes some of the text and returns the rest.
+        self._step: Callable[[JsonObjectsParser, str], str] = JsonObjectsParser._content
         self._call: JsonCall | None = None
-        # What stands before a list's first object; None where none is waited for.
-        self._before: str | None = None
-        # A call has ended and its closing marker has not been seen.
-        self._closing = False
+        # What was read before the object of the call, and belongs to the text where that is no call.
+        self._lead: list[str] = []
+        # A list has begun.
+        self._in_list = False
+        # A closing mark is still to come: wherever it stands, it is no text. A bracket alone may be one.
+        self._is_closing = False
+        # What may stand between calls, and what ends a call that is broken.
+        self._between = _SPACE + ",}" + ("]" if form.close != "]" else "")
+        self._ends = (form.open,) if form.close == "]" else (form.close, form.open)
 
     def _read(self, text: str) -> None:
+        text, self._held = self._held + text, ""
         while text:
-            if self._call is not None:
-                text = self._read_call(self._call, text)
-            elif self._before is not None:
-                text = self._read_before(self._before, text)
-            elif self._closing:
-                text = self._read_close(text)
-            else:
-                text = self._read_content(text)
+            text = self._step(self, text)
 
     def _end(self) -> None:
-        if self._call is not None:
-            if not self._call.named and not self._closing:
-                self._sink.content(self._raw(self._call))
-        elif self._before is not None:
-            self._sink.content(self._form.open + self._before)
-        elif not self._closing:
+        if self._call is not None and not self._call.named:
+            self._no_call("".join(self._call.raw))
+        elif self._step is JsonObjectsParser._before_list:
+            self._no_call("")
+        elif self._step is JsonObjectsParser._content:
             self._end_of_content()
         self._call = None
 
-    def _read_content(self, text: str) -> str:
-        rest = self._content_up_to(self._held + text, self._form.open)
-        if rest is None:
+    def _content(self, text: str) -> str:
+        form = self._form
+        marks = (form.open, form.close) if self._is_closing else (form.open,)
+        mark, rest = self._content_up_to(text, marks)
+        if mark is None:
             return ""
-        self._held = ""
-        self._begin()
+        if mark == form.open:
+            return self._begin(rest)
+        self._is_closing, self._num_breaks = False, 0
         return rest
 
-    def _begin(self) -> None:
-        self._lead = ""
+    def _begin(self, text: str) -> str:
+        """Behind the opening mark."""
+        self._lead = [self._take_breaks(), self._form.open]
+        self._is_closing = False
         if self._form.is_list:
-            self._before = ""
-        else:
-            self._call = JsonCall(self._sink)
+            self._in_list, self._step = False, JsonObjectsParser._before_list
+            return text
+        return self._begin_object(text)
 
-    def _read_before(self, before: str, text: str) -> str:
-        for position, character in enumerate(text):
-            if character == "{" and before.strip(_SPACE) == "[":
-                self._before, self._lead = None, before
-                self._call = JsonCall(self._sink)
-                return text[position:]
-            if character not in _SPACE and (character != "[" or before.strip(_SPACE)):
-                self._before = None
-                self._sink.content(self._form.open + before)
-                return text[position:]
-            before += character
-        self._before = before
-        return ""
+    def _begin_object(self, text: str, *, needs_arguments: bool = False) -> str:
+        self._call = JsonCall(self._sink, needs_arguments=needs_arguments)
+        self._step = JsonObjectsParser._in_call
+        return text
 
-    def _raw(self, call: JsonCall) -> str:
-        return self._form.open + self._lead + "".join(call.raw)
+    def _before_list(self, text: str) -> str:
+        stripped = text.lstrip(_SPACE)
+        self._lead.append(text[: len(text) - len(stripped)])
+        if not stripped:
+            return ""
+        if stripped[0] == "{" and self._in_list:
+            return self._begin_object(stripped)
+        if stripped[0] == "[" and not self._in_list:
+            self._in_list = True
+            self._lead.append("[")
+            return stripped[1:]
+        self._no_call("")
+        return stripped
 
-    def _read_call(self, call: JsonCall, text: str) -> str:
+    def _in_call(self, text: str) -> str:
+        call = self._call
+        assert call is not None, "an object has begun"
         for position, character in enumerate(text):
             call.feed(character)
             if call.state is CallState.OPEN:
@@ -85,26 +98,43 @@ class JsonObjectsParser(ToolCallParser):
             self._call = None
             if call.state is CallState.DONE:
                 self.num_complete += 1
-                self._closing = True
+                self._step = JsonObjectsParser._behind_call
             elif call.named:
                 # The name is out already: the broken rest is the client's to see.
-                self._sink.argue(character)
-                self._closing = True
-            elif not self._closing:
-                self._sink.content(self._raw(call))
+                self._step = JsonObjectsParser._in_broken_call
+                return text[position:]
+            else:
+                self._no_call("".join(call.raw))
             return text[position + 1 :]
         return ""
 
-    def _read_close(self, text: str) -> str:
+    def _no_call(self, read: str) -> None:
+        """What came since the opening mark is text."""
+        self._sink.content("".join(self._lead) + read)
+        self._lead.clear()
+        self._step = JsonObjectsParser._content
+
+    def _in_broken_call(self, text: str) -> str:
+        before, mark, rest = split_at_marker(text, self._ends)
+        self._sink.argue(before)
+        if mark is None:
+            self._held = rest
+            return ""
+        self._step = JsonObjectsParser._content
+        return self._begin(rest) if mark == self._form.open else rest
+
+    def _behind_call(self, text: str) -> str:
         form = self._form
-        markers = (form.close, form.open, *("{" if form.is_list else ""))
-        _, marker, rest = split_at_marker(self._held + text, markers)
-        self._held = "" if marker else rest
-        if marker == "{":
-            self._call = JsonCall(self._sink)
-            return marker + rest
-        if marker is not None:
-            self._closing = False
-        if marker == form.open:
-            self._begin()
-        return rest if marker else ""
+        rest = text.lstrip(self._between)
+        for mark in (form.close, form.open):
+            if rest.startswith(mark):
+                self._step = JsonObjectsParser._content
+                return self._begin(rest[len(mark) :]) if mark == form.open else rest[len(mark) :]
+            if mark.startswith(rest):
+                self._held = rest
+                return ""
+        self._lead = []
+        if rest[0] == "{":
+            return self._begin_object(rest, needs_arguments=not form.is_list)
+        self._step, self._is_closing = JsonObjectsParser._content, len(form.close) > 1
+        return rest

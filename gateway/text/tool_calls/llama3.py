@@ -29,6 +29,11 @@ class Llama3Parser(ToolCallParser):
         self._python: PythonCall | None = None
         # No call can come any more.
         self._plain = False
+        # The characters since the last call; of them the tag with the name behind it, as far as they have
+        # come, and whether white space followed them.
+        self._lead: list[str] = []
+        self._mark = ""
+        self._is_parted = False
 
     def _read(self, text: str) -> None:
         for position, character in enumerate(text):
@@ -45,36 +50,40 @@ class Llama3Parser(ToolCallParser):
 
     def _end(self) -> None:
         if self._python is not None:
-            self._sink.content(self._held + self._python.source)
-        elif self._call is not None and not self._call.named:
-            self._sink.content(self._held + "".join(self._call.raw))
-        elif self._call is None and not self.num_calls:
-            self._sink.content(self._held)
+            self._give_up(self._python.source)
+        elif self._call is not None:
+            if not self._call.named:
+                self._give_up("".join(self._call.raw))
+        elif self._mark or not self.num_calls:
+            self._give_up("")
         self._call = None
 
     def _before_call(self, character: str) -> None:
-        before = self._held.lstrip(_BETWEEN)
-        if character == "{" and before.rstrip(_BETWEEN) in ("", TAG):
+        if character == "{" and self._mark in ("", TAG):
             self._call = JsonCall(self._sink, needs_arguments=True)
             self._call.feed(character)
             return
-        self._held += character
-        before = (before + character).lstrip(_BETWEEN)
-        if TAG.startswith(before.rstrip(_BETWEEN)):
+        self._lead.append(character)
+        if character in _BETWEEN and len(self._mark) <= len(TAG):
+            self._is_parted = bool(self._mark)
             return
-        name = before.removeprefix(TAG)
-        if character == "(" and before.startswith(TAG) and _PYTHON.fullmatch(name):
-            self._held, self._python = self._held.removesuffix(name), PythonCall(name)
-        elif not before.startswith(TAG) or not _PYTHON_BEGUN.fullmatch(name):
-            self._give_up(self._held)
+        self._mark += character
+        is_tagged, name = self._mark.startswith(TAG), self._mark.removeprefix(TAG)
+        if self._is_parted:
+            self._give_up("")
+        elif is_tagged and character == "(" and _PYTHON.fullmatch(name):
+            del self._lead[-len(name) :]
+            self._python = PythonCall(name)
+        elif not TAG.startswith(self._mark) and not (is_tagged and _PYTHON_BEGUN.fullmatch(name)):
+            self._give_up("")
 
     def _end_python(self, call: PythonCall) -> None:
         self._python = None
         read = call.read(self._tools)
         if read is None:
-            self._give_up(self._held + call.source)
+            self._give_up(call.source)
             return
-        self._held = ""
+        self._forget()
         self._sink.begin(read[0])
         self._sink.argue(read[1])
         self.num_complete += 1
@@ -85,9 +94,9 @@ class Llama3Parser(ToolCallParser):
             return
         self._call = None
         if not call.named:
-            self._give_up(self._held + "".join(call.raw))
+            self._give_up("".join(call.raw))
             return
-        self._held = ""
+        self._forget()
         if call.state is CallState.DONE:
             self.num_complete += 1
         else:
@@ -96,6 +105,11 @@ class Llama3Parser(ToolCallParser):
             self._plain = True
 
     def _give_up(self, text: str) -> None:
-        self._held = ""
+        """It is no call, up to `text`."""
         self._plain = True
-        self._sink.content(text)
+        self._sink.content("".join(self._lead) + text)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lead.clear()
+        self._mark, self._is_parted = "", False

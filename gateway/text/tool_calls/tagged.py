@@ -18,6 +18,8 @@ from gateway.text.tool_calls.values import ToolTypes, is_text, typed_value
 
 _SPACE = " \t\r\n"
 _NAME = re.compile(r"[^\s<>\"{}]+")
+# Characters of a name, with the spaces around it.
+_MAX_NAME = 256
 
 
 class TaggedParser(ToolCallParser):
@@ -29,11 +31,16 @@ class TaggedParser(ToolCallParser):
         self._tools = tools
         # Takes some of the text and returns the rest.
         self._step: Callable[[TaggedParser, str], str] = TaggedParser._content
-        # What was read of the format since the last call.
+        # What was read of the format since the last call, white space behind it, and a part of it that is
+        # read, of which only the end is looked at.
         self._raw = ""
+        self._blank: list[str] = []
+        self._written: list[str] = []
         self._name = ""
         self._announced = False
         self._num_arguments = 0
+        # Text between the arguments of a call, which is shown behind it.
+        self._strays: list[str] = []
         # What may follow an argument.
         ends = (form.key_open, form.call_close or form.close, form.close)
         self._after_value = tuple(dict.fromkeys(ends))
@@ -49,10 +56,13 @@ class TaggedParser(ToolCallParser):
             rest = self._step(self, rest)
 
     def _end(self) -> None:
-        if self._step is TaggedParser._content:
+        if self._announced:
+            self._strays.append(self._held if self._step is TaggedParser._arguments else "")
+            self._show_strays()
+        elif self._step is TaggedParser._content:
             self._end_of_content()
-        elif not self._announced and (self._raw or self._held.strip()):
-            self._sink.content(self._raw + self._held)
+        elif self._raw or self._held:
+            self._sink.content(self._raw + self._take_blank() + self._held)
 
     def _wait(self, text: str) -> str:
         self._held = text
@@ -60,20 +70,25 @@ class TaggedParser(ToolCallParser):
 
     def _next(self, text: str, marks: Sequence[str]) -> tuple[str | None, str]:
         """(the mark that `text` begins with after white space, the rest); ("", …) where it is another text,
-        and (None, …) where that is not known yet.
+        and (None, …) where that is not known yet. The white space is kept until it is taken.
         """
         rest = text.lstrip(_SPACE)
+        self._blank.append(text[: len(text) - len(rest)])
         for mark in marks:
             if rest.startswith(mark):
                 return mark, rest[len(mark) :]
         return (None if any(mark.startswith(rest) for mark in marks) else ""), rest
 
+    def _take_blank(self) -> str:
+        blank = "".join(self._blank)
+        self._blank.clear()
+        return blank
+
     def _content(self, text: str) -> str:
-        rest = self._content_up_to(text, self._form.open)
-        if rest is None:
-            return ""
-        self._raw, self._held = self._held + self._form.open, ""
-        self._step = TaggedParser._between if self._form.call_open else TaggedParser._in_name
+        mark, rest = self._content_up_to(text, (self._form.open,))
+        if mark is not None:
+            self._raw = self._take_breaks() + mark
+            self._step = TaggedParser._between if self._form.call_open else TaggedParser._in_name
         return rest
 
     def _no_call(self, text: str) -> str:
@@ -86,16 +101,17 @@ class TaggedParser(ToolCallParser):
         form = self._form
         mark, rest = self._next(text, (form.call_open, form.close))
         if mark is None:
-            return self._wait(text)
-        if mark != form.call_open and self._raw:
-            # No call has come in this section, or not since something else.
-            return self._no_call(text)
+            return self._wait(rest)
+        blank = self._take_blank()
         if mark == form.call_open:
-            self._raw += text[: len(text) - len(rest)]
+            self._raw += blank + mark
             self._step = TaggedParser._in_name
             return rest
+        if self._raw:
+            # No call has come in this section, or not since something else.
+            return self._no_call(blank + mark + rest)
         self._step = TaggedParser._content
-        return rest if mark else text
+        return rest if mark else blank + rest
 
     def _in_name(self, text: str) -> str:
         form = self._form
@@ -103,6 +119,8 @@ class TaggedParser(ToolCallParser):
         written, mark, rest = split_at_marker(text, marks)
         name = written.strip(" ") if mark else written
         if (name or mark) and not _NAME.fullmatch(name if mark else name.strip(" ") or "_"):
+            return self._no_call(text)
+        if len(written) > _MAX_NAME:
             return self._no_call(text)
         if mark is None:
             return self._wait(text)
@@ -119,7 +137,8 @@ class TaggedParser(ToolCallParser):
         form = self._form
         mark, rest = self._next(text, self._after_value)
         if mark is None:
-            return self._wait(text)
+            return self._wait(rest)
+        blank = self._take_blank()
         if mark:
             if not self._announced:
                 self._announced, self._raw = True, ""
@@ -130,20 +149,30 @@ class TaggedParser(ToolCallParser):
             self._sink.argue("}" if self._num_arguments else "{}")
             self.num_complete += 1
             self._announced = False
+            self._show_strays()
             in_section = form.call_close and mark == form.call_close
             self._step = TaggedParser._between if in_section else TaggedParser._content
             return rest
         if not self._announced:
-            return self._no_call(text)
-        # The name is out already, and what is no argument belongs to nobody.
-        _, found, rest = split_at_marker(text, self._after_value)
+            return self._no_call(blank + rest)
+        # The name is out already.
+        stray, found, rest = split_at_marker(rest, self._after_value)
+        self._strays.append(blank + stray)
         return found + rest if found else self._wait(rest)
+
+    def _show_strays(self) -> None:
+        text = "".join(self._strays)
+        self._strays.clear()
+        self._sink.content(text if text.strip() else "")
 
     def _in_key(self, text: str) -> str:
         form = self._form
-        written, mark, rest = split_at_marker(text, (form.key_close,))
+        before, mark, rest = split_at_marker(text, (form.key_close,))
+        self._written.append(before)
         if mark is None:
-            return self._wait(text)
+            return self._wait(rest)
+        written = "".join(self._written)
+        self._written.clear()
         key, _, kind = written.partition(form.kind) if form.kind else (written, "", "")
         self._kinds = frozenset({"string"}) if kind == "true" else self._tools.kinds(self._name, key)
         self._sink.argue(
@@ -156,8 +185,9 @@ class TaggedParser(ToolCallParser):
     def _before_value(self, text: str) -> str:
         mark, rest = self._next(text, (self._form.value_open,))
         if mark is None:
-            return self._wait(text)
-        return self._begin_value(rest)
+            return self._wait(rest)
+        blank = self._take_blank()
+        return self._begin_value(rest if mark else blank + rest)
 
     def _begin_value(self, text: str) -> str:
         self._at_start, self._back, self._value = True, "", []
@@ -171,19 +201,26 @@ class TaggedParser(ToolCallParser):
         self._pass(before)
         if mark is None:
             return self._wait(rest)
-        follows, _ = self._next(rest, self._after_value)
+        self._step = TaggedParser._behind_value
+        return rest
+
+    def _behind_value(self, text: str) -> str:
+        """Behind a closing mark, which is the value's own text unless what follows a value follows it."""
+        follows, rest = self._next(text, self._after_value)
         if follows is None:
-            return self._wait(mark + rest)
+            return self._wait(rest)
+        blank = self._take_blank()
         if not follows:
-            self._pass(mark)
-            return rest
+            self._pass(self._form.value_close)
+            self._step = TaggedParser._in_value
+            return blank + rest
         if is_text(self._kinds):
             self._sink.argue('"')
         else:
             value = "".join(self._value)
             self._sink.argue(typed_value(value.removesuffix(self._form.pad), self._kinds))
         self._step = TaggedParser._arguments
-        return rest
+        return follows + rest
 
     def _pass(self, text: str) -> None:
         """A piece of the value."""

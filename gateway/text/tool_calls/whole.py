@@ -74,8 +74,12 @@ class PythonicParser(ToolCallParser):
         # No call can come any more.
         self._plain = False
         self._call: PythonCall | None = None
-        # What was read of the list since the last call, and before the call that is read.
-        self._raw = ""
+        # The characters of the list since the last call, and before the call that is read.
+        self._lead: list[str] = []
+        # Of them the mark, then the name or the end of the list, as far as they have come; whether white
+        # space followed them.
+        self._mark = ""
+        self._is_parted = False
         self._in_list = False
 
     def _read(self, text: str) -> None:
@@ -89,48 +93,68 @@ class PythonicParser(ToolCallParser):
                 self._end_call(self._call)
 
     def _end(self) -> None:
-        left = self._raw
+        left = "".join(self._lead)
         if self._call is not None:
             left += self._call.source
         elif self.num_calls:
             left = left.strip(_SPACE + ",]").removesuffix(PYTHON_CLOSE)
         self._sink.content(left)
-        self._raw = ""
+        self._lead.clear()
 
     def _between(self, character: str) -> None:
-        self._raw += character
+        self._lead.append(character)
+        if character in _SPACE:
+            self._is_parted = bool(self._mark)
+            return
         if not self._in_list:
-            before = self._raw.strip(_SPACE)
-            self._in_list = before.removeprefix(PYTHON_OPEN).strip(_SPACE) == "["
-            if not (self._in_list or PYTHON_OPEN.startswith(before)):
-                self._give_up(self._raw)
+            self._before_list(character)
             return
-        name = self._raw.lstrip(_SPACE).removeprefix(PYTHON_OPEN).lstrip(_SPACE + "[,")
-        if character == "(" and _NAME.fullmatch(name[:-1]) and self._tools.knows(name[:-1]):
-            self._raw, self._call = self._raw.removesuffix(name), PythonCall(name)
-        elif not name or (self.num_calls and self._closes(name)):
+        if not self._mark and character in "[,":
             return
-        elif len(name) > _MAX_NAME or not _NAME.fullmatch(name):
-            self._give_up(self._raw)
+        mark = self._mark = self._mark + character
+        if mark.startswith("]") and self.num_calls:
+            # What closes the list is no text; white space may stand around its parts.
+            if mark[1:] in ("", PYTHON_CLOSE):
+                self._lead.clear()
+            elif not PYTHON_CLOSE.startswith(mark[1:]) or (self._is_parted and len(mark) > 2):
+                self._give_up("")
+            self._is_parted = False
+        elif self._is_parted:
+            self._give_up("")
+        elif character == "(" and _NAME.fullmatch(mark[:-1]) and self._tools.knows(mark[:-1]):
+            del self._lead[-len(mark) :]
+            self._call = PythonCall(mark)
+        elif len(mark) > _MAX_NAME or not _NAME.fullmatch(mark):
+            self._give_up("")
 
-    def _closes(self, text: str) -> bool:
-        """Whether the end of the list, or a part of it, stands there."""
-        return text.startswith("]") and PYTHON_CLOSE.startswith(text[1:].strip(_SPACE))
+    def _before_list(self, character: str) -> None:
+        if character == "[" and self._mark in ("", PYTHON_OPEN):
+            self._in_list, self._mark, self._is_parted = True, "", False
+            return
+        self._mark += character
+        if self._is_parted or not PYTHON_OPEN.startswith(self._mark):
+            self._give_up("")
 
     def _end_call(self, call: PythonCall) -> None:
         self._call = None
         read = call.read(self._tools)
         if read is None:
-            self._give_up(self._raw + call.source)
+            self._give_up(call.source)
             return
-        self._raw = ""
+        self._forget()
         self._sink.begin(read[0])
         self._sink.argue(read[1])
         self.num_complete += 1
 
     def _give_up(self, text: str) -> None:
-        self._plain, self._raw = True, ""
-        self._sink.content(text)
+        """It is no call, up to `text`."""
+        self._plain = True
+        self._sink.content("".join(self._lead) + text)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lead.clear()
+        self._mark, self._is_parted = "", False
 
 
 def _python_value(node: ast.expr) -> Any:
@@ -169,14 +193,13 @@ class BracedParser(ToolCallParser):
         if self._parts is None:
             self._end_of_content()
         else:
-            self._sink.content(self._form.open + "".join(self._parts) + self._held)
+            self._sink.content(self._take_breaks() + self._form.open + "".join(self._parts) + self._held)
         self._parts = None
 
     def _content(self, text: str) -> str:
-        rest = self._content_up_to(text, self._form.open)
-        if rest is None:
-            return ""
-        self._held, self._parts, self._in_text = "", [], False
+        mark, rest = self._content_up_to(text, (self._form.open,))
+        if mark is not None:
+            self._parts, self._in_text = [], False
         return rest
 
     def _in_call(self, parts: list[str], text: str) -> str:
@@ -199,8 +222,9 @@ class BracedParser(ToolCallParser):
                 raise ValueError(name)
             written = self._tools.written(name, _Braces(body + "}", form.quote).members())
         except _UNREADABLE:
-            self._sink.content(form.open + source + form.close)
+            self._sink.content(self._take_breaks() + form.open + source + form.close)
             return rest
+        self._num_breaks = 0
         self._sink.begin(name)
         self._sink.argue(written)
         self.num_complete += 1

@@ -110,9 +110,10 @@ class Layer:
         out = torch.zeros(len(x), self.hidden, dtype=torch.float64)
         for row in range(len(x)):
             for expert, share in zip(ids[row].tolist(), shares[row], strict=True):
-                up = x[row].double() @ self.gate_up[expert].dequantize().double().T
+                before, after = (share, 1.0) if self.routing.weighs_inputs else (1.0, share)
+                up = (x[row] * before).double() @ self.gate_up[expert].dequantize().double().T
                 down = gate("silu", up[None])[0] @ self.down[expert].dequantize().double().T
-                out[row] += share * (down + self.biases[expert])
+                out[row] += after * (down + self.biases[expert])
         return out
 
 

@@ -35,9 +35,15 @@ def step_of(num_tokens: int, **pointers: Tensor) -> ctypes.Structure:
 
 
 def normed(
-    library: NativeLibrary, x: Tensor, change: Tensor | None, change_weight: Tensor | None, weight: Tensor
+    library: NativeLibrary,
+    x: Tensor,
+    change: Tensor | None,
+    change_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The stream and its norm."""
+    """The stream and its norm; a layer norm with that bias, if there is one."""
+    more = None if bias is None else bias.data_ptr()
     residual, out = torch.full_like(x, NAN), torch.full_like(x, NAN)
     step = step_of(len(x))
     args = NormArgs(
@@ -50,6 +56,9 @@ def normed(
         out=out.data_ptr(),
         width=x.shape[1],
         eps=EPS,
+        centered=bias is not None,
+        bias=more,
+        change_bias=more if change_weight is not None else None,
     )
     library.run([norm_op(library, args)], num_threads=2)
     return residual, out
@@ -57,20 +66,24 @@ def normed(
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("placement", ["plain", "added", "normed"])
-def test_norm(native: NativeLibrary, width: int, placement: str) -> None:
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_norm(native: NativeLibrary, width: int, placement: str, layer_norm: bool) -> None:
     torch.manual_seed(width)
-    x, change = torch.randn(2, 9, width)
-    inner, weight = torch.randn(2, width)
+    x, change = torch.randn(2, 9, width) + 3.0
+    inner, weight, bias = torch.randn(3, width)
+    given = bias if layer_norm else None
     added = None if placement == "plain" else change
     inner_weight = inner if placement == "normed" else None
-    stream, out = normed(native, x, added, inner_weight, weight)
-    expected = {"plain": x, "added": x + change, "normed": x + rms_norm(change, inner, EPS)}[placement]
-    torch.testing.assert_close(stream, expected, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(out, rms_norm(expected, weight, EPS), atol=2e-6, rtol=2e-6)
+    stream, out = normed(native, x, added, inner_weight, weight, given)
+    joined = x + rms_norm(change, inner, EPS, given, centered=layer_norm)
+    expected = {"plain": x, "added": x + change, "normed": joined}[placement]
+    torch.testing.assert_close(stream, expected, atol=2e-6, rtol=2e-6)
+    again = rms_norm(expected, weight, EPS, given, centered=layer_norm)
+    # Of one element nothing is left once its mean is gone, but what rounding leaves of it.
+    torch.testing.assert_close(out, again, atol=4e-6, rtol=4e-6)
     some = slice(4, 5)
-    parts = normed(
-        native, x[some].clone(), None if added is None else change[some].clone(), inner_weight, weight
-    )
+    part = None if added is None else change[some].clone()
+    parts = normed(native, x[some].clone(), part, inner_weight, weight, given)
     assert torch.equal(parts[0], stream[some])
     assert torch.equal(parts[1], out[some])
 
@@ -91,6 +104,43 @@ def test_norm_of_logit_rows(native: NativeLibrary) -> None:
     )
     native.run([norm_op(native, args)], num_threads=2)
     torch.testing.assert_close(out, rms_norm(x[wanted], weight, EPS), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 1537])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("plain", [False, True])
+def test_activations_with_factors_before_and_gates_after(
+    native: NativeLibrary, width: int, kind: str, plain: bool
+) -> None:
+    torch.manual_seed(width)
+    coefficients = torch.tensor([0.8, 1.3, 0.5, -1e-6])
+    rows, gates = 3 * torch.randn(5, width if plain else 2 * width), torch.randn(5)
+    factors, places = torch.rand(9), torch.tensor([8, 0, 3, 3, 7])
+
+    def activated(some: slice) -> Tensor:
+        given, place, gate_of = rows[some].clone(), places[some].clone(), gates[some].clone()
+        out = torch.full((len(given), width), NAN)
+        step = step_of(len(given))
+        args = ActivationArgs(
+            step=ctypes.addressof(step),
+            gate_up=given.data_ptr(),
+            out=out.data_ptr(),
+            width=width,
+            out_stride=width,
+            kind=KINDS[kind],
+            plain=plain,
+            coefficients=coefficients.data_ptr(),
+            factors=factors.data_ptr(),
+            places=place.data_ptr(),
+            gates=gate_of.data_ptr(),
+        )
+        run(native, "activation", args)
+        return out
+
+    found = activated(slice(None))
+    expected = gate(kind, rows * factors[places, None], plain=plain, coefficients=coefficients)
+    torch.testing.assert_close(found, expected * torch.sigmoid(gates)[:, None], atol=1e-5, rtol=3e-6)
+    assert torch.equal(activated(slice(3, 4)), found[3:4])
 
 
 @pytest.mark.parametrize("width", [*WIDTHS, 1537])
@@ -144,7 +194,7 @@ def assert_same_cache(found: LayerCache, expected: LayerCache) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (64, 64), (20, 12), (33, 8), (128, 128), (80, 0)])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("norm", QK_NORMS)
+@pytest.mark.parametrize("norm", [*QK_NORMS, "each, centered", "last"])
 def test_rotation_and_cache_write(
     native: NativeLibrary, dtype: torch.dtype, dim: int, rotary: int, interleaved: bool, norm: str
 ) -> None:
@@ -152,8 +202,13 @@ def test_rotation_and_cache_write(
     heads, kv_heads, tokens = 6, 2, 7
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
     qkv[3, heads * dim : (heads + 1) * dim] = 0.0
-    sizes = {"none": (1, 1), "head": (dim, dim), "full": (heads * dim, kv_heads * dim)}[norm]
-    q_weight, k_weight = (torch.randn(size) for size in sizes)
+    sizes = {
+        "none": (1, 1),
+        "full": (heads * dim, kv_heads * dim),
+        "each, centered": ((heads, dim), (kv_heads, dim)),
+    }
+    q_weight, k_weight = (torch.randn(size) for size in sizes.get(norm, (dim, dim)))
+    q_scales = torch.rand(40) if norm == "last" else None
     angles = torch.randn(40, rotary // 2)
     cos, sin = angles.cos(), angles.sin()
     positions = torch.tensor([3, 0, 39, 5, 5, 8, 9])
@@ -174,8 +229,12 @@ def test_rotation_and_cache_write(
             num_heads=heads,
             rotary_dim=rotary,
             interleaved=interleaved,
-            norm=QK_NORMS[norm],
+            norm=QK_NORMS.get(norm, QK_NORMS["head"]),
             eps=EPS,
+            norm_stride=dim if norm == "each, centered" else 0,
+            norm_centered=norm == "each, centered",
+            norm_last=norm == "last",
+            q_scales=None if q_scales is None else q_scales.data_ptr(),
         )
         run(native, "rope_cache", args)
         return rows[:, : heads * dim], cache
@@ -186,9 +245,14 @@ def test_rotation_and_cache_write(
     if norm == "full":
         q, k = rms_norm(q, q_weight, EPS), rms_norm(k, k_weight, EPS)
     q, k, v = (part.reshape(tokens, -1, dim) for part in (q, k, v))
-    if norm == "head":
-        q, k = rms_norm(q, q_weight, EPS), rms_norm(k, k_weight, EPS)
+    centered = norm == "each, centered"
+    if centered or norm == "head":
+        q, k = (rms_norm(part, w, EPS, centered=centered) for part, w in ((q, q_weight), (k, k_weight)))
     q, k = (rotate(part, cos[positions], sin[positions], interleaved=interleaved) for part in (q, k))
+    if norm == "last":
+        q, k = rms_norm(q, q_weight, EPS), rms_norm(k, k_weight, EPS)
+    if q_scales is not None:
+        q = q * q_scales[positions, None, None]
     torch.testing.assert_close(found, q.flatten(1), atol=3e-6, rtol=1e-5)
     expected = poisoned_cache(dtype, kv_heads, dim, dim)
     expected.write(k, v, slots)

@@ -65,7 +65,10 @@ def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[in
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "llama-biases", "qwen3", "gemma2", "olmo2", "phi3", "mixtral", "gpt-oss", "deepseek-v2"],
+    [
+        *("llama", "llama-biases", "qwen3", "gemma2", "olmo2", "phi3", "mixtral", "gpt-oss", "deepseek-v2"),
+        *("cohere-norms", "hunyuan", "apertus", "gpt-neox", "phi", "gpt2", "qwen2-moe", "llama4"),
+    ],
 )
 def test_tokens_are_those_of_torch(tmp_path: Path, name: str) -> None:
     model_type, changes = CASES[name]
@@ -121,17 +124,19 @@ def test_quantized_experts_are_captured_and_draw_the_same(
 
 
 @pytest.mark.parametrize("quantize", ["w8a8", "fp8"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
 def test_norms_round_for_the_products_that_follow(
-    tmp_path: Path, quantize: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_type: str, quantize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_checkpoint(tmp_path, "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    make_checkpoint(tmp_path, model_type, **sizes)
     options = {"quantize": quantize, "attention_backend": "torch"}
     calls: list[str] = []
     plain = TritonNorm.quantized
 
-    def counted(self: TritonNorm, *arguments: Any) -> Any:
+    def counted(self: TritonNorm, *arguments: Any, **named: Any) -> Any:
         calls.append(arguments[4])
-        return plain(self, *arguments)
+        return plain(self, *arguments, **named)
 
     monkeypatch.setattr(TritonNorm, "quantized", counted)
     kernels = msgspec.structs.replace(PRODUCTS, norm="triton")

@@ -7,7 +7,7 @@ import torch
 
 from kernels.activation.reference import GATES
 from kernels.activation.reference import gate as reference_gate
-from kernels.activation.triton_activation import gate
+from kernels.activation.triton_activation import KINDS, gate
 from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, pack_levels
 from kernels.linear.triton_backend import InvariantLinear, TritonLinear
 from kernels.linear.triton_grouped import grouped_product
@@ -55,6 +55,17 @@ def test_norm(device: torch.device, width: int, dtype: torch.dtype, adds: bool) 
     assert normed.out[3].isnan().all()
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("weights", ["shared", "each"])
+def test_layer_norm(device: torch.device, width: int, weights: str) -> None:
+    x = drawn(4, 3, width) + 3.0
+    weight = drawn(width, seed=1) if weights == "shared" else drawn(3, width, seed=1)
+    bias = drawn(width, seed=2)
+    found = TritonNorm().plain(x.to(device), weight.to(device), 1e-5, bias.to(device), centered=True)
+    expected = reference_norm(x, weight, 1e-5, bias, centered=True)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=3e-5)
+
+
 @pytest.mark.parametrize("quantized", ["int8", "fp8"])
 @pytest.mark.parametrize("width", [7, *WIDTHS[3:]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if INTERPRETED else [HALF])
@@ -93,6 +104,16 @@ def test_gates(device: torch.device, name: str, size: int) -> None:
     # Where erf or tanh cancels, what is left of magnitudes up to 200 is rounding.
     rtol = 1e-5 if INTERPRETED else 1e-4
     torch.testing.assert_close(gate(name, x.to(device)).cpu(), reference_gate(name, x), rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(KINDS) if INTERPRETED else ["relu2", "xielu"])
+@pytest.mark.parametrize("size", [1, 33, 1100])
+def test_activations_without_a_gate(device: torch.device, name: str, size: int) -> None:
+    x, coefficients = drawn(3, size) * 4, torch.tensor([0.8, 1.3, 0.5, -1e-6])
+    found = gate(name, x.to(device), plain=True, coefficients=coefficients.to(device))
+    expected = reference_gate(name, x, plain=True, coefficients=coefficients)
+    rtol = 1e-5 if INTERPRETED else 1e-4
+    torch.testing.assert_close(found.cpu(), expected, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])

@@ -15,6 +15,22 @@ OPEN, CLOSE, BREAK, BLANK, END, WORD = 14, 15, 1, 3, 2, 40
 TAGS = ThinkingTags(
     open_id=OPEN, close_id=CLOSE, opened=False, line_breaks=(BREAK, BLANK), blank_line=(BLANK,)
 )
+# Messages: 20 to 26 are start, assistant, channel, analysis, message, final, end.
+START, ROLE, CHANNEL, ANALYSIS, MESSAGE, FINAL, ENDS = range(20, 27)
+LEAD, HEADER = [START, ROLE], [CHANNEL, ANALYSIS, MESSAGE]
+ANSWER = [*LEAD, CHANNEL, FINAL, MESSAGE]
+MESSAGES = ThinkingTags(
+    open_id=CHANNEL,
+    open_rest=(ANALYSIS, MESSAGE),
+    close_id=ENDS,
+    opened=False,
+    lead=tuple(LEAD),
+    answer=tuple(ANSWER),
+    other_ends=(START, CHANNEL),
+)
+NAMED = ThinkingTags(
+    open_id=OPEN, close_id=CLOSE, opened=False, line_breaks=(BREAK, BLANK), name=(WORD + 1, BREAK)
+)
 OPENED = ThinkingTags(
     open_id=OPEN, close_id=CLOSE, opened=True, line_breaks=(BREAK, BLANK), blank_line=(BLANK,)
 )
@@ -45,6 +61,29 @@ def written(thought: Thought, wanted: list[int], length: int) -> list[int]:
         (TAGS, [], [OPEN, BREAK, CLOSE, WORD], 9, [OPEN, BREAK, CLOSE, WORD, OPEN, BREAK]),
         (TAGS, [], [WORD, OPEN], 2, [WORD, OPEN] * 4),
         (TAGS, [], [BREAK, BLANK, OPEN, WORD], 2, [BREAK, BLANK, OPEN, BREAK, CLOSE, BLANK, OPEN]),
+        # The whole way to the answer is forced, and neither it nor a header is a thought.
+        (MESSAGES, [], [*HEADER, WORD, WORD, WORD, WORD], 3, [*HEADER, WORD, WORD, ENDS, *ANSWER, WORD]),
+        (MESSAGES, [], [*HEADER, WORD], 1, [*HEADER, ENDS, *ANSWER]),
+        # It closes by itself, and goes on as it likes; thoughts of all messages are one budget.
+        (
+            MESSAGES,
+            [],
+            [*HEADER, WORD, ENDS, *LEAD, *HEADER, WORD, WORD, WORD],
+            4,
+            [*HEADER, WORD, ENDS, *LEAD, *HEADER, WORD, ENDS, *ANSWER],
+        ),
+        # What is spelled in other tokens, or stands elsewhere, is no header.
+        (MESSAGES, [], [CHANNEL, WORD, MESSAGE, WORD], 1, [CHANNEL, WORD, MESSAGE, WORD] * 2),
+        (MESSAGES, [], [WORD, *HEADER, WORD], 1, [WORD, *HEADER, WORD] * 2),
+        # A thought's name is no thought, and its line break asks for none at the end.
+        (
+            NAMED,
+            [],
+            [OPEN, WORD + 1, BREAK, WORD, WORD],
+            3,
+            [OPEN, WORD + 1, BREAK, WORD, WORD, CLOSE, WORD + 1],
+        ),
+        (NAMED, [], [OPEN, WORD], 2, [OPEN, WORD, CLOSE, WORD, OPEN]),
     ],
 )
 def test_the_end_is_the_familys_own(
@@ -80,6 +119,58 @@ def test_no_budget_is_passed_and_every_place_is_found_again(
         assert before.forced() is None, "so many tokens were said to be free"
         before.read((token,))
     assert again.valid_prefix(output[cut:]) == len(output[cut:])
+
+
+def test_no_thought_is_opened_once_the_budget_is_spent() -> None:
+    thought = Thought(MESSAGES, 2, [])
+    thought.read([*HEADER, WORD, ENDS, *ANSWER, WORD, ENDS])
+    assert (thought.num_thought, thought.is_over, thought.forced()) == (2, False, None)
+    assert thought.excluded() is None
+    assert thought.num_free == 3
+    assert thought.valid_prefix([*LEAD, *HEADER]) == 3
+    assert thought.valid_prefix([*LEAD, CHANNEL, FINAL, MESSAGE]) == 5
+    thought.read([*LEAD, CHANNEL])
+    assert (thought.excluded(), thought.num_free) == (ANALYSIS, 0)
+    row = np.full(2, -1, np.int32)
+    thought.bind(row)
+    assert [bit for bit in range(64) if not int(row[bit >> 5]) >> (bit & 31) & 1] == [ANALYSIS]
+    # A grammar that allows nothing else is not left without a token.
+    alone = np.zeros(2, np.int32)
+    alone[0] = 1 << ANALYSIS
+    kept = alone.copy()
+    thought.bind(alone)
+    np.testing.assert_array_equal(alone, kept)
+
+
+@given(budget=st.integers(1, 9), seed=st.integers(0, 1 << 20), cut=st.integers(0, 60))
+def test_thoughts_of_many_messages_keep_one_budget(budget: int, seed: int, cut: int) -> None:
+    draw = random.Random(seed)
+    parts: list[list[int]] = [
+        [*LEAD, *HEADER],
+        ANSWER,
+        [WORD],
+        [WORD],
+        [ENDS],
+        [START],
+        [CHANNEL],
+        [ANALYSIS],
+    ]
+    thought, output, num_thought = Thought(MESSAGES, budget, []), list[int](), 0
+    wanted = [*HEADER, *(token for _ in range(30) for token in draw.choice(parts))]
+    for token in wanted:
+        forced = thought.forced()
+        free = FINAL if token == thought.excluded() else token
+        output.append(free if forced is None else forced)
+        num_thought += bool(thought.thinks)
+        thought.read(output[-1:])
+    assert num_thought == thought.num_thought <= budget
+    again = Thought(MESSAGES, budget, [])
+    again.read(output[:cut])
+    assert again.valid_prefix(output[cut:]) == len(output[cut:])
+    before = again.copy()
+    for token in output[cut : cut + again.num_free]:
+        assert (before.forced(), before.excluded()) == (None, None)
+        before.read((token,))
 
 
 @pytest.mark.parametrize("token", [CLOSE, 31, 32, 63])

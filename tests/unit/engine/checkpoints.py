@@ -49,13 +49,15 @@ def make_checkpoint(
 
     Weights are larger than usual, so that logits differ clearly and a wrong term shows.
     """
-    config = transformers.AutoConfig.for_model(
-        model_type, **(SMALL | ROTATIONS.get(model_type, {}) | changes)
-    )
+    values = SMALL | ROTATIONS.get(model_type, {}) | changes
+    auto = transformers.AutoModelForCausalLM
+    if "text_config" in changes:
+        # A model that sees, whose text model has a configuration of its own.
+        values = changes | {"text_config": SMALL | changes["text_config"]}
+        auto = transformers.AutoModelForImageTextToText
+    config = transformers.AutoConfig.for_model(model_type, **values)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -64,6 +66,10 @@ def make_checkpoint(
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(std=0.5)
+        for name, buffer in model.named_buffers():
+            # Corrections of a router's choice are zeros until they are trained.
+            if "correction" in name:
+                buffer.normal_(std=0.2)
     model.eval()
     model.save_pretrained(folder)
     return model

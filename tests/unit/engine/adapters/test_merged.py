@@ -37,6 +37,18 @@ CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "fused": ("phi3", {}, [{"r": 6, "targets": ("qkv_proj", "gate_up_proj")}, {"targets": ("o_proj",)}]),
     "norms after": ("gemma2", {"head_dim": 12}, [{"r": 8}, {"targets": ("up_proj",)}]),
+    # Adapters have the checkpoint's own names; halves side by side take them, and what has no gate.
+    "own names": ("phi", {}, [{"targets": ("dense", "fc1", "q_proj")}, {"r": 9, "targets": ("fc2",)}]),
+    "own names, head by head": (
+        FAMILY_CASES["gpt-neox"][0],
+        FAMILY_CASES["gpt-neox"][1],
+        [{"targets": ("attention.dense", "dense_h_to_4h")}, {"targets": ("dense_4h_to_h",)}],
+    ),
+    "own names, fused": (
+        FAMILY_CASES["granite-hybrid"][0],
+        FAMILY_CASES["granite-hybrid"][1],
+        [{"targets": ("shared_mlp.input_linear", "v_proj")}, {"targets": ("output_linear",)}],
+    ),
     "latent": (
         "deepseek_v3",
         FAMILY_CASES["deepseek-v3"][1] | {"kv_lora_rank": 40, "num_hidden_layers": 2},

@@ -192,6 +192,43 @@ def test_choices_and_beams_keep_it_each(runner: ModelRunner) -> None:
     check(requests, outputs)
 
 
+@pytest.mark.parametrize("method", ["off", "ngram"])
+def test_the_way_to_an_answer_of_its_own_is_forced_whole(method: str) -> None:
+    """Messages as harmony has them, of this vocabulary's words."""
+    start, role, channel, analysis, message, final = ids_of("a b c d e f")[:6]
+    header, answer = (channel, analysis, message), (start, role, channel, final, message)
+    tags = ThinkingTags(
+        open_id=channel,
+        open_rest=(analysis, message),
+        close_id=CLOSE,
+        opened=False,
+        lead=(start, role),
+        answer=answer,
+        other_ends=(start,),
+    )
+    never = dict.fromkeys((CLOSE, END, start, channel), -100.0)
+    speculation = SpeculationConfig(method=method, min_ngram=1, min_acceptance=0.0)
+    with closing(open_runner(BUNDLED, speculation=speculation, kv_cache_bytes=64 << 20)) as runner:
+        requests = [
+            request_of(
+                number,
+                thinking=tags,
+                output_token_ids=header,
+                sampling={"logit_bias": never, "max_tokens": 60},
+            )
+            for number in range(12)
+        ]
+        outputs, _ = run(runner, requests)
+    for (number, _), output in outputs.items():
+        budget = requests[number].sampling.max_thinking_tokens
+        assert budget is not None
+        assert output.index(CLOSE) == len(header) + budget - 1
+        behind = len(header) + budget
+        assert tuple(output[behind : behind + len(answer)]) == answer
+        assert not {CLOSE, start, channel} & set(output[behind + len(answer) :])
+        assert len(output) == 60
+
+
 @pytest.fixture(scope="module")
 def grammars() -> dict[bool, GrammarSpec]:
     """The tokenizer service's, by whether the prompt has begun the thought that comes before the answer."""

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from engine.model.families import FAMILIES
+from engine.model.families import FAMILIES, read_spec
+from engine.model.families.table import main, markdown
+from engine.model.spec import CheckpointError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
 
@@ -42,6 +45,36 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+CORRECTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+ATTENTION_ALONE = {
+    "layer_types": ["full_attention"] * 2,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+}
+NTK_ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 500.0}
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 2]}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 WINDOWS = ["sliding_attention", "full_attention"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -156,6 +189,213 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
         },
     ),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 3}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 9, "attention_bias": True},
+    ),
+    "olmo3": ("olmo3", {"sliding_window": 11, "num_hidden_layers": 4}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "ministral": ("ministral", {"head_dim": 12, "sliding_window": 8, "layer_types": WINDOWS}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    "granite": ("granite", GRANITE | {"tie_word_embeddings": True}),
+    "granite-moe": ("granitemoe", GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite-moe-shared": (
+        "granitemoeshared",
+        GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 24},
+    ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        GRANITE | ATTENTION_ALONE | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "granite-hybrid-moe": (
+        "granitemoehybrid",
+        GRANITE | ATTENTION_ALONE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    "cohere-norms": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "cohere2": ("cohere2", {"sliding_window": 9, "num_hidden_layers": 4}),
+    "exaone4": ("exaone4", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "seed-oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
+    "glm": ("glm", {"head_dim": 16, "eos_token_id": 198}),
+    "glm4": ("glm4", {"head_dim": 16, "eos_token_id": 198}),
+    "glm4-moe": (
+        "glm4_moe",
+        CORRECTED
+        | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.7},
+    ),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        DEEPSEEK | CORRECTED | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "ernie4.5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "ernie4.5-moe": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 4,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 20,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "rope_parameters": NTK_ALPHA},
+    ),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 40,
+            "interleave_moe_layer_step": 2,
+            "num_hidden_layers": 4,
+            "floor_scale": 8,
+        },
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "dots1": ("dots1", CORRECTED),
+    "arcee": ("arcee", {"mlp_bias": True}),
+    "apertus": (
+        "apertus",
+        {"rope_parameters": LLAMA3, "intermediate_size": 84},
+    ),
+    "nemotron": ("nemotron", {}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "rope_parameters": PARTIAL}),
+    "stablelm-parallel": (
+        "stablelm",
+        {"qk_layernorm": True, "use_parallel_residual": True, "rope_parameters": PARTIAL},
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": 12}),
+    "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 90}),
+    "gpt2-inner": ("gpt2", {"n_embd": 48, "n_layer": 1, "n_head": 3, "n_positions": 256}),
+    "gpt-neox": ("gpt_neox", {"num_attention_heads": 3, "rope_parameters": PARTIAL}),
+    "gpt-neox-serial": ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": PARTIAL}),
+    "phi": ("phi", {}),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.2},
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "gemma3-seeing": (
+        "gemma3",
+        {
+            "text_config": {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 3},
+            "vision_config": VISION,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3-seeing": (
+        "mistral3",
+        {
+            "text_config": {"model_type": "mistral", "head_dim": 16},
+            "vision_config": VISION | {"model_type": "pixtral"},
+        },
+    ),
+    "llama4-seeing": (
+        "llama4",
+        {
+            "text_config": {
+                "head_dim": 16,
+                "num_local_experts": 3,
+                "num_experts_per_tok": 1,
+                "intermediate_size_mlp": 40,
+                "pad_token_id": 0,
+            },
+            "vision_config": VISION
+            | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        },
+    ),
+    "qwen2.5-vl": (
+        "qwen2_5_vl",
+        {
+            "text_config": {"rope_parameters": MROPE},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "intermediate_size": 24,
+                "out_hidden_size": 48,
+            },
+        },
+    ),
+    "qwen3-vl": (
+        "qwen3_vl",
+        {
+            "text_config": {"rope_parameters": MROPE, "head_dim": 12},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "intermediate_size": 24,
+                "out_hidden_size": 48,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {
+            "text_config": {
+                "rope_parameters": MROPE,
+                "head_dim": 12,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "intermediate_size": 24,
+                "out_hidden_size": 48,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
     "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
 }
 
@@ -166,15 +406,85 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path, model_type, **changes)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in FAMILIES
     prompts = [prompt_of(length, 199, seed=length) for length in (45, 1, 17)]
-    for backend, chunk in (("torch", 13), ("reference", 1000)):
-        with closing(open_runner(tmp_path, attention_backend=backend)) as runner:
+    for options, chunk in (
+        ({"native": "required"}, 13),
+        ({"attention_backend": "torch"}, 13),
+        ({"attention_backend": "reference"}, 1000),
+    ):
+        with closing(open_runner(tmp_path, **options)) as runner:
             probe = GREEDY.__class__(temperature=0.0, prompt_logprobs=199)
             driver = Driver(runner, seed=3)
             scored, *_ = driver.run([Job(prompts[0], num_tokens=1, sampling=probe, chunk=chunk)])
             _assert_scores(scored, torch.log_softmax(reference_logits(oracle, prompts[0]), -1))
             jobs = driver.run([Job(prompt, num_tokens=8, chunk=chunk) for prompt in prompts])
+            _assert_continues(driver, jobs[0])
         for job in jobs:
             assert job.output == reference_greedy(oracle, job.prompt, 8)
+
+
+def test_experts_may_be_stored_either_way(tmp_path: Path) -> None:
+    """Published checkpoints have their inputs first, what transformers saves has them last."""
+    model_type, changes = CASES["qwen3-vl-moe"]
+    oracle = make_checkpoint(tmp_path, model_type, **changes)
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path)
+    prompt = prompt_of(20, 199)
+    (job,) = generated(tmp_path, [Job(prompt, num_tokens=6)])
+    assert job.output == reference_greedy(oracle, prompt, 6)
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+def test_layers_that_predict_more_are_left_out_and_said(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_type, changes = CASES[name]
+    oracle = make_checkpoint(tmp_path, model_type, **changes)
+    behind = f"model.layers.{oracle.config.num_hidden_layers}.eh_proj.weight"
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {behind: torch.randn(48, 96)}, path)
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    (job,) = generated(tmp_path, [Job(prompt_of(9, 199), num_tokens=4)])
+    assert job.output == reference_greedy(oracle, job.prompt, 4)
+    assert f"1 tensors are not served: {behind}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("phi", {"qk_layernorm": True}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("hunyuan", {"use_cla": True}),
+        ("cohere2", {"use_parallel_block": False}),
+        ("minimax-m2", {"attn_type_list": [1, 0]}),
+        ("granite-hybrid", {"layer_types": ["attention", "mamba"]}),
+        ("dots1", {"moe_layer_freq": 2}),
+        ("starcoder2", {"norm_type": "rms_norm"}),
+        ("mistral3-seeing", {"text_config": {"model_type": "mamba"}}),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes)
+    edit_config(tmp_path, **keys)
+    (key,) = keys
+    with pytest.raises(CheckpointError, match=key if key != "text_config" else "model_type = 'mamba'"):
+        read_spec(tmp_path)
+
+
+def _assert_continues(driver: Driver, known: Job) -> None:
+    """The rest of its output comes again after a hit of its prompt's first blocks, and once the sequence was
+    preempted, as its output is computed as prompt then.
+    """
+    (resumed,) = driver.run([Job(known.prompt, num_tokens=8, output=known.output[:5], chunk=11)])
+    blocks = driver.take_blocks(32)
+    driver.run([Job(known.prompt[:32], num_tokens=1)], prefix=(blocks, 0))
+    (hit,) = driver.run([Job(known.prompt, num_tokens=8)], prefix=(blocks, 32))
+    assert resumed.output == hit.output == known.output
 
 
 def _assert_scores(job: Job, expected: torch.Tensor) -> None:
@@ -201,8 +511,6 @@ def test_older_config_form_reads_the_same(tmp_path: Path) -> None:
     """`rope_theta` with `rope_scaling` (type or rope_type) and `torch_dtype` mean what `rope_parameters`
     means.
     """
-    from engine.model.families import read_spec
-
     make_checkpoint(tmp_path, "llama", rope_parameters=LLAMA3)
     newer = read_spec(tmp_path)
     scaling = {key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "rope_type")}
@@ -220,9 +528,22 @@ def test_older_config_form_reads_the_same(tmp_path: Path) -> None:
 
 def test_first_name_of_longrope_is_known(tmp_path: Path) -> None:
     """The first Phi-3 checkpoints call it "su"."""
-    from engine.model.families import read_spec
-
     make_checkpoint(tmp_path, "llama", rope_parameters=LONGROPE)
     expected = read_spec(tmp_path).ropes
     edit_config(tmp_path, rope_parameters=LONGROPE | {"rope_type": "su"})
     assert read_spec(tmp_path).ropes == expected
+
+
+def test_the_page_has_every_family() -> None:
+    """To write it again: `python -m engine.model.families.table --markdown`."""
+    page = (Path(__file__).resolve().parents[4] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert page.partition("## Families\n\n")[2] == markdown()
+
+
+def test_families_are_printed_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Cohere2ForCausalLM" in capsys.readouterr().out
+    assert main(["--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["architecture"] for row in rows] == sorted(FAMILIES)
+    assert all(all(row.values()) for row in rows)

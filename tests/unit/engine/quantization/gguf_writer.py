@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 RANDOM_BLOCKS = {Kind.Q4_K: (144, (0, 2)), Kind.Q6_K: (210, (208,)), Kind.Q5_K: (176, (0, 2))}
 
 
+LAYER_NORMS = ("layer_norm_eps", "norm_eps", "norm_epsilon")
+# Those whose rows of q and k the converter reorders, and those to whose norms' weights it adds one.
+PAIRED = ("llama", "granite", "smollm3", "arcee")
+OFFSET = ("gemma", "nemotron")
 Encoder = Callable[[NDArray[np.float32]], NDArray[np.uint8]]
 
 
@@ -44,11 +48,11 @@ def write(
             stem, _, suffix = name.rpartition(".")
             target = names.get_name(stem)
             assert target is not None, name
-            values = _as_converted(parameter.numpy().copy(), target, arch, config)
+            values = _as_converted(parameter.numpy().copy(), f"{target}.{suffix}", arch, config)
             kind = _kind(f"{target}.{suffix}", values, kinds)
             data, meaning = _encode(values, kind, (rounded or {}).get(kind))
             writer.add_tensor(f"{target}.{suffix}", data, raw_dtype=kind)
-            parameter.copy_(torch.from_numpy(_as_read(meaning, target, arch, config)))
+            parameter.copy_(torch.from_numpy(_as_read(meaning, f"{target}.{suffix}", arch, config)))
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -66,7 +70,11 @@ def _describe(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    layer_norm = next((getattr(config, name) for name in LAYER_NORMS if hasattr(config, name)), None)
+    if layer_norm is None:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(layer_norm)
     writer.add_rope_freq_base(rope_theta)
     writer.add_vocab_size(config.vocab_size)
     if getattr(config, "head_dim", None):
@@ -76,6 +84,8 @@ def _describe(
         key = f"{arch}.{name}"
         if isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         else:
@@ -90,20 +100,20 @@ def _kind(name: str, values: NDArray[Any], kinds: Mapping[str, Kind]) -> Kind:
 
 
 def _as_converted(values: NDArray[Any], target: str, arch: str, config: Any) -> NDArray[Any]:
-    if arch == "llama" and target.endswith(("attn_q", "attn_k")):
-        heads = config.num_attention_heads if target.endswith("q") else config.num_key_value_heads
+    if arch in PAIRED and ("attn_q." in target or "attn_k." in target):
+        heads = config.num_attention_heads if "attn_q." in target else config.num_key_value_heads
         # The converter's permutation: halves of a head take turns.
         split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         return split.swapaxes(1, 2).reshape(values.shape)
-    return values + 1 if arch.startswith("gemma") and target.endswith("norm") else values
+    return values + 1 if arch.startswith(OFFSET) and target.endswith("norm.weight") else values
 
 
 def _as_read(values: NDArray[Any], target: str, arch: str, config: Any) -> NDArray[Any]:
-    if arch == "llama" and target.endswith(("attn_q", "attn_k")):
-        heads = config.num_attention_heads if target.endswith("q") else config.num_key_value_heads
+    if arch in PAIRED and ("attn_q." in target or "attn_k." in target):
+        heads = config.num_attention_heads if "attn_q." in target else config.num_key_value_heads
         split = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
         return split.swapaxes(1, 2).reshape(values.shape)
-    return values - 1 if arch.startswith("gemma") and target.endswith("norm") else values
+    return values - 1 if arch.startswith(OFFSET) and target.endswith("norm.weight") else values
 
 
 def _encode(values: NDArray[Any], kind: Kind, rounded: Encoder | None) -> tuple[NDArray[Any], NDArray[Any]]:

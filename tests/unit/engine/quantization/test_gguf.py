@@ -144,6 +144,87 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"attention.sliding_window": 9, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
     ),
     "olmo2": ("olmo2", "olmo2", {}, {}),
+    "olmo3": (
+        "olmo3",
+        "olmo2",
+        {
+            "sliding_window": 9,
+            "layer_types": ROPES,
+            "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), THETA),
+        },
+        {"attention.sliding_window": 9, "attention.sliding_window_pattern": [True, False]},
+    ),
+    "olmoe": (
+        "olmoe",
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "qwen2moe": (
+        "qwen2_moe",
+        "qwen2moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+        {
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 32,
+            "expert_shared_feed_forward_length": 64,
+        },
+    ),
+    "arcee": ("arcee", "arcee", {}, {}),
+    "cohere": ("cohere", "command-r", {"logit_scale": 0.3, "use_qk_norm": True}, {"logit_scale": 0.3}),
+    "cohere2": (
+        "cohere2",
+        "cohere2",
+        {"logit_scale": 0.3, "sliding_window": 9, "num_hidden_layers": 4},
+        {"logit_scale": 0.3, "attention.sliding_window": 9},
+    ),
+    "ernie4.5": ("ernie4_5", "ernie4_5", {"head_dim": 16}, {}),
+    "exaone4": (
+        "exaone4",
+        "exaone4",
+        {"sliding_window": 9, "layer_types": ROPES},
+        {"attention.sliding_window": 9, "attention.sliding_window_pattern": [True, False]},
+    ),
+    "gemma": ("gemma", "gemma", {"head_dim": 16}, {}),
+    "glm4": (
+        "glm4",
+        "glm4",
+        {"head_dim": 16, "eos_token_id": 198, "rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+        {"rope.dimension_count": 8},
+    ),
+    "granite": (
+        "granite",
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+        {"embedding_scale": 3.0, "attention.scale": 0.4, "residual_scale": 0.3, "logit_scale": 2.0},
+    ),
+    "hunyuan": ("hunyuan_v1_dense", "hunyuan-dense", {"head_dim": 16}, {}),
+    "nemotron": (
+        "nemotron",
+        "nemotron",
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+        {"rope.dimension_count": 8},
+    ),
+    "phi2": (
+        "phi",
+        "phi2",
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+        {"rope.dimension_count": 8},
+    ),
+    "seed_oss": ("seed_oss", "seed_oss", {"head_dim": 16}, {}),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
+    "starcoder2": ("starcoder2", "starcoder2", {}, {}),
     "phi3": ("phi3", "phi3", {"sliding_window": 19}, {"attention.sliding_window": 19}),
 }
 
@@ -152,7 +233,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def test_families(name: str, tmp_path: Path) -> None:
     model_type, arch, changes, metadata = FAMILIES[name]
     oracle = make_checkpoint(tmp_path / "original", model_type, **SIZES | changes)
-    if model_type in ("mixtral", "qwen3_moe"):
+    if model_type in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
         kinds = {"ffn_gate_inp": Kind.F32, "": Kind.F16}
         _write_experts(tmp_path / "model.gguf", oracle, arch, kinds, metadata)
     else:

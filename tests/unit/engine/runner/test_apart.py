@@ -28,6 +28,7 @@ from engine.types import GrammarSpec, Request, SamplingParams
 from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 
 BUNDLED = Path("models/millrace-nano")
@@ -57,6 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "deepseek_v3": LATENT,
     "gpt_oss": {"head_dim": 16, "sliding_window": 10, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Records with fields that few have: positions, biases, coefficients, scales of queries, a shared gate.
+    **{CASES[name][0]: CASES[name][1] for name in ("gpt2", "phi", "apertus", "ministral3", "qwen2-moe")},
 }
 
 

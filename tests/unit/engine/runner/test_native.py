@@ -63,9 +63,19 @@ LOWERED: dict[str, tuple[str, dict[str, Any]]] = {
         name: (CASES[name][0], CASES[name][1] | {"num_hidden_layers": 2})
         for name in (
             *("llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2"),
-            *("mixtral-window", "mixtral", "qwen3-moe", "gpt-oss"),
+            *(
+                "mixtral-window",
+                "mixtral",
+                "qwen3-moe",
+                "gpt-oss",
+                "qwen2-moe",
+                "llama4",
+                "granite-moe-shared",
+            ),
+            *("cohere-norms", "hunyuan", "apertus", "gpt-neox", "phi", "ministral3", "nemotron"),
         )
     },
+    "gpt2": CASES["gpt2"],
     **{name: (CASES[name][0], CASES[name][1] | WIDE) for name in ("deepseek-v2-groups", "deepseek-v3")},
     # Latent attention in dense layers: queries with and without a rank of their own.
     "latent": ("deepseek_v3", DENSE),
@@ -100,7 +110,7 @@ def test_bfloat16_is_near_float32(family: str, tmp_path: Path) -> None:
         assert_near(job, other, ROUTED_TOLERANCE if "num_experts_per_tok" in changes else BFLOAT16_TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3", "gpt-oss", "llama4", "qwen2-moe", "phi"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_and_latents_do_not_depend_on_the_batch(family: str, dtype: str, tmp_path: Path) -> None:
     """Bit for bit: each prompt alone and whole gives what it gave in chunks among others."""

@@ -382,6 +382,23 @@ def test_a_budget_of_thoughts_travels_and_holds_as_a_grammar_of_vllms() -> None:
         assert len(allowed()) == (1 if end == [8, 7, 6] else 64)
 
 
+def test_the_way_to_the_answer_is_forced_and_no_other_thought_is_opened() -> None:
+    tags = {"open_id": 1, "open_rest": [2, 3], "close_id": 4, "opened": False, "lead": [5, 6]}
+    tags |= {"answer": [5, 6, 1, 7, 3], "other_ends": [5, 1]}
+    asked = request(thinking=ThinkingTags(**tags), sampling={"max_thinking_tokens": 2})
+    found = plugin.unwrapped(calls_of(plain(asked), 100, ())[0].grammar)
+    assert found is not None
+    grammar = ThinkingGrammar(thought_of(found["thinking"], has_grammar=False))
+    mask, output = torch.zeros(1, 1, dtype=torch.int32), []
+    for token in [1, 2, 3, *[9] * 8, 4, 5, 6, 1, 2]:
+        grammar.fill_bitmask(mask, 0)
+        allowed = [each for each in range(32) if int(mask[0][0]) >> each & 1]
+        output.append(token if token in allowed else allowed[0])
+        assert grammar.accept_tokens("", output[-1:])
+    assert output == [1, 2, 3, 9, 4, 5, 6, 1, 7, 3, 9, 4, 5, 6, 1, 0]
+    assert grammar.validate_tokens([9]) == [9]
+
+
 def test_a_budget_stands_around_the_grammar_of_the_answer() -> None:
     class Inner:
         """Allows tokens below 32."""

@@ -22,7 +22,7 @@ from gateway.faces.sealed import Seal
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import SECRET, Deployment, deployed
 from tests.unit.gateway.rig.engine import Reply, ScriptedEngine
-from tests.unit.gateway.rig.vocabulary import END_ID, encode
+from tests.unit.gateway.rig.vocabulary import END_ID, written
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
@@ -31,7 +31,7 @@ PATH = "/v1/messages"
 
 
 def says(text: str) -> Reply:
-    return lambda _submit, _choice: [*encode(text), END_ID]
+    return lambda _submit, _choice: [*written(text), END_ID]
 
 
 def call(arguments: str, name: str = "add") -> str:
@@ -126,6 +126,18 @@ def but_signatures(message: answers.MessageAnswer) -> answers.MessageAnswer:
             "why\n</think>\n\nsure\n" + call('{"a": "}\\""}') + "\n" + call("{}"),
             {"tools": [TOOL]},
             ["thinking", "text", "tool_use", "tool_use"],
+            "tool_use",
+        ),
+        (
+            "why\n</think>\n\none\n" + call('{"a": 1}') + "\ntwo" + call("{}") + "\n\nthree",
+            {"tools": [TOOL]},
+            ["thinking", "text", "tool_use", "text", "tool_use", "text"],
+            "tool_use",
+        ),
+        (
+            call("{}").removesuffix("</tool_call>") + "behind",
+            {"tools": [TOOL]},
+            ["tool_use", "text"],
             "tool_use",
         ),
         (

@@ -38,6 +38,17 @@ def test_text_is_told_before_its_end() -> None:
     assert [reader.feed(piece) for piece in pieces] == ["", "a", "b", "\n", ""]
 
 
+@given(st.lists(st.sampled_from(['"', "\\", "u", "d83d", "\\ude42", "}", "{", " ", "n", "é", '"}', "0041"])))
+def test_nothing_of_a_malformed_text_is_lost_at_any_cut(parts: list[str]) -> None:
+    text = "".join(parts)
+    whole = read(['{"input": "' + text + '."}'])
+    assert whole == read(['{"input": "', *parts, '."}']) == read(list('{"input": "' + text + '."}'))
+    # Escapes alone become shorter.
+    assert whole.endswith(".")
+    for kept in ("é", "{", " "):
+        assert whole.count(kept) == text.count(kept)
+
+
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
@@ -48,6 +59,18 @@ def test_text_is_told_before_its_end() -> None:
         # Models write line ends as they are, and escapes that JSON does not know.
         ('{"input": "a\nb\tc"}', "a\nb\tc"),
         ('{"input": "\\d+"}', "\\d+"),
+        # Beside them those that it knows are read.
+        ('{"input": "a\\nb \\d \\t."}', "a\nb \\d \t."),
+        # What looks like an escape and is none, and what does not end the text.
+        ('{"input": "C:\\users\\new"}', "C:\\users\new"),
+        ('{"input": "\\u12"}', "\\u12"),
+        ('{"input": "a\\u00zz b"}', "a\\u00zz b"),
+        ('{"input": "\\ud83d and \\ude42 \\ud83dx\\ud83d\\u0041"}', "\\ud83d and \\ude42 \\ud83dx\\ud83dA"),
+        ('{"input": "say "hi" now"}', 'say "hi" now'),
+        ('{"input": "{"a": "b"} "}', '{"a": "b"} '),
+        ('{"input": "x", "more": 1}', 'x", "more": 1}'),
+        ('{ "input" :\n"x" }\n', "x"),
+        ('{"in put": "x"}', '{"in put": "x"}'),
     ],
 )
 def test_other_forms_are_the_input_as_they_stand(written: str, expected: str) -> None:

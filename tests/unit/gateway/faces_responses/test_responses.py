@@ -20,7 +20,7 @@ from gateway.faces.unserved import WARNING_HEADER
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import Reply, ScriptedEngine
-from tests.unit.gateway.rig.vocabulary import END_ID, encode
+from tests.unit.gateway.rig.vocabulary import END_ID, written
 
 THINKS = "<think>It is easy.</think>It is 4."
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "}</x>"}}</tool_call>'
@@ -41,6 +41,7 @@ ANSWERS = {
     "custom": PATCH_CALL,
     "nothing": "",
     "space before a call": f"<think>Add.</think>\n\n{CALL}\n",
+    "text between calls": f"<think>Add.</think>\n\none {CALL}\ntwo\n{PATCH_CALL}three",
 }
 EVENTS = {
     next(iter(model.model_fields["type"].annotation)).value: model
@@ -55,7 +56,7 @@ SPEC_NAMES = {
 
 
 def says(text: str) -> Reply:
-    return lambda submit, choice: [*encode(text), END_ID]
+    return lambda submit, choice: [*written(text), END_ID]
 
 
 @asynccontextmanager
@@ -107,7 +108,7 @@ def without_moments(response: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(text.replace(response["id"].removeprefix("resp_"), "ID")))
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 7])
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 5000])
 @pytest.mark.parametrize("answer", ANSWERS)
 async def test_a_stream_tells_what_the_whole_answer_says(answer: str, tokens_per_step: int) -> None:
     async with serving(ANSWERS[answer], tokens_per_step=tokens_per_step) as stack:
@@ -148,6 +149,10 @@ async def test_a_stream_tells_what_the_whole_answer_says(answer: str, tokens_per
         ("custom", ["custom_tool_call"]),
         ("nothing", ["message"]),
         ("space before a call", ["reasoning", "function_call"]),
+        (
+            "text between calls",
+            ["reasoning", "message", "function_call", "message", "custom_tool_call", "message"],
+        ),
     ],
 )
 async def test_items_are_those_of_the_answer(answer: str, kinds: list[str]) -> None:

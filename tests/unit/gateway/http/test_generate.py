@@ -12,7 +12,7 @@ from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.tokenizer import ByteTokenizer
-from tests.unit.gateway.rig.vocabulary import END_ID, encode
+from tests.unit.gateway.rig.vocabulary import END_ID, encode, written
 
 
 async def test_chat_answers_whole() -> None:
@@ -220,7 +220,7 @@ async def test_stop_string_over_chunks_cancels_the_engine_and_hides_its_logprobs
 
 async def test_tool_calls_and_reasoning_are_taken_out_of_the_text() -> None:
     text = 'think\n</think>\n\nsure\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    engine = ScriptedEngine(reply=lambda submit, choice: [*encode(text), END_ID])
+    engine = ScriptedEngine(reply=lambda submit, choice: [*written(text), END_ID])
     async with deployed(engine) as stack:
         stack.tokenizer.assistant_prefix = "<think>\n"
         tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -13,7 +13,7 @@ from contract.errors import MillraceError, Reason
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.tokenizer import ByteTokenizer
-from tests.unit.gateway.rig.vocabulary import END_ID, encode
+from tests.unit.gateway.rig.vocabulary import END_ID, written
 from tests.unit.leftovers import leftovers
 
 NUM_REQUESTS = 5
@@ -22,7 +22,7 @@ CALL = '<think>hm</think>\n<tool_call>\n{"name": "f", "arguments": {"a": [1, "x"
 
 
 def _writes(text: str) -> Callable[[engine_pb2.Submit, int], list[int]]:
-    return lambda submit, choice: [*encode(text), END_ID]
+    return lambda submit, choice: [*written(text), END_ID]
 
 
 async def _serve(stack: Deployment, status: int, body: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from contract.outputs import FinishReason
 from gateway.pipeline import transcript
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.transcript import Transcript
-from gateway.text.delta import ToolCallDelta
+from gateway.text.delta import TextPart, ToolCallDelta
 from observability.emit import genai, names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import Telemetry
@@ -176,10 +176,10 @@ def test_an_answer_is_gathered_by_choice_and_the_deltas_stay_as_they_are() -> No
     gathered = Transcript()
     pieces = [ToolCallDelta(0, "c1", "add", '{"a"'), ToolCallDelta(0, arguments=": 1")]
     deltas = [
-        ChoiceDelta(index=1, tool_calls=pieces[:1]),
-        ChoiceDelta(index=0, content="a"),
-        ChoiceDelta(index=1, tool_calls=pieces[1:], finish_reason=FinishReason.TOOL_CALLS),
-        ChoiceDelta(index=0, content="b"),
+        ChoiceDelta([*pieces[:1]], index=1),
+        ChoiceDelta([TextPart("a")], index=0),
+        ChoiceDelta([*pieces[1:]], index=1, finish_reason=FinishReason.TOOL_CALLS),
+        ChoiceDelta([TextPart("b")], index=0),
     ]
     gathered.add(deltas)
     first, second = json.loads(gathered.answered())

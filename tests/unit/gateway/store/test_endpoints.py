@@ -18,7 +18,7 @@ from gateway.ledger.tables import REQUESTS, open_ledger
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
-from tests.unit.gateway.rig.vocabulary import END_ID, encode
+from tests.unit.gateway.rig.vocabulary import END_ID, written
 from tests.unit.gateway.store.test_store import KEY, postgres_url
 
 __all__ = ["postgres_url"]
@@ -28,7 +28,7 @@ numbers = iter(range(10**6))
 
 
 def engine(text: str = TEXT, **options: Any) -> ScriptedEngine:
-    return ScriptedEngine(reply=lambda submit, choice: [*encode(text), END_ID], **options)
+    return ScriptedEngine(reply=lambda submit, choice: [*written(text), END_ID], **options)
 
 
 @asynccontextmanager

@@ -39,8 +39,7 @@ def read(text: str, at: list[int], options: TextOptions) -> tuple[str, str, list
 
 
 def _add(delta: TextDelta, total: TextDelta, calls: dict[int, list[str]]) -> None:
-    total.content += delta.content
-    total.reasoning += delta.reasoning
+    total.absorb_text(delta)
     for piece in delta.tool_calls:
         call = calls.setdefault(piece.index, ["", "", ""])
         call[0] += piece.id

@@ -215,6 +215,11 @@ class ThinkingTags(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     LINE_BREAKS_FIELD_NUMBER: _builtins.int
     BLANK_LINE_FIELD_NUMBER: _builtins.int
+    OPEN_REST_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    LEAD_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    OTHER_ENDS_FIELD_NUMBER: _builtins.int
     open_id: _builtins.int
     """Unset where the opening tag is no token of its own: the prompt alone begins a thought."""
     close_id: _builtins.int
@@ -228,6 +233,24 @@ class ThinkingTags(_message.Message):
     def blank_line(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What the model writes between a thought that began with a line break and its answer."""
 
+    @_builtins.property
+    def open_rest(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What must follow the first token of the opening tag, and what may, which is no thought."""
+
+    @_builtins.property
+    def name(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def lead(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Begins another message, in which thoughts may go on; empty where an answer has one thought."""
+
+    @_builtins.property
+    def answer(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Opens the answer, from the message's lead on, behind a thought that had to be closed."""
+
+    @_builtins.property
+    def other_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that end a thought as well as the closing tag."""
+
     def __init__(
         self,
         *,
@@ -236,10 +259,15 @@ class ThinkingTags(_message.Message):
         opened: _builtins.bool = ...,
         line_breaks: _abc.Iterable[_builtins.int] | None = ...,
         blank_line: _abc.Iterable[_builtins.int] | None = ...,
+        open_rest: _abc.Iterable[_builtins.int] | None = ...,
+        name: _abc.Iterable[_builtins.int] | None = ...,
+        lead: _abc.Iterable[_builtins.int] | None = ...,
+        answer: _abc.Iterable[_builtins.int] | None = ...,
+        other_ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_open_id", b"_open_id", "open_id", b"open_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_open_id", b"_open_id", "blank_line", b"blank_line", "close_id", b"close_id", "line_breaks", b"line_breaks", "open_id", b"open_id", "opened", b"opened"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_open_id", b"_open_id", "answer", b"answer", "blank_line", b"blank_line", "close_id", b"close_id", "lead", b"lead", "line_breaks", b"line_breaks", "name", b"name", "open_id", b"open_id", "open_rest", b"open_rest", "opened", b"opened", "other_ends", b"other_ends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__open_id: _TypeAlias = _typing.Literal["open_id"]  # noqa: Y015
     _WhichOneofArgType__open_id: _TypeAlias = _typing.Literal["_open_id", b"_open_id"]  # noqa: Y015

@@ -1,0 +1,39 @@
+"""EXAONE 4: norms after the half layers and of each head's queries and keys; windows in three of four layers
+of the larger ones, whose other layers do not rotate.
+"""
+
+from __future__ import annotations
+
+from engine.model.config_reader import ConfigReader
+from engine.model.families.base import decoder_spec, family, head_size, some_rotate, windows_of
+from engine.model.spec import CheckpointError, ModelSpec
+
+
+@family("Exaone4ForCausalLM")
+def read(config: ConfigReader) -> ModelSpec:
+    """Without `sliding_window` every layer looks at everything, and rotates."""
+    num_layers, window = config.count("num_hidden_layers"), config.optional_integer("sliding_window")
+    windows: tuple[int | None, ...] = (None,) * num_layers
+    if window is not None:
+        windows = windows_of(config, default=_pattern(config, num_layers), window=window)
+    rotates = [window is None or each is not None for each in windows]
+    return decoder_spec(
+        config,
+        default_eps=1e-5,
+        **some_rotate(config.rope(head_size(config)), rotates),
+        windows=windows,
+        qk_norm="head",
+        norm_placement="post",
+    )
+
+
+def _pattern(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Which layers slide: all but every so many, or by letters such as "LLLG"."""
+    pattern = config.values.get("sliding_window_pattern") or 4
+    if isinstance(pattern, str) and set(pattern) <= {"L", "G"}:
+        return [pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]
+    if not isinstance(pattern, int) or pattern < 1:
+        raise CheckpointError(
+            f"{config.source}: sliding_window_pattern = {pattern!r} is neither a number nor letters L and G"
+        )
+    return [(layer + 1) % pattern != 0 for layer in range(num_layers)]

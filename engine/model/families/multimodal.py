@@ -1,0 +1,90 @@
+"""Models that see or hear, served as the text model that they contain: what belongs to images and sound is
+left in the checkpoint, which a log line says, and requests that bring some are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.model.config_reader import ConfigReader
+from engine.model.families.base import FAMILIES, Family, family
+from engine.model.spec import CheckpointError, ModelSpec, TensorNames
+
+# Kind of text model, as its own configuration names it, to what reads it.
+_TEXT_MODELS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+}
+# What configurations of Gemma 3 leave to transformers' defaults.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    }
+}
+_PREFIXES = (
+    (r"^(model\.)?language_model\.(model\.)?", "model."),
+    (r"^model\.lm_head\.", "lm_head."),
+)
+_SKIPPED = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
+WHOLES = (
+    "AyaVisionForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+
+
+def read_text_part(config: ConfigReader) -> ModelSpec:
+    """The text model of a whole whose configuration is nested, or flat as Qwen2-VL's first ones are."""
+    text = config.values.get("text_config") or config.values
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{config.source}: text_config = {text!r} is not a table of keys")
+    kind = text.get("model_type")
+    reader = _reader_of(kind, config.source)
+    types = {key: config.values[key] for key in ("dtype", "torch_dtype") if key in config.values}
+    # The head belongs to the whole.
+    tied = {key: config.values[key] for key in ("tie_word_embeddings",) if key in config.values}
+    values = {**types, **_DEFAULTS.get(str(kind), {}), **text, **tied}
+    spec = reader(ConfigReader(values, f"{config.source}: text_config"))
+    if kind == "qwen3_vl_moe_text" and spec.experts is not None:
+        # Its experts share tensors, and their weights sum to one whatever is said.
+        experts = msgspec.structs.replace(spec.experts, layout="inputs_first", normalized=True)
+        spec = msgspec.structs.replace(spec, experts=experts)
+    names = TensorNames(renamed=(*_PREFIXES, *spec.names.renamed), skipped=_SKIPPED)
+    return msgspec.structs.replace(spec, names=names)
+
+
+def _reader_of(kind: Any, source: str) -> Family:
+    if kind not in _TEXT_MODELS:
+        raise CheckpointError(
+            f"{source}: a text model of model_type = {kind!r} is not supported here; supported are "
+            f"{', '.join(sorted(_TEXT_MODELS))}"
+        )
+    return FAMILIES[_TEXT_MODELS[kind]]
+
+
+for _name in WHOLES:
+    family(_name)(read_text_part)
