@@ -21,6 +21,7 @@ from engine.model.records import LatentAttention
 from engine.model.spec import INNER_NORM_EPS, ModelSpec
 from engine.model.weights import WeightReader
 from kernels.attention.ragged import AttentionOptions
+from kernels.norm.backends import RowNorm
 from kernels.paged_cache.store import LayerCache
 from kernels.rope.reference import rotate
 
@@ -68,15 +69,14 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
     if attention.query_down is not None:
         inner = norm(
             multiply(attention.query_down, x, step.adapters),
-            cast("Tensor", attention.query_norm),
-            INNER_NORM_EPS,
+            RowNorm(cast("Tensor", attention.query_norm), INNER_NORM_EPS),
         )
     q = multiply(attention.query_up, inner, step.adapters).view(x.shape[0], attention.num_heads, -1)
     down = multiply(attention.down, x, step.adapters)
     cos, sin = step.rotations[attention.rope]
     q_turned = rotate(q[..., latent.nope_dim :], cos, sin, interleaved=attention.interleaved)
     k_turned = rotate(down[:, None, latent.kv_rank :], cos, sin, interleaved=attention.interleaved)
-    stored = norm(down[:, : latent.kv_rank], cast("Tensor", attention.latent_norm), INNER_NORM_EPS)
+    stored = norm(down[:, : latent.kv_rank], RowNorm(cast("Tensor", attention.latent_norm), INNER_NORM_EPS))
     cache.write(torch.cat((stored[:, None], k_turned), dim=-1), None, step.slots)
     plain = q[..., : latent.nope_dim].to(key_up.dtype).transpose(0, 1)  # [H, T, N]
     q_latent = batched(plain, key_up).transpose(0, 1)  # [T, H, R]

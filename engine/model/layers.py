@@ -21,7 +21,7 @@ from kernels.adapters.backends import AdapterStep
 from kernels.attention.backends import AttentionBackend
 from kernels.attention.ragged import AttentionOptions
 from kernels.linear.backends import QuantizingProduct
-from kernels.norm.backends import QuantizingNorm
+from kernels.norm.backends import QuantizingNorm, RowNorm
 from kernels.paged_cache.store import LayerCache
 from kernels.rope.reference import rotate
 from kernels.rows import QuantizedRows
@@ -103,8 +103,13 @@ def multiply(linear: Linear, x: Tensor | QuantizedRows, adapters: AdapterStep | 
 
 def normed(norm: Norm, x: Tensor, kernels: Kernels) -> Tensor:
     """x [..., size] -> the same shape."""
+    return kernels.norm.plain(x, row_norm(norm))
+
+
+def row_norm(norm: Norm) -> RowNorm:
+    """A norm of tensors as the kernels take it."""
     weight, bias = cast("Tensor", norm.weight), cast("Tensor | None", norm.bias)
-    return kernels.norm.plain(x, weight, norm.eps, bias, centered=norm.centered)
+    return RowNorm(weight, norm.eps, bias, norm.centered)
 
 
 def entering(
@@ -113,15 +118,14 @@ def entering(
     """x [T, size] plus change, if there is one, and the sum normed for `entry`: rounded in the same pass
     where its product wants that.
     """
-    backend, weight, bias = kernels.norm, cast("Tensor", norm.weight), cast("Tensor | None", norm.bias)
+    backend = kernels.norm
     kind: Any = "none" if entry is None else getattr(entry.product, "quantizes", "none")
     if kind != "none" and isinstance(backend, QuantizingNorm):
         assert entry is not None, "it has a product"
-        factors = entry.product.factors
-        return backend.quantized(x, change, weight, norm.eps, kind, factors, bias, centered=norm.centered)
+        return backend.quantized(x, change, row_norm(norm), kind, entry.product.factors)
     if change is None:
         return x, normed(norm, x, kernels)
-    return backend.added(x, change, weight, norm.eps, bias, centered=norm.centered)
+    return backend.added(x, change, row_norm(norm))
 
 
 def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Attention:
