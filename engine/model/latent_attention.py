@@ -11,11 +11,12 @@ value dimensions.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from engine.model.indexer import ask, read_indexer
 from engine.model.layers import StepContext, multiply, read_floats, read_linear
 from engine.model.records import LatentAttention
 from engine.model.spec import INNER_NORM_EPS, ModelSpec
@@ -58,6 +59,7 @@ def read_latents(weights: WeightReader, prefix: str, spec: ModelSpec, index: int
         options=AttentionOptions(scale=spec.attention_scale, window=spec.windows[index]),
         rope=rope,
         interleaved=spec.ropes[rope].interleaved,
+        indexer=None if latent.indexer is None else read_indexer(weights, f"{prefix}.indexer", spec),
     )
 
 
@@ -77,10 +79,18 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
     q_turned = rotate(q[..., latent.nope_dim :], cos, sin, interleaved=attention.interleaved)
     k_turned = rotate(down[:, None, latent.kv_rank :], cos, sin, interleaved=attention.interleaved)
     stored = norm(down[:, : latent.kv_rank], RowNorm(cast("Tensor", attention.latent_norm), INNER_NORM_EPS))
-    cache.write(torch.cat((stored[:, None], k_turned), dim=-1), None, step.slots)
+    asked = index_keys = None
+    if attention.indexer is not None:
+        asked, index_keys = ask(attention.indexer, x, inner, (cos, sin), step)
+    cache.write(torch.cat((stored[:, None], k_turned), dim=-1), index_keys, step.slots)
     plain = q[..., : latent.nope_dim].to(key_up.dtype).transpose(0, 1)  # [H, T, N]
     q_latent = batched(plain, key_up).transpose(0, 1)  # [T, H, R]
     queries = torch.cat((q_latent, q_turned.to(key_up.dtype)), dim=-1)  # [T, H, R + P]
-    mixed = step.attention.run(step.attention_plan, queries, cache, attention.options)  # [T, H, R]
+    backend: Any = step.attention
+    mixed = (
+        backend.run(step.attention_plan, queries, cache, attention.options)
+        if asked is None
+        else backend.run_indexed(step.attention_plan, queries, asked, cache, attention.options)
+    )  # [T, H, R]
     values = batched(mixed.transpose(0, 1), cast("Tensor", attention.value_up)).transpose(0, 1)  # [T, H, V]
     return multiply(attention.output, values.flatten(1).to(x.dtype), step.adapters)
