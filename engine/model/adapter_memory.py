@@ -35,16 +35,29 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
         yield inputs, [spec.num_heads * (latent.nope_dim + latent.rope_dim)]
         yield hidden, [latent.kv_rank + latent.rope_dim]
         yield spec.num_heads * latent.value_dim, [hidden]
+        if latent.indexer is not None:
+            index = latent.indexer
+            yield latent.query_rank, [index.num_heads * index.head_dim]
+            yield hidden, [index.head_dim]
+            yield hidden, [index.num_heads]
     else:
-        queries = spec.num_heads * spec.head_dim
-        sizes = [queries, *[spec.num_kv_heads * spec.head_dim] * 2]
+        heads = spec.heads_of(index)
+        queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        sizes = [queries] if heads.cache_of is not None else [queries, keys]
+        sizes += [keys] * (len(sizes) > 1 and not heads.values_of_keys)
         if spec.fused_qkv != "by_head":
             yield hidden, sizes if spec.fused_qkv == "none" else [sum(sizes)]
         yield queries, [hidden]
-    experts, size = spec.experts, spec.intermediate_size
-    if experts is not None and index in experts.layers:
+    experts, size = spec.experts, spec.intermediate_size_of(index)
+    if experts is not None and index in experts.layers and not experts.joins_dense:
         size = experts.shared_intermediate_size
     if size:
         gate_up = [2 * size] if spec.fused_gate_up else [size, size]
         yield hidden, gate_up if spec.gated else [size]
         yield size, [hidden]
+    if spec.per_layer is not None:
+        yield hidden, [spec.per_layer.width]
+        yield spec.per_layer.width, [hidden]
+    if spec.altup is not None:
+        yield hidden, [spec.altup.laurel_rank]
+        yield spec.altup.laurel_rank, [hidden]

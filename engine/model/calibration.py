@@ -14,21 +14,25 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
 
 from checkpoint.vocabulary import whole_tokenizer_json
+from engine.model.altup import spread
 from engine.model.decoder import advance
+from engine.model.indexer import torch_attention
 from engine.model.layers import StepContext, embedding_scale
-from engine.model.records import Layer
+from engine.model.per_layer import inputs_of
+from engine.model.records import Layer, PerLayerTable, StreamEnds
 from engine.model.rope import query_scales, rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from engine.quantization.at_load import quantize
-from kernels.attention.backends import BACKENDS
 from kernels.attention.ragged import RaggedBatch
 from kernels.linear.formats import DenseWeight
 from kernels.linear.reference import Product
@@ -72,8 +76,12 @@ class Calibration:
         embedding: Tensor,
         table: Tensor | None,
         max_model_len: int,
+        per_layer: PerLayerTable | None = None,
+        ends: StreamEnds | None = None,
     ) -> None:
-        """`table` [L, E] holds what is added to embeddings by position."""
+        """`table` [L, E] holds what is added to embeddings by position, `per_layer` what layers read beside
+        them, `ends` what makes several streams of one.
+        """
         self.spec, self.config, self.kernels = spec, weights.config, weights.kernels
         token_ids = _token_ids(
             weights.folder, spec, min(NUM_TOKENS, max_model_len // ROW_MULTIPLE * ROW_MULTIPLE)
@@ -86,7 +94,7 @@ class Calibration:
         if table is not None:
             self.x = self.x + table[:count].to(self.x.dtype)
         self.num_blocks = -(-count // BLOCK_SIZE)
-        attention = BACKENDS["torch"](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads)
+        attention = torch_attention(spec)
         ragged = RaggedBatch(
             query_starts=np.array([0, count]),
             context_lens=np.array([count]),
@@ -106,20 +114,32 @@ class Calibration:
             attention=attention,
             attention_plan=attention.plan(ragged, device),
         )
+        if per_layer is not None:
+            projection = per_layer.projection
+            projection.product = self.kernels.linear.pack(projection.weight)
+            self.step.per_layer = inputs_of(per_layer, token_ids.to(device), self.x, self.kernels)
+        if ends is not None:
+            for linear in ends.outward:
+                linear.product = self.kernels.linear.pack(linear.weight)
+            self.x = spread(ends, self.x)
+        # Of each layer that was run; None where no later one reads it.
+        self.caches: list[Any] = []
 
     @torch.inference_mode()
     def finish(self, layer: Layer) -> None:
-        """Runs a dense layer and quantizes its linear layers."""
-        spec = self.spec
-        cache = allocate_layer(
-            num_blocks=self.num_blocks,
-            block_size=BLOCK_SIZE,
-            num_heads=spec.cache_heads,
-            key_dim=spec.query_key_dim,
-            value_dim=spec.cache_value_dim,
-            shared_value_dim=spec.value_dim,
-            dtype=torch.float32,
-            device=self.x.device,
+        """Runs a dense layer, the one after those that were, and quantizes its linear layers."""
+        index = len(self.caches)
+        stored, source = self.spec.cache_shape(index), self.spec.heads_of(index).cache_of
+        self.caches.append(
+            self.caches[source]
+            if stored is None and source is not None
+            else allocate_layer(
+                num_blocks=self.num_blocks,
+                block_size=BLOCK_SIZE,
+                **msgspec.structs.asdict(stored),
+                dtype=torch.float32,
+                device=self.x.device,
+            )
         )
         watched = []
         for linear in (*layer.linears(), *layer.routed_linears()):
@@ -127,8 +147,11 @@ class Calibration:
         for linear in layer.linears():
             linear.product = _Watch(linear.product)
             watched.append((linear, linear.product))
-        x, change = advance(layer, self.x, None, cache, self.step)
-        self.x = x + change
+        x, change = advance(layer, self.x, None, self.caches[-1], self.step)
+        self.x = x if change is None else x + change
+        if not self.spec.layer_heads:
+            # No later layer reads what this one stored.
+            self.caches[-1] = None
         for linear, watch in watched:
             assert isinstance(linear.weight, DenseWeight), "dense until it is calibrated"
             linear.weight = quantize(linear.weight.values, self.config, watch.range)

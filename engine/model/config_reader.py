@@ -191,10 +191,14 @@ class ConfigReader:
                     "other; leave one out"
                 )
             parameters["original_max_position_embeddings"] = original
+        share = defaults[1] if partial is None else partial
+        if kinds[0] == "proportional":
+            # Of all pairs of the head some stand still.
+            parameters["turning_share"], share = share, 1.0
         return RopeSpec(
             kind=kinds[0],
             theta=float(defaults[0] if theta is None else theta),
-            rotary_dim=int(rotary_dim * (defaults[1] if partial is None else partial)),
+            rotary_dim=int(rotary_dim * share),
             max_positions=self.count("max_position_embeddings"),
             parameters=parameters,
         )

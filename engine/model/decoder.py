@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.model.altup import advance_streams, gathered, read_altup, spread
 from engine.model.expert_reading import read_sparse
 from engine.model.experts import feed_sparse
 from engine.model.forward_batch import ForwardBatch
+from engine.model.joined_experts import feed_joined, read_joined
 from engine.model.latent_attention import attend_latents, read_latents
 from engine.model.layers import (
     StepContext,
@@ -27,7 +29,16 @@ from engine.model.layers import (
     read_feed_forward,
     read_norm,
 )
-from engine.model.records import LatentAttention, Layer, Linear, ModelRecord, Norm, SparseFeedForward
+from engine.model.per_layer import add_input, inputs_of, read_input
+from engine.model.records import (
+    JoinedFeedForward,
+    LatentAttention,
+    Layer,
+    Linear,
+    ModelRecord,
+    Norm,
+    SparseFeedForward,
+)
 from engine.model.spec import NEVER_DRAWN, ModelSpec
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import adapter_step
@@ -59,24 +70,45 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
     def norm(name: str) -> Norm | None:
         return read_norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
 
-    is_sparse = spec.experts is not None and index in spec.experts.layers
-    return Layer(
+    layer = Layer(
         attention=attention(weights, f"{prefix}.self_attn", spec, index),
-        feed_forward=read_sparse(weights, prefix, spec)
-        if is_sparse
-        else read_feed_forward(weights, f"{prefix}.mlp", spec, spec.intermediate_size),
+        feed_forward=_read_half(weights, prefix, spec, index),
         before=[norm(name) for name in before],
         after=[norm(name) for name in after],
         parallel=spec.norm_placement in ("parallel", "parallel_shared"),
     )
+    if spec.per_layer is not None:
+        layer.per_layer = read_input(weights, prefix, spec, index)
+        layer.after = (*layer.after, norm("post_per_layer_input_norm"))
+    if spec.altup is not None:
+        layer.altup = read_altup(weights, prefix, spec)
+    if spec.layer_scalars:
+        name = f"{prefix}.layer_scalar"
+        name = name if weights.has(name) else f"{name}.weight"
+        layer.gain = float(weights.take(name, (1,), dtype=torch.float32))
+    return layer
+
+
+def _read_half(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Any:
+    """The feed-forward of a layer."""
+    if spec.experts is None or index not in spec.experts.layers:
+        dense = read_feed_forward(weights, f"{prefix}.mlp", spec, spec.intermediate_size_of(index))
+        dense.cut = spec.gate_cuts[index] if spec.gate_cuts else None
+        return dense
+    if spec.experts.joins_dense:
+        return read_joined(weights, prefix, spec, index)
+    return read_sparse(weights, prefix, spec)
 
 
 def advance(
     layer: Layer, x: Tensor, change: Tensor | None, cache: LayerCache, step: StepContext
-) -> tuple[Tensor, Tensor]:
-    """The stream x [T, E] and what is to be added to it, before the layer -> the same after it. Adding is
-    left to the norm that follows, which has the numbers at hand.
+) -> tuple[Tensor, Tensor | None]:
+    """The stream x [T, E] (or several [A, T, E]) and what is to be added to it, before the layer -> the same
+    after it. Adding is left to the norm that follows, which has the numbers at hand.
     """
+    if layer.altup is not None:
+        assert change is None, "it is added there"
+        return advance_streams(layer, x, cache, step), None
     attention, feed_forward = layer.attention, layer.feed_forward
     is_shared = layer.parallel and layer.before[1] is None
     x, inner = _enter(layer, 0, x, change, None if is_shared else attention.entry, step)
@@ -91,11 +123,18 @@ def advance(
             _, inner = _enter(layer, 1, x, None, feed_forward.entry, step)
     else:
         x, inner = _enter(layer, 1, x, change, feed_forward.entry, step)
-    if isinstance(feed_forward, SparseFeedForward):
+    if isinstance(feed_forward, JoinedFeedForward):
+        change = feed_joined(feed_forward, inner, x, step)
+    elif isinstance(feed_forward, SparseFeedForward):
         change = feed_sparse(feed_forward, inner, step.kernels, step.adapters)
     else:
         change = feed(feed_forward, inner, step.kernels, step.adapters)
     change = _leave(layer, 1, change, step)
+    if layer.per_layer is not None:
+        x = x + change
+        change = _leave(layer, 2, add_input(layer.per_layer, x, step), step)
+    if layer.gain != 1.0:
+        return (x + change) * layer.gain, None
     return x, attended + change if layer.parallel else change
 
 
@@ -182,19 +221,21 @@ class Decoder:
             x = x * self.record.embedding_scale
         if self.record.positions is not None:
             x = x + cast("Tensor", self.record.positions).index_select(0, positions).to(x.dtype)
+        if self.record.per_layer is not None:
+            step.per_layer = inputs_of(self.record.per_layer, token_ids, x, self.kernels)
+        if self.record.stream_ends is not None:
+            x = spread(self.record.stream_ends, x)
         for layer, cache in zip(self.layers, caches, strict=True):
             x, change = advance(layer, x, change, cache, step)
-        return x if change is None else x + change
+        x = x if change is None else x + change
+        return x if self.record.stream_ends is None else gathered(self.record.stream_ends, x)
 
     @property
     def captures(self) -> bool:
         """Whether `run` and `logits` of the same number of rows can be captured in a graph: no layer asks the
         device for anything.
         """
-        return all(
-            not isinstance(layer.feed_forward, SparseFeedForward) or layer.feed_forward.together is not None
-            for layer in self.layers
-        )
+        return all(layer.sparse is None or layer.sparse.together is not None for layer in self.layers)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -21,34 +21,40 @@ def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> Sp
     assert experts is not None, "called for sparse layers only"
     block, router = ROUTERS.get(experts.layout, ("mlp", "gate"))
     prefix, count = f"{layer_prefix}.{block}", experts.num_experts
-    weight = weights.take(f"{prefix}.{router}.weight", (count, spec.hidden_size), dtype=torch.float32)
-    bias = correction = None
-    if experts.layout == "gpt_oss":
-        bias = weights.take(f"{prefix}.{router}.bias", (count,), dtype=torch.float32)
+    sparse = read_experts(weights, f"{prefix}.{router}", f"{prefix}.experts", spec)
     if experts.correction_bias:
         name = f"{prefix}.{router}.e_score_correction_bias"
-        correction = weights.keep(name, weights.shape(name) or (count,), dtype=torch.float32).view(count)
-    found = LAYOUTS[experts.layout](weights, f"{prefix}.experts", spec, experts)
-    together = experts_together(found, weights.kernels)
-    shared = shared_gate = None
+        shape = weights.shape(name) or (count,)
+        sparse.correction = weights.keep(name, shape, dtype=torch.float32).view(count)
     if experts.shared_intermediate_size:
         name = f"{layer_prefix}.mlp.shared_experts"
-        shared = read_feed_forward(weights, name, spec, experts.shared_intermediate_size)
+        sparse.shared = read_feed_forward(weights, name, spec, experts.shared_intermediate_size)
     if experts.shared_gate:
         # A row, or a plain vector in GGUF.
         name = f"{prefix}.shared_experts_gate.weight"
         shape = weights.shape(name) or (1, spec.hidden_size)
         gate = weights.take(name, shape, dtype=torch.float32).view(1, -1)
-        shared_gate = Linear(weight=DenseWeight(values=gate))
+        sparse.shared_gate = Linear(weight=DenseWeight(values=gate))
+    return sparse
+
+
+def read_experts(weights: WeightReader, router: str, name: str, spec: ModelSpec) -> SparseFeedForward:
+    """The router of that name, and experts."""
+    experts = spec.experts
+    assert experts is not None, "called for sparse layers only"
+    count = experts.num_experts
+    weight = weights.take(f"{router}.weight", (count, spec.hidden_size), dtype=torch.float32)
+    bias = None
+    if experts.layout == "gpt_oss":
+        bias = weights.take(f"{router}.bias", (count,), dtype=torch.float32)
+    found = LAYOUTS[experts.layout](weights, name, spec, experts)
+    together = experts_together(found, weights.kernels)
     return SparseFeedForward(
         spec=experts,
         router=Linear(weight=DenseWeight(values=weight), bias=bias),
-        correction=correction,
         # Together they have their own copy of the weights.
         experts=found if together is None else [],
         activation=spec.activation,
-        shared=shared,
-        shared_gate=shared_gate,
         together=together,
     )
 
@@ -75,6 +81,17 @@ def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, Exper
         return found
 
     return read
+
+
+def _fused_experts(
+    weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec
+) -> list[FeedForward]:
+    """Experts whose gate and up are one tensor, gates first."""
+    size, hidden, found = experts.intermediate_size, spec.hidden_size, []
+    for index in range(experts.num_experts):
+        gate_up = weights.linear([f"{prefix}.{index}.gate_up_proj"], [2 * size], hidden)
+        found.append(_expert(spec, gate_up, weights.linear([f"{prefix}.{index}.down_proj"], [hidden], size)))
+    return found
 
 
 def _gpt_oss_experts(
@@ -120,6 +137,7 @@ def _stacked_experts(
 ROUTERS = {"mixtral": ("block_sparse_moe", "gate"), "gpt_oss": ("mlp", "router")}
 LAYOUTS: dict[str, Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[FeedForward]]] = {
     "separate": _named_experts("gate_proj", "up_proj", "down_proj"),
+    "fused": _fused_experts,
     "mixtral": _named_experts("w1", "w3", "w2"),
     "gpt_oss": _gpt_oss_experts,
     "stacked": _stacked_experts,

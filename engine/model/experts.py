@@ -43,20 +43,36 @@ def experts_together(experts: list[FeedForward], kernels: Kernels) -> ExpertsTog
 
 
 def feed_sparse(
-    sparse: SparseFeedForward, x: Tensor, kernels: Kernels, adapters: AdapterStep | None = None
+    sparse: SparseFeedForward,
+    x: Tensor,
+    kernels: Kernels,
+    adapters: AdapterStep | None = None,
+    *,
+    asked: Tensor | None = None,
 ) -> Tensor:
-    """x [T, E] -> [T, E]; adapters change what all tokens share."""
-    logits, correction = multiply(sparse.router, x.float()), cast("Tensor | None", sparse.correction)
+    """x [T, E] -> [T, E]; adapters change what all tokens share. The router takes x, or what it is `asked`
+    [T, E].
+    """
+    logits = multiply(sparse.router, (x if asked is None else asked).float())
+    correction = cast("Tensor | None", sparse.correction)
+    scales = cast("Tensor | None", sparse.expert_scales)
     shared = None if sparse.shared is None else feed(sparse.shared, x, kernels, adapters)
     if shared is not None and sparse.shared_gate is not None:
         gate = multiply(sparse.shared_gate, x.float())
         shared = shared * (1.0 / (1.0 + torch.exp(-gate))).to(x.dtype)
     if sparse.together is not None:
         out: Tensor = sparse.together(
-            x, logits, sparse.spec, correction=correction, activation=sparse.activation, shared=shared
+            x,
+            logits,
+            sparse.spec,
+            correction=correction,
+            scales=scales,
+            activation=sparse.activation,
+            shared=shared,
         )
         return out
     ids, shares = route(logits, sparse.spec, correction)
+    shares = shares if scales is None else shares * scales[ids]
     num_active = ids.shape[1]
     each = _in_turn(sparse, x, ids, shares, kernels).view(-1, num_active, x.shape[1]).float()
     if not sparse.spec.weighs_inputs:

@@ -18,6 +18,8 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma3n": "Gemma3nForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "arcee": "ArceeForCausalLM",
@@ -71,6 +73,8 @@ KEYS = {
 }
 # Those that every architecture has.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+# Those whose layers have sizes and rotations of their own, which are read by the architecture.
+_MAY_DIFFER = frozenset({"gemma3n", "gemma4"})
 # Layers of the one size whose scores are scaled by the width of a head's share of the hidden size (27B).
 _SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 
@@ -86,7 +90,7 @@ def gguf_reader(path: Path) -> ConfigReader:
         if key not in values:
             raise CheckpointError(f"{path}: {arch}.{KEYS[key]} is missing")
     for key in ("head_dim", "num_key_value_heads", "intermediate_size"):
-        if isinstance(values.get(key), list):
+        if isinstance(values.get(key), list) and arch not in _MAY_DIFFER:
             raise CheckpointError(
                 f"{path}: {arch}.{KEYS[key]} differs between layers, which is not supported"
             )
@@ -98,12 +102,12 @@ def gguf_reader(path: Path) -> ConfigReader:
     values["attention_out_bias"] = "model.layers.0.self_attn.o_proj.bias" in file.headers
     values["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in file.headers
     values["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in file.headers
-    if scaling := _rope_scaling(file):
+    if arch not in _MAY_DIFFER and (scaling := _rope_scaling(file)):
         values["rope_scaling"] = scaling
     if arch in _ADJUSTMENTS:
         try:
             _ADJUSTMENTS[arch](file, values)
-        except (KeyError, ZeroDivisionError) as error:
+        except (KeyError, ValueError, ZeroDivisionError) as error:
             raise CheckpointError(f"{path}: {arch}'s metadata cannot be read: {error!r}") from error
     return ConfigReader(values, str(path))
 
@@ -198,11 +202,67 @@ def _partial(file: GgufFile, values: dict[str, Any]) -> None:
         values["partial_rotary_factor"] = rotated / head_dim
 
 
+def _gemma4(file: GgufFile, values: dict[str, Any]) -> None:
+    """Heads of layers that slide are described beside those of the others, which come first there."""
+    _windows(file, values)
+    metadata, slides = file.metadata, [name == "sliding_attention" for name in values["layer_types"]]
+    values["global_head_dim"] = values["head_dim"]
+    values["head_dim"] = metadata.get("gemma4.attention.key_length_swa", values["head_dim"])
+    counts = values["num_key_value_heads"]
+    if isinstance(counts, list):
+        by_kind = dict(zip(slides, counts, strict=True))
+        values["num_key_value_heads"] = by_kind.get(True, by_kind[False])
+        values["num_global_key_value_heads"] = by_kind[False]
+    sizes = values["intermediate_size"]
+    if isinstance(sizes, list):
+        values["intermediate_size"], values["use_double_wide_mlp"] = sizes[0], sizes[-1] == 2 * sizes[0]
+    _per_layer(file, values)
+    values["attention_k_eq_v"] = any(
+        f"model.layers.{layer}.self_attn.k_proj.weight" in file.headers
+        and f"model.layers.{layer}.self_attn.v_proj.weight" not in file.headers
+        for layer, slide in enumerate(slides)
+        if not slide
+    )
+    values["enable_moe_block"] = bool(values.get("num_experts"))
+    values["top_k_experts"] = values.get("num_experts_per_tok")
+    values["experts_layout"] = "fused"
+    full = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1_000_000.0)}
+    if "rope_freqs.weight" in file.stored:
+        # Pairs that stand still are slowed down beyond all bounds there.
+        turning = int((file.stored["rope_freqs.weight"].data < 1e20).sum())
+        share = 2 * (turning + 0.25) / values["global_head_dim"]
+        full |= {"rope_type": "proportional", "partial_rotary_factor": share}
+    own = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10_000.0)}
+    values["rope_parameters"] = {"full_attention": full, "sliding_attention": own}
+
+
+def _gemma3n(file: GgufFile, values: dict[str, Any]) -> None:
+    _windows(file, values)
+    _per_layer(file, values)
+    metadata = file.metadata
+    values["altup_active_idx"] = metadata["gemma3n.altup.active_idx"]
+    values["altup_num_inputs"] = metadata["gemma3n.altup.num_inputs"]
+    values["activation_sparsity_scale"] = metadata["gemma3n.activation_sparsity_scale"]
+    values["laurel_rank"] = file.header("model.layers.0.laurel.linear_left.weight").shape[0]
+    values.setdefault("rope_theta", 1_000_000.0)
+
+
+def _per_layer(file: GgufFile, values: dict[str, Any]) -> None:
+    prefix, table = file.architecture, file.headers.get("model.embed_tokens_per_layer.weight")
+    values["num_kv_shared_layers"] = file.metadata.get(f"{prefix}.attention.shared_kv_layers", 0)
+    width = file.metadata.get(f"{prefix}.embedding_length_per_layer_input", 0)
+    values["hidden_size_per_layer_input"] = width
+    if table is not None:
+        values["vocab_size_per_layer_input"] = table.shape[0]
+
+
 _ADJUSTMENTS: dict[str, Callable[[GgufFile, dict[str, Any]], None]] = {
     "llama": _llama,
     "qwen3moe": _qwen3_moe,
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
     "exaone4": _windows,
     "olmo2": _olmo2,
     **dict.fromkeys(("glm4", "nemotron", "phi2", "phi3"), _partial),

@@ -22,7 +22,16 @@ from engine.model.spec import CheckpointError, TensorHeader
 DENSE_TYPES = ("F32", "F16", "BF16", "F64")
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
-_GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GLOBAL_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
+}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -50,6 +59,33 @@ _SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PER_LAYER = _SANDWICH | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_GEMMA3N = _PER_LAYER | {
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4 = _PER_LAYER | {
+    "layer_output_scale": "layer_scalar",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_up_exps": "experts.{}.gate_up_proj",
+    "ffn_down_exps": "experts.{}.down_proj",
+    # Vectors that bear the names of the products that they belong to.
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -64,6 +100,8 @@ NAMES: dict[str, dict[str, str]] = {
     "qwen3moe": {},
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma3n": _GEMMA3N,
+    "gemma4": _GEMMA4,
     "olmo2": _SANDWICH,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "exaone4": _SANDWICH,
@@ -79,6 +117,8 @@ NAMES: dict[str, dict[str, str]] = {
 }
 # Those whose rotation pairs neighbouring rows of q and k there, though not in their checkpoints.
 _PAIRED = frozenset({"arcee", "granite", "llama", "smollm3"})
+# Those whose norms are stored as they are, though their names begin as those of others.
+_PLAIN_NORMS = frozenset({"gemma3n", "gemma4"})
 # Frequencies of the rotation: read as part of the configuration.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -156,18 +196,21 @@ class GgufFile:
         if tensor.name in ROPE_TENSORS:
             return
         name, _, suffix = tensor.name.rpartition(".")
-        has_offset = self.architecture.startswith(("gemma", "nemotron")) and name.endswith("norm")
+        shifted = (
+            self.architecture.startswith(("gemma", "nemotron")) and self.architecture not in _PLAIN_NORMS
+        )
+        has_offset = shifted and name.endswith("norm")
         offset = -1.0 if has_offset and suffix == "weight" else 0.0
         layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if layer is None:
-            self._entries[f"{_GLOBAL_NAMES.get(name, name)}.{suffix}"] = _Entry(tensor, None, 0, offset)
+            self._enter_all(tensor, f"{_GLOBAL_NAMES.get(name, name)}.{suffix}", offset)
             return
         names = _LAYER_NAMES | NAMES[self.architecture]
+        whole = names.get(f"{layer[2]}.{suffix}")
         own = names.get(layer[2])
         target = f"model.layers.{layer[1]}.{own}.{suffix}" if own else tensor.name
-        if "{}" in target:
-            for expert in range(tensor.data.shape[0]):
-                self._entries[target.format(expert)] = _Entry(tensor, expert, 0, offset)
+        if whole is not None or "{}" in target:
+            self._enter_all(tensor, target if whole is None else f"model.layers.{layer[1]}.{whole}", offset)
             return
         heads = 0
         if self.architecture in _PAIRED and layer[2] in ("attn_q", "attn_k"):
@@ -183,6 +226,14 @@ class GgufFile:
             # What is absent, or differs between layers, is refused by its name with the configuration.
             heads = given if isinstance(given, int) else 0
         self._entries[target] = _Entry(tensor, None, heads, offset)
+
+    def _enter_all(self, tensor: Any, target: str, offset: float) -> None:
+        """A tensor as it is, or those that it is stacked of, each by its number."""
+        if "{}" not in target:
+            self._entries[target] = _Entry(tensor, None, 0, offset)
+            return
+        for index in range(tensor.data.shape[0]):
+            self._entries[target.format(index)] = _Entry(tensor, index, 0, offset)
 
     def _header(self, entry: _Entry) -> TensorHeader:
         shape = tuple(int(size) for size in reversed(entry.tensor.shape))

@@ -11,16 +11,18 @@ value dimensions.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from engine.model.indexer import ask, read_indexer
 from engine.model.layers import StepContext, multiply, read_floats, read_linear
 from engine.model.records import LatentAttention
 from engine.model.spec import INNER_NORM_EPS, ModelSpec
 from engine.model.weights import WeightReader
 from kernels.attention.ragged import AttentionOptions
+from kernels.norm.backends import RowNorm
 from kernels.paged_cache.store import LayerCache
 from kernels.rope.reference import rotate
 
@@ -57,6 +59,7 @@ def read_latents(weights: WeightReader, prefix: str, spec: ModelSpec, index: int
         options=AttentionOptions(scale=spec.attention_scale, window=spec.windows[index]),
         rope=rope,
         interleaved=spec.ropes[rope].interleaved,
+        indexer=None if latent.indexer is None else read_indexer(weights, f"{prefix}.indexer", spec),
     )
 
 
@@ -68,19 +71,26 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
     if attention.query_down is not None:
         inner = norm(
             multiply(attention.query_down, x, step.adapters),
-            cast("Tensor", attention.query_norm),
-            INNER_NORM_EPS,
+            RowNorm(cast("Tensor", attention.query_norm), INNER_NORM_EPS),
         )
     q = multiply(attention.query_up, inner, step.adapters).view(x.shape[0], attention.num_heads, -1)
     down = multiply(attention.down, x, step.adapters)
     cos, sin = step.rotations[attention.rope]
     q_turned = rotate(q[..., latent.nope_dim :], cos, sin, interleaved=attention.interleaved)
     k_turned = rotate(down[:, None, latent.kv_rank :], cos, sin, interleaved=attention.interleaved)
-    stored = norm(down[:, : latent.kv_rank], cast("Tensor", attention.latent_norm), INNER_NORM_EPS)
-    cache.write(torch.cat((stored[:, None], k_turned), dim=-1), None, step.slots)
+    stored = norm(down[:, : latent.kv_rank], RowNorm(cast("Tensor", attention.latent_norm), INNER_NORM_EPS))
+    asked = index_keys = None
+    if attention.indexer is not None:
+        asked, index_keys = ask(attention.indexer, x, inner, (cos, sin), step)
+    cache.write(torch.cat((stored[:, None], k_turned), dim=-1), index_keys, step.slots)
     plain = q[..., : latent.nope_dim].to(key_up.dtype).transpose(0, 1)  # [H, T, N]
     q_latent = batched(plain, key_up).transpose(0, 1)  # [T, H, R]
     queries = torch.cat((q_latent, q_turned.to(key_up.dtype)), dim=-1)  # [T, H, R + P]
-    mixed = step.attention.run(step.attention_plan, queries, cache, attention.options)  # [T, H, R]
+    backend: Any = step.attention
+    mixed = (
+        backend.run(step.attention_plan, queries, cache, attention.options)
+        if asked is None
+        else backend.run_indexed(step.attention_plan, queries, asked, cache, attention.options)
+    )  # [T, H, R]
     values = batched(mixed.transpose(0, 1), cast("Tensor", attention.value_up)).transpose(0, 1)  # [T, H, V]
     return multiply(attention.output, values.flatten(1).to(x.dtype), step.adapters)

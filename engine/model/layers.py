@@ -8,6 +8,7 @@ Shape letters: T tokens, E hidden size, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,10 +19,11 @@ from engine.model.records import Attention, FeedForward, Linear, Norm
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import AdapterStep
+from kernels.altup.reference import cut_off
 from kernels.attention.backends import AttentionBackend
 from kernels.attention.ragged import AttentionOptions
 from kernels.linear.backends import QuantizingProduct
-from kernels.norm.backends import QuantizingNorm
+from kernels.norm.backends import QuantizingNorm, RowNorm
 from kernels.paged_cache.store import LayerCache
 from kernels.rope.reference import rotate
 from kernels.rows import QuantizedRows
@@ -42,6 +44,8 @@ class StepContext:
     attention_plan: Any
     # Which rows have adapters; None where none has.
     adapters: AdapterStep | None = None
+    # What layers read of the second embedding [T, layers, width], where there is one.
+    per_layer: Tensor | None = None
 
 
 def read_linear(
@@ -82,7 +86,12 @@ def read_norm(weights: WeightReader, name: str, size: int, spec: ModelSpec) -> N
 def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
     """What embeddings of that type are multiplied by."""
     scale = spec.embedding_scale
-    return float(torch.tensor(scale, dtype=dtype)) if spec.rounds_embedding_scale else scale
+    return rounded_factor(scale, dtype) if spec.rounds_embedding_scale else scale
+
+
+def rounded_factor(factor: float, dtype: torch.dtype) -> float:
+    """A factor as a tensor of that type holds it."""
+    return float(torch.tensor(factor, dtype=dtype))
 
 
 def read_floats(weights: WeightReader, name: str, *shape: int) -> Tensor:
@@ -103,8 +112,13 @@ def multiply(linear: Linear, x: Tensor | QuantizedRows, adapters: AdapterStep | 
 
 def normed(norm: Norm, x: Tensor, kernels: Kernels) -> Tensor:
     """x [..., size] -> the same shape."""
+    return kernels.norm.plain(x, row_norm(norm))
+
+
+def row_norm(norm: Norm) -> RowNorm:
+    """A norm of tensors as the kernels take it."""
     weight, bias = cast("Tensor", norm.weight), cast("Tensor | None", norm.bias)
-    return kernels.norm.plain(x, weight, norm.eps, bias, centered=norm.centered)
+    return RowNorm(weight, norm.eps, bias, norm.centered)
 
 
 def entering(
@@ -113,21 +127,29 @@ def entering(
     """x [T, size] plus change, if there is one, and the sum normed for `entry`: rounded in the same pass
     where its product wants that.
     """
-    backend, weight, bias = kernels.norm, cast("Tensor", norm.weight), cast("Tensor | None", norm.bias)
+    backend = kernels.norm
     kind: Any = "none" if entry is None else getattr(entry.product, "quantizes", "none")
     if kind != "none" and isinstance(backend, QuantizingNorm):
         assert entry is not None, "it has a product"
-        factors = entry.product.factors
-        return backend.quantized(x, change, weight, norm.eps, kind, factors, bias, centered=norm.centered)
+        return backend.quantized(x, change, row_norm(norm), kind, entry.product.factors)
     if change is None:
         return x, normed(norm, x, kernels)
-    return backend.added(x, change, weight, norm.eps, bias, centered=norm.centered)
+    return backend.added(x, change, row_norm(norm))
 
 
 def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Attention:
     """The attention of layer `index`."""
-    sizes = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
-    names, outputs = [f"{prefix}.{part}_proj" for part in "qkv"], sizes
+    heads = spec.heads_of(index)
+    queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    sizes = (
+        [queries, keys, 0 if heads.values_of_keys else keys] if heads.cache_of is None else [queries, 0, 0]
+    )
+    parts = [(f"{prefix}.{part}_proj", size) for part, size in zip("qkv", sizes, strict=True) if size]
+    if heads.cache_of is not None:
+        # Checkpoints may hold what training left of them.
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm"):
+            weights.discard(f"{prefix}.{name}.weight")
+    names, outputs = [name for name, _ in parts], [size for _, size in parts]
     if spec.fused_qkv != "none":
         names, outputs = [f"{prefix}.qkv_proj"], [sum(sizes)]
     order = _from_heads(spec).to(weights.device) if spec.fused_qkv == "by_head" else None
@@ -137,9 +159,12 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
         output=read_linear(weights, [f"{prefix}.o_proj"], [spec.hidden_size], sizes[0], spec.output_bias),
         sizes=sizes,
         num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
+        num_kv_heads=heads.num_kv_heads,
         options=AttentionOptions(
-            scale=spec.attention_scale, window=spec.windows[index], soft_cap=spec.attention_soft_cap
+            scale=spec.attention_scale,
+            window=spec.windows[index],
+            soft_cap=spec.attention_soft_cap,
+            chunk=spec.chunks[index] if spec.chunks else None,
         ),
         rope=rope,
         interleaved=spec.ropes[rope].interleaved,
@@ -148,8 +173,11 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
     )
     if spec.qk_norm != "none" and (spec.qk_norm != "unit" or spec.ropes[rope].rotary_dim):
         attention.qk_norm = "full" if spec.qk_norm == "full" else "head"
-        attention.q_norm = _head_norm(weights, f"{prefix}.q_norm", spec.num_heads, spec)
-        attention.k_norm = _head_norm(weights, f"{prefix}.k_norm", spec.num_kv_heads, spec)
+        read = partial(_head_norm, weights, spec=spec, size=heads.head_dim)
+        attention.q_norm = read(f"{prefix}.q_norm", spec.num_heads)
+        attention.k_norm = read(f"{prefix}.k_norm", heads.num_kv_heads) if attention.stores else None
+    if spec.value_norm and attention.stores:
+        attention.v_norm = unit_norm(heads.head_dim, spec.norm_eps, weights.device)
     if spec.attention_sinks:
         attention.sinks = read_floats(weights, f"{prefix}.sinks", spec.num_heads)
     return attention
@@ -161,9 +189,13 @@ def _from_heads(spec: ModelSpec) -> Tensor:
     return rows.view(spec.num_heads, 3, spec.head_dim).transpose(0, 1).flatten()
 
 
-def _head_norm(weights: WeightReader, name: str, num_heads: int, spec: ModelSpec) -> Norm:
+def unit_norm(size: int, eps: float, device: torch.device) -> Norm:
+    """A norm that has no weights."""
+    return Norm(weight=torch.ones(size, device=device), eps=eps)
+
+
+def _head_norm(weights: WeightReader, name: str, num_heads: int, *, spec: ModelSpec, size: int) -> Norm:
     """The norm of queries or keys."""
-    size = spec.head_dim
     if spec.qk_norm == "unit":
         weight = torch.ones(size, device=weights.device)
     elif spec.qk_norm == "each" and weights.has(f"{name}.norms.0.weight"):
@@ -185,20 +217,37 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     if attention.qk_norm == "full":
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))
     q = q.reshape(q.shape[0], attention.num_heads, -1)
-    k, v = (part.reshape(part.shape[0], attention.num_kv_heads, -1) for part in (k, v))
     cos, sin = step.rotations[attention.rope]
+    if attention.stores:
+        q = _turn_and_store(attention, q, k, v, cache, step)
+    else:
+        q = q if attention.q_norm is None else normed(attention.q_norm, q, kernels)
+        q = rotate(q, cos, sin, interleaved=attention.interleaved)
+    scales = step.query_scales[attention.rope]
+    if scales is not None:
+        q = q * scales[:, None, None].to(q.dtype)
+    mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
+    return multiply(attention.output, mixed.flatten(1), step.adapters)
+
+
+def _turn_and_store(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, step: StepContext
+) -> Tensor:
+    """Queries q [T, H, D], normed and turned; keys and values [T, K * D] of the step go to the cache."""
+    kernels, norms = step.kernels, (attention.q_norm, attention.k_norm)
+    cos, sin = step.rotations[attention.rope]
+    k = k.reshape(k.shape[0], attention.num_kv_heads, -1)
+    # Values may be the keys, as they are here.
+    v = v.reshape(k.shape) if attention.sizes[2] else k
     if attention.norm_last:
         # What is left to the kernel then is the write to the cache: there is nothing to turn.
         q, k = (rotate(part, cos, sin, interleaved=attention.interleaved) for part in (q, k))
         cos, sin = cos[:, :0].contiguous(), sin[:, :0].contiguous()
     if attention.qk_norm == "head":
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))
-    q = kernels.rope(q, k, v, cos, sin, step.slots, cache, interleaved=attention.interleaved)
-    scales = step.query_scales[attention.rope]
-    if scales is not None:
-        q = q * scales[:, None, None].to(q.dtype)
-    mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
-    return multiply(attention.output, mixed.flatten(1), step.adapters)
+    if attention.v_norm is not None:
+        v = normed(attention.v_norm, v, kernels)
+    return kernels.rope(q, k, v, cos, sin, step.slots, cache, interleaved=attention.interleaved)
 
 
 def read_feed_forward(weights: WeightReader, prefix: str, spec: ModelSpec, size: int) -> FeedForward:
@@ -236,6 +285,9 @@ def feed(
 ) -> Tensor:
     """x [T, E] -> [T, E]."""
     gate_up = multiply(feed_forward.gate_up, x, adapters)
+    if feed_forward.cut is not None:
+        gates, up = gate_up.chunk(2, dim=-1)
+        gate_up = torch.cat((cut_off(gates, feed_forward.cut), up), dim=-1)
     inner = kernels.gate(
         feed_forward.activation,
         gate_up,

@@ -21,6 +21,7 @@ from engine.model.records import Floats, ModelRecord
 from engine.model.spec import ModelSpec
 from kernels.activation.native import SoftCapArgs
 from kernels.adapters.rows import AdapterRows
+from kernels.altup.native import LARGEST_STREAMS
 from kernels.host import HOST, address_of, empty
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
@@ -37,6 +38,10 @@ def why_not_lowered(spec: ModelSpec, *, block_size: int) -> str:
     """Why a model cannot run as a native program; empty when it can."""
     if spec.query_key_dim > LARGEST_HEAD:
         return f"heads of {spec.query_key_dim} elements are larger than {LARGEST_HEAD}"
+    if spec.latent is not None and spec.latent.indexer is not None:
+        return "an indexer chooses the positions that are attended to"
+    if spec.altup is not None and spec.altup.num_streams > LARGEST_STREAMS:
+        return f"{spec.altup.num_streams} streams are more than {LARGEST_STREAMS}"
     if block_size & (block_size - 1) or block_size > LARGEST_BLOCK:
         return f"blocks of {block_size} tokens are not a power of two up to {LARGEST_BLOCK}"
     return ""

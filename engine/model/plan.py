@@ -131,24 +131,30 @@ def packs_float12(given: PlanInput) -> bool:
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
-    """Bytes that one token's keys and values take, over all layers. int8 and fp8 add two scales per head."""
-    elements = spec.cache_heads * (spec.query_key_dim + spec.cache_value_dim)
-    scales = spec.cache_heads * 8 if kv_dtype in ("int8", "fp8") else 0
-    return spec.num_layers * (elements * DTYPE_BYTES[kv_dtype] + scales)
+    """Bytes that one token's keys and values take, over all layers that store some. int8 and fp8 add two
+    scales per head.
+    """
+    scales = 8 if kv_dtype in ("int8", "fp8") else 0
+    return sum(
+        shape.elements * DTYPE_BYTES[kv_dtype] + shape.num_heads * scales for shape in spec.cache_shapes
+    )
 
 
 def workspace_bytes(given: PlanInput) -> int:
     """Largest simultaneous activations of one step."""
     spec, scheduler = given.spec, given.config.scheduler
     tokens, width = scheduler.max_num_batched_tokens, DTYPE_BYTES[given.dtype]
-    intermediate = spec.intermediate_size
+    intermediate = max(map(spec.intermediate_size_of, range(spec.num_layers)))
     if spec.experts:
         active = (
             spec.experts.num_active * spec.experts.intermediate_size + spec.experts.shared_intermediate_size
         )
-        intermediate = max(intermediate, active)
+        intermediate = intermediate + active if spec.experts.joins_dense else max(intermediate, active)
     # Residual, its norm and a half layer's output; gate and up, in the serving type and in float32 beside it.
     dense = tokens * (3 * spec.hidden_size * width + 2 * intermediate * (width + 8))
+    if spec.per_layer is not None:
+        # Rows of the second embedding, and what is added to them.
+        dense += 2 * tokens * spec.num_layers * spec.per_layer.width * 4
     # Queries, scores of one chunk of history with their weights, and the weighted values, all float32.
     per_query = spec.num_heads * (2 * spec.query_key_dim + 2 * spec.value_dim + 2 * ATTENTION_CHUNK_TOKENS)
     attention = tokens * per_query * 4

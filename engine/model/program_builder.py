@@ -8,10 +8,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+from engine.model.altup_ops import StreamBuffers, advance, gather, spread
+from engine.model.joined_ops import feed_joined
+from engine.model.per_layer_ops import add_input, read_rows
 from engine.model.records import (
     Attention,
     FeedForward,
     Floats,
+    JoinedFeedForward,
     LatentAttention,
     Layer,
     Linear,
@@ -22,6 +26,7 @@ from engine.model.records import (
 from engine.model.spec import INNER_NORM_EPS
 from kernels.activation.native import KINDS, ActivationArgs
 from kernels.adapters.native import NativeChanges
+from kernels.altup.native import CutOffArgs
 from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
@@ -30,7 +35,7 @@ from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.paged_cache.native import Storage, describe
-from kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
+from kernels.rope.native import QK_NORMS, VALUE_KINDS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 
 NUM_TOKENS = StepStruct.num_tokens.offset
 
@@ -50,10 +55,16 @@ class ProgramBuilder:
         self.step = ctypes.addressof(step)
         self.ops: list[Op] = []
         self.max_tokens = max_tokens
-        self._buffers: dict[str, Floats] = {}
+        self._buffers: dict[tuple[str, int], Floats] = {}
         self.stream = self.buffer("stream", model.spec.hidden_size)
         # A half layer's output that is normed before it joins the stream, and that norm.
         self.pending: Norm | None = None
+        # What the stream is multiplied by when that joins it.
+        self.gain = 1.0
+        # What layers read of a second embedding.
+        self.parts: Values | None = None
+        # Where there is more than one.
+        self.streams: StreamBuffers | None = None
         # Each thread converts few rows for itself, more of narrow ones: the widest need not take most room.
         widths = {linear.packed.inputs for layer in model.layers for linear in layer.linears()}
         rooms = [make_workspace(library, max_tokens, width, num_threads) for width in widths]
@@ -61,14 +72,15 @@ class ProgramBuilder:
         self.num_threads = num_threads
         changes = [linear.changes for layer in model.layers for linear in layer.linears()]
         self.adapter_width = max((each.inner_width for each in changes if each is not None), default=0)
-        self.plan: NativeAttentionPlan | None = None
+        # By kv heads and size of values.
+        self._plans: dict[tuple[int, int], NativeAttentionPlan] = {}
         self.expert_buffers: ExpertBuffers | None = None
 
     def buffer(self, name: str, width: int) -> Floats:
-        """[max_tokens, width] float32, the same for all layers."""
-        if name not in self._buffers or self._buffers[name].shape[1] != width:
-            self._buffers[name] = empty((self.max_tokens, width))
-        return self._buffers[name]
+        """[max_tokens, width] float32, the same for all layers that ask for that width."""
+        if (name, width) not in self._buffers:
+            self._buffers[name, width] = empty((self.max_tokens, width))
+        return self._buffers[name, width]
 
     def add(self, name: str, args: ctypes.Structure, *keep: object) -> None:
         """Appends an op; `keep` is what its args point to."""
@@ -87,9 +99,16 @@ class ProgramBuilder:
             None if model.positions is None else address_of(model.positions),
         )
         self.add("embedding", args, model.embedding, model.positions)
+        if model.per_layer is not None:
+            self.parts = read_rows(self, model.per_layer)
+        if model.stream_ends is not None:
+            self.streams = spread(self, model.stream_ends)
 
     def layer(self, layer: Layer, cache: Storage) -> None:
         """Attention and feed-forward."""
+        if self.streams is not None:
+            advance(self, layer, cache, self.streams)
+            return
         attention, feed_forward = layer.attention, layer.feed_forward
 
         def attend(x: Floats, out: Floats, join: bool) -> None:
@@ -99,7 +118,10 @@ class ProgramBuilder:
                 self.attention(attention, cache, x, out, join)
 
         def feed(x: Floats, out: Floats, join: bool) -> None:
-            if isinstance(feed_forward, SparseFeedForward):
+            if isinstance(feed_forward, JoinedFeedForward):
+                assert not join, "it has a norm behind it"
+                feed_joined(self, feed_forward, x, out)
+            elif isinstance(feed_forward, SparseFeedForward):
                 self.sparse_feed_forward(feed_forward, x, out, join)
             else:
                 self.feed_forward(feed_forward, x, out, join)
@@ -112,6 +134,12 @@ class ProgramBuilder:
             return
         self.half(layer.before[0], layer.after[0], attend)
         self.half(layer.before[1], layer.after[1], feed)
+        if layer.per_layer is not None:
+            assert self.parts is not None, "read when the step began"
+            add_input(self, layer.per_layer, self.parts, self.enter(None))
+            self.pending = layer.after[2]
+        assert layer.gain == 1.0 or self.pending is not None, "by the norm of what joins the stream"
+        self.gain = layer.gain
 
     def half(
         self,
@@ -140,11 +168,12 @@ class ProgramBuilder:
             change_weight=None if self.pending is None else address_of(self.pending.weight),
             change_bias=None if self.pending is None else _address(self.pending.bias),
             residual=None if change is None else address_of(self.stream),
+            gain=self.gain,
             width=self.spec.hidden_size,
             eps=either.eps,
             centered=int(either.centered),
         )
-        self.pending = None
+        self.pending, self.gain = None, 1.0
         return self.norm(norm, "normed", args, change, either)
 
     def norm(
@@ -161,8 +190,10 @@ class ProgramBuilder:
         return out
 
     def finish(self) -> None:
-        """Lets the last change join the stream."""
+        """Lets the last change join the stream, and makes one of several."""
         self.enter(None)
+        if self.streams is not None and self.model.stream_ends is not None:
+            gather(self, self.model.stream_ends, self.streams)
 
     def product(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
         """out (+)= x W^T + b; x and out may be wider than the product."""
@@ -203,19 +234,21 @@ class ProgramBuilder:
         sinks: Values | None = None,
     ) -> None:
         """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache."""
-        if self.plan is None:
-            self.plan = NativeAttentionPlan(
+        kind = (num_kv_heads, mixed.shape[1] // attention.num_heads)
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._plans[kind] = NativeAttentionPlan(
                 self.library,
                 num_heads=attention.num_heads,
                 num_kv_heads=num_kv_heads,
-                value_dim=mixed.shape[1] // attention.num_heads,
+                value_dim=kind[1],
                 block_size=cache.block_size,
             )
-            self.add("attention_plan", AttentionPlanArgs(self.step, self.plan.address), self.plan)
+            self.add("attention_plan", AttentionPlanArgs(self.step, plan.address), plan)
         options = attention.options
         args = AttentionArgs(
             step=self.step,
-            plan=self.plan.address,
+            plan=plan.address,
             q=address_of(q),
             out=address_of(mixed),
             sinks=None if sinks is None else address_of(sinks),
@@ -224,6 +257,7 @@ class ProgramBuilder:
             q_stride=row_stride(q),
             out_stride=row_stride(mixed),
             window=options.window or 0,
+            chunk=options.chunk or 0,
             scale=options.scale,
             soft_cap=options.soft_cap or 0.0,
         )
@@ -250,6 +284,9 @@ class ProgramBuilder:
             norm_centered=int(norm is not None and norm.centered),
             norm_last=int(attention.norm_last),
             q_scales=_address(scales),
+            qkv_stride=row_stride(qkv),
+            stores=int(attention.stores),
+            value_kind=_value_kind(attention),
         )
         self.add("rope_cache", args, attention, cos, sin, scales)
 
@@ -329,6 +366,8 @@ class ProgramBuilder:
         width = feed_forward.down.packed.inputs
         gate_up = self.buffer("gate_up", width if feed_forward.plain else 2 * width)
         self.product(feed_forward.gate_up, x, gate_up, False)
+        if feed_forward.cut is not None:
+            self.add("cut_off", CutOffArgs(self.step, address_of(gate_up), width, feed_forward.cut), gate_up)
         args = ActivationArgs(
             step=self.step,
             gate_up=address_of(gate_up),
@@ -345,9 +384,16 @@ class ProgramBuilder:
         self.product(feed_forward.down, gate_up, out, join)
 
     def sparse_feed_forward(
-        self, feed_forward: SparseFeedForward, x: Floats, out: Floats, join: bool
+        self,
+        feed_forward: SparseFeedForward,
+        x: Floats,
+        out: Floats,
+        join: bool,
+        asked: Floats | None = None,
     ) -> None:
-        """The router's choice of experts, and the feed-forward that all tokens share."""
+        """The router's choice of experts, and the feed-forward that all tokens share; the router takes x, or
+        what it is `asked`.
+        """
         experts = feed_forward.spec
         if self.expert_buffers is None:
             self.expert_buffers = ExpertBuffers(
@@ -365,9 +411,12 @@ class ProgramBuilder:
             down=[expert.down.packed for expert in feed_forward.experts],
             activation=feed_forward.activation,
             correction=feed_forward.correction,
+            expert_scales=feed_forward.expert_scales,
         )
         rows = self.step + NUM_TOKENS
-        self.ops += sparse_ops(self.library, layer, self.expert_buffers, rows, x, out, accumulate=join)
+        self.ops += sparse_ops(
+            self.library, layer, self.expert_buffers, rows, x, out, accumulate=join, asked=asked
+        )
         gates = None
         if feed_forward.shared_gate is not None:
             gates = self.buffer("shared_gates", 1)
@@ -378,3 +427,9 @@ class ProgramBuilder:
 
 def _address(values: Values | None) -> int | None:
     return None if values is None else address_of(values)
+
+
+def _value_kind(attention: Attention) -> int:
+    if attention.v_norm is None:
+        return VALUE_KINDS["plain"]
+    return VALUE_KINDS["normed" if attention.sizes[2] else "of_keys"]

@@ -7,10 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.model.altup import read_ends
 from engine.model.calibration import Calibration
 from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder, read_layer
 from engine.model.layers import embedding_scale, read_norm
+from engine.model.per_layer import read_table
 from engine.model.records import Linear, ModelRecord
 from engine.model.rope import query_scales, rope_table
 from engine.model.spec import NEVER_DRAWN, ModelSpec
@@ -59,9 +61,11 @@ def read_model(
     shape = (spec.num_embeddings, spec.hidden_size)
     embedding = weights.keep("model.embed_tokens.weight", shape)
     positions = _read_positions(weights, spec, max_model_len) if spec.learned_positions else None
+    per_layer = None if spec.per_layer is None else read_table(weights, spec)
+    ends = None if spec.altup is None else read_ends(weights, spec)
     calibration = None
     if weights.calibrates:
-        calibration = Calibration(weights, spec, embedding, positions, max_model_len)
+        calibration = Calibration(weights, spec, embedding, positions, max_model_len, per_layer, ends)
     layers = []
     for index in range(spec.num_layers):
         layer = read_layer(weights, index, spec)
@@ -97,8 +101,15 @@ def read_model(
             for scales in (query_scales(rope, max_model_len) for rope in spec.ropes)
         ],
         positions=positions,
+        per_layer=per_layer,
+        stream_ends=ends,
     )
     pack(record.head)
+    if per_layer is not None:
+        pack(per_layer.projection)
+    if ends is not None:
+        for linear in (*ends.outward, *ends.inward):
+            pack(linear)
     return record
 
 

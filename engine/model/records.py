@@ -65,7 +65,7 @@ class Attention:
 
     qkv: Linear
     output: Linear
-    # Outputs of q, k and v.
+    # Outputs of q, k and v, of which those are 0 that there are no products for.
     sizes: Sequence[int]
     num_heads: int
     num_kv_heads: int
@@ -79,12 +79,31 @@ class Attention:
     k_norm: Norm | None = None
     # Whether these come after the rotation.
     norm_last: bool = False
+    # Norm of values, which has no learned weights.
+    v_norm: Norm | None = None
     sinks: Values | None = None  # [H]
+
+    @property
+    def stores(self) -> bool:
+        """Whether it writes keys and values; else it reads those of another layer."""
+        return self.sizes[1] > 0
 
     @property
     def entry(self) -> Linear:
         """The only one that the layer's input goes to."""
         return self.qkv
+
+
+@dataclass(kw_only=True)
+class Indexer:
+    """Chooses the positions that latent attention looks at; see `indexer`."""
+
+    query_up: Linear
+    key: Linear
+    key_norm: Norm
+    weights: Linear  # one number for each of its heads
+    num_heads: int
+    num_chosen: int
 
 
 @dataclass(kw_only=True)
@@ -104,6 +123,7 @@ class LatentAttention:
     options: AttentionOptions
     rope: int
     interleaved: bool
+    indexer: Indexer | None = None
 
     # Its input goes to two products.
     entry = None
@@ -118,6 +138,8 @@ class FeedForward:
     activation: str
     plain: bool = False
     coefficients: Values | None = None  # [4], of an activation that learns some
+    # Gates are cut off so many standard deviations above their mean; None: they are not.
+    cut: float | None = None
 
     @property
     def entry(self) -> Linear:
@@ -131,11 +153,13 @@ class SparseFeedForward:
 
     spec: ExpertSpec
     router: Linear
-    correction: Values | None
+    correction: Values | None = None
+    # What the shares of the chosen experts are multiplied by [X].
+    expert_scales: Values | None = None
     # Empty where they are multiplied `together` (a back end of torch groups them).
     experts: Sequence[FeedForward]
     activation: str
-    shared: FeedForward | None
+    shared: FeedForward | None = None
     # Its one output's sigmoid multiplies the shared feed-forward.
     shared_gate: Linear | None = None
     together: Any = None
@@ -145,32 +169,122 @@ class SparseFeedForward:
 
 
 @dataclass(kw_only=True)
+class JoinedFeedForward:
+    """A dense feed-forward and experts side by side, of which each has a norm after it; see
+    `joined_experts`.
+    """
+
+    dense: FeedForward
+    sparse: SparseFeedForward
+    # What the router and the experts take is the stream, by norms of their own.
+    router_norm: Norm
+    sparse_norm: Norm
+    dense_after: Norm
+    sparse_after: Norm
+
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's normed input goes to."""
+        return self.dense.gate_up
+
+
+@dataclass(kw_only=True)
+class PerLayerInput:
+    """What a layer does with its part of the second embedding; see `per_layer`."""
+
+    index: int
+    gate: Linear
+    projection: Linear
+    activation: str
+
+
+@dataclass(kw_only=True)
+class PerLayerTable:
+    """The second embedding, and the product that adds what the first one says."""
+
+    table: Values  # [rows, layers * width], an array holds the bits of `table_type`
+    table_type: str
+    # The factor of its rows, perhaps as `table_type` rounds it.
+    scale: float
+    projection: Linear  # [layers * width, E]
+    # Its outputs are multiplied by this before their norm, which is one layer's.
+    projection_scale: float
+    norm: Norm  # [width]
+    width: int
+
+
+@dataclass(kw_only=True)
+class AltUp:
+    """How a layer predicts and corrects the streams, and what lies beside its attention; see `altup`."""
+
+    router_norm: Norm
+    router: Linear  # [A, E]
+    prediction: Values  # [A * A, A]
+    correction: Values  # [A, A]
+    scale: Values | None  # [E], of the active stream
+    active: int
+    left: Linear  # [rank, E]
+    right: Linear  # [E, rank]
+    laurel_norm: Norm
+
+
+@dataclass(kw_only=True)
+class StreamEnds:
+    """Products that make the other streams of the first one, and that bring them back."""
+
+    outward: Sequence[Linear]  # A - 1 of [E, E]
+    inward: Sequence[Linear]
+
+
+@dataclass(kw_only=True)
 class Layer:
-    """Attention and feed-forward, and the norms before and after each of them."""
+    """Attention and feed-forward, and the norms before and after each of them; behind both perhaps a
+    per-layer input, with a norm after it.
+    """
 
     attention: Attention | LatentAttention
-    feed_forward: FeedForward | SparseFeedForward
+    feed_forward: FeedForward | SparseFeedForward | JoinedFeedForward
     before: Sequence[Norm | None]
     after: Sequence[Norm | None]
     # Whether both halves take what the layer was given; without a norm of its own the second takes the
     # first's.
     parallel: bool = False
+    per_layer: PerLayerInput | None = None
+    altup: AltUp | None = None
+    # What the stream is multiplied by behind the layer.
+    gain: float = 1.0
+
+    @property
+    def sparse(self) -> SparseFeedForward | None:
+        """Its experts, where it has some."""
+        fed = self.feed_forward
+        if isinstance(fed, JoinedFeedForward):
+            return fed.sparse
+        return fed if isinstance(fed, SparseFeedForward) else None
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer that all tokens pass: all but router and experts."""
         fed = self.feed_forward
-        dense = fed.shared if isinstance(fed, SparseFeedForward) else fed
-        for part in (self.attention, dense):
+        dense = (
+            fed if isinstance(fed, FeedForward) else fed.dense if isinstance(fed, JoinedFeedForward) else None
+        )
+        shared = None if self.sparse is None else self.sparse.shared
+        indexer = self.attention.indexer if isinstance(self.attention, LatentAttention) else None
+        for part in (self.attention, indexer, dense, shared, self.per_layer):
             if part is not None:
                 yield from (value for value in vars(part).values() if isinstance(value, Linear))
+        if self.altup is not None:
+            yield from (self.altup.left, self.altup.right)
 
     def routed_linears(self) -> Iterator[Linear]:
-        """The router's product, the experts' own and the shared gate's."""
-        if isinstance(self.feed_forward, SparseFeedForward):
-            yield self.feed_forward.router
-            if self.feed_forward.shared_gate is not None:
-                yield self.feed_forward.shared_gate
-            for expert in self.feed_forward.experts:
+        """The routers' products, the experts' own and the shared gate's."""
+        if self.altup is not None:
+            yield self.altup.router
+        if self.sparse is not None:
+            yield self.sparse.router
+            if self.sparse.shared_gate is not None:
+                yield self.sparse.shared_gate
+            for expert in self.sparse.experts:
                 yield from (expert.gate_up, expert.down)
 
 
@@ -191,18 +305,23 @@ class ModelRecord:
     # What queries are multiplied by under each rotation, by their positions [L].
     query_scales: Sequence[Values | None]
     positions: Values | None = None  # [L, E] float32, added to the embedding
+    per_layer: PerLayerTable | None = None
+    stream_ends: StreamEnds | None = None
 
 
-_RECORDS = (Linear, Norm, Attention, LatentAttention, FeedForward, SparseFeedForward, Layer, ModelRecord)
+_RECORDS = (
+    *(Linear, Norm, Attention, LatentAttention, FeedForward, SparseFeedForward, JoinedFeedForward),
+    *(Indexer, PerLayerInput, PerLayerTable, AltUp, StreamEnds, Layer, ModelRecord),
+)
 
 
 def host_arrays(record: Any) -> Any:
     """A record, or what is in one, with arrays over the memory of its tensors: in float32, but for the bits
-    of the embedding.
+    of embeddings.
     """
     if isinstance(record, _RECORDS):
         fields: dict[str, Any] = {
-            name: _bits(value) if name == "embedding" else host_arrays(value)
+            name: _bits(value) if name in ("embedding", "table") else host_arrays(value)
             for name, value in vars(record).items()
         }
         return type(record)(**fields)

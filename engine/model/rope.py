@@ -82,6 +82,16 @@ def _linear(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
     return _base_frequencies(spec) / _number(spec, "factor"), 1.0
 
 
+def _proportional(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    """Gemma 4: a part of a head's pairs turns, by the frequencies that it has of the whole head; the others,
+    which are beside them, stay.
+    """
+    turning = int(_number(spec, "turning_share") * spec.rotary_dim // 2)
+    still = torch.arange(spec.rotary_dim // 2) >= turning
+    frequencies = _base_frequencies(spec) / _number(spec, "factor", 1.0)
+    return frequencies.masked_fill(still, 0.0), 1.0
+
+
 def _llama3(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     factor, low, high = (_number(spec, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
@@ -162,4 +172,5 @@ _FREQUENCIES: dict[str, Callable[[RopeSpec, int], tuple[Tensor, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from engine.model.layer_spec import AltUpSpec, CacheShape, IndexerSpec, LayerHeads, PerLayerSpec
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
 from runtime.errors import ConfigError
@@ -125,6 +126,8 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     nope_dim: int
     rope_dim: int
     value_dim: int
+    # Chooses the positions that are looked at; None: all are.
+    indexer: IndexerSpec | None = None
 
 
 class ExpertSpec(Routing, frozen=True, kw_only=True):
@@ -142,7 +145,10 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     # Names of tensors: "separate" (gate_proj, up_proj, down_proj) or "mixtral" (w1, w3, w2); or all experts
     # in one tensor each: "stacked" (outputs first), "inputs_first", or "gpt_oss" (that, gate and up taking
     # turns, with biases).
-    layout: Literal["separate", "mixtral", "gpt_oss", "stacked", "inputs_first"] = "separate"
+    # "fused": two tensors for each, of which the first is gate_up_proj.
+    layout: Literal["separate", "fused", "mixtral", "gpt_oss", "stacked", "inputs_first"] = "separate"
+    # Experts are beside a dense feed-forward, each with norms of its own (Gemma 4); see `joined_experts`.
+    joins_dense: bool = False
 
 
 # Bias of the logit of an id that is never drawn: finite, since logits that are not are an error, and beyond
@@ -165,7 +171,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    # The largest one's, where layers differ.
     head_dim: int
+    # Attention layer by layer, and inner sizes of feed-forwards; empty where all layers have the same.
+    layer_heads: tuple[LayerHeads, ...] = ()
+    intermediate_sizes: tuple[int, ...] = ()
+    # Gates of a layer count by what they are above their mean plus so many standard deviations; None: as they
+    # are. Empty where all do.
+    gate_cuts: tuple[float | None, ...] = ()
     norm_eps: float
     # Longest context that the checkpoint declares, in tokens.
     max_positions: int
@@ -189,6 +202,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope_of_layer: tuple[int, ...]
     # Tokens that a layer's attention looks back on, itself included; None is all.
     windows: tuple[int | None, ...]
+    # Tokens of the chunks that a layer's attention stays in; None, or empty for all: in none.
+    chunks: tuple[int | None, ...] = ()
     # Attention scores are multiplied by this before the softmax.
     attention_scale: float
     attention_soft_cap: float | None = None
@@ -204,11 +219,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: Literal["none", "head", "each", "full", "unit"] = "none"
     # Whether those come after the rotation.
     qk_norm_last: bool = False
+    # Whether values are normed per head, too, without weights.
+    value_norm: bool = False
     # "pre": before each half layer; "post": after it; "sandwich": both. "parallel": before each, and both
     # take what the layer was given; "parallel_shared": by one norm.
     norm_placement: Literal["pre", "post", "sandwich", "parallel", "parallel_shared"] = "pre"
     # Norm weights are stored as their distance from one.
     norm_offset: bool = False
+    # Whether each layer ends with a learned factor of the stream.
+    layer_scalars: bool = False
     embedding_scale: float = 1.0
     # Whether that factor is rounded to the serving type, as it was in training.
     rounds_embedding_scale: bool = False
@@ -219,6 +238,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Whether weights of linear layers are stored [inputs, outputs].
     inputs_first: bool = False
     names: TensorNames = TensorNames()
+    per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
     # How the checkpoint's linear layers are quantized; None where they are not.
@@ -230,20 +251,56 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         windows = [window for window in self.windows if window is not None]
         return max(windows) if windows and len(windows) == len(self.windows) else None
 
+    def heads_of(self, layer: int) -> LayerHeads:
+        """Sizes of a layer's attention."""
+        if self.layer_heads:
+            return self.layer_heads[layer]
+        return LayerHeads(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def reach_of(self, layer: int) -> int:
+        """Tokens that a layer's attention looks back on at most; 0 is all."""
+        return self.windows[layer] or (self.chunks[layer] if self.chunks else None) or 0
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Inner elements of a layer's dense feed-forward."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
+
     @property
     def query_key_dim(self) -> int:
         """Size of a head's query and of a stored key (with latent attention: of key and value together)."""
         return self.latent.kv_rank + self.latent.rope_dim if self.latent else self.head_dim
 
-    @property
-    def cache_heads(self) -> int:
-        """KV heads that are stored for each token."""
-        return 1 if self.latent else self.num_kv_heads
+    def cache_shape(self, layer: int) -> CacheShape | None:
+        """What a layer stores of each token; None where it reads what another one stores."""
+        heads = self.heads_of(layer)
+        if heads.cache_of is not None:
+            return None
+        if self.latent:
+            indexer = self.latent.indexer
+            return CacheShape(
+                num_heads=1,
+                key_dim=self.query_key_dim,
+                # The key holds the value, and an indexer's key lies in its place.
+                value_dim=0 if indexer is None else indexer.head_dim,
+                shared_value_dim=self.latent.kv_rank,
+            )
+        return CacheShape(
+            num_heads=heads.num_kv_heads,
+            key_dim=heads.head_dim,
+            value_dim=heads.head_dim,
+            shared_value_dim=heads.head_dim,
+        )
 
     @property
-    def cache_value_dim(self) -> int:
-        """Elements of a stored value; 0 when the value is part of the key."""
-        return 0 if self.latent else self.head_dim
+    def cache_shapes(self) -> tuple[CacheShape, ...]:
+        """Those of all layers that store something."""
+        shapes = map(self.cache_shape, range(self.num_layers))
+        return tuple(shape for shape in shapes if shape is not None)
+
+    @property
+    def cache_heads(self) -> int:
+        """KV heads that a layer attends to; the most where layers differ."""
+        return max(shape.num_heads for shape in self.cache_shapes)
 
     @property
     def value_dim(self) -> int:
@@ -255,15 +312,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Positions that a token looks back on in as many products as all its linear layers have. Layers
         with a window do not count, since theirs do not grow; nor does the head, which few tokens need.
         """
-        num_full = sum(window is None for window in self.windows)
+        num_full = sum(not self.reach_of(layer) for layer in range(self.num_layers))
         looked_at = num_full * self.num_heads * (self.query_key_dim + self.value_dim)
         return sum(map(self._linear_products, range(self.num_layers))) / looked_at if num_full else math.inf
 
     def _linear_products(self, layer: int) -> int:
-        experts, width = self.experts, self.intermediate_size
+        experts, width = self.experts, self.intermediate_size_of(layer)
         if experts is not None and layer in experts.layers:
-            width = experts.num_active * experts.intermediate_size + experts.shared_intermediate_size
-        queries, values = self.num_heads * self.head_dim, 2 * self.cache_heads * self.query_key_dim
+            active = experts.num_active * experts.intermediate_size + experts.shared_intermediate_size
+            width = active + (width if experts.joins_dense else 0)
+        heads, stored = self.heads_of(layer), self.cache_shape(layer)
+        queries = self.num_heads * heads.head_dim
+        values = 0 if stored is None else 2 * stored.num_heads * stored.key_dim
         return self.hidden_size * (2 * queries + values + (3 if self.gated else 2) * width)
 
 

@@ -20,13 +20,16 @@ FP8_TYPES = frozenset({"F8_E4M3", "F8_E5M2"})
 GGUF_BYTES = {"Q8_0": 1 + 4 / 32, "Q4_0": 0.5 + 4 / 32, "Q4_1": 0.5 + 8 / 32, "Q4_K": 0.5 + 8 / 32}
 # Parts of names of dense weights that are no linear layers, or that need their precision.
 NEVER_QUANTIZED = (
-    *("embed_tokens.weight", "embed_positions.weight", "lm_head.weight"),
-    *(".gate.weight", ".router.weight", ".shared_experts_gate.weight", ".kv_b_proj.", "_norm.weight"),
+    *("embed_tokens.weight", "embed_positions.weight", "embed_tokens_per_layer.weight", "lm_head.weight"),
+    *(".gate.weight", ".router.", ".shared_experts_gate.weight", ".kv_b_proj.", "_norm.weight"),
 )
 HEAD = "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"
 # Parts of names of tensors with two dimensions that are looked up, or taken apart before they are multiplied.
-NEVER_MULTIPLIED = ("embed_tokens.weight", "embed_positions.weight", "_bias", ".kv_b_proj.", ".sinks")
+NEVER_MULTIPLIED = (
+    *("embed_tokens.weight", "embed_positions.weight", "embed_tokens_per_layer.weight"),
+    *("_bias", ".kv_b_proj.", ".sinks"),
+)
 
 
 class WeightCount(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from engine.model.plan import PlanInput
+from engine.model.spec import ModelSpec
 from engine.types import MemoryPlan
 from engine.types.step import ModelWork
 
@@ -30,19 +31,28 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
     if not spec.tied_embeddings:
         # Looked up, not multiplied; where they are tied the head is multiplied with them.
         multiplied -= spec.num_embeddings * spec.hidden_size
+    if spec.per_layer is not None:
+        multiplied -= spec.per_layer.num_embeddings * spec.num_layers * spec.per_layer.width
     if spec.experts is not None:
         idle = spec.experts.num_experts - spec.experts.num_active
         per_expert = 3 * spec.hidden_size * spec.experts.intermediate_size
         multiplied -= len(spec.experts.layers) * idle * per_expert
     return ModelWork(
         flop_per_token=2.0 * multiplied,
-        flop_per_position=2.0 * spec.num_heads * (spec.query_key_dim + spec.value_dim),
-        layers=tuple(Counter(window or 0 for window in spec.windows).items()),
+        flop_per_position=2.0 * spec.num_heads * _dims_per_position(spec),
+        layers=tuple(Counter(map(spec.reach_of, range(spec.num_layers))).items()),
         weights_bytes=plan.weights_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
         peak_flop=peak.tflops * _TERA or flop,
         peak_read_bytes=peak.gbytes_per_s * _GIGA or read_bytes,
     )
+
+
+def _dims_per_position(spec: ModelSpec) -> float:
+    """Elements of a query and of a value that a head multiplies at each position, the layers' average."""
+    if spec.latent is not None:
+        return float(spec.query_key_dim + spec.value_dim)
+    return 2.0 * sum(spec.heads_of(layer).head_dim for layer in range(spec.num_layers)) / spec.num_layers
 
 
 def _data_sheet(device_name: str) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import logging
 import torch
 
 from engine.config import EngineConfig
+from engine.model.indexer import torch_attention
 from engine.model.spec import ModelSpec
 from kernels.attention.backends import AttentionBackend, available_backends
 from kernels.attention.choice import AttentionFacts, UnsuitableBackendError, choose_backend
@@ -23,6 +24,7 @@ def attention_of(
     Raises ConfigError when the name is unknown, or flash-attn is asked for and cannot serve.
     """
     asked = config.attention_backend
+    served = config.max_model_len or spec.max_positions
     available = available_backends()
     facts = AttentionFacts(
         dtype=dtype,
@@ -30,6 +32,9 @@ def attention_of(
         value_dim=spec.value_dim,
         sinks=spec.attention_sinks,
         shares_values=spec.latent is not None,
+        indexes=spec.latent is not None and spec.latent.indexer is not None,
+        # Within one chunk there is no difference.
+        chunks=any(chunk is not None and chunk < served for chunk in spec.chunks),
     )
     try:
         choice = choose_backend(asked, facts, device)
@@ -45,7 +50,5 @@ def attention_of(
     if device.type == "cuda":
         # On CPUs the native kernels may come before it.
         _log.info("attention: %s (%s)", choice.name, choice.why)
-    backend: AttentionBackend = available[choice.name](
-        num_heads=spec.num_heads, num_kv_heads=spec.cache_heads
-    )
+    backend: AttentionBackend = torch_attention(spec, available[choice.name])
     return backend

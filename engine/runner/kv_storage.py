@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from engine.model.spec import ModelSpec
@@ -109,8 +110,8 @@ if TYPE_CHECKING:
 
 
 class KvStorage:
-    """One LayerCache per layer, and room for `host_blocks` blocks in host memory (the offload tier). On a CPU
-    the memory of `ahead_blocks` blocks beyond those in use is had from the system while cores are idle.
+    """A LayerCache for each layer, and room for `host_blocks` blocks in host memory (the offload tier). On a
+    CPU the memory of `ahead_blocks` blocks beyond those in use is had from the system while cores are idle.
     """
 
     def __init__(
@@ -127,22 +128,23 @@ class KvStorage:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._device = device
-        shape = {
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            "num_heads": spec.cache_heads,
-            "key_dim": spec.query_key_dim,
-            "value_dim": spec.cache_value_dim,
-            "shared_value_dim": spec.value_dim,
-        }
-        # HostCache for the native kernels, else LayerCache.
-        self.layers: list[Any] = [
-            allocate_host_layer(**shape, type_name=kv_dtype)
-            if isinstance(device, HostDevice)
-            else _torch_layer(shape, kv_dtype, device)
-            for _ in range(spec.num_layers)
-        ]
-        self._tensors: list[Any] = [tensor for layer in self.layers for tensor in layer.tensors()]
+        # HostCache for the native kernels, else LayerCache; a layer that stores nothing has the one it reads.
+        self.layers: list[Any] = []
+        self._tensors: list[Any] = []
+        for index in range(spec.num_layers):
+            stored, source = spec.cache_shape(index), spec.heads_of(index).cache_of
+            if stored is None:
+                assert source is not None, "it reads another layer's"
+                self.layers.append(self.layers[source])
+                continue
+            shape = {"num_blocks": num_blocks, "block_size": block_size, **msgspec.structs.asdict(stored)}
+            layer: Any = (
+                allocate_host_layer(**shape, type_name=kv_dtype)
+                if isinstance(device, HostDevice)
+                else _torch_layer(shape, kv_dtype, device)
+            )
+            self.layers.append(layer)
+            self._tensors += layer.tensors()
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)

@@ -57,13 +57,14 @@ void gate_rows(const ActivationArgs& args, int64_t num_rows, int thread, int num
   for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
     const int64_t row = unit / pieces, begin = unit % pieces * kPiece;
     const int64_t end = begin + kPiece < args.width ? begin + kPiece : args.width;
-    const float* gate = args.gate_up + row * (args.plain ? 1 : 2) * args.width;
+    const float* gate = args.gate_up + row * (args.plain || args.up ? 1 : 2) * args.width;
+    const float* beside = args.up ? args.up + row * args.up_stride : gate + args.width;
     const Vec factor = set1(args.factors ? args.factors[args.places[row]] : 1.0f);
     const Vec share = args.gates ? sigmoid(set1(args.gates[row])) : set1(1.0f);
     float* out = args.out + row * args.out_stride;
     for (int64_t i = begin; i < end; i += kLanes) {
       const Mask m = first(end - i);
-      const Vec up = args.plain ? set1(1.0f) : mul(factor, load(gate + args.width + i, m));
+      const Vec up = args.plain ? set1(1.0f) : mul(factor, load(beside + i, m));
       store(out + i, m, mul(share, apply(mul(factor, load(gate + i, m)), up)));
     }
   }

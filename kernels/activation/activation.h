@@ -19,7 +19,7 @@ enum ActivationKind : int64_t {
 struct ActivationArgs {
   const Step* step;      // gives the number of rows T when num_rows is null
   const int64_t* num_rows;  // or null
-  const float* gate_up;  // [T, 2 width], the gates first; [T, width] where it is plain
+  const float* gate_up;  // [T, 2 width], the gates first; [T, width] where it is plain, or has an `up`
   float* out;            // [T, width]; may be gate_up when out_stride is the width of its rows
   int64_t width;
   int64_t out_stride;  // floats from one row of out to the next
@@ -29,6 +29,8 @@ struct ActivationArgs {
   const float* factors;       // by choice, or null
   const int64_t* places;      // [T], with factors
   const float* gates;         // [T] or null
+  const float* up;            // what gates [T, width] multiply, rows up_stride apart; null: what is beside them
+  int64_t up_stride;
 };
 
 // Logits below it belong to ids that are never drawn, and stay as they are.

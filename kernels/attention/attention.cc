@@ -187,7 +187,8 @@ class Worker {
   }
 
   int64_t first_visible(int64_t position) const {
-    return args_.window && position >= args_.window ? position - args_.window + 1 : 0;
+    const int64_t begin = args_.window && position >= args_.window ? position - args_.window + 1 : 0;
+    return args_.chunk ? std::max(begin, position / args_.chunk * args_.chunk) : begin;
   }
 
   // Positions [begin, end) of a part that a unit sees.

@@ -35,6 +35,7 @@ struct AttentionArgs {
   int64_t q_stride;
   int64_t out_stride;
   int64_t window;  // positions looked back on, the query's own included; 0 is all
+  int64_t chunk;   // positions that form a chunk: none before the query's own is looked at; 0: there are none
   float scale;
   float soft_cap;  // 0 is none
 };

@@ -25,6 +25,10 @@ class AttentionFacts:
     head_dim: int
     value_dim: int
     sinks: bool
+    # Some layers look no further back than the beginning of a chunk (Llama 4).
+    chunks: bool = False
+    # An indexer chooses positions (DeepSeek-V3.2).
+    indexes: bool = False
     # Values are the beginning of the keys (latent attention).
     shares_values: bool
 
@@ -42,8 +46,16 @@ def choose_backend(asked: str, facts: AttentionFacts, device: torch.device) -> A
 
     Raises UnsuitableBackendError when flash-attn is asked for and cannot serve. Other names are not checked.
     """
+    if facts.indexes and asked not in ("auto", "torch"):
+        raise UnsuitableBackendError(f"{asked} has no attention over positions that an indexer chooses")
+    if facts.chunks and asked not in ("auto", "torch", "reference", "native"):
+        raise UnsuitableBackendError(f"{asked} has no attention in chunks")
     if asked not in ("auto", "flash"):
         return AttentionChoice(name=asked, why="it was asked for")
+    if facts.indexes:
+        return AttentionChoice(name="torch", why="an indexer chooses positions, which torch alone computes")
+    if facts.chunks:
+        return AttentionChoice(name="torch", why="layers look at chunks, which torch alone computes")
     refusal = "it is for GPUs"
     if device.type == "cuda":
         refusal = _why_not_flash(facts)

@@ -94,6 +94,7 @@ class NativeAttention:
             q_stride=queries.shape[1] * queries.shape[2],
             out_stride=out.shape[1] * value_dim,
             window=options.window or 0,
+            chunk=options.chunk or 0,
             scale=options.scale,
             soft_cap=options.soft_cap or 0.0,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,3 +57,33 @@ class AttentionOptions:
     # Tokens that are looked back on, the query's own included; None is all.
     window: int | None = None
     soft_cap: float | None = None
+    # Tokens that form a chunk: of those before the query's own chunk none is looked at; None: there are none.
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> Reach:
+        """How far back queries look."""
+        return Reach(self.window, self.chunk)
+
+
+class Reach(NamedTuple):
+    """How far back queries look: over a window of tokens, their own included, and no further than the
+    beginning of their own chunk of so many.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they see everything."""
+        return self == (None, None)
+
+    def first(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first position that each query sees."""
+        begins = np.zeros_like(positions)
+        if self.window is not None:
+            begins = np.maximum(positions - self.window + 1, 0)
+        if self.chunk is not None:
+            begins = np.maximum(begins, positions // self.chunk * self.chunk)
+        return begins

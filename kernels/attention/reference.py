@@ -66,6 +66,8 @@ class ReferenceAttention:
         visible = key_at <= query_at
         if options.window is not None:
             visible &= key_at > query_at - options.window
+        if options.chunk is not None:
+            visible &= key_at >= query_at // options.chunk * options.chunk
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             extra = sinks.float()[:, None, None].expand(-1, num_queries, 1)

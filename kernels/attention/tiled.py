@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention.ragged import AttentionOptions, RaggedBatch
+from kernels.attention.ragged import AttentionOptions, RaggedBatch, Reach
 from kernels.linear.batched import batched_product
 from kernels.linear.rows import ROW_MULTIPLE
 from kernels.paged_cache.store import LayerCache
@@ -48,16 +48,16 @@ class _ChunkPlan:
 
 
 @dataclass(kw_only=True)
-class _TilePlan:
-    """Tiles of one size under one window, those with the longest history first."""
+class TilePlan:
+    """Tiles of one size that look equally far back, those with the longest history first."""
 
     tile_tokens: int
     tokens: Tensor  # [B * Q] index on the token axis; places beyond a tile's last token repeat that token
     chunks: list[_ChunkPlan]
 
 
-class _StepPlan:
-    """Tile plans of one step, made when the first layer with some window asks for them."""
+class StepPlan:
+    """Tile plans of one step, made when the first layer with some reach asks for them."""
 
     def __init__(self, batch: RaggedBatch, group: int, device: torch.device) -> None:
         self.batch = batch
@@ -65,16 +65,16 @@ class _StepPlan:
         small = max(1, ROW_MULTIPLE // group)
         lens = batch.query_lens
         self.kinds = [(small, np.flatnonzero(lens <= small)), (PREFILL_TILE, np.flatnonzero(lens > small))]
-        self._plans: dict[int | None, list[_TilePlan]] = {}
+        self._plans: dict[Reach, list[TilePlan]] = {}
 
-    def of(self, window: int | None) -> list[_TilePlan]:
-        """The tiles for layers with this window."""
-        if window not in self._plans:
+    def of(self, reach: Reach) -> list[TilePlan]:
+        """The tiles for layers whose queries look so far back."""
+        if reach not in self._plans:
             kinds = [(size, chosen) for size, chosen in self.kinds if chosen.size]
-            self._plans[window] = [
-                _plan_tiles(self.batch, size, who, window, self.device) for size, who in kinds
+            self._plans[reach] = [
+                _plan_tiles(self.batch, size, who, reach, self.device) for size, who in kinds
             ]
-        return self._plans[window]
+        return self._plans[reach]
 
 
 class TiledAttention:
@@ -85,14 +85,14 @@ class TiledAttention:
     def __init__(self, *, num_heads: int, num_kv_heads: int) -> None:
         self.group = num_heads // num_kv_heads
 
-    def plan(self, batch: RaggedBatch, device: torch.device) -> _StepPlan:
+    def plan(self, batch: RaggedBatch, device: torch.device) -> StepPlan:
         """Cuts the step into tiles. The block size is a power of two up to LARGEST_BLOCK."""
         assert LARGEST_BLOCK % batch.block_size == 0, f"block size {batch.block_size}"
-        return _StepPlan(batch, self.group, device)
+        return StepPlan(batch, self.group, device)
 
     def run(
         self,
-        plan: _StepPlan,
+        plan: StepPlan,
         q: Tensor,
         cache: LayerCache,
         options: AttentionOptions,
@@ -100,7 +100,7 @@ class TiledAttention:
     ) -> Tensor:
         """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
         out: Tensor | None = None
-        for tiles in plan.of(options.window):
+        for tiles in plan.of(options.reach):
             rows = self._run_tiles(tiles, q, cache, options, sinks)  # [B * Q, H, E]
             if out is None:
                 out = q.new_zeros(q.shape[0], q.shape[1], rows.shape[-1])
@@ -110,7 +110,7 @@ class TiledAttention:
         return out
 
     def _run_tiles(
-        self, tiles: _TilePlan, q: Tensor, cache: LayerCache, options: AttentionOptions, sinks: Tensor | None
+        self, tiles: TilePlan, q: Tensor, cache: LayerCache, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
         num_heads, dim = q.shape[1:]
         size, group = tiles.tile_tokens, self.group
@@ -121,10 +121,10 @@ class TiledAttention:
         queries = queries.view(num_tiles, size, num_kv_heads, group, dim).transpose(1, 2)
         queries = queries.reshape(num_tiles, num_kv_heads, num_rows, dim)
         queries = F.pad(queries, (0, 0, 0, padded - num_rows))  # [B, K, M, D]
-        state: _Softmax | None = None
+        state: RunningSoftmax | None = None
         for chunk in tiles.chunks:
             keys, values = cache.gather(chunk.blocks)
-            scores = _products(queries[: chunk.num_tiles], keys.transpose(2, 3))  # [B', K, M, C]
+            scores = products(queries[: chunk.num_tiles], keys.transpose(2, 3))  # [B', K, M, C]
             if options.soft_cap is not None:
                 scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
             if chunk.hidden is not None:
@@ -135,7 +135,7 @@ class TiledAttention:
                 # Both are copies of the cache, and the keys (which may hold the values) have served.
                 values.masked_fill_(chunk.stale, 0.0)
             if state is None:
-                state = _Softmax(queries, values.shape[-1])
+                state = RunningSoftmax(queries, values.shape[-1])
             state.add(scores, values)
         assert state is not None, "a history is at least one token long"
         per_row = None if sinks is None else _sinks_of_rows(sinks.float(), num_kv_heads, size, padded)
@@ -144,7 +144,7 @@ class TiledAttention:
         return rows.reshape(num_tiles * size, num_heads, -1)
 
 
-class _Softmax:
+class RunningSoftmax:
     """Running softmax-weighted sum: maximum, sum of weights and weighted values of each query row."""
 
     def __init__(self, queries: Tensor, value_dim: int) -> None:
@@ -164,7 +164,7 @@ class _Softmax:
         weights = torch.exp(scores - base)
         kept = torch.exp(before - base)
         self.total[part] = self.total[part] * kept + weights.sum(-1, keepdim=True)
-        self.weighted[part] = self.weighted[part] * kept + _products(weights, values)
+        self.weighted[part] = self.weighted[part] * kept + products(weights, values)
         self.maximum[part] = maximum
 
     def finish(self, sinks: Tensor | None) -> Tensor:
@@ -176,7 +176,7 @@ class _Softmax:
         return self.weighted * kept / (self.total * kept + torch.exp(sinks - maximum))
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
+def products(left: Tensor, right: Tensor) -> Tensor:
     """Batched matrix product over the first two axes."""
     product = batched_product(left.flatten(0, 1), right.flatten(0, 1))
     return product.view(*left.shape[:3], right.shape[-1])
@@ -189,8 +189,8 @@ def _sinks_of_rows(sinks: Tensor, num_kv_heads: int, tile_tokens: int, num_rows:
 
 
 def _plan_tiles(
-    batch: RaggedBatch, size: int, chosen: NDArray[np.int64], window: int | None, device: torch.device
-) -> _TilePlan:
+    batch: RaggedBatch, size: int, chosen: NDArray[np.int64], reach: Reach, device: torch.device
+) -> TilePlan:
     """Tiles of `size` tokens for the sequences `chosen`, all arrays at once."""
     lens = batch.query_lens[chosen]
     per_sequence = -(-lens // size)
@@ -199,10 +199,10 @@ def _plan_tiles(
     offsets = within[:, None] * size + np.arange(size)  # [B, Q] token inside its sequence's span
     offsets = np.minimum(offsets, batch.query_lens[owner][:, None] - 1)
     positions = (batch.context_lens - batch.query_lens)[owner][:, None] + offsets  # [B, Q]
-    graded = window is None
+    graded = reach.is_whole
     first = np.zeros(owner.size, np.int64)
-    if window is not None:
-        first = np.maximum(positions[:, 0] - window + 1, 0) // HISTORY_CHUNK
+    if not graded:
+        first = reach.first(positions[:, 0]) // HISTORY_CHUNK
     num_chunks = _chunk_at(positions[:, -1], graded) + 1 - first
     order = np.argsort(-num_chunks, kind="stable")
     owner, offsets, positions, first, num_chunks = (
@@ -213,9 +213,9 @@ def _plan_tiles(
     for step in range(int(num_chunks[0])):
         active = int(np.searchsorted(-num_chunks, -step, side="left"))
         chunks.append(
-            _plan_chunk(batch, owner[:active], positions[:active], first[:active] + step, window, device)
+            _plan_chunk(batch, owner[:active], positions[:active], first[:active] + step, reach, device)
         )
-    return _TilePlan(tile_tokens=size, tokens=torch.from_numpy(tokens.ravel()).to(device), chunks=chunks)
+    return TilePlan(tile_tokens=size, tokens=torch.from_numpy(tokens.ravel()).to(device), chunks=chunks)
 
 
 def _plan_chunk(
@@ -223,32 +223,33 @@ def _plan_chunk(
     owner: NDArray[np.int64],
     positions: NDArray[np.int64],
     chunk: NDArray[np.int64],
-    window: int | None,
+    reach: Reach,
     device: torch.device,
 ) -> _ChunkPlan:
     """The `chunk`-th [B] piece of each tile's history."""
-    start, length = _chunk_span(chunk, graded=window is None)
+    start, length = _chunk_span(chunk, graded=reach.is_whole)
     columns = start[:, None] // batch.block_size + np.arange(length // batch.block_size)
     inside = columns < batch.block_tables.shape[1]
     blocks = np.where(inside, batch.block_tables[owner[:, None], np.where(inside, columns, 0)], 0)
     end = start + length
+    begins = reach.first(positions)  # [B, Q]
+    begins_early = not reach.is_whole and bool((start < begins[:, 0]).any())
     needs_mask = bool((end - 1 > positions[:, 0]).any())
-    begins_early = window is not None and bool((start <= positions[:, 0] - window).any())
-    if window is not None:
-        needs_mask = needs_mask or bool((start <= positions[:, -1] - window).any())
+    needs_mask = needs_mask or (not reach.is_whole and bool((start < begins[:, -1]).any()))
     hidden = stale = None
     if needs_mask:
         query_at = torch.from_numpy(positions).to(device)[:, :, None]  # [B, Q, 1]
+        first_at = torch.from_numpy(begins).to(device)[:, :, None]
         key_at = (torch.from_numpy(start).to(device)[:, None] + torch.arange(length, device=device))[:, None]
         masked = key_at > query_at
-        if window is not None:
-            masked |= key_at <= query_at - window
+        if not reach.is_whole:
+            masked |= key_at < first_at
         hidden = masked[:, None, :, None, :]
         if begins_early or bool((end > positions[:, -1] + 1).any()):
             stale = key_at[:, 0] > query_at[:, -1]
-            if window is not None:
+            if not reach.is_whole:
                 # Blocks before the window may be given up.
-                stale |= key_at[:, 0] <= query_at[:, 0] - window
+                stale |= key_at[:, 0] < first_at[:, 0]
             stale = stale[:, None, :, None]
     return _ChunkPlan(
         num_tiles=owner.size, blocks=torch.from_numpy(blocks).to(device), hidden=hidden, stale=stale

@@ -9,7 +9,8 @@ namespace {
 template <typename Element, typename Widen>
 void look_up(const EmbeddingArgs& args, const Range& rows, const Widen& widen) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const Element* from = static_cast<const Element*>(args.table) + args.step->token_ids[row] * args.width;
+    const int64_t id = args.step->token_ids[row], at = args.num_rows && id >= args.num_rows ? 0 : id;
+    const Element* from = static_cast<const Element*>(args.table) + at * args.width;
     float* out = args.out + row * args.width;
     for (int64_t i = 0; i < args.width; ++i) out[i] = widen(from[i]) * args.scale;
     if (!args.positions) continue;

@@ -125,9 +125,12 @@ using namespace millrace;
 
 extern "C" void route(const RouteArgs& args, int thread, int num_threads) {
   const Range rows = share(*args.num_rows, thread, num_threads);
-  for (int64_t row = rows.begin; row < rows.end; ++row)
-    route_row(args, args.logits + row * args.num_experts, args.ids + row * args.num_active,
-              args.shares + row * args.num_active);
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    int64_t* ids = args.ids + row * args.num_active;
+    float* shares = args.shares + row * args.num_active;
+    route_row(args, args.logits + row * args.num_experts, ids, shares);
+    for (int64_t a = 0; args.expert_scales && a < args.num_active; ++a) shares[a] *= args.expert_scales[ids[a]];
+  }
 }
 
 extern "C" void expert_plan(const ExpertPlanArgs& args, int, int) {

@@ -32,6 +32,7 @@ struct RouteArgs {
   int64_t group_score;  // GroupScore
   float scaling;
   float tolerance;  // of kSparseMixer
+  const float* expert_scales;  // [X], what the shares of the chosen are multiplied by in the end, or null
 };
 
 // Sorts choices by expert; those of one expert stay in the order of tokens.

@@ -31,9 +31,13 @@ class ExpertsTogether:
         correction: Tensor | None,
         activation: str,
         shared: Tensor | None,
+        scales: Tensor | None = None,
     ) -> Tensor:
-        """x [T, E], logits [T, X] float32, shared [T, E] (what all tokens pass) -> [T, E]."""
+        """x [T, E], logits [T, X] float32, shared [T, E] (what all tokens pass) -> [T, E]. Shares are
+        multiplied by the `scales` [X] of their experts.
+        """
         ids, shares = route(logits, routing, correction)
+        shares = shares if scales is None else shares * scales[ids]
         groups = self._gate_up.group(ids.flatten())
         gate_bias, down_bias = self._biases
         active = ids.shape[1]

@@ -41,6 +41,7 @@ class SparseLayer:
     down: Sequence[PackedWeight]
     activation: str
     correction: Values | None = None  # [X] float32, takes part in the choice alone
+    expert_scales: Values | None = None  # [X] float32, what their shares are multiplied by
 
 
 class ExpertBuffers:
@@ -82,21 +83,24 @@ def sparse_ops(
     out: Values,
     *,
     accumulate: bool,
+    asked: Values | None = None,
 ) -> list[Op]:
     """Ops that compute out [T, E] (+)= the layer of x [T, E]; `num_rows` is the address of T as int64.
 
     Rows of x and out may lie in wider ones; they must not overlap unless `accumulate` is false.
+    The router takes x, or what it is `asked` [T, E].
     """
     routing, width = layer.routing, layer.down[0].inputs
     assert len(layer.gate_up) == len(layer.down) == routing.num_experts, "weights of every expert"
+    asked = x if asked is None else asked
     logits, gate_up, changes = buffers.logits, buffers.gate_up, buffers.changes
     router = gemm_args(
         layer.router,
         num_rows,
-        address_of(x),
+        address_of(asked),
         address_of(logits),
         address_of(buffers.router_workspace),
-        x_stride=row_stride(x),
+        x_stride=row_stride(asked),
     )
     plan = structure("ExpertPlanArgs")(
         num_rows,
@@ -133,8 +137,8 @@ def sparse_ops(
         int(accumulate),
     )
     return [
-        *product_ops(library, router, layer, buffers, x),
-        Op(library, "route", _route_args(layer, buffers, num_rows), buffers, layer.correction),
+        *product_ops(library, router, layer, buffers, asked),
+        Op(library, "route", _route_args(layer, buffers, num_rows), buffers, layer),
         Op(library, "expert_plan", plan, buffers),
         *_expert_products(library, layer.gate_up, buffers, x, gate_up, buffers.places, routing),
         Op(library, "activation", activation, buffers),
@@ -160,6 +164,7 @@ def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> An
         GROUP_SCORES[routing.group_score],
         routing.scaling,
         routing.tolerance,
+        None if layer.expert_scales is None else address_of(layer.expert_scales),
     )
 
 

@@ -42,15 +42,16 @@ Vec normed(Vec v, const Moments& row, const float* weight, const float* bias, in
   return bias ? add(v, load(bias + i, m)) : v;
 }
 
-// stream = x + change (or + its norm); returns where the stream's row lies.
+// stream = x + change (or + its norm), times the gain; returns where the stream's row lies.
 const float* add_change(const RmsNormArgs& args, const float* x, const float* change, float* into) {
   const int64_t width = args.width;
   const Moments row = args.change_weight ? moments(args, change) : Moments{};
+  const Vec gain = set1(args.gain != 0.0f ? args.gain : 1.0f);
   for (int64_t i = 0; i < width; i += kLanes) {
     const Mask m = first(width - i);
     Vec v = load(change + i, m);
     if (args.change_weight) v = normed(v, row, args.change_weight, args.change_bias, i, m);
-    store(into + i, m, add(load(x + i, m), v));
+    store(into + i, m, mul(add(load(x + i, m), v), gain));
   }
   return into;
 }

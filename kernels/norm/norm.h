@@ -9,6 +9,7 @@ namespace millrace {
 //   stream = x                                        (no change)
 //          | x + change                               (no change_weight)
 //          | x + norm(change) * change_weight         (Gemma's and OLMo 2's norms after a half layer)
+//          , times gain, where one is given          (Gemma 4)
 //   residual = stream                                 (when residual is given; may be x itself)
 //   out      = norm(stream) * weight                  (when out is given)
 // norm(v) = v / sqrt(mean(v^2) + eps), of v - mean(v) with `centered` (layer norms); a bias is added to what was
@@ -29,6 +30,7 @@ struct RmsNormArgs {
   int64_t centered;
   const float* bias;         // [width] or null
   const float* change_bias;  // [width] or null
+  float gain;                // with change alone; 0 is none
 };
 
 }  // namespace millrace

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.norm.backends import RowNorm
+
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None, *, centered: bool = False
@@ -25,22 +27,11 @@ def rms_norm(
 class TorchNorm:
     """The formula, operation by operation."""
 
-    def plain(
-        self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None, *, centered: bool = False
-    ) -> Tensor:
+    def plain(self, x: Tensor, norm: RowNorm) -> Tensor:
         """See NormBackend."""
-        return rms_norm(x, weight, eps, bias, centered=centered)
+        return rms_norm(x, norm.weight, norm.eps, norm.bias, centered=norm.centered)
 
-    def added(
-        self,
-        x: Tensor,
-        change: Tensor,
-        weight: Tensor,
-        eps: float,
-        bias: Tensor | None = None,
-        *,
-        centered: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    def added(self, x: Tensor, change: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
         """See NormBackend."""
         stream = x + change
-        return stream, rms_norm(stream, weight, eps, bias, centered=centered)
+        return stream, self.plain(stream, norm)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.norm.backends import RowNorm
 from kernels.rows import Quantized, QuantizedRows, empty_scales
 
 # Largest magnitude of each quantized type; 448 is the end of float8_e4m3.
@@ -155,42 +156,24 @@ def rms_norm(
 class TritonNorm:
     """One pass over each row, sum with the residual included."""
 
-    def plain(
-        self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None, *, centered: bool = False
-    ) -> Tensor:
+    def plain(self, x: Tensor, norm: RowNorm) -> Tensor:
         """See NormBackend."""
-        return rms_norm(x, weight, eps, bias=bias, centered=centered).out
+        return rms_norm(x, norm.weight, norm.eps, bias=norm.bias, centered=norm.centered).out
 
-    def added(
-        self,
-        x: Tensor,
-        change: Tensor,
-        weight: Tensor,
-        eps: float,
-        bias: Tensor | None = None,
-        *,
-        centered: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    def added(self, x: Tensor, change: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
         """See NormBackend."""
-        normed = rms_norm(change, weight, eps, residual=x, bias=bias, centered=centered)
+        normed = rms_norm(change, norm.weight, norm.eps, x, bias=norm.bias, centered=norm.centered)
         assert normed.residual is not None, "asked for"
         return normed.residual, normed.out
 
     def quantized(
-        self,
-        x: Tensor,
-        change: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        kind: Quantized,
-        factors: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        centered: bool = False,
+        self, x: Tensor, change: Tensor | None, norm: RowNorm, kind: Quantized, factors: Tensor | None
     ) -> tuple[Tensor, QuantizedRows]:
         """See QuantizingNorm."""
         source, residual = (x, None) if change is None else (change, x)
-        normed = rms_norm(source, weight, eps, residual, kind, factors, bias, centered=centered)
+        normed = rms_norm(
+            source, norm.weight, norm.eps, residual, kind, factors, norm.bias, centered=norm.centered
+        )
         assert normed.scale is not None, "asked for"
         rows = QuantizedRows(levels=normed.out, scale=normed.scale, dtype=x.dtype)
         return x if normed.residual is None else normed.residual, rows

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int64_t kMaxHead = 1024;
 
-// x[:width], its mean taken away if it is to be `centered`, times 1 / sqrt(mean(x^2) + eps) and weight, in place.
+// x[:width], its mean taken away if it is to be `centered`, times 1 / sqrt(mean(x^2) + eps) and weight if there is
+// one, in place.
 void norm_in_place(float* x, const float* weight, int64_t width, float eps, bool centered = false) {
   if (centered) {
     Vec sums = zero();
@@ -26,7 +27,8 @@ void norm_in_place(float* x, const float* weight, int64_t width, float eps, bool
   const Vec scale = set1(1.0f / std::sqrt(sum(total) / static_cast<float>(width) + eps));
   for (int64_t i = 0; i < width; i += kLanes) {
     const Mask m = first(width - i);
-    store(x + i, m, mul(mul(load(x + i, m), scale), load(weight + i, m)));
+    const Vec v = mul(load(x + i, m), scale);
+    store(x + i, m, weight ? mul(v, load(weight + i, m)) : v);
   }
 }
 
@@ -128,18 +130,32 @@ void turn(const RopeCacheArgs& args, float* x, const float* weight, int64_t head
   if (args.norm == kNormHead && args.norm_last) norm();
 }
 
+// Turns a head's key and writes it with its value, which lies at v but for values of keys.
+void store_head(const RopeCacheArgs& args, int64_t token, int64_t head, float* k, const float* v, const float* cos,
+                const float* sin) {
+  const int64_t dim = args.cache.key_dim;
+  alignas(64) float value[kMaxHead];
+  if (args.value_kind != kValuesPlain) {
+    std::memcpy(value, args.value_kind == kValuesOfKeys ? k : v, sizeof(float) * dim);
+    norm_in_place(value, nullptr, dim, args.eps);
+    v = value;
+  }
+  turn(args, k, args.k_norm, head, cos, sin);
+  write_head(args.cache, args.step->slots[token], head, k, v);
+}
+
 }  // namespace
 
 extern "C" void rope_cache(const RopeCacheArgs& args, int thread, int num_threads) {
   const Step& step = *args.step;
   const int64_t dim = args.cache.key_dim, heads = args.num_heads, kv_heads = args.cache.num_heads;
-  const int64_t width = (heads + 2 * kv_heads) * dim, half = args.rotary_dim / 2;
+  const int64_t half = args.rotary_dim / 2;
   // With norms per head (or none) the unit of work is a kv head and its queries; else a whole token.
   const int64_t split = args.norm == kNormFull ? 1 : kv_heads;
   const Range mine = share(step.num_tokens * split, thread, num_threads);
   for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
     const int64_t token = unit / split, part = unit % split;
-    float* q = args.qkv + token * width;
+    float* q = args.qkv + token * args.qkv_stride;
     float* k = q + heads * dim;
     const float* v = k + kv_heads * dim;
     const float* cos = args.cos + step.positions[token] * half;
@@ -152,9 +168,9 @@ extern "C" void rope_cache(const RopeCacheArgs& args, int thread, int num_thread
       turn(args, q + head * dim, args.q_norm, head, cos, sin);
       if (args.q_scales) multiply(q + head * dim, args.q_scales[step.positions[token]], dim);
     }
+    if (!args.stores) continue;
     for (int64_t head = part * kv_heads / split; head < (part + 1) * kv_heads / split; ++head) {
-      turn(args, k + head * dim, args.k_norm, head, cos, sin);
-      write_head(args.cache, step.slots[token], head, k + head * dim, v + head * dim);
+      store_head(args, token, head, k + head * dim, v + head * dim, cos, sin);
     }
   }
 }

@@ -8,13 +8,16 @@
 namespace millrace {
 
 enum QkNorm : int64_t { kNormNone = 0, kNormHead = 1, kNormFull = 2 };
+// What values are: what lies behind the keys, that normed without weights, or the keys as they are before norm and
+// rotation, normed so.
+enum ValueKind : int64_t { kValuesPlain = 0, kValuesNormed = 1, kValuesOfKeys = 2 };
 
 // Shape letters: T tokens, H query heads, K kv heads, D head dim, R rotated dimensions, L positions.
 // Queries are normed and rotated in place. With `interleaved`, pairs (2i, 2i + 1) come out as (i, i + R/2), in
 // which order weights of norms are then where norms come last.
 struct RopeCacheArgs {
   const Step* step;
-  float* qkv;           // [T, (H + 2 K) D]: q heads, k heads, v heads; the q part is also the result
+  float* qkv;           // [T, qkv_stride]: q heads, k heads, v heads; the q part is also the result
   const float* q_norm;  // [D] (head; [H, D] with norm_stride), [H D] (full) or null
   const float* k_norm;  // [D] (head; [K, D] with norm_stride), [K D] (full) or null
   const float* cos;     // [L, R / 2]
@@ -29,6 +32,9 @@ struct RopeCacheArgs {
   int64_t norm_centered;  // the mean is taken away first, as in layer norms
   int64_t norm_last;      // after the rotation instead of before it (head only)
   const float* q_scales;  // [L], what a position's queries are multiplied by in the end, or null
+  int64_t qkv_stride;     // H D, and K D for keys and values each where they are there
+  int64_t stores;         // whether keys and values are written; else there are none
+  int64_t value_kind;     // ValueKind
 };
 
 // Latent attention (DeepSeek-V2): one vector per token, the normed latent and the rotated key part.

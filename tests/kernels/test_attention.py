@@ -63,3 +63,11 @@ def test_blocks_before_the_window_may_hold_anything(name: str, dtype: torch.dtyp
     tolerance = 2e-2 if (name, dtype) == ("native", torch.int8) else 3e-6
     found = replace(step, tables=cut).run(BACKENDS[name])
     torch.testing.assert_close(found, step.run(ReferenceAttention), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 100, 300])
+@pytest.mark.parametrize("window", [None, 60])
+def test_queries_stay_in_their_chunk(chunk: int, window: int | None) -> None:
+    step = draw([5, 130, 700], [1, 40, 333], chunk=chunk, window=window)
+    compare(TILED, step, 2e-6)
+    assert_bits_in_any_mix(TILED, draw(PROMPTS, heads=(4, 2, 32), chunk=chunk, window=window), padding=16)

@@ -23,6 +23,8 @@ from engine.model.families import (  # noqa: F401
     ernie4_5,
     exaone4,
     gemma,
+    gemma3n,
+    gemma4,
     glm,
     gpt2,
     gpt_neox,

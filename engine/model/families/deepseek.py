@@ -8,6 +8,7 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import attention_biases, decoder_spec, family
+from engine.model.layer_spec import IndexerSpec
 from engine.model.spec import (
     CheckpointError,
     ExpertSpec,
@@ -37,6 +38,43 @@ def read_v3(config: ConfigReader) -> ModelSpec:
     """Sigmoid scores with a correction in the choice, groups by their two best experts."""
     experts = routed_experts(config, corrected_routing(config, num_groups=8, num_active_groups=4))
     return read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
+
+
+@family("DeepseekV32ForCausalLM")
+def read_v32(config: ConfigReader) -> ModelSpec:
+    """V3 with an indexer, by which attention looks at the positions that matter most."""
+    kinds = config.values.get("layer_types") or ["indexed_attention"]
+    if not isinstance(kinds, list) or set(map(str, kinds)) != {"indexed_attention"}:
+        raise CheckpointError(
+            f"{config.source}: layer_types = {kinds!r} is not supported, only 'indexed_attention'"
+        )
+    routing = corrected_routing(config, num_groups=8, num_active_groups=4)
+    experts = listed_sparse(config, routed_experts(config, routing, default_dense=3))
+    spec = read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
+    latent = spec.latent
+    assert latent is not None, "it has latent attention"
+    if not latent.query_rank:
+        raise CheckpointError(f"{config.source}: q_lora_rank is missing: the indexer reads latent queries")
+    indexer = IndexerSpec(
+        num_heads=config.count("index_n_heads", 64),
+        head_dim=config.count("index_head_dim", 128),
+        num_chosen=config.count("index_topk", 2048),
+    )
+    if indexer.head_dim < latent.rope_dim:
+        raise CheckpointError(
+            f"{config.source}: index_head_dim = {indexer.head_dim} is less than the {latent.rope_dim} "
+            "rotated dimensions of qk_rope_head_dim"
+        )
+    return msgspec.structs.replace(spec, latent=msgspec.structs.replace(latent, indexer=indexer))
+
+
+def listed_sparse(config: ConfigReader, experts: ExpertSpec) -> ExpertSpec:
+    """Experts in the layers that `mlp_layer_types` says, where it is there."""
+    layers = config.values.get("mlp_layer_types")
+    if layers is None:
+        return experts
+    sparse = tuple(index for index, kind in enumerate(layers) if kind == "sparse")
+    return msgspec.structs.replace(experts, layers=sparse)
 
 
 def corrected_routing(

@@ -8,7 +8,13 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import decoder_spec, family, head_size
-from engine.model.families.deepseek import corrected_routing, read_latent, routed_experts, without_prediction
+from engine.model.families.deepseek import (
+    corrected_routing,
+    listed_sparse,
+    read_latent,
+    routed_experts,
+    without_prediction,
+)
 from engine.model.spec import ModelSpec, TensorNames
 
 _SANDWICH = TensorNames(
@@ -49,12 +55,8 @@ def read_experts(config: ConfigReader) -> ModelSpec:
 @family("Glm4MoeLiteForCausalLM")
 def read_lite(config: ConfigReader) -> ModelSpec:
     """GLM-4.7-Flash: DeepSeek-V3's attention as well."""
-    layers = config.values.get("mlp_layer_types")
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
-    experts = routed_experts(config, routing, default_dense=1)
-    if layers is not None:
-        sparse = tuple(index for index, kind in enumerate(layers) if kind == "sparse")
-        experts = msgspec.structs.replace(experts, layers=sparse)
+    experts = listed_sparse(config, routed_experts(config, routing, default_dense=1))
     return read_latent(config, experts, interleaved=config.flag("rope_interleave", True), default_eps=1e-5)
 
 

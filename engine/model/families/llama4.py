@@ -6,7 +6,7 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import attention_biases, decoder_spec, family, rotating_layers, some_rotate
-from engine.model.spec import ExpertSpec, ModelSpec, QueryGrowth, TensorNames
+from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec, QueryGrowth, TensorNames
 
 _NAMES = TensorNames(
     renamed=(
@@ -19,15 +19,13 @@ _NAMES = TensorNames(
 
 @family("Llama4ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
-    """Layers that rotate look at chunks of `attention_chunk_size` positions. A context ends with the first of
-    them here, in which there is no difference.
-    """
+    """Layers that rotate look at chunks of `attention_chunk_size` positions, the others at everything."""
     num_layers, head_dim = config.count("num_hidden_layers"), config.count("head_dim", 128)
     rotates = rotating_layers(config, num_layers)
     rope = msgspec.structs.replace(config.rope(head_dim, default_theta=500_000.0), interleaved=True)
-    chunk = config.optional_integer("attention_chunk_size") if any(rotates) else None
-    if chunk is not None and chunk < rope.max_positions:
-        rope = msgspec.structs.replace(rope, max_positions=chunk)
+    chunk = config.optional_integer("attention_chunk_size")
+    if chunk is not None and chunk < 1:
+        raise CheckpointError(f"{config.source}: attention_chunk_size = {chunk} is no number of positions")
     turning = some_rotate(rope, rotates)
     if config.flag("attn_temperature_tuning", True):
         beta, length = config.number("attn_scale", 0.1), config.count("floor_scale", 8192)
@@ -52,6 +50,7 @@ def read(config: ConfigReader) -> ModelSpec:
         default_eps=1e-5,
         **attention_biases(config),
         **turning,
+        chunks=tuple(chunk if turns else None for turns in rotates),
         head_dim=head_dim,
         intermediate_size=config.count("intermediate_size_mlp", 16384),
         qk_norm="unit" if config.flag("use_qk_norm", True) else "none",

@@ -15,6 +15,8 @@ from engine.model.spec import CheckpointError, ModelSpec, TensorNames
 # Kind of text model, as its own configuration names it, to what reads it.
 _TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -29,23 +31,42 @@ _TEXT_MODELS = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
-# What configurations of Gemma 3 leave to transformers' defaults.
+# What configurations of Gemma leave to transformers' defaults.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
-    }
+    },
+    "gemma3n_text": {
+        "vocab_size": 262_400,
+        "hidden_size": 2048,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 32_768,
+    },
+    "gemma4_text": {
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
 }
 _PREFIXES = (
     (r"^(model\.)?language_model\.(model\.)?", "model."),
     (r"^model\.lm_head\.", "lm_head."),
 )
-_SKIPPED = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
+_SKIPPED = (
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|"
+    r"embed_audio)\."
+)
 WHOLES = (
     "AyaVisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -73,7 +94,8 @@ def read_text_part(config: ConfigReader) -> ModelSpec:
         # Its experts share tensors, and their weights sum to one whatever is said.
         experts = msgspec.structs.replace(spec.experts, layout="inputs_first", normalized=True)
         spec = msgspec.structs.replace(spec, experts=experts)
-    names = TensorNames(renamed=(*_PREFIXES, *spec.names.renamed), skipped=_SKIPPED)
+    skipped = f"{_SKIPPED}|{spec.names.skipped}" if spec.names.skipped else _SKIPPED
+    names = TensorNames(renamed=(*_PREFIXES, *spec.names.renamed), skipped=skipped)
     return msgspec.structs.replace(spec, names=names)
 
 

@@ -45,7 +45,12 @@ _PROBE: dict[str, Any] = {
     "sliding_window": 4096,
 }
 # What some families need besides, in words of their own.
-_WITH: dict[str, dict[str, Any]] = {"GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 12}}
+_WITH: dict[str, dict[str, Any]] = {
+    "DeepseekV32ForCausalLM": {"q_lora_rank": 16},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
+    "Gemma4ForCausalLM": {"num_kv_shared_layers": 2},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 12},
+}
 # What some families refuse, or read otherwise.
 _WITHOUT = {
     "GraniteMoeForCausalLM": "shared_intermediate_size",
@@ -139,6 +144,14 @@ def _row(name: str) -> FamilyRow:
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
     yield "latent" if spec.latent else "grouped-query"
+    if spec.latent is not None and spec.latent.indexer is not None:
+        yield "positions that an indexer chooses (computed by torch alone)"
+    if len({heads.head_dim for heads in spec.layer_heads}) > 1:
+        yield "heads of several sizes"
+    if any(heads.cache_of is not None for heads in spec.layer_heads):
+        yield "last layers read earlier keys and values"
+    if any(spec.chunks):
+        yield "chunks in some layers"
     sliding = [window is not None for window in spec.windows]
     if any(sliding):
         yield "windows" if all(sliding) else "windows in some layers"
@@ -153,7 +166,8 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
         yield "partial rotation"
     if spec.qk_norm != "none":
         after = " after the rotation" if spec.qk_norm_last else ""
-        yield f"queries and keys normed {_QK_NORMS[spec.qk_norm]}{after}"
+        what = "queries, keys and values" if spec.value_norm else "queries and keys"
+        yield f"{what} normed {_QK_NORMS[spec.qk_norm]}{after}"
     if spec.attention_sinks:
         yield "sinks"
     if spec.attention_soft_cap is not None:
@@ -168,6 +182,12 @@ def _norms(spec: ModelSpec) -> Iterator[str]:
 def _feed_forward(spec: ModelSpec) -> Iterator[str]:
     gate = "gated " if spec.gated else ""
     yield f"{gate}{spec.activation.replace('_', ' ')}"
+    if any(spec.gate_cuts):
+        yield "few gates count in some layers"
+    if spec.per_layer is not None:
+        yield "embeddings of each layer's own"
+    if spec.altup is not None:
+        yield "several streams (AltUp)"
     experts = spec.experts
     if experts is None:
         return

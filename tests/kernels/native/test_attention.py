@@ -163,3 +163,11 @@ def test_a_poisoned_sequence_keeps_its_poison(attention: Make, new: int, dtype: 
             assert spoiled_places.any(-1).all() or (which == 0 and poison > 0 and spoiled_places.any())
             assert spoiled_places.sum(-1).max() >= places
             assert torch.equal(found[new:], clean[new:])
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 100, 300])
+@pytest.mark.parametrize("window", [None, 60])
+def test_queries_stay_in_their_chunk(attention: Make, chunk: int, window: int | None) -> None:
+    step = draw([5, 130, 700, 650], [1, 40, 333, 1], (12, 6, 32), chunk=chunk, window=window)
+    compare(attention, step, 3e-6)
+    assert_bits_in_any_mix(attention, draw(PROMPTS, heads=(4, 2, 36), chunk=chunk, window=window))

@@ -59,6 +59,7 @@ class Layer:
         self.native, self.routing, self.threads = native, routing, threads
         self.router = torch.randn(routing.num_experts, hidden) / hidden**0.5
         self.correction = torch.rand(routing.num_experts) if routing.scoring == "sigmoid" else None
+        self.scales = torch.rand(routing.num_experts) + 0.5 if routing.scoring == "softmax" else None
         kinds = list(islice(cycle(KINDS[kind]), routing.num_experts))
         self.gate_up, self.down = (
             [weight_of(each, *shape, seed, size=shape[1] ** -0.5) for seed, each in enumerate(kinds, first)]
@@ -73,6 +74,7 @@ class Layer:
             down=[packer.pack(weight, bias) for weight, bias in zip(self.down, self.biases, strict=True)],
             activation="silu",
             correction=self.correction,
+            expert_scales=self.scales,
         )
         self.buffers = ExpertBuffers(
             native,
@@ -102,6 +104,7 @@ class Layer:
         """Ids and shares by the router of the model."""
         padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE))
         ids, shares = route(padded @ self.router.T, self.routing, self.correction)
+        shares = shares if self.scales is None else shares * self.scales[ids]
         return ids[: len(x)], shares[: len(x)]
 
     def exact(self, x: Tensor) -> Tensor:

@@ -235,6 +235,8 @@ def test_rotation_and_cache_write(
             norm_centered=norm == "each, centered",
             norm_last=norm == "last",
             q_scales=None if q_scales is None else q_scales.data_ptr(),
+            qkv_stride=rows.shape[1],
+            stores=1,
         )
         run(native, "rope_cache", args)
         return rows[:, : heads * dim], cache
@@ -279,6 +281,8 @@ def test_values_that_are_not_finite_stay_so(native: NativeLibrary, dtype: torch.
             sin=table.data_ptr(),
             cache=describe(cache),
             num_heads=1,
+            qkv_stride=24,
+            stores=1,
         )
         run(native, "rope_cache", args)
         keys, values = cache.gather(torch.tensor([[0]]))

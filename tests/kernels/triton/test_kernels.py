@@ -13,6 +13,7 @@ from kernels.linear.triton_backend import InvariantLinear, TritonLinear
 from kernels.linear.triton_grouped import grouped_product
 from kernels.linear.triton_rows import GroupedRows
 from kernels.linear.triton_scaled import quantize_rows, scaled_product
+from kernels.norm.backends import RowNorm
 from kernels.norm.reference import rms_norm as reference_norm
 from kernels.norm.triton_norm import TritonNorm, rms_norm
 from kernels.rope.reference import rotate
@@ -61,7 +62,7 @@ def test_layer_norm(device: torch.device, width: int, weights: str) -> None:
     x = drawn(4, 3, width) + 3.0
     weight = drawn(width, seed=1) if weights == "shared" else drawn(3, width, seed=1)
     bias = drawn(width, seed=2)
-    found = TritonNorm().plain(x.to(device), weight.to(device), 1e-5, bias.to(device), centered=True)
+    found = TritonNorm().plain(x.to(device), RowNorm(weight.to(device), 1e-5, bias.to(device), centered=True))
     expected = reference_norm(x, weight, 1e-5, bias, centered=True)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=3e-5)
 
@@ -78,12 +79,10 @@ def test_rounding_in_the_norm_is_rounding_after_it(
     x[2], change[2] = 0.0, 0.0
     weight = drawn(width, seed=2).to(device)
     factors = drawn(width, seed=3).abs().to(device) if quantized == "int8" or not INTERPRETED else None
-    norm = TritonNorm()
+    norm, learned = TritonNorm(), RowNorm(weight, 1e-5)
     for given in (None, change):
-        stream, rows = norm.quantized(x, given, weight, 1e-5, quantized, factors)
-        expected, normed = (
-            (x, norm.plain(x, weight, 1e-5)) if given is None else norm.added(x, given, weight, 1e-5)
-        )
+        stream, rows = norm.quantized(x, given, learned, quantized, factors)
+        expected, normed = (x, norm.plain(x, learned)) if given is None else norm.added(x, given, learned)
         levels, scale = quantize_rows(normed, quantized, factors=factors)
         assert torch.equal(stream, expected)
         assert rows.dtype == dtype

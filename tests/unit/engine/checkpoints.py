@@ -70,6 +70,8 @@ def make_checkpoint(
             # Corrections of a router's choice are zeros until they are trained.
             if "correction" in name:
                 buffer.normal_(std=0.2)
+            elif "layer_scalar" in name:
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.eval()
     model.save_pretrained(folder)
     return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from engine.model.families import FAMILIES, read_spec
 from engine.model.families.table import main, markdown
 from engine.model.spec import CheckpointError
-from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
+from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
+from tests.unit.engine.model.equality import assert_equals_transformers
+from tests.unit.engine.model.gemma_cases import CASES as GEMMA_CASES
+from tests.unit.engine.runner.driver import Job, generated, prompt_of
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -280,6 +281,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "floor_scale": 8,
         },
     ),
+    "llama4-chunks": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 40,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 12,
+        },
+    ),
     "minimax-m2": (
         "minimax_m2",
         {
@@ -397,6 +409,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    **GEMMA_CASES,
 }
 
 
@@ -405,21 +418,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     model_type, changes = CASES[name]
     oracle = make_checkpoint(tmp_path, model_type, **changes)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in FAMILIES
-    prompts = [prompt_of(length, 199, seed=length) for length in (45, 1, 17)]
-    for options, chunk in (
-        ({"native": "required"}, 13),
-        ({"attention_backend": "torch"}, 13),
-        ({"attention_backend": "reference"}, 1000),
-    ):
-        with closing(open_runner(tmp_path, **options)) as runner:
-            probe = GREEDY.__class__(temperature=0.0, prompt_logprobs=199)
-            driver = Driver(runner, seed=3)
-            scored, *_ = driver.run([Job(prompts[0], num_tokens=1, sampling=probe, chunk=chunk)])
-            _assert_scores(scored, torch.log_softmax(reference_logits(oracle, prompts[0]), -1))
-            jobs = driver.run([Job(prompt, num_tokens=8, chunk=chunk) for prompt in prompts])
-            _assert_continues(driver, jobs[0])
-        for job in jobs:
-            assert job.output == reference_greedy(oracle, job.prompt, 8)
+    assert_equals_transformers(tmp_path, oracle)
 
 
 def test_experts_may_be_stored_either_way(tmp_path: Path) -> None:
@@ -474,28 +473,6 @@ def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, 
     (key,) = keys
     with pytest.raises(CheckpointError, match=key if key != "text_config" else "model_type = 'mamba'"):
         read_spec(tmp_path)
-
-
-def _assert_continues(driver: Driver, known: Job) -> None:
-    """The rest of its output comes again after a hit of its prompt's first blocks, and once the sequence was
-    preempted, as its output is computed as prompt then.
-    """
-    (resumed,) = driver.run([Job(known.prompt, num_tokens=8, output=known.output[:5], chunk=11)])
-    blocks = driver.take_blocks(32)
-    driver.run([Job(known.prompt[:32], num_tokens=1)], prefix=(blocks, 0))
-    (hit,) = driver.run([Job(known.prompt, num_tokens=8)], prefix=(blocks, 32))
-    assert resumed.output == hit.output == known.output
-
-
-def _assert_scores(job: Job, expected: torch.Tensor) -> None:
-    """Every log-probability of every prompt position equals the oracle's to 1e-4."""
-    assert len(job.prompt_logprobs) == len(job.prompt) - 1
-    for position, entry in enumerate(job.prompt_logprobs):
-        ours = torch.full((expected.shape[1],), float("nan"))
-        ours[torch.tensor(entry.top_ids)] = torch.tensor(entry.top_logprobs)
-        torch.testing.assert_close(ours, expected[position], atol=1e-4, rtol=0)
-        assert entry.token_id == job.prompt[position + 1]
-        assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=1e-4)
 
 
 @pytest.mark.parametrize("max_model_len", [64, 256])

@@ -1,0 +1,70 @@
+"""What a layer has of its own in models whose layers differ, as part of a ModelSpec. No torch here."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
+    """The attention of one layer."""
+
+    num_kv_heads: int
+    # Elements of a head's query, key and value.
+    head_dim: int
+    # Whether values are the keys, as they are before norm and rotation.
+    values_of_keys: bool = False
+    # The layer before this one whose keys and values are read; None: the layer stores its own.
+    cache_of: int | None = None
+
+
+class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layer stores of each token."""
+
+    num_heads: int
+    key_dim: int
+    # 0 when the value is part of the key.
+    value_dim: int
+    # Size of that part; else of a value.
+    shared_value_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers of a token."""
+        return self.num_heads * (self.key_dim + self.value_dim)
+
+
+class PerLayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A second embedding, which is not read once but by every layer (Gemma 3n): each gates its own part of a
+    token's row by what the token has become, and adds that, projected and normed.
+    """
+
+    # Rows of the table; later ids take the first.
+    num_embeddings: int
+    # Elements that each layer reads.
+    width: int
+
+
+# What a layer reads of a token is the sum of two numbers of the same spread.
+SUM_SCALE = 2.0**-0.5
+
+
+class AltUpSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Several streams of which each layer computes one, and a product of low rank beside its attention
+    (Gemma 3n).
+    """
+
+    num_streams: int
+    # Which of them layers compute.
+    active: int
+    # Whether what per-layer inputs are gated by is multiplied by a learned vector.
+    scales_active: bool
+    # Inner size of the product beside attention (LAuReL, arXiv 2411.07501).
+    laurel_rank: int
+
+
+class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What chooses the positions that latent attention looks at (DeepSeek-V3.2, arXiv 2512.02556)."""
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int

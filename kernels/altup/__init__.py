@@ -1,0 +1,1 @@
+"""Alternating updates: several streams of which each layer computes one (Gemma 3n)."""
