@@ -45,6 +45,7 @@ NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
         ("input_layernorm", "pre_feedforward_layernorm"),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
+    "sum": (("", ""), ("post_attention_layernorm", "post_feedforward_layernorm")),
     "parallel": (("input_layernorm", "post_attention_layernorm"), ("", "")),
     "parallel_shared": (("input_layernorm", ""), ("", "")),
 }
@@ -55,6 +56,8 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
     prefix = f"model.layers.{index}"
     attention = read_latents if spec.latent else read_attention
     before, after = NORM_NAMES[spec.norm_placement]
+    if not (index or spec.first_norm):
+        before = ("", before[1])
 
     def norm(name: str) -> Norm | None:
         return read_norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
@@ -68,16 +71,19 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
         before=[norm(name) for name in before],
         after=[norm(name) for name in after],
         parallel=spec.norm_placement in ("parallel", "parallel_shared"),
+        of_sums=spec.norm_placement == "sum",
     )
 
 
 def advance(
     layer: Layer, x: Tensor, change: Tensor | None, cache: LayerCache, step: StepContext
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """The stream x [T, E] and what is to be added to it, before the layer -> the same after it. Adding is
     left to the norm that follows, which has the numbers at hand.
     """
     attention, feed_forward = layer.attention, layer.feed_forward
+    if layer.of_sums:
+        return _advance_sums(layer, x, cache, step), None
     is_shared = layer.parallel and layer.before[1] is None
     x, inner = _enter(layer, 0, x, change, None if is_shared else attention.entry, step)
     if isinstance(attention, LatentAttention):
@@ -97,6 +103,16 @@ def advance(
         change = feed(feed_forward, inner, step.kernels, step.adapters)
     change = _leave(layer, 1, change, step)
     return x, attended + change if layer.parallel else change
+
+
+def _advance_sums(layer: Layer, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+    """A layer whose norms take the place of the stream."""
+    attention, feed_forward = layer.attention, layer.feed_forward
+    assert not isinstance(attention, LatentAttention), "an encoder's"
+    assert not isinstance(feed_forward, SparseFeedForward), "an encoder's"
+    after = [norm for norm in layer.after if norm is not None]
+    x = normed(after[0], x + attend(attention, x, cache, step), step.kernels)
+    return normed(after[1], x + feed(feed_forward, x, step.kernels, step.adapters), step.kernels)
 
 
 def _enter(
@@ -182,9 +198,14 @@ class Decoder:
             x = x * self.record.embedding_scale
         if self.record.positions is not None:
             x = x + cast("Tensor", self.record.positions).index_select(0, positions).to(x.dtype)
+        if self.record.embedding_norm is not None:
+            x = normed(self.record.embedding_norm, x, self.kernels)
         for layer, cache in zip(self.layers, caches, strict=True):
             x, change = advance(layer, x, change, cache, step)
-        return x if change is None else x + change
+        x = x if change is None else x + change
+        if self.spec.pooling is None or self.record.norm is None:
+            return x
+        return normed(self.record.norm, x, self.kernels)
 
     @property
     def captures(self) -> bool:
@@ -199,6 +220,8 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E], R a multiple of row_multiple -> [R, V] in float32."""
+        assert self.head is not None, "it generates"
+        assert self.record.norm is not None, "as above"
         logits = multiply(self.head, normed(self.record.norm, hidden, self.kernels)).float()
         cap = self.spec.logit_soft_cap
         if cap is None:

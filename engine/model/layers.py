@@ -139,7 +139,10 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         options=AttentionOptions(
-            scale=spec.attention_scale, window=spec.windows[index], soft_cap=spec.attention_soft_cap
+            scale=spec.attention_scale,
+            window=spec.windows[index],
+            soft_cap=spec.attention_soft_cap,
+            ahead=spec.ahead(index),
         ),
         rope=rope,
         interleaved=spec.ropes[rope].interleaved,
@@ -208,9 +211,11 @@ def read_feed_forward(weights: WeightReader, prefix: str, spec: ModelSpec, size:
         names, sizes = [f"{prefix}.up_proj"], [size]
     elif spec.fused_gate_up:
         names, sizes = [f"{prefix}.gate_up_proj"], [2 * size]
+    order = torch.arange(2 * size, device=weights.device).roll(size) if spec.up_first else None
+    down_bias = spec.mlp_bias or spec.down_bias
     feed_forward = FeedForward(
-        gate_up=read_linear(weights, names, sizes, spec.hidden_size, spec.mlp_bias),
-        down=read_linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, spec.mlp_bias),
+        gate_up=read_linear(weights, names, sizes, spec.hidden_size, spec.mlp_bias, order),
+        down=read_linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, down_bias),
         activation=spec.activation,
         plain=not spec.gated,
     )

@@ -87,6 +87,8 @@ class ProgramBuilder:
             None if model.positions is None else address_of(model.positions),
         )
         self.add("embedding", args, model.embedding, model.positions)
+        if model.embedding_norm is not None:
+            self.norm_stream(model.embedding_norm)
 
     def layer(self, layer: Layer, cache: Storage) -> None:
         """Attention and feed-forward."""
@@ -104,6 +106,12 @@ class ProgramBuilder:
             else:
                 self.feed_forward(feed_forward, x, out, join)
 
+        if layer.of_sums:
+            for compute, norm in zip((attend, feed), layer.after, strict=True):
+                assert norm is not None, "both halves have one"
+                compute(self.stream, self.stream, True)
+                self.norm_stream(norm)
+            return
         if layer.parallel:
             first = self.enter(layer.before[0])
             second = first if layer.before[1] is None else self.norm(layer.before[1], "second_normed")
@@ -160,6 +168,20 @@ class ProgramBuilder:
         self.ops.append(norm_op(self.library, args, norm, out, *keep))
         return out
 
+    def norm_stream(self, norm: Norm) -> None:
+        """The norm of the stream takes its place."""
+        args = NormArgs(
+            step=self.step,
+            x=address_of(self.stream),
+            weight=address_of(norm.weight),
+            bias=_address(norm.bias),
+            out=address_of(self.stream),
+            width=self.spec.hidden_size,
+            eps=norm.eps,
+            centered=int(norm.centered),
+        )
+        self.ops.append(norm_op(self.library, args, norm, self.stream))
+
     def finish(self) -> None:
         """Lets the last change join the stream."""
         self.enter(None)
@@ -211,7 +233,8 @@ class ProgramBuilder:
                 value_dim=mixed.shape[1] // attention.num_heads,
                 block_size=cache.block_size,
             )
-            self.add("attention_plan", AttentionPlanArgs(self.step, self.plan.address), self.plan)
+            ahead = max(map(self.spec.ahead, range(self.spec.num_layers)))
+            self.add("attention_plan", AttentionPlanArgs(self.step, self.plan.address, ahead), self.plan)
         options = attention.options
         args = AttentionArgs(
             step=self.step,
@@ -226,6 +249,7 @@ class ProgramBuilder:
             window=options.window or 0,
             scale=options.scale,
             soft_cap=options.soft_cap or 0.0,
+            ahead=options.ahead,
         )
         self.add("attention", args, attention, cache, q, mixed)
 

@@ -155,6 +155,8 @@ class Layer:
     # Whether both halves take what the layer was given; without a norm of its own the second takes the
     # first's.
     parallel: bool = False
+    # Whether the norms after them are of the stream with what they add, and take its place.
+    of_sums: bool = False
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer that all tokens pass: all but router and experts."""
@@ -175,6 +177,16 @@ class Layer:
 
 
 @dataclass(kw_only=True)
+class PooledHead:
+    """A layer behind the pooling: x W^T + b, its activation, and perhaps a norm."""
+
+    weight: Values  # [O, I] float32
+    bias: Values | None
+    activation: str
+    norm: Norm | None = None
+
+
+@dataclass(kw_only=True)
 class ModelRecord:
     """A loaded model."""
 
@@ -185,15 +197,29 @@ class ModelRecord:
     # The factor, perhaps as `embedding_type` rounds it.
     embedding_scale: float
     layers: Sequence[Layer]
-    norm: Norm
-    head: Linear
+    # Behind the last layer; and what makes logits, unless the model pools.
+    norm: Norm | None
+    head: Linear | None
     ropes: Sequence[tuple[Values, Values]]  # cos and sin [L, R/2]
     # What queries are multiplied by under each rotation, by their positions [L].
     query_scales: Sequence[Values | None]
-    positions: Values | None = None  # [L, E] float32, added to the embedding
+    # Added to the embedding: [L, E] float32, once for each text of a pair.
+    positions: Values | None = None
+    embedding_norm: Norm | None = None
+    heads: Sequence[PooledHead] = ()
 
 
-_RECORDS = (Linear, Norm, Attention, LatentAttention, FeedForward, SparseFeedForward, Layer, ModelRecord)
+_RECORDS = (
+    Linear,
+    Norm,
+    Attention,
+    LatentAttention,
+    FeedForward,
+    SparseFeedForward,
+    Layer,
+    PooledHead,
+    ModelRecord,
+)
 
 
 def host_arrays(record: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from checkpoint.pooling import PoolingFiles
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
 from runtime.errors import ConfigError
@@ -145,6 +146,9 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     layout: Literal["separate", "mixtral", "gpt_oss", "stacked", "inputs_first"] = "separate"
 
 
+# Looks to the end of what the step computes; beyond any context, and far from what an int64 cannot count.
+ALL_AHEAD = 1 << 40
+
 # Bias of the logit of an id that is never drawn: finite, since logits that are not are an error, and beyond
 # what temperatures, penalties and biases make up for. A cap leaves it (kernels/activation/activation.h).
 NEVER_DRAWN = -1e9
@@ -181,14 +185,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    # Of a feed-forward's last product, where the others have none.
+    down_bias: bool = False
     head_bias: bool = False
     # A learned vector for each position is added to the embedding.
     learned_positions: bool = False
+    # Rows of that table before the first position's.
+    position_offset: int = 0
+    # Texts of a pair that a learned vector each tells apart; 0: there are no such vectors.
+    num_segments: int = 0
     # One rotation per kind of layer; `rope_of_layer` says which.
     ropes: tuple[RopeSpec, ...]
     rope_of_layer: tuple[int, ...]
     # Tokens that a layer's attention looks back on, itself included; None is all.
     windows: tuple[int | None, ...]
+    # Whether it looks ahead as far as back: an encoder, whose texts are read in one step.
+    bidirectional: bool = False
     # Attention scores are multiplied by this before the softmax.
     attention_scale: float
     attention_soft_cap: float | None = None
@@ -204,9 +216,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: Literal["none", "head", "each", "full", "unit"] = "none"
     # Whether those come after the rotation.
     qk_norm_last: bool = False
-    # "pre": before each half layer; "post": after it; "sandwich": both. "parallel": before each, and both
-    # take what the layer was given; "parallel_shared": by one norm.
-    norm_placement: Literal["pre", "post", "sandwich", "parallel", "parallel_shared"] = "pre"
+    # "pre": before each half layer; "post": after it; "sandwich": both. "sum": of the stream after it,
+    # which the
+    # norm takes the place of. "parallel": before each, and both take what the layer was given;
+    # "parallel_shared": by one norm.
+    norm_placement: Literal["pre", "post", "sandwich", "sum", "parallel", "parallel_shared"] = "pre"
+    # A norm of the embedding; and whether there is one behind the last layer, and before the first one's
+    # attention.
+    embedding_norm: bool = False
+    final_norm: bool = True
+    first_norm: bool = True
     # Norm weights are stored as their distance from one.
     norm_offset: bool = False
     embedding_scale: float = 1.0
@@ -214,8 +233,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounds_embedding_scale: bool = False
     # Whether q, k, v are stored as one tensor, and in which order: all of q first, or head by head.
     fused_qkv: Literal["none", "whole", "by_head"] = "none"
-    # Whether gate and up are.
+    # Whether gate and up are, and whether up comes first.
     fused_gate_up: bool = False
+    up_first: bool = False
     # Whether weights of linear layers are stored [inputs, outputs].
     inputs_first: bool = False
     names: TensorNames = TensorNames()
@@ -223,12 +243,44 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertSpec | None = None
     # How the checkpoint's linear layers are quantized; None where they are not.
     quantization: Scheme | None = None
+    # How the model pools what it has read; None where it generates.
+    pooling: PoolingFiles | None = None
+    # A classifier's layers behind the pooling, by the names of their tensors: "bert", "roberta",
+    # "modernbert" (see
+    # `pooled_heads`) or "score".
+    classifier: Literal["bert", "roberta", "modernbert", "score"] = "score"
 
     @property
     def window(self) -> int | None:
         """Tokens that the model looks back on; None when some layer looks at everything."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if windows and len(windows) == len(self.windows) else None
+
+    def ahead(self, layer: int) -> int:
+        """Tokens behind its own that a layer's attention looks at."""
+        if not self.bidirectional:
+            return 0
+        window = self.windows[layer]
+        return ALL_AHEAD if window is None else window - 1
+
+    @property
+    def cache_layers(self) -> int:
+        """Layers whose keys and values have memory of their own: those of an encoder are of no use beyond
+        the layer that wrote them.
+        """
+        return 1 if self.bidirectional else self.num_layers
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prompt may begin with what was computed for another one: where every position is pooled,
+        all of them are wanted.
+        """
+        return self.pooling is None or (self.pooling.kind == "last" and not self.bidirectional)
+
+    @property
+    def num_position_rows(self) -> int:
+        """Rows of learned positions for each of those that there are: one of each text of a pair."""
+        return max(1, self.num_segments) if self.learned_positions else 1
 
     @property
     def query_key_dim(self) -> int:

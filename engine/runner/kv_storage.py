@@ -140,9 +140,11 @@ class KvStorage:
             allocate_host_layer(**shape, type_name=kv_dtype)
             if isinstance(device, HostDevice)
             else _torch_layer(shape, kv_dtype, device)
-            for _ in range(spec.num_layers)
+            for _ in range(spec.cache_layers)
         ]
         self._tensors: list[Any] = [tensor for layer in self.layers for tensor in layer.tensors()]
+        # Layers of an encoder write to the same place, one after another.
+        self.layers *= spec.num_layers // len(self.layers)
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)

@@ -57,3 +57,5 @@ class AttentionOptions:
     # Tokens that are looked back on, the query's own included; None is all.
     window: int | None = None
     soft_cap: float | None = None
+    # Tokens behind the query's own that it sees as well, as far as the step computes them; 0 is none.
+    ahead: int = 0

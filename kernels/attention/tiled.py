@@ -65,16 +65,15 @@ class _StepPlan:
         small = max(1, ROW_MULTIPLE // group)
         lens = batch.query_lens
         self.kinds = [(small, np.flatnonzero(lens <= small)), (PREFILL_TILE, np.flatnonzero(lens > small))]
-        self._plans: dict[int | None, list[_TilePlan]] = {}
+        self._plans: dict[tuple[int | None, int], list[_TilePlan]] = {}
 
-    def of(self, window: int | None) -> list[_TilePlan]:
-        """The tiles for layers with this window."""
-        if window not in self._plans:
+    def of(self, window: int | None, ahead: int) -> list[_TilePlan]:
+        """The tiles for layers with this window, and this view ahead."""
+        key = window, ahead
+        if key not in self._plans:
             kinds = [(size, chosen) for size, chosen in self.kinds if chosen.size]
-            self._plans[window] = [
-                _plan_tiles(self.batch, size, who, window, self.device) for size, who in kinds
-            ]
-        return self._plans[window]
+            self._plans[key] = [_plan_tiles(self.batch, size, who, key, self.device) for size, who in kinds]
+        return self._plans[key]
 
 
 class TiledAttention:
@@ -100,7 +99,7 @@ class TiledAttention:
     ) -> Tensor:
         """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
         out: Tensor | None = None
-        for tiles in plan.of(options.window):
+        for tiles in plan.of(options.window, options.ahead):
             rows = self._run_tiles(tiles, q, cache, options, sinks)  # [B * Q, H, E]
             if out is None:
                 out = q.new_zeros(q.shape[0], q.shape[1], rows.shape[-1])
@@ -189,9 +188,16 @@ def _sinks_of_rows(sinks: Tensor, num_kv_heads: int, tile_tokens: int, num_rows:
 
 
 def _plan_tiles(
-    batch: RaggedBatch, size: int, chosen: NDArray[np.int64], window: int | None, device: torch.device
+    batch: RaggedBatch,
+    size: int,
+    chosen: NDArray[np.int64],
+    view: tuple[int | None, int],
+    device: torch.device,
 ) -> _TilePlan:
-    """Tiles of `size` tokens for the sequences `chosen`, all arrays at once."""
+    """Tiles of `size` tokens for the sequences `chosen`, all arrays at once; `view` is window and view
+    ahead.
+    """
+    window, ahead = view
     lens = batch.query_lens[chosen]
     per_sequence = -(-lens // size)
     owner = np.repeat(chosen, per_sequence)  # [B] sequence of each tile
@@ -203,17 +209,26 @@ def _plan_tiles(
     first = np.zeros(owner.size, np.int64)
     if window is not None:
         first = np.maximum(positions[:, 0] - window + 1, 0) // HISTORY_CHUNK
-    num_chunks = _chunk_at(positions[:, -1], graded) + 1 - first
+    # Last position that each query sees.
+    seen = np.minimum(positions + ahead, batch.context_lens[owner][:, None] - 1)
+    num_chunks = _chunk_at(seen[:, -1], graded) + 1 - first
     order = np.argsort(-num_chunks, kind="stable")
-    owner, offsets, positions, first, num_chunks = (
-        part[order] for part in (owner, offsets, positions, first, num_chunks)
+    owner, offsets, positions, seen, first, num_chunks = (
+        part[order] for part in (owner, offsets, positions, seen, first, num_chunks)
     )
     tokens = batch.query_starts[owner][:, None] + offsets
     chunks = []
     for step in range(int(num_chunks[0])):
         active = int(np.searchsorted(-num_chunks, -step, side="left"))
         chunks.append(
-            _plan_chunk(batch, owner[:active], positions[:active], first[:active] + step, window, device)
+            _plan_chunk(
+                batch,
+                owner[:active],
+                (positions[:active], seen[:active]),
+                first[:active] + step,
+                window,
+                device,
+            )
         )
     return _TilePlan(tile_tokens=size, tokens=torch.from_numpy(tokens.ravel()).to(device), chunks=chunks)
 
@@ -221,18 +236,21 @@ def _plan_tiles(
 def _plan_chunk(
     batch: RaggedBatch,
     owner: NDArray[np.int64],
-    positions: NDArray[np.int64],
+    rows: tuple[NDArray[np.int64], NDArray[np.int64]],
     chunk: NDArray[np.int64],
     window: int | None,
     device: torch.device,
 ) -> _ChunkPlan:
-    """The `chunk`-th [B] piece of each tile's history."""
+    """The `chunk`-th [B] piece of each tile's history; rows [B, Q] are the queries' positions, and the last
+    ones that they see.
+    """
+    positions, seen = rows
     start, length = _chunk_span(chunk, graded=window is None)
     columns = start[:, None] // batch.block_size + np.arange(length // batch.block_size)
     inside = columns < batch.block_tables.shape[1]
     blocks = np.where(inside, batch.block_tables[owner[:, None], np.where(inside, columns, 0)], 0)
     end = start + length
-    needs_mask = bool((end - 1 > positions[:, 0]).any())
+    needs_mask = bool((end - 1 > seen[:, 0]).any())
     begins_early = window is not None and bool((start <= positions[:, 0] - window).any())
     if window is not None:
         needs_mask = needs_mask or bool((start <= positions[:, -1] - window).any())
@@ -240,12 +258,12 @@ def _plan_chunk(
     if needs_mask:
         query_at = torch.from_numpy(positions).to(device)[:, :, None]  # [B, Q, 1]
         key_at = (torch.from_numpy(start).to(device)[:, None] + torch.arange(length, device=device))[:, None]
-        masked = key_at > query_at
+        masked = key_at > torch.from_numpy(seen).to(device)[:, :, None]
         if window is not None:
             masked |= key_at <= query_at - window
         hidden = masked[:, None, :, None, :]
-        if begins_early or bool((end > positions[:, -1] + 1).any()):
-            stale = key_at[:, 0] > query_at[:, -1]
+        if begins_early or bool((end > seen[:, -1] + 1).any()):
+            stale = key_at[:, 0] > torch.from_numpy(seen[:, -1:]).to(device)
             if window is not None:
                 # Blocks before the window may be given up.
                 stale |= key_at[:, 0] <= query_at[:, 0] - window

@@ -55,6 +55,7 @@ _PLACEMENTS = {
     "pre": "before half layers",
     "post": "after half layers",
     "sandwich": "before and after half layers",
+    "sum": "of the stream after half layers",
     "parallel": "before half layers side by side",
     "parallel_shared": "one before half layers side by side",
 }
@@ -138,7 +139,7 @@ def _row(name: str) -> FamilyRow:
 
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
-    yield "latent" if spec.latent else "grouped-query"
+    yield "looks both ways" if spec.bidirectional else "latent" if spec.latent else "grouped-query"
     sliding = [window is not None for window in spec.windows]
     if any(sliding):
         yield "windows" if all(sliding) else "windows in some layers"
