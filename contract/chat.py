@@ -137,6 +137,8 @@ class TextPrompt(msgspec.Struct, frozen=True):
     text: str
     # Whether the tokens are put around it that the tokenizer has for a plain text, such as one at its start.
     add_special_tokens: bool = True
+    # The second text of a pair, for a model that reads both together.
+    pair: str | None = None
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from gateway.faces.grpc.large import add_to_server
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
 from gateway.faces.grpc.unread import grpc_server
 from gateway.faces.openai import routes as openai
+from gateway.faces.pooled import routes as pooled
 from gateway.faces.responses import routes as responses
 from gateway.http.application import build_app
 from gateway.http.server import HttpServer
@@ -127,6 +128,7 @@ class Gateway:
                 openai.routes(self._current_pipeline, self._config.admin_tenants),
                 served,
                 anthropic.routes(self._current_pipeline, secret),
+                pooled.routes(self._current_pipeline),
             ],
             callers,
             edge.counter,

@@ -140,6 +140,8 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_depth: PositiveInt = 512
     # Answers that are computed: prompts times the largest of n, best_of and beam_width.
     max_answers: PositiveInt = 256
+    # Texts of a request for embeddings, scores or classes; pairs of one for scores.
+    max_inputs: PositiveInt = 2048
     # Bytes of large bodies that are read, and of the requests in them until they are answered, counted three
     # times for what is made of them; and of answers with log-probabilities. A tenant may have as much as is
     # left free after it: half of this, where no other has any.

@@ -76,6 +76,8 @@ def make_scheduler(
         num_host_blocks=config.cache.host_bytes // bytes_per_block if bytes_per_block else 0,
         window=facts.window,
         attention_balance=facts.attention_balance,
+        whole_prompts=facts.whole_prompts,
+        shares_prefixes=facts.shares_prefixes,
         speed=speed,
         adapters=None if adapters is None else AdapterSlots(config.adapters.num_slots, adapters),
     )

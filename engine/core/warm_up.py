@@ -44,6 +44,8 @@ _LARGEST_LIMIT_S = 0.5
 _LARGEST_ANSWER_TOKENS = 4
 # Options as most requests have them, and log-probabilities, so that reports are compiled as well.
 _DRAWN = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, logprobs=1, ignore_eos=True)
+# A model that pools draws nothing, and its requests end with their prompts.
+_POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 _SEED = 0
 
 
@@ -84,6 +86,7 @@ class WarmUp:
         self._scheduler = scheduler
         self._config = config
         self._vocab_size = facts.vocab_size
+        self._pools = bool(facts.tasks)
         self._num_tokens = min(facts.max_model_len, memory.capacity_tokens)
         self._capacity_tokens = memory.capacity_tokens
         self._mailbox = _Requests()
@@ -154,6 +157,8 @@ class WarmUp:
         self, num_requests: int, num_tokens: int, sampling: SamplingParams
     ) -> list[messages.StepTotals]:
         """The steps that so many requests with prompts of so many tokens took."""
+        if self._pools:
+            sampling = _POOLED
         mailbox = self._mailbox
         mailbox.totals = []
         for _ in range(num_requests):

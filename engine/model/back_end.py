@@ -34,6 +34,7 @@ class Model(Protocol):
     """A Decoder or a NativeDecoder: tensors to the one are arrays to the other."""
 
     spec: ModelSpec
+    record: ModelRecord
     max_model_len: int
     # Rows of a step are padded to a multiple of this.
     row_multiple: int

@@ -129,10 +129,10 @@ class Calibration:
     def finish(self, layer: Layer) -> None:
         """Runs a dense layer, the one after those that were, and quantizes its linear layers."""
         index = len(self.caches)
-        stored, source = self.spec.cache_shape(index), self.spec.heads_of(index).cache_of
+        stored = self.spec.cache_shape(index)
         self.caches.append(
-            self.caches[source]
-            if stored is None and source is not None
+            self.caches[self.spec.cache_source(index)]
+            if stored is None
             else allocate_layer(
                 num_blocks=self.num_blocks,
                 block_size=BLOCK_SIZE,
@@ -149,8 +149,8 @@ class Calibration:
             watched.append((linear, linear.product))
         x, change = advance(layer, self.x, None, self.caches[-1], self.step)
         self.x = x if change is None else x + change
-        if not self.spec.layer_heads:
-            # No later layer reads what this one stored.
+        if not (self.spec.layer_heads or self.spec.bidirectional):
+            # No later layer has its place there.
             self.caches[-1] = None
         for linear, watch in watched:
             assert isinstance(linear.weight, DenseWeight), "dense until it is calibrated"

@@ -56,6 +56,7 @@ NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
         ("input_layernorm", "pre_feedforward_layernorm"),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
+    "sum": (("", ""), ("post_attention_layernorm", "post_feedforward_layernorm")),
     "parallel": (("input_layernorm", "post_attention_layernorm"), ("", "")),
     "parallel_shared": (("input_layernorm", ""), ("", "")),
 }
@@ -66,6 +67,8 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
     prefix = f"model.layers.{index}"
     attention = read_latents if spec.latent else read_attention
     before, after = NORM_NAMES[spec.norm_placement]
+    if not (index or spec.first_norm):
+        before = ("", before[1])
 
     def norm(name: str) -> Norm | None:
         return read_norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
@@ -76,6 +79,7 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
         before=[norm(name) for name in before],
         after=[norm(name) for name in after],
         parallel=spec.norm_placement in ("parallel", "parallel_shared"),
+        of_sums=spec.norm_placement == "sum",
     )
     if spec.per_layer is not None:
         layer.per_layer = read_input(weights, prefix, spec, index)
@@ -110,6 +114,8 @@ def advance(
         assert change is None, "it is added there"
         return advance_streams(layer, x, cache, step), None
     attention, feed_forward = layer.attention, layer.feed_forward
+    if layer.of_sums:
+        return _advance_sums(layer, x, cache, step), None
     is_shared = layer.parallel and layer.before[1] is None
     x, inner = _enter(layer, 0, x, change, None if is_shared else attention.entry, step)
     if isinstance(attention, LatentAttention):
@@ -136,6 +142,16 @@ def advance(
     if layer.gain != 1.0:
         return (x + change) * layer.gain, None
     return x, attended + change if layer.parallel else change
+
+
+def _advance_sums(layer: Layer, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+    """A layer whose norms take the place of the stream."""
+    attention, feed_forward = layer.attention, layer.feed_forward
+    assert not isinstance(attention, LatentAttention), "an encoder's"
+    assert not isinstance(feed_forward, SparseFeedForward), "an encoder's"
+    after = [norm for norm in layer.after if norm is not None]
+    x = normed(after[0], x + attend(attention, x, cache, step), step.kernels)
+    return normed(after[1], x + feed(feed_forward, x, step.kernels, step.adapters), step.kernels)
 
 
 def _enter(
@@ -223,12 +239,18 @@ class Decoder:
             x = x + cast("Tensor", self.record.positions).index_select(0, positions).to(x.dtype)
         if self.record.per_layer is not None:
             step.per_layer = inputs_of(self.record.per_layer, token_ids, x, self.kernels)
+        if self.record.embedding_norm is not None:
+            x = normed(self.record.embedding_norm, x, self.kernels)
         if self.record.stream_ends is not None:
             x = spread(self.record.stream_ends, x)
         for layer, cache in zip(self.layers, caches, strict=True):
             x, change = advance(layer, x, change, cache, step)
         x = x if change is None else x + change
-        return x if self.record.stream_ends is None else gathered(self.record.stream_ends, x)
+        if self.record.stream_ends is not None:
+            x = gathered(self.record.stream_ends, x)
+        if self.spec.pooling is None or self.record.norm is None:
+            return x
+        return normed(self.record.norm, x, self.kernels)
 
     @property
     def captures(self) -> bool:
@@ -240,6 +262,8 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E], R a multiple of row_multiple -> [R, V] in float32."""
+        assert self.head is not None, "it generates"
+        assert self.record.norm is not None, "as above"
         logits = multiply(self.head, normed(self.record.norm, hidden, self.kernels)).float()
         cap = self.spec.logit_soft_cap
         if cap is None:

@@ -165,6 +165,7 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
             window=spec.windows[index],
             soft_cap=spec.attention_soft_cap,
             chunk=spec.chunks[index] if spec.chunks else None,
+            ahead=spec.ahead(index),
         ),
         rope=rope,
         interleaved=spec.ropes[rope].interleaved,
@@ -257,9 +258,11 @@ def read_feed_forward(weights: WeightReader, prefix: str, spec: ModelSpec, size:
         names, sizes = [f"{prefix}.up_proj"], [size]
     elif spec.fused_gate_up:
         names, sizes = [f"{prefix}.gate_up_proj"], [2 * size]
+    order = torch.arange(2 * size, device=weights.device).roll(size) if spec.up_first else None
+    down_bias = spec.mlp_bias or spec.down_bias
     feed_forward = FeedForward(
-        gate_up=read_linear(weights, names, sizes, spec.hidden_size, spec.mlp_bias),
-        down=read_linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, spec.mlp_bias),
+        gate_up=read_linear(weights, names, sizes, spec.hidden_size, spec.mlp_bias, order),
+        down=read_linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, down_bias),
         activation=spec.activation,
         plain=not spec.gated,
     )

@@ -62,7 +62,7 @@ class NativeDecoder:
         max_tokens: int = 256,
         max_rows: int = 16,
     ) -> None:
-        self.model = model
+        self.model = self.record = model
         self.spec = model.spec
         self.max_model_len = model.max_model_len
         self.device = HOST
@@ -82,7 +82,7 @@ class NativeDecoder:
         self._hidden = empty((0, 0))
         # Body and head, and both as one program with the ops around them.
         self._joined: tuple[Program, Program, Program] | None = None
-        self._head = self._build_head(max_rows)
+        self._head = Program(library, []) if model.head is None else self._build_head(max_rows)
 
     def wake(self) -> None:
         """A step follows shortly: the threads get up while it is prepared."""
@@ -159,7 +159,9 @@ class NativeDecoder:
         spec, library, step = self.spec, self.library, ctypes.addressof(self._head_step)
         normed = empty((max_rows, spec.hidden_size))
         logits = empty((max_rows, spec.vocab_size))
-        norm = self.model.norm
+        norm, linear = self.model.norm, self.model.head
+        assert norm is not None, "it generates"
+        assert linear is not None, "as above"
         head_norm = NormArgs(
             step=step,
             weight=address_of(norm.weight),
@@ -172,7 +174,7 @@ class NativeDecoder:
         )
         workspace = make_workspace(library, max_rows, spec.hidden_size, self.num_threads)
         head = gemm_args(
-            self.model.head.packed,
+            linear.packed,
             step + NUM_LOGIT_ROWS,
             address_of(normed),
             address_of(logits),
@@ -197,6 +199,8 @@ class NativeDecoder:
         for layer, cache in zip(self.model.layers, caches, strict=True):
             builder.layer(layer, cache)
         builder.finish()
+        if self.spec.pooling is not None and self.model.norm is not None:
+            builder.norm_stream(self.model.norm)
         # Steps without adapters run a program that leaves their operations out, as the head's does.
         plain = [op for op in builder.ops if not op.name.startswith("adapter_")]
         self._body, self._hidden = Program(self.library, plain), builder.stream

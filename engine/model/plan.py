@@ -100,7 +100,16 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
                 f"engine.max_model_len = {asked} exceeds the {limit} positions of {self.spec.architecture}; "
                 "lower it"
             )
-        return asked or self.spec.max_positions
+        if not self.spec.bidirectional:
+            return asked or self.spec.max_positions
+        # Texts are read in one step.
+        most = self.config.scheduler.max_num_batched_tokens
+        if asked > most:
+            raise ConfigError(
+                f"engine.max_model_len = {asked} exceeds engine.scheduler.max_num_batched_tokens = {most}, "
+                f"and {self.spec.architecture} reads a text in one step; raise that, or lower the first"
+            )
+        return asked or min(self.spec.max_positions, most)
 
 
 def choose_dtype(config: EngineConfig, spec: ModelSpec, device: str, num_weights: int) -> str:
@@ -160,7 +169,7 @@ def workspace_bytes(given: PlanInput) -> int:
     attention = tokens * per_query * 4
     rows = max(16, num_logit_rows(given.config))
     # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
-    sampling = rows * spec.vocab_size * (4 + 4 + 8 + 4)
+    sampling = 0 if spec.pooling is not None else rows * spec.vocab_size * (4 + 4 + 8 + 4)
     return max(dense + attention, sampling) + tokens * spec.hidden_size * 4
 
 
@@ -180,7 +189,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
     float12 = packs_float12(given)
     weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables
-    second_copy = spec.tied_embeddings and not quantizes_head(given.config)
+    second_copy = spec.tied_embeddings and not quantizes_head(given.config) and spec.pooling is None
     packed = given.dtype == "float32" or given.config.native != "off"
     if second_copy and given.device == "cpu" and packed:
         # The head is a second copy of the embedding, in the layout of the matrix product.
@@ -201,7 +210,10 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     sequence_blocks = -(-given.max_model_len // cache.block_size)
     left = int(given.available_bytes * cache.memory_fraction) - weights - adapters - workspace - headroom
     wanted = cache.kv_cache_bytes or left
-    if not cache.kv_cache_bytes and given.device == "cpu":
+    if spec.bidirectional:
+        # No text keeps keys and values: there is room for those of a step, and of the one that is planned.
+        wanted = 2 * per_block * (step_blocks(given.config) + sequence_blocks)
+    elif not cache.kv_cache_bytes and given.device == "cpu":
         modest = min(CPU_CACHE_LIMIT_BYTES, given.available_bytes // 4)
         wanted = min(left, max(modest, sequence_blocks * per_block))
     if cache.kv_cache_bytes > left >= sequence_blocks * per_block:
@@ -233,6 +245,12 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         max_model_len=given.max_model_len,
         adapter_bytes=adapters,
     )
+
+
+def step_blocks(config: EngineConfig) -> int:
+    """Blocks that the texts of one step write to at most."""
+    scheduler = config.scheduler
+    return -(-scheduler.max_num_batched_tokens // config.cache.block_size) + scheduler.max_num_seqs
 
 
 def num_scratch_blocks(config: EngineConfig) -> int:

@@ -101,6 +101,8 @@ class ProgramBuilder:
         self.add("embedding", args, model.embedding, model.positions)
         if model.per_layer is not None:
             self.parts = read_rows(self, model.per_layer)
+        if model.embedding_norm is not None:
+            self.norm_stream(model.embedding_norm)
         if model.stream_ends is not None:
             self.streams = spread(self, model.stream_ends)
 
@@ -126,6 +128,12 @@ class ProgramBuilder:
             else:
                 self.feed_forward(feed_forward, x, out, join)
 
+        if layer.of_sums:
+            for compute, norm in zip((attend, feed), layer.after, strict=True):
+                assert norm is not None, "both halves have one"
+                compute(self.stream, self.stream, True)
+                self.norm_stream(norm)
+            return
         if layer.parallel:
             first = self.enter(layer.before[0])
             second = first if layer.before[1] is None else self.norm(layer.before[1], "second_normed")
@@ -189,6 +197,20 @@ class ProgramBuilder:
         self.ops.append(norm_op(self.library, args, norm, out, *keep))
         return out
 
+    def norm_stream(self, norm: Norm) -> None:
+        """The norm of the stream takes its place."""
+        args = NormArgs(
+            step=self.step,
+            x=address_of(self.stream),
+            weight=address_of(norm.weight),
+            bias=_address(norm.bias),
+            out=address_of(self.stream),
+            width=self.spec.hidden_size,
+            eps=norm.eps,
+            centered=int(norm.centered),
+        )
+        self.ops.append(norm_op(self.library, args, norm, self.stream))
+
     def finish(self) -> None:
         """Lets the last change join the stream, and makes one of several."""
         self.enter(None)
@@ -244,7 +266,8 @@ class ProgramBuilder:
                 value_dim=kind[1],
                 block_size=cache.block_size,
             )
-            self.add("attention_plan", AttentionPlanArgs(self.step, plan.address), plan)
+            ahead = max(map(self.spec.ahead, range(self.spec.num_layers)))
+            self.add("attention_plan", AttentionPlanArgs(self.step, plan.address, ahead), plan)
         options = attention.options
         args = AttentionArgs(
             step=self.step,
@@ -260,6 +283,7 @@ class ProgramBuilder:
             chunk=options.chunk or 0,
             scale=options.scale,
             soft_cap=options.soft_cap or 0.0,
+            ahead=options.ahead,
         )
         self.add("attention", args, attention, cache, q, mixed)
 

@@ -13,7 +13,8 @@ from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder, read_layer
 from engine.model.layers import embedding_scale, read_norm
 from engine.model.per_layer import read_table
-from engine.model.records import Linear, ModelRecord
+from engine.model.pooled_heads import read_heads
+from engine.model.records import Linear, ModelRecord, Norm
 from engine.model.rope import query_scales, rope_table
 from engine.model.spec import NEVER_DRAWN, ModelSpec
 from engine.model.weights import Progress, WeightReader
@@ -60,6 +61,10 @@ def read_model(
 
     shape = (spec.num_embeddings, spec.hidden_size)
     embedding = weights.keep("model.embed_tokens.weight", shape)
+    if spec.num_segments and not spec.learned_positions:
+        # Where positions turn heads there is no table to tell texts apart by: all are the first.
+        types = weights.take("model.embed_types.weight", (spec.num_segments, spec.hidden_size))
+        embedding = embedding + types[0]
     positions = _read_positions(weights, spec, max_model_len) if spec.learned_positions else None
     per_layer = None if spec.per_layer is None else read_table(weights, spec)
     ends = None if spec.altup is None else read_ends(weights, spec)
@@ -74,15 +79,14 @@ def read_model(
         for linear in (*layer.linears(), *layer.routed_linears()):
             pack(linear)
         layers.append(layer)
-    norm = read_norm(weights, "model.norm", spec.hidden_size, spec)
-    # The head is linear: what multiplies logits may multiply what it takes in.
-    norm.weight = norm.weight * spec.logit_scale
-    norm.bias = None if norm.bias is None else norm.bias * spec.logit_scale
-    if spec.tied_embeddings:
-        weights.discard("lm_head.weight")
-        head = weights.quantized_head(DenseWeight(values=embedding[: spec.vocab_size]))
+    norm = read_norm(weights, "model.norm", spec.hidden_size, spec) if spec.final_norm else None
+    head = None
+    if spec.pooling is not None:
+        for name in ("lm_head.weight", "lm_head.bias"):
+            weights.discard(name)
     else:
-        head = weights.head("lm_head", shape, spec.vocab_size)
+        assert norm is not None, "what generates has one"
+        head = _read_head(weights, spec, norm, embedding, shape)
     record = ModelRecord(
         spec=spec,
         max_model_len=max_model_len,
@@ -91,10 +95,10 @@ def read_model(
         embedding_scale=embedding_scale(spec, embedding.dtype),
         layers=layers,
         norm=norm,
-        head=Linear(weight=head, bias=_head_bias(weights, spec)),
+        head=head,
         ropes=[
             (cos.to(weights.device), sin.to(weights.device))
-            for cos, sin in (rope_table(rope, max_model_len) for rope in spec.ropes)
+            for cos, sin in (rope_table(rope, max_model_len * spec.num_position_rows) for rope in spec.ropes)
         ],
         query_scales=[
             None if scales is None else scales.to(weights.device)
@@ -103,8 +107,13 @@ def read_model(
         positions=positions,
         per_layer=per_layer,
         stream_ends=ends,
+        embedding_norm=read_norm(weights, "model.embed_norm", spec.hidden_size, spec)
+        if spec.embedding_norm
+        else None,
+        heads=read_heads(weights, spec),
     )
-    pack(record.head)
+    if record.head is not None:
+        pack(record.head)
     if per_layer is not None:
         pack(per_layer.projection)
     if ends is not None:
@@ -114,8 +123,30 @@ def read_model(
 
 
 def _read_positions(weights: WeightReader, spec: ModelSpec, max_model_len: int) -> Tensor:
-    shape = (spec.max_positions, spec.hidden_size)
-    return weights.keep("model.embed_positions.weight", shape, dtype=torch.float32)[:max_model_len]
+    shape = (spec.position_offset + spec.max_positions, spec.hidden_size)
+    table = weights.keep("model.embed_positions.weight", shape, dtype=torch.float32)
+    table = table[spec.position_offset :][:max_model_len]
+    if not spec.num_segments:
+        return table
+    # A row for each position of each text of a pair.
+    segments = weights.take(
+        "model.embed_types.weight", (spec.num_segments, spec.hidden_size), dtype=torch.float32
+    )
+    return (segments[:, None] + table[None]).flatten(0, 1)
+
+
+def _read_head(
+    weights: WeightReader, spec: ModelSpec, norm: Norm, embedding: Tensor, shape: tuple[int, int]
+) -> Linear:
+    # The head is linear: what multiplies logits may multiply what it takes in.
+    norm.weight = norm.weight * spec.logit_scale
+    norm.bias = None if norm.bias is None else norm.bias * spec.logit_scale
+    if spec.tied_embeddings:
+        weights.discard("lm_head.weight")
+        head = weights.quantized_head(DenseWeight(values=embedding[: spec.vocab_size]))
+    else:
+        head = weights.head("lm_head", shape, spec.vocab_size)
+    return Linear(weight=head, bias=_head_bias(weights, spec))
 
 
 def _head_bias(weights: WeightReader, spec: ModelSpec) -> Tensor | None:

@@ -253,6 +253,8 @@ class Layer:
     altup: AltUp | None = None
     # What the stream is multiplied by behind the layer.
     gain: float = 1.0
+    # Whether the norms after them are of the stream with what they add, and take its place.
+    of_sums: bool = False
 
     @property
     def sparse(self) -> SparseFeedForward | None:
@@ -289,6 +291,16 @@ class Layer:
 
 
 @dataclass(kw_only=True)
+class PooledHead:
+    """A layer behind the pooling: x W^T + b, its activation, and perhaps a norm."""
+
+    weight: Values  # [O, I] float32
+    bias: Values | None
+    activation: str
+    norm: Norm | None = None
+
+
+@dataclass(kw_only=True)
 class ModelRecord:
     """A loaded model."""
 
@@ -299,19 +311,23 @@ class ModelRecord:
     # The factor, perhaps as `embedding_type` rounds it.
     embedding_scale: float
     layers: Sequence[Layer]
-    norm: Norm
-    head: Linear
+    # Behind the last layer; and what makes logits, unless the model pools.
+    norm: Norm | None
+    head: Linear | None
     ropes: Sequence[tuple[Values, Values]]  # cos and sin [L, R/2]
     # What queries are multiplied by under each rotation, by their positions [L].
     query_scales: Sequence[Values | None]
-    positions: Values | None = None  # [L, E] float32, added to the embedding
+    # Added to the embedding: [L, E] float32, once for each text of a pair.
+    positions: Values | None = None
     per_layer: PerLayerTable | None = None
     stream_ends: StreamEnds | None = None
+    embedding_norm: Norm | None = None
+    heads: Sequence[PooledHead] = ()
 
 
 _RECORDS = (
     *(Linear, Norm, Attention, LatentAttention, FeedForward, SparseFeedForward, JoinedFeedForward),
-    *(Indexer, PerLayerInput, PerLayerTable, AltUp, StreamEnds, Layer, ModelRecord),
+    *(Indexer, PerLayerInput, PerLayerTable, AltUp, StreamEnds, Layer, PooledHead, ModelRecord),
 )
 
 

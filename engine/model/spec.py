@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from checkpoint.pooling import PoolingFiles
 from engine.model.layer_spec import AltUpSpec, CacheShape, IndexerSpec, LayerHeads, PerLayerSpec
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
@@ -151,6 +152,9 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     joins_dense: bool = False
 
 
+# Looks to the end of what the step computes; beyond any context, and far from what an int64 cannot count.
+ALL_AHEAD = 1 << 40
+
 # Bias of the logit of an id that is never drawn: finite, since logits that are not are an error, and beyond
 # what temperatures, penalties and biases make up for. A cap leaves it (kernels/activation/activation.h).
 NEVER_DRAWN = -1e9
@@ -194,9 +198,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    # Of a feed-forward's last product, where the others have none.
+    down_bias: bool = False
     head_bias: bool = False
     # A learned vector for each position is added to the embedding.
     learned_positions: bool = False
+    # Rows of that table before the first position's.
+    position_offset: int = 0
+    # Texts of a pair that a learned vector each tells apart; 0: there are no such vectors.
+    num_segments: int = 0
     # One rotation per kind of layer; `rope_of_layer` says which.
     ropes: tuple[RopeSpec, ...]
     rope_of_layer: tuple[int, ...]
@@ -204,6 +214,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int | None, ...]
     # Tokens of the chunks that a layer's attention stays in; None, or empty for all: in none.
     chunks: tuple[int | None, ...] = ()
+    # Whether it looks ahead as far as back: an encoder, whose texts are read in one step.
+    bidirectional: bool = False
     # Attention scores are multiplied by this before the softmax.
     attention_scale: float
     attention_soft_cap: float | None = None
@@ -221,9 +233,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm_last: bool = False
     # Whether values are normed per head, too, without weights.
     value_norm: bool = False
-    # "pre": before each half layer; "post": after it; "sandwich": both. "parallel": before each, and both
-    # take what the layer was given; "parallel_shared": by one norm.
-    norm_placement: Literal["pre", "post", "sandwich", "parallel", "parallel_shared"] = "pre"
+    # "pre": before each half layer; "post": after it; "sandwich": both. "sum": of the stream after it, which
+    # the norm takes the place of. "parallel": before each, and both take what the layer was given;
+    # "parallel_shared": by one norm.
+    norm_placement: Literal["pre", "post", "sandwich", "sum", "parallel", "parallel_shared"] = "pre"
+    # A norm of the embedding; and whether there is one behind the last layer, and before the first one's
+    # attention.
+    embedding_norm: bool = False
+    final_norm: bool = True
+    first_norm: bool = True
     # Norm weights are stored as their distance from one.
     norm_offset: bool = False
     # Whether each layer ends with a learned factor of the stream.
@@ -233,8 +251,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounds_embedding_scale: bool = False
     # Whether q, k, v are stored as one tensor, and in which order: all of q first, or head by head.
     fused_qkv: Literal["none", "whole", "by_head"] = "none"
-    # Whether gate and up are.
+    # Whether gate and up are, and whether up comes first.
     fused_gate_up: bool = False
+    up_first: bool = False
     # Whether weights of linear layers are stored [inputs, outputs].
     inputs_first: bool = False
     names: TensorNames = TensorNames()
@@ -244,6 +263,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertSpec | None = None
     # How the checkpoint's linear layers are quantized; None where they are not.
     quantization: Scheme | None = None
+    # How the model pools what it has read; None where it generates.
+    pooling: PoolingFiles | None = None
+    # A classifier's layers behind the pooling, by the names of their tensors: "bert", "roberta",
+    # "modernbert" (see
+    # `pooled_heads`) or "score".
+    classifier: Literal["bert", "roberta", "modernbert", "score"] = "score"
 
     @property
     def window(self) -> int | None:
@@ -261,19 +286,45 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens that a layer's attention looks back on at most; 0 is all."""
         return self.windows[layer] or (self.chunks[layer] if self.chunks else None) or 0
 
+    def ahead(self, layer: int) -> int:
+        """Tokens behind its own that a layer's attention looks at."""
+        if not self.bidirectional:
+            return 0
+        window = self.windows[layer]
+        return ALL_AHEAD if window is None else window - 1
+
     def intermediate_size_of(self, layer: int) -> int:
         """Inner elements of a layer's dense feed-forward."""
         return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prompt may begin with what was computed for another one: where every position is pooled,
+        all of them are wanted.
+        """
+        return self.pooling is None or (self.pooling.kind == "last" and not self.bidirectional)
+
+    @property
+    def num_position_rows(self) -> int:
+        """Rows of learned positions for each of those that there are: one of each text of a pair."""
+        return max(1, self.num_segments) if self.learned_positions else 1
 
     @property
     def query_key_dim(self) -> int:
         """Size of a head's query and of a stored key (with latent attention: of key and value together)."""
         return self.latent.kv_rank + self.latent.rope_dim if self.latent else self.head_dim
 
+    def cache_source(self, layer: int) -> int:
+        """The layer in whose memory a layer's keys and values lie: its own, or that of another one that wrote
+        them. Layers of an encoder write to the same place, since nothing is of use beyond the layer.
+        """
+        source = 0 if self.bidirectional else self.heads_of(layer).cache_of
+        return layer if source is None else source
+
     def cache_shape(self, layer: int) -> CacheShape | None:
-        """What a layer stores of each token; None where it reads what another one stores."""
+        """What a layer stores of each token; None where it has no memory of its own."""
         heads = self.heads_of(layer)
-        if heads.cache_of is not None:
+        if self.cache_source(layer) != layer:
             return None
         if self.latent:
             indexer = self.latent.indexer

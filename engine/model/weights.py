@@ -82,6 +82,8 @@ class WeightReader:
         self.folder = folder = request.folder
         self._is_packed = is_packed
         self.scheme = request.spec.quantization
+        # Ranges are found by reading on, as a decoder does.
+        self._reads_on = not request.spec.bidirectional
         self.config = request.config
         # What the layers that are built from these weights compute with.
         self.kernels = kernels
@@ -171,6 +173,7 @@ class WeightReader:
         config = self.config
         return (
             self.scheme is None
+            and self._reads_on
             and config.quantize == "w8a8"
             and config.quantization.smoothing == "calibrated"
         )

@@ -28,7 +28,7 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
     spec, peak = given.spec, given.config.peak
     flop, read_bytes = _data_sheet(device_name)
     multiplied = given.num_weights
-    if not spec.tied_embeddings:
+    if not spec.tied_embeddings or spec.pooling is not None:
         # Looked up, not multiplied; where they are tied the head is multiplied with them.
         multiplied -= spec.num_embeddings * spec.hidden_size
     if spec.per_layer is not None:

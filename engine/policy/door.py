@@ -51,20 +51,23 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
             message="the prompt has no tokens; at least 1 is needed",
         )
     limit = _context(request, memory)
-    if num_known + 1 > limit:
+    # What is pooled has no tokens of an answer.
+    least = 0 if request.pooling is not None else 1
+    if num_known + least > limit:
         whose = "" if limit == memory.max_model_len else f" under the tier {request.tier!r}"
         return RequestFailure(
             reason="CONTEXT_LENGTH_EXCEEDED",
             field="prompt",
             message=context_length(
                 limit,
-                f"the prompt has {num_known} tokens{whose}, and at least 1 must be left for the answer; "
-                f"shorten the prompt by {num_known + 1 - limit} tokens",
+                f"the prompt has {num_known} tokens{whose}"
+                f"{', and at least 1 must be left for the answer' if least else ''}; "
+                f"shorten the prompt by {num_known + least - limit} tokens",
             ),
             metadata={"prompt_tokens": str(num_known), "limit_tokens": str(limit)},
         )
     # The last token is never fed back, so it needs no slot.
-    num_blocks = -(-(tokens_limit(request, memory) - 1) // memory.block_size)
+    num_blocks = -(-(tokens_limit(request, memory) - least) // memory.block_size)
     width = max(1, request.sampling.beam_width)
     if num_blocks * width > memory.num_blocks or width > max_num_seqs:
         return _never_fits(request, memory, num_blocks * width)

@@ -15,6 +15,9 @@ from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+# Back ends whose queries may look at what comes behind them.
+LOOK_AHEAD = ("native", "reference", "torch")
+
 
 def attention_of(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
@@ -25,6 +28,13 @@ def attention_of(
     """
     asked = config.attention_backend
     served = config.max_model_len or spec.max_positions
+    if spec.bidirectional:
+        if asked not in ("auto", *LOOK_AHEAD):
+            raise ConfigError(
+                f"engine.attention_backend = {asked!r} looks back alone, and {spec.architecture} "
+                f"looks ahead as well; set it to auto, or one of {', '.join(LOOK_AHEAD)}"
+            )
+        asked = "torch" if asked == "auto" else asked
     available = available_backends()
     facts = AttentionFacts(
         dtype=dtype,

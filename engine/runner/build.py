@@ -123,7 +123,11 @@ def _facts(
         device=str(device),
         num_layers=spec.num_layers,
         # A draft model reads the same tables, as far back as it likes.
-        window=None if has_draft else spec.window,
+        window=None if has_draft or spec.bidirectional else spec.window,
+        tasks=() if spec.pooling is None else spec.pooling.asked.tasks,
+        whole_prompts=spec.bidirectional,
+        shares_prefixes=spec.shares_prefixes,
+        num_pooled=0 if spec.pooling is None else spec.pooling.asked.num_dimensions,
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
     )

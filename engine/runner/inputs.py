@@ -111,15 +111,17 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
             # Beyond num_tokens, so not part of the sequence until they are accepted.
             table.tokens[slot, end - len(sequence.draft_token_ids) : end] = sequence.draft_token_ids
     total = int(query_starts[-1])
-    owners, positions = slots, starts
+    owners, positions, order = slots, starts, np.arange(len(scheduled))
     if total > len(scheduled):
         # Somebody computes more than one token.
-        order = np.repeat(np.arange(len(scheduled)), ends - starts)
+        order = np.repeat(order, ends - starts)
         owners, positions = slots[order], np.arange(total) - query_starts[order] + starts[order]
     # Rows: token ids, positions, slots.
     rows = np.zeros((3, total + -total % model.row_multiple), np.int64)
     rows[0, :total] = table.tokens[owners, positions]
     rows[1, :total] = positions
+    if model.spec.num_segments and model.spec.learned_positions:
+        rows[1, :total] += model.max_model_len * _in_second(inputs.states[first:], order, positions)
     rows[2, :total] = table.blocks[owners, positions // block_size] * block_size + positions % block_size
     rows[2, total:] = storage.spare_slot
     num_blocks = -(-ends // block_size)
@@ -135,6 +137,19 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         ),
         adapters=_adapters_of(table, owners, rows.shape[1]),
     )
+
+
+def _in_second(
+    states: Sequence[SequenceState], order: NDArray[np.int64], positions: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Which rows [T], of states by `order`, belong to the second text of a pair."""
+    begins = [
+        state.pooling.second_start
+        if state.pooling is not None and state.pooling.second_start
+        else state.num_prompt
+        for state in states
+    ]
+    return np.asarray(positions >= np.array(begins, np.int64)[order])
 
 
 def _adapters_of(table: SequenceTable, owners: NDArray[np.int64], num_rows: int) -> NDArray[np.int64] | None:

@@ -128,14 +128,13 @@ class KvStorage:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._device = device
-        # HostCache for the native kernels, else LayerCache; a layer that stores nothing has the one it reads.
+        # HostCache for the native kernels, else LayerCache; one without memory has that of another one.
         self.layers: list[Any] = []
         self._tensors: list[Any] = []
         for index in range(spec.num_layers):
-            stored, source = spec.cache_shape(index), spec.heads_of(index).cache_of
+            stored = spec.cache_shape(index)
             if stored is None:
-                assert source is not None, "it reads another layer's"
-                self.layers.append(self.layers[source])
+                self.layers.append(self.layers[spec.cache_source(index)])
                 continue
             shape = {"num_blocks": num_blocks, "block_size": block_size, **msgspec.structs.asdict(stored)}
             layer: Any = (

@@ -93,6 +93,12 @@ def logit_rows(inputs: StepInputs) -> LogitRows:
     )
 
 
+def no_rows() -> LogitRows:
+    """Of a model that pools."""
+    none = np.zeros(0, np.int64)
+    return LogitRows(members=[], starts=[0], tokens=none, slots=none, positions=none)
+
+
 def sampling_rows(inputs: StepInputs, rows: LogitRows, masks: GrammarMasks | None) -> SamplingRows:
     """What the sampler must respect in each row. Grammar rows are in the order in which masks were asked."""
     if rows.one_each and masks is None:
@@ -180,6 +186,8 @@ class Sampled:
     # Log-probabilities of prompts, by index in the step.
     scores: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     arrival: StepArrival | None = None
+    # Outputs of a model that pools, which draws nothing.
+    pooled: list[SequenceResult] = field(default_factory=list)
     # All draws succeeded, and none is under a grammar or after drafts.
     sound: bool = False
     # Tokens are in the table of sequences; penalties count them.

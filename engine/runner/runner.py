@@ -22,6 +22,7 @@ from engine.runner.halving import halves, joined
 from engine.runner.inputs import StepInputs, no_masks
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled, conclude
+from engine.runner.pooling import Pooler
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.economics import StepCost
 from engine.runner.speculation.proposer import Proposer
@@ -85,6 +86,8 @@ class ModelRunner:
         self.table = table
         self.storage = storage
         self.grammar = grammar
+        if self.model.spec.pooling is not None:
+            table.pooler = Pooler(self.model.record)
         self.proposer = proposer
         self._speculates = proposer.config.method != "off"
         # Where the model has slots, who builds the runner says so.
@@ -324,6 +327,8 @@ class ModelRunner:
             for index, found in scores.items()
             if not scheduled[index].samples
         ]
+        if sampled.pooled:
+            return sampled.pooled
         return scored + outcomes if scored else outcomes
 
     def _propose(self, sampled: Sampled, outcomes: list[SequenceResult]) -> dict[int, tuple[int, ...]]:

@@ -12,10 +12,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.pooling import PoolingParams
 from contract.thinking import Thought
 from engine.runner.speculation.economics import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
@@ -23,6 +25,9 @@ from engine.sampling.table import SamplingTable, problem_with
 from engine.sampling.thinking import ThinkingMatcher
 from engine.types import NewSequence, SamplingParams
 from kernels.host import Device
+
+if TYPE_CHECKING:
+    from engine.runner.pooling import Pooler
 
 
 @dataclass(kw_only=True)
@@ -37,6 +42,9 @@ class SequenceState:
     thought: Thought | None = None
     num_read: int = 0
     draft: DraftProgress = field(default_factory=DraftProgress)
+    # Of a model that pools: what is asked for, and what of the text is pooled so far [E].
+    pooling: PoolingParams | None = None
+    pooled: NDArray[np.float32] | None = None
     # Why the sequence cannot go on; it takes no further part in forwards.
     failure: str = ""
 
@@ -51,6 +59,8 @@ class SequenceTable:
         self.max_model_len = max_model_len
         self.grammar = grammar
         self.sampling = SamplingTable(vocab_size, device)
+        # Of a model that pools; who builds the runner sets it.
+        self.pooler: Pooler | None = None
         self.states: dict[int, SequenceState] = {}
         # Those of them that think on a budget.
         self.thinking: dict[int, SequenceState] = {}
@@ -70,7 +80,9 @@ class SequenceTable:
         """
         ids = np.asarray(new.token_ids, np.int64)
         slot = self._take_slot(len(ids), len(new.block_ids))
-        state = SequenceState(slot=slot, num_prompt=new.num_prompt_tokens, sampling=new.sampling)
+        state = SequenceState(
+            slot=slot, num_prompt=new.num_prompt_tokens, sampling=new.sampling, pooling=new.pooling
+        )
         self.states[new.sequence_id] = state
         self.tokens[slot, : ids.size] = ids
         self.num_tokens[slot] = ids.size

@@ -126,6 +126,11 @@ class RowWriter:
         """As much of the prompt as the budgets allow; nothing for one that lost its slot meanwhile."""
         if sequence.status is not Status.RUNNING:
             return
+        if self._state.whole_prompts:
+            # Others of the step go first only where it has room for both.
+            if sequence.remaining_prefill <= draft.budget or not draft.rows:
+                self.add(draft, sequence, sequence.remaining_prefill, ())
+            return
         num_tokens = min(sequence.remaining_prefill, draft.budget)
         if self.is_long(sequence.remaining_prefill):
             num_tokens = min(num_tokens, draft.long_budget)
@@ -176,6 +181,7 @@ class RowWriter:
             block_ids,
             self._state.adapters.slot_of(request.adapter),
             request.thinking,
+            request.pooling,
         )
 
     @staticmethod

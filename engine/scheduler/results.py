@@ -112,7 +112,7 @@ class ResultHandler:
             if not long_share and self._apply_next(row, outcome):
                 continue
             failure = outcome.failure
-            if not failure and row.samples and not outcome.token_ids:
+            if not failure and row.samples and not (outcome.token_ids or outcome.pooled):
                 failure = "the runner returned no token"
             if failure:
                 self._state.fail_group(sequence.group, _refusal(failure, outcome.failure_field))
@@ -176,6 +176,10 @@ class ResultHandler:
             self._confirm(row, 0)
             return
         sequence.num_pending -= 1 + len(row.draft_token_ids)
+        if outcome.pooled:
+            self._confirm(row, 0)
+            self._report_pooled(sequence, outcome.pooled, prefill_end, now)
+            return
         if search is not None:
             self._confirm(row, 0)
             self._report_beam(search, sequence, outcome, prefill_end, now)
@@ -208,6 +212,19 @@ class ResultHandler:
             self._state.report(sequence.group, event)
         else:
             self._state.finish(sequence, reason, now, event)
+
+    def _report_pooled(self, sequence: Sequence, pooled: bytes, prefill_end: float, now: float) -> None:
+        """The end of a request to a model that pools: all of its answer."""
+        group = sequence.group
+        event = TokenEvent(
+            request_id=group.request.request_id,
+            choice_index=sequence.choice_index,
+            finish_reason=FinishReason.STOP,
+            first_token=group.pop_first_token_timings(prefill_end, now),
+            statistics=sequence.history(now),
+            pooled=pooled,
+        )
+        self._state.finish(sequence, FinishReason.STOP, now, event)
 
     def _report_beam(
         self, search: BeamSearch, sequence: Sequence, outcome: SequenceResult, prefill_end: float, now: float

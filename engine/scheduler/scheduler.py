@@ -50,8 +50,8 @@ class Scheduler:
 
     Call order: any number of submit and cancel, then `schedule`, then `update` (or `fail`) with the result of
     the oldest plan not yet answered. With overlap, one more plan may be made before the answer. Events
-    collect in between, until `drain_events`. `window` and `attention_balance` are the model's (see
-    ModelFacts).
+    collect in between, until `drain_events`. `window`, `attention_balance`, `whole_prompts` and
+    `shares_prefixes` are the model's (see ModelFacts).
     """
 
     def __init__(
@@ -66,11 +66,13 @@ class Scheduler:
         speed: MeasuredSpeed = NOT_MEASURED,
         adapters: AdapterSlots | None = None,
         attention_balance: float = math.inf,
+        whole_prompts: bool = False,
+        shares_prefixes: bool = True,
     ) -> None:
         cache = KvCache(
             num_blocks=memory.num_blocks,
             block_size=memory.block_size,
-            prefix_caching=cache_config.prefix_caching,
+            prefix_caching=cache_config.prefix_caching and shares_prefixes,
             num_host_blocks=num_host_blocks,
             window=window,
         )
@@ -79,6 +81,7 @@ class Scheduler:
         host_s_per_token = memory.kv_bytes_per_token / cache_config.host_bytes_per_s
         rate = StepRate.of(speed, attention_balance)
         self._state = state = SchedulerState(config, cache, rate, host_s_per_token)
+        state.whole_prompts = whole_prompts
         if adapters is not None:
             state.adapters = adapters
         self._planner = Planner(self._state)

@@ -141,6 +141,8 @@ class SchedulerState:
     host_s_per_token: InitVar[float]
     adapters: AdapterSlots = field(default_factory=AdapterSlots)
     traffic: Traffic = field(default_factory=Traffic)
+    # Prompts are computed in one step each: an encoder's.
+    whole_prompts: bool = False
     shares: Shares = field(init=False)
     line: Line = field(init=False)
     promises: Promises = field(init=False)

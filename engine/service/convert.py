@@ -11,6 +11,7 @@ from millrace.engine.v1 import engine_pb2
 
 from contract.engines import AdapterInfo
 from contract.errors import MillraceError, invalid, unsupported
+from contract.pooling import PoolingParams
 from contract.proto import engine as convert
 from contract.proto.engine import first_token_fields, logprobs_fields, statistics_fields
 from contract.proto.grammar import grammar
@@ -56,7 +57,11 @@ def to_request(
     check_ids("output_token_ids", output, limits.facts.vocab_size, invalid)
     if submit.HasField("grammar") and limits.simulated:
         raise unsupported("grammar", "the simulated engine has no grammar; use a real model")
-    sampling = to_sampling(submit.sampling, limits, num_prompt_tokens=len(prompt))
+    pooling = _pooling(submit, limits)
+    if pooling is not None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
+    else:
+        sampling = to_sampling(submit.sampling, limits, num_prompt_tokens=len(prompt))
     thinking = _thinking(submit, sampling, limits)
     if output and (sampling.best_of > 1 or sampling.beam_width):
         raise invalid("output_token_ids", "it continues one choice; resubmit each choice with n = 1")
@@ -74,6 +79,7 @@ def to_request(
         choice_index=submit.choice_index,
         grammar=grammar(submit.grammar) if submit.HasField("grammar") else None,
         thinking=thinking,
+        pooling=pooling,
         adapter=limits.adapters.version(submit.adapter, submit.adapter_version) if submit.adapter else "",
         tenant=context.tenant,
         tier=context.tier,
@@ -93,6 +99,26 @@ def to_request(
         traceparent=context.traceparent,
         tracestate=context.tracestate,
     )
+
+
+def _pooling(submit: engine_pb2.Submit, limits: ModelLimits) -> PoolingParams | None:
+    tasks = limits.facts.tasks
+    if not submit.HasField("pooling"):
+        if tasks:
+            raise unsupported("pooling", f"the model pools what it reads; ask for {' or '.join(tasks)}")
+        return None
+    asked = submit.pooling
+    if not tasks:
+        raise unsupported("pooling", "the model generates; ask one that pools")
+    if asked.task not in tasks:
+        raise invalid("pooling.task", f"{asked.task!r} is not served; ask for {' or '.join(tasks)}")
+    if asked.dimensions > limits.facts.num_pooled:
+        problem = f"{asked.dimensions} were asked for, and embeddings have {limits.facts.num_pooled}"
+        raise invalid("pooling.dimensions", problem)
+    if submit.HasField("grammar") or submit.HasField("thinking") or submit.output_token_ids:
+        raise invalid("pooling", "nothing is generated: leave out grammar, thinking and output_token_ids")
+    task: Any = asked.task
+    return PoolingParams(task=task, dimensions=asked.dimensions, second_start=asked.second_start)
 
 
 def _thinking(
@@ -185,6 +211,8 @@ def to_output(event: TokenEvent, handle: int) -> Fields:
     if event.withheld_tokens:
         return {"handle": handle, "withheld_tokens": event.withheld_tokens}
     output: Fields = {"handle": handle, "choice_index": event.choice_index, "token_ids": event.token_ids}
+    if event.pooled:
+        output["pooled"] = event.pooled
     if event.logprobs:
         output["logprobs"] = logprobs_fields(event.logprobs)
     if event.prompt_logprobs:

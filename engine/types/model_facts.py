@@ -27,6 +27,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     # Positions that any layer looks back on, the own included: what lies before is never read again. None
     # where some layer, or a draft model, looks at everything.
     window: int | None = None
+    # Tasks of a model that pools; empty where it generates.
+    tasks: tuple[str, ...] = ()
+    # Whether prompts are computed in one step each, and whether blocks of one may serve another.
+    whole_prompts: bool = False
+    shares_prefixes: bool = True
+    # Elements of what it makes of a text; 0 where it generates.
+    num_pooled: int = 0
     work: ModelWork = UNKNOWN_WORK
     # A token that looks back on so many positions is twice the work of one that looks back on none.
     attention_balance: float = math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from contract.grammar import GrammarSpec
+from contract.pooling import PoolingParams
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 
@@ -25,6 +26,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarSpec | None = None
     # There with max_thinking_tokens.
     thinking: ThinkingTags | None = None
+    # Asked of a model that pools, and of no other.
+    pooling: PoolingParams | None = None
     adapter: str = ""
     tenant: str = ""
     tier: str = ""

@@ -11,6 +11,7 @@ import msgspec
 from contract.errors import RequestFailure
 from contract.grammar import GrammarSpec
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
+from contract.pooling import PoolingParams
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 from engine.types.request import Request
@@ -69,6 +70,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     statistics: ChoiceHistory | None = None
     # Tokens computed so far of answers that are sent at the end; in an event of its own.
     withheld_tokens: int = 0
+    # What a model that pools makes of a prompt, little-endian float32; in its only event.
+    pooled: bytes = b""
 
     @classmethod
     def of_failure(
@@ -103,6 +106,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     adapter_slot: int = -1
     # With a budget for what is thought.
     thinking: ThinkingTags | None = None
+    # To a model that pools.
+    pooling: PoolingParams | None = None
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -173,6 +178,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     grammar_s: float = 0.0
     # The option of the request that `failure` comes from; empty when nothing that was asked for is to blame.
     failure_field: str = ""
+    # The whole answer of a model that pools, which has no tokens: little-endian float32.
+    pooled: bytes = b""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from millrace.engine.v1 import engine_pb2
+from msgspec import structs
 
 from contract.engines import CancelReason
 from contract.outputs import FinishReason
@@ -40,6 +41,7 @@ def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
         "sampling": sampling_fields(submission.sampling),
         "grammar": None if grammar is None else grammar_fields(grammar),
         "thinking": None if submission.thinking is None else asdict(submission.thinking),
+        "pooling": None if submission.pooling is None else structs.asdict(submission.pooling),
         "choice_index": submission.choice_index,
         "adapter": submission.adapter,
         "adapter_version": submission.adapter_version,
@@ -66,6 +68,8 @@ def output(message: engine_pb2.RequestOutput) -> EngineOutput:
     if message.withheld_tokens:
         result.withheld_tokens = message.withheld_tokens
         return result
+    if message.pooled:
+        result.pooled = message.pooled
     if message.logprobs:
         result.logprobs = logprobs(message.logprobs)
     if message.HasField("first_token"):

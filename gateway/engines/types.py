@@ -10,6 +10,7 @@ import msgspec
 from contract.errors import MillraceError
 from contract.grammar import GrammarSpec
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
+from contract.pooling import PoolingParams
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 
@@ -29,6 +30,8 @@ class EngineOutput(msgspec.Struct):
     stop_token_id: int | None = None
     # Computed so far of answers that are told at the end; no news of any choice.
     withheld_tokens: int = 0
+    # The answer of a model that pools, little-endian float32.
+    pooled: bytes = b""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     grammar: GrammarSpec | None = None
+    # Asked of a model that pools.
+    pooling: PoolingParams | None = None
     # There with max_thinking_tokens.
     thinking: ThinkingTags | None = None
     # The request's id in traces and logs.

@@ -74,6 +74,8 @@ class Attempt:
     kept_ids: list[int] | None = None
     # Outputs that came while `refusal` waited, for the first `drain`.
     _first: Sequence[EngineOutput] = ()
+    # What a model that pools has made of the prompt, little-endian float32.
+    pooled: bytes = b""
     _refused: MillraceError | None = None
 
     def __init__(
@@ -287,6 +289,7 @@ class Attempt:
         choice = self._open.get(output.choice_index)
         if choice is None:
             return None
+        self.pooled = self.pooled or output.pooled
         reason = output.finish_reason
         if reason is FinishReason.DEADLINE:
             raise _deadline_exceeded()

@@ -28,6 +28,7 @@ from gateway.pipeline.attempt import Attempt, AttemptBooks
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import AnswerInfo, AnswerReader, Echo, Meter
 from gateway.pipeline.judge import OutputJudge
+from gateway.pipeline.pooled import Cut, check_task, pooled_prompt, pooling_params
 from gateway.pipeline.transcript import Transcript
 from gateway.pipeline.validate import (
     check_vocabulary,
@@ -113,14 +114,18 @@ class Attempts:
         Without `is_limited` nothing is charged. `seed` takes the place of the request's own.
         """
         request, served = call.request, target.served
+        check_task(request, served)
         reader = self.reader(served)
         check_vocabulary(request, served.vocabulary.tokens)
         reader.check(request)
         context = self.callers.sign(call.caller, call.tier, call.traceparent, served.key)
         prepared = await self._prepare(call, served, context)
-        sampling = self._sampling(call, served, len(prepared.token_ids))
-        most = call.tier.config.max_thinking_tokens
-        sampling, thinking = reader.thoughts.held(request, prepared, sampling, most)
+        if request.pooling is not None:
+            sampling, thinking = self._no_sampling(served), None
+        else:
+            sampling = self._sampling(call, served, len(prepared.token_ids))
+            most = call.tier.config.max_thinking_tokens
+            sampling, thinking = reader.thoughts.held(request, prepared, sampling, most)
         if seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=seed)
         reservation = await self._reserve(call, target, len(prepared.token_ids), sampling, is_limited)
@@ -160,18 +165,29 @@ class Attempts:
 
     async def _prepare(self, call: Call, served: ServedModel, context: Any) -> Prepared:
         limit = token_limit(self.max_model_len(served), call.tier.config.max_context_tokens)
+        prompt, cut = (
+            call.request.prompt,
+            Cut(
+                prompt_limit(call.request, limit),
+                call.request.truncate_prompt_tokens is not None,
+                keeps_start=False,
+            ),
+        )
+        if call.request.pooling is not None:
+            prompt, cut = pooled_prompt(call.request, served, limit)
         with call.step(names.GATEWAY_PREPARE) as step:
             prepared = await self.tokenizer.prepare(
                 # An adapter has the vocabulary of the model that it adapts.
                 model=served.key,
-                prompt=call.request.prompt,
+                prompt=prompt,
                 response_format=call.request.response_format,
                 context=context,
                 tenant=call.caller.identity.tenant,
                 traceparent=call.traceparent,
                 timeout_s=call.caller.remaining_s(),
-                max_prompt_tokens=prompt_limit(call.request, limit),
-                truncates=call.request.truncate_prompt_tokens is not None,
+                max_prompt_tokens=cut.max_tokens,
+                truncates=cut.truncates,
+                keeps_start=cut.keeps_start,
             )
         call.later(self._metrics.observe, names.PREPARE_SECONDS, step.end_s - step.start_s)
         if prepared.vocabulary_fingerprint != served.vocabulary.fingerprint:
@@ -197,6 +213,12 @@ class Attempts:
             max_tokens=ranked_tokens(call.request, max_tokens, self.intake.limits),
             eos_token_ids=served.vocabulary.eos_token_ids,
         )
+
+    def _no_sampling(self, served: ServedModel) -> SamplingParams:
+        """What an engine is told of a request for which nothing is generated."""
+        if not self.max_model_len(served):
+            raise self.fleet.unavailable()
+        return SamplingParams(temperature=0.0, max_tokens=1)
 
     async def _reserve(
         self, call: Call, target: Target, num_prompt_tokens: int, sampling: SamplingParams, is_limited: bool
@@ -238,6 +260,7 @@ class Attempts:
                 prompt_token_ids=prepared.token_ids,
                 sampling=sampling,
                 grammar=prepared.grammar,
+                pooling=pooling_params(call.request, prepared),
                 thinking=thinking,
                 request_id=caller.identity.request_id,
                 entry_id=call.entry_id,

@@ -53,6 +53,8 @@ def _whole(value: int | None) -> int | str | None:
 
 def operation(request: GenerationRequest) -> str:
     """What the GenAI conventions call it."""
+    if request.pooling is not None:
+        return "embeddings"
     return "chat" if isinstance(request.prompt, Conversation) else "text_completion"
 
 

@@ -299,6 +299,8 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 def _check_sampling(request: GenerationRequest, refused: Refuse) -> None:
     sampling = request.sampling
+    if request.pooling is not None:
+        return
     if sampling.max_tokens == 0:
         if not request.echo:
             remedy = "" if isinstance(request.prompt, Conversation) else ", or set echo"

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from contract.pooling import PooledModel
 from contract.vocabulary import DecoderKind
 
 # The vocabulary that the gateway decodes with: token id to bytes, and which ids are never shown.
@@ -37,6 +38,8 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: dict[str, object] = {}
     # Who recommends a sampling option in it, where that is not the file itself.
     sampling_sources: dict[str, str] = {}
+    # Where the model pools what it reads, and generates nothing.
+    pooled: PooledModel | None = None
 
     @property
     def size(self) -> int:

@@ -18,6 +18,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from contract.chat import Conversation, LeftOut, Prompt, ResponseFormat, TextPrompt, TokenPrompt
 from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
+from contract.pooling import PooledModel
 from contract.proto.chat import conversation_fields, format_fields
 from contract.proto.grammar import grammar, report, verdict
 from contract.proto.status import from_rpc_error
@@ -42,6 +43,7 @@ def prepared(message: tokenizer_pb2.PrepareResponse) -> Prepared:
         enforcement=report(message.enforcement) if message.HasField("enforcement") else None,
         vocabulary_fingerprint=message.vocabulary_fingerprint,
         assistant_prefix=message.assistant_prefix,
+        second_start=message.second_start,
         left_out=_left_out(message),
     )
 
@@ -72,6 +74,22 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
         reasoning_format=message.reasoning_format,
         generation_config=config,
         sampling_sources=dict(message.sampling_sources),
+        pooled=_pooled(message.pooled) if message.HasField("pooled") else None,
+    )
+
+
+def _pooled(message: tokenizer_pb2.PooledModel) -> PooledModel:
+    tasks: tuple[Any, ...] = tuple(message.tasks)
+    return PooledModel(
+        tasks=tasks,
+        num_dimensions=message.num_dimensions,
+        has_fewer_dimensions=message.has_fewer_dimensions,
+        dimensions=tuple(message.dimensions),
+        max_tokens=message.max_tokens,
+        truncates=message.truncates,
+        prompts=dict(message.prompts),
+        default_prompt=message.default_prompt,
+        labels=tuple(message.labels),
     )
 
 
@@ -149,9 +167,11 @@ class TokenizerClient:
         timeout_s: float = PREPARE_TIMEOUT_S,
         max_prompt_tokens: int = 0,
         truncates: bool = False,
+        keeps_start: bool = False,
     ) -> Prepared:
         """Renders, encodes and compiles, below the span (traceparent, tracestate), in the tenant's queue. A
-        prompt of more than `max_prompt_tokens` is refused, or loses what is oldest where it `truncates`.
+        prompt of more than `max_prompt_tokens` is refused, or loses what is oldest where it `truncates`, or
+        what comes last with `keeps_start`.
 
         Raises what the service refused, or TOKENIZER_UNAVAILABLE.
         """
@@ -160,14 +180,17 @@ class TokenizerClient:
             "context": context,
             # The service refuses what cannot fit before it spends time on encoding it.
             "max_prompt_tokens": max_prompt_tokens or None,
-            "truncation": _truncation(truncates),
+            "truncation": tokenizer_pb2.TRUNCATION_KEEP_START
+            if truncates and keeps_start
+            else _truncation(truncates),
             "response_format": None if response_format is None else format_fields(response_format),
         }
         match prompt:
             case Conversation():
                 parts["conversation"] = conversation_fields(prompt)
-            case TextPrompt(text=text, add_special_tokens=adds):
+            case TextPrompt(text=text, add_special_tokens=adds, pair=pair):
                 parts["text"], parts["add_special_tokens"] = text, None if adds else False
+                parts["pair"] = pair
             case TokenPrompt(token_ids=ids):
                 parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
         wire = await self._wire(parts, prompt)
@@ -266,8 +289,8 @@ def _num_characters(prompt: Prompt) -> int:
     match prompt:
         case Conversation(messages=messages):
             return sum(len(each.content) for each in messages)
-        case TextPrompt(text=text):
-            return len(text)
+        case TextPrompt(text=text, pair=pair):
+            return len(text) + len(pair or "")
         case _:
             return 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from opentelemetry.trace import Span
@@ -16,6 +16,7 @@ from opentelemetry.trace import Span
 from contract.chat import LeftOut, Prompt, ResponseFormat
 from contract.errors import MillraceError, Reason
 from contract.grammar import EnforcementReport, GrammarSpec
+from contract.pooling import Task
 from contract.sampling import SamplingOptions
 
 # `truncate_prompt_tokens`: to what the model has room for beside the answer.
@@ -90,6 +91,20 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_fingerprint: str = ""
     # Text that the template placed at the start of the assistant turn, for the output parsers.
     assistant_prefix: str = ""
+    # Where the second text of a pair begins, if the tokenizer tells them apart; else 0.
+    second_start: int = 0
+
+
+class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a model that pools, whose request generates nothing."""
+
+    task: Task = "embed"
+    # Leading elements of an embedding; 0 is all.
+    dimensions: int = 0
+    # Name of an instruction of the model's that the text begins with; None: the model's default, "": none.
+    prompt_name: str | None = None
+    # What is cut of a text beyond the model's window, in Cohere's words; None: what the model's files say.
+    truncate: Literal["NONE", "START", "END"] | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +114,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Prompt
     sampling: SamplingOptions = SamplingOptions()
     response_format: ResponseFormat | None = None
+    # The prompt is read, and nothing generated.
+    pooling: PooledAsk | None = None
     service_tier: str = ""
     # Requests with the same one had better meet on one engine.
     prompt_cache_key: str = ""

@@ -43,7 +43,7 @@ struct Work {
 };
 
 struct Positions {
-  int64_t first, last;
+  int64_t first, end;
 };
 
 float exp_of_negative(float x) {
@@ -175,13 +175,13 @@ class Worker {
   Places& here() { return scratch_.places[turn_]; }
   Places& there() { return scratch_.places[!turn_]; }
 
-  // Positions of the first and the last query of a unit.
+  // Position of the first query of a unit, and the end of what its queries see.
   Positions span(const Unit& unit) const {
     Positions all = {INT64_MAX, 0};
     for (int64_t i = 0; i < unit.num_members; ++i) {
       const Tile& tile = plan_.tiles[plan_.members[unit.first_member + i]];
       all.first = std::min(all.first, tile.position);
-      all.last = std::max(all.last, tile.position + tile.num_tokens - 1);
+      all.end = std::max(all.end, std::min(tile.length, tile.position + tile.num_tokens + args_.ahead));
     }
     return all;
   }
@@ -195,7 +195,7 @@ class Worker {
   Range seen(const Unit& unit, int64_t part) const {
     const Positions queries = span(unit);
     const int64_t origin = part * kPartTokens;
-    return {std::max<int64_t>(0, first_visible(queries.first) - origin), std::min(kPartTokens, queries.last + 1 - origin)};
+    return {std::max<int64_t>(0, first_visible(queries.first) - origin), std::min(kPartTokens, queries.end - origin)};
   }
 
   const int64_t* table_of(const Unit& unit) const {
@@ -269,7 +269,7 @@ class Worker {
       products_.score(rows_before(origin + at), at, places.keys + at, vectors, later);
     }
     for (int64_t row = 0; row < rows_; ++row) {
-      const int64_t position = scratch_.positions[row], last = position - origin;
+      const int64_t position = scratch_.positions[row], last = position + args_.ahead - origin;
       const int64_t read = last < from ? from : std::min(end, last / kPanel * kPanel + kPanel);
       weigh(row, origin, {from, read}, {begin, end}, position, places.key_scales, places.value_scales);
     }
@@ -283,7 +283,7 @@ class Worker {
   // How many rows, from the first on, look at nothing from a position on.
   int64_t rows_before(int64_t position) const {
     int64_t row = 0;
-    while (row < rows_ && scratch_.positions[row] < position) ++row;
+    while (row < rows_ && scratch_.positions[row] + args_.ahead < position) ++row;
     return row;
   }
 
@@ -390,7 +390,7 @@ class Worker {
     // does not depend on what is read.
     constexpr int64_t kPair = 2 * kLanes;
     const int64_t low = std::max(seen.begin, first_visible(position) - origin);
-    const int64_t high = std::min(seen.end, position + 1 - origin);
+    const int64_t high = std::min(seen.end, position + args_.ahead + 1 - origin);
     const int64_t begin = std::max(read.begin, low) / kPair * kPair;
     float* scores = products_.scores(row);
     const Vec nothing = set1(-INFINITY);

@@ -21,6 +21,7 @@ struct AttentionPlan;  // owned by attention_plan_create
 struct AttentionPlanArgs {
   const Step* step;
   AttentionPlan* plan;
+  int64_t ahead;  // the most of any layer
 };
 
 // Shape letters: T tokens, H query heads, D key dim, E value dim.
@@ -38,6 +39,7 @@ struct AttentionArgs {
   int64_t chunk;   // positions that form a chunk: none before the query's own is looked at; 0: there are none
   float scale;
   float soft_cap;  // 0 is none
+  int64_t ahead;   // positions behind the query's own that it sees as well, as far as the step computes them
 };
 
 }  // namespace millrace

@@ -24,7 +24,7 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class Planner {
  public:
-  Planner(const Step& step, AttentionPlan& plan) : step_(step), plan_(plan) {}
+  Planner(const Step& step, AttentionPlan& plan, int64_t ahead) : step_(step), plan_(plan), ahead_(ahead) {}
 
   void run() {
     plan_.tiles.clear();
@@ -70,7 +70,8 @@ class Planner {
       tile.token = token;
       tile.num_tokens = std::min(most, end - token);
       tile.position = start + token - begin;
-      tile.num_parts = divide_up(tile.position + tile.num_tokens, kPartTokens);
+      tile.length = step_.context_lens[sequence];
+      tile.num_parts = divide_up(std::min(tile.length, tile.position + tile.num_tokens + ahead_), kPartTokens);
       const int64_t index = static_cast<int64_t>(plan_.tiles.size());
       plan_.tiles.push_back(tile);
       if (end - begin <= few) {
@@ -157,6 +158,7 @@ class Planner {
 
   const Step& step_;
   AttentionPlan& plan_;
+  const int64_t ahead_;
 };
 
 }  // namespace
@@ -186,7 +188,7 @@ extern "C" void attention_plan_use_pairs(AttentionPlan* plan, int64_t pairs) { p
 extern "C" void attention_plan_destroy(AttentionPlan* plan) { delete plan; }
 
 extern "C" void attention_plan(const AttentionPlanArgs& args, int thread, int) {
-  if (thread == 0) Planner(*args.step, *args.plan).run();
+  if (thread == 0) Planner(*args.step, *args.plan, args.ahead).run();
 }
 
 MILLRACE_OP(attention_plan, AttentionPlanArgs)

@@ -31,6 +31,7 @@ struct Tile {
   int64_t token;         // first token, on the step's token axis
   int64_t num_tokens;
   int64_t position;      // of the first token
+  int64_t length;        // of the sequence, this step included
   int64_t num_parts;     // of the history up to the last token
   int64_t partial_row;   // split tiles: first of K * num_parts * rows rows of partial results
   int64_t done_counter;  // split tiles: first of K counters

@@ -62,7 +62,7 @@ class NativeAttention:
         self.num_heads, self.num_kv_heads, self.share, self.pairs = num_heads, num_kv_heads, share, pairs
         self.library = library or load_native()
         self.num_threads = num_threads or torch.get_num_threads()
-        self._plans: dict[tuple[int, int], NativeAttentionPlan] = {}
+        self._plans: dict[tuple[int, int, int], NativeAttentionPlan] = {}
 
     def plan(self, batch: RaggedBatch, device: torch.device) -> _Step:
         """The work is cut when the first layer of a kind runs."""
@@ -82,7 +82,7 @@ class NativeAttention:
         queries = q.float().contiguous()
         out = torch.empty(q.shape[0], q.shape[1], value_dim)
         out[plan.num_tokens :] = 0.0
-        ops, work = self._planned(plan, value_dim)
+        ops, work = self._planned(plan, value_dim, options.ahead)
         args = AttentionArgs(
             step=ctypes.addressof(plan.struct),
             plan=work.address,
@@ -97,14 +97,15 @@ class NativeAttention:
             chunk=options.chunk or 0,
             scale=options.scale,
             soft_cap=options.soft_cap or 0.0,
+            ahead=options.ahead,
         )
         ops.append(Op(self.library, "attention", args))
         self.library.run(ops, num_threads=self.num_threads)
         return out.to(q.dtype)
 
-    def _planned(self, step: _Step, value_dim: int) -> tuple[list[Op], NativeAttentionPlan]:
-        """The plan for a value dim, and what must run before it is valid for the step."""
-        key = (value_dim, step.batch.block_size)
+    def _planned(self, step: _Step, value_dim: int, ahead: int) -> tuple[list[Op], NativeAttentionPlan]:
+        """The plan for a value dim and a view ahead, and what must run before it is valid for the step."""
+        key = (value_dim, step.batch.block_size, ahead)
         if key not in self._plans:
             self._plans[key] = NativeAttentionPlan(
                 self.library,
@@ -119,5 +120,5 @@ class NativeAttention:
         if work.step is step:
             return [], work
         work.step = step
-        args = AttentionPlanArgs(step=ctypes.addressof(step.struct), plan=work.address)
+        args = AttentionPlanArgs(step=ctypes.addressof(step.struct), plan=work.address, ahead=ahead)
         return [Op(self.library, "attention_plan", args)], work

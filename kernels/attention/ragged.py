@@ -59,25 +59,28 @@ class AttentionOptions:
     soft_cap: float | None = None
     # Tokens that form a chunk: of those before the query's own chunk none is looked at; None: there are none.
     chunk: int | None = None
+    # Tokens behind the query's own that it sees as well, as far as the step computes them; 0 is none.
+    ahead: int = 0
 
     @property
     def reach(self) -> Reach:
-        """How far back queries look."""
-        return Reach(self.window, self.chunk)
+        """How far queries look."""
+        return Reach(self.window, self.chunk, self.ahead)
 
 
 class Reach(NamedTuple):
-    """How far back queries look: over a window of tokens, their own included, and no further than the
-    beginning of their own chunk of so many.
+    """How far queries look: back over a window of tokens, their own included, and no further than the
+    beginning of their own chunk of so many; and ahead.
     """
 
     window: int | None = None
     chunk: int | None = None
+    ahead: int = 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether they see everything."""
-        return self == (None, None)
+        """Whether they see everything before them."""
+        return self.window is None and self.chunk is None
 
     def first(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first position that each query sees."""

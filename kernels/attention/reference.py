@@ -63,7 +63,7 @@ class ReferenceAttention:
             scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
         query_at = torch.arange(length - num_queries, length, device=q.device)[:, None]
         key_at = torch.arange(length, device=q.device)[None]
-        visible = key_at <= query_at
+        visible = key_at <= query_at + options.ahead
         if options.window is not None:
             visible &= key_at > query_at - options.window
         if options.chunk is not None:

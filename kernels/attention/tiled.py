@@ -203,17 +203,26 @@ def _plan_tiles(
     first = np.zeros(owner.size, np.int64)
     if not graded:
         first = reach.first(positions[:, 0]) // HISTORY_CHUNK
-    num_chunks = _chunk_at(positions[:, -1], graded) + 1 - first
+    # Last position that each query sees.
+    seen = np.minimum(positions + reach.ahead, batch.context_lens[owner][:, None] - 1)
+    num_chunks = _chunk_at(seen[:, -1], graded) + 1 - first
     order = np.argsort(-num_chunks, kind="stable")
-    owner, offsets, positions, first, num_chunks = (
-        part[order] for part in (owner, offsets, positions, first, num_chunks)
+    owner, offsets, positions, seen, first, num_chunks = (
+        part[order] for part in (owner, offsets, positions, seen, first, num_chunks)
     )
     tokens = batch.query_starts[owner][:, None] + offsets
     chunks = []
     for step in range(int(num_chunks[0])):
         active = int(np.searchsorted(-num_chunks, -step, side="left"))
         chunks.append(
-            _plan_chunk(batch, owner[:active], positions[:active], first[:active] + step, reach, device)
+            _plan_chunk(
+                batch,
+                owner[:active],
+                (positions[:active], seen[:active]),
+                first[:active] + step,
+                reach,
+                device,
+            )
         )
     return TilePlan(tile_tokens=size, tokens=torch.from_numpy(tokens.ravel()).to(device), chunks=chunks)
 
@@ -221,12 +230,15 @@ def _plan_tiles(
 def _plan_chunk(
     batch: RaggedBatch,
     owner: NDArray[np.int64],
-    positions: NDArray[np.int64],
+    rows: tuple[NDArray[np.int64], NDArray[np.int64]],
     chunk: NDArray[np.int64],
     reach: Reach,
     device: torch.device,
 ) -> _ChunkPlan:
-    """The `chunk`-th [B] piece of each tile's history."""
+    """The `chunk`-th [B] piece of each tile's history; rows [B, Q] are the queries' positions, and the last
+    ones that they see.
+    """
+    positions, seen = rows
     start, length = _chunk_span(chunk, graded=reach.is_whole)
     columns = start[:, None] // batch.block_size + np.arange(length // batch.block_size)
     inside = columns < batch.block_tables.shape[1]
@@ -234,19 +246,18 @@ def _plan_chunk(
     end = start + length
     begins = reach.first(positions)  # [B, Q]
     begins_early = not reach.is_whole and bool((start < begins[:, 0]).any())
-    needs_mask = bool((end - 1 > positions[:, 0]).any())
+    needs_mask = bool((end - 1 > seen[:, 0]).any())
     needs_mask = needs_mask or (not reach.is_whole and bool((start < begins[:, -1]).any()))
     hidden = stale = None
     if needs_mask:
-        query_at = torch.from_numpy(positions).to(device)[:, :, None]  # [B, Q, 1]
         first_at = torch.from_numpy(begins).to(device)[:, :, None]
         key_at = (torch.from_numpy(start).to(device)[:, None] + torch.arange(length, device=device))[:, None]
-        masked = key_at > query_at
+        masked = key_at > torch.from_numpy(seen).to(device)[:, :, None]
         if not reach.is_whole:
             masked |= key_at < first_at
         hidden = masked[:, None, :, None, :]
-        if begins_early or bool((end > positions[:, -1] + 1).any()):
-            stale = key_at[:, 0] > query_at[:, -1]
+        if begins_early or bool((end > seen[:, -1] + 1).any()):
+            stale = key_at[:, 0] > torch.from_numpy(seen[:, -1:]).to(device)
             if not reach.is_whole:
                 # Blocks before the window may be given up.
                 stale |= key_at[:, 0] < first_at[:, 0]

@@ -157,6 +157,8 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     render_s: float = 0.0
     encode_s: float
     assistant_prefix: str = ""
+    # Where the second text of a pair begins, if the tokenizer tells them apart; else 0.
+    second_start: int = 0
     # None when the answer is free.
     grammar: EncodedGrammar | None = None
 

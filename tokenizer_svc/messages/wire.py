@@ -20,6 +20,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, JsonSchemaFormat, LeftOut, ResponseFormat
 from contract.errors import MillraceError, Reason
+from contract.pooling import PooledModel
 from contract.proto import chat
 from contract.proto.grammar import grammar_fields, report_message
 from contract.vocabulary import DecoderKind
@@ -33,7 +34,7 @@ SERVICE_NAME: str = _SERVICE.full_name
 # Requests up to this size are parsed as they come, in a tenth of a millisecond.
 MAX_PARSED_BYTES = 256 * 1024
 # Fields that only a worker parses, from the whole request.
-_CONTENT = ("conversation", "text", "encoded", "response_format")
+_CONTENT = ("conversation", "text", "encoded", "response_format", "pair")
 # Before the bytes of a field: its tag and their number.
 _MAX_FRAMING_BYTES = 5
 # A message of a stream has fewer calls; each is work for Python before it can be refused.
@@ -302,6 +303,7 @@ def short_answer(prompted: Prompted, fingerprint: str) -> dict[str, Any]:
         "token_ids": prompted.token_ids,
         "vocabulary_fingerprint": fingerprint,
         "assistant_prefix": prompted.assistant_prefix,
+        "second_start": prompted.second_start,
         **_left_out(prompted.left_out),
         "timings": {"render_s": prompted.render_s, "encode_s": prompted.encode_s},
     }
@@ -322,4 +324,9 @@ def vocabulary_response(checkpoint: Checkpoint) -> tokenizer_pb2.GetVocabularyRe
         reasoning_format=checkpoint.reasoning_format,
         generation_config_json=checkpoint.generation_config_json,
         sampling_sources=checkpoint.sampling_sources,
+        pooled=None if checkpoint.pooled is None else _pooled(checkpoint.pooled),
     )
+
+
+def _pooled(found: PooledModel) -> tokenizer_pb2.PooledModel:
+    return tokenizer_pb2.PooledModel(**msgspec.structs.asdict(found))

@@ -49,7 +49,7 @@ def is_large(request: tokenizer_pb2.PrepareRequest) -> bool:
         case "conversation":
             return _is_large_conversation(request.conversation, num_renderings(request))
         case "text":
-            text = request.text
+            text = request.text + request.pair
             return len(text) > MAX_PARSED_BYTES // 4 and len(text.encode()) > MAX_PARSED_BYTES
         case _:
             return request.encoded.ByteSize() > _MAX_ID_BYTES

@@ -48,6 +48,8 @@ class Prompts:
         known = checkpoint.tool_call_format != UNKNOWN_FORMAT
         self.tool_call_format = checkpoint.tool_call_format if known else ""
         self.reasoning_format = checkpoint.reasoning_format
+        # Texts are cut inside of the tokens that the tokenizer puts around them.
+        self._pools = checkpoint.pooled is not None
         self._tags = REASONING.get(self.reasoning_format, REASONING["think"])
         # Tools' schemas are grammars as well.
         self._max_tool_bytes = limits.max_grammar_bytes
@@ -134,26 +136,37 @@ class Prompts:
         self, message: tokenizer_pb2.PrepareRequest, form: ResponseFormat | None, asked: PromptRequest
     ) -> Prompted:
         limits, length = self.limits, asked.length
-        begin_s = time.monotonic()
+        begin_s, second_start, pair = time.monotonic(), 0, message.pair if message.HasField("pair") else None
+        if pair is not None and message.WhichOneof("input") != "text":
+            raise invalid("a pair is of two texts", "pair")
+        most = None if length.truncation is Truncation.REFUSE else limits.max_tokens(length)
+        kept: list[int] | None = None
         match message.WhichOneof("input"):
             case "text":
-                limits.text_size(num_bytes(message.text), length, "prompt")
+                limits.text_size(num_bytes(message.text) + num_bytes(pair or ""), length, "prompt")
                 adds = message.add_special_tokens or not message.HasField("add_special_tokens")
-                ids = self.encoder.encode_text(message.text, add_special_tokens=adds)
+                if pair is None and not (most is not None and self._pools):
+                    ids = self.encoder.encode_text(message.text, add_special_tokens=adds)
+                else:
+                    keeps_end = length.truncation is Truncation.KEEP_END
+                    fitted = self.encoder.encode_fitting(
+                        message.text, pair, most, keeps_end=keeps_end, add_special_tokens=adds
+                    )
+                    kept, ids, second_start = fitted.kept, fitted.ids, fitted.second_start
             case "encoded":
                 limits.num_ids(len(message.encoded.ids), length, "prompt")
                 ids = list(message.encoded.ids)
                 limits.ids(ids, "prompt")
             case _:
                 raise no_input()
-        kept = ids
-        if length.truncation is not Truncation.REFUSE:
-            kept = self.encoder.truncated(ids, limits.max_tokens(length), length.truncation)
+        if kept is None:
+            kept = ids if most is None else self.encoder.truncated(ids, most, length.truncation)
         limits.length(len(kept), length, "prompt")
         return Prompted(
             token_ids=kept,
             num_tokens=len(kept),
             left_out=LeftOut(num_tokens=len(ids) - len(kept)) if len(kept) < len(ids) else None,
+            second_start=second_start,
             grammar=GrammarRequest(response_format=form).encoded() if form is not None else None,
             begin_s=begin_s,
             encode_s=time.monotonic() - begin_s,

@@ -10,8 +10,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from checkpoint.files import find, folder_of, read_json, tokenizer_file
+from checkpoint.pooling import read_pooling
 from checkpoint.sampling_defaults import GENERATION_CONFIG, read_sampling_defaults
 from checkpoint.vocabulary import TokenizerFiles, checkpoint_fingerprint, read_token_ids, read_tokenizer
+from contract.pooling import PooledModel
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
@@ -44,6 +46,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     generation_config_json: str
     # See SamplingDefaults.
     sampling_sources: dict[str, str]
+    # Where the model pools what it reads.
+    pooled: PooledModel | None = None
 
 
 def locate(model: ModelConfig, *, simulated: bool) -> Path:
@@ -72,7 +76,7 @@ def load_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     for name in _LONG_PARTS:
         description["model"].pop(name, None)
     special_tokens = _special_tokens(config)
-    recommended = read_sampling_defaults(path)
+    recommended, pooling = read_sampling_defaults(path), read_pooling(path)
     generation = (read_json(folder / GENERATION_CONFIG) or {}) | recommended.options
     templates = _read_templates(folder, config)
     if model.chat_template:
@@ -91,6 +95,7 @@ def load_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
         bos_token_id=ids.get(special_tokens.get("bos_token", "")),
         generation_config_json=json.dumps(generation) if generation else "",
         sampling_sources=recommended.sources,
+        pooled=None if pooling is None else pooling.asked,
     )
 
 

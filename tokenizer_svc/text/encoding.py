@@ -20,9 +20,9 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from contract.formats import THINK_CLOSE, THINK_OPEN
 from tokenizer_svc.text.checkpoint import Checkpoint
@@ -209,6 +209,16 @@ class TurnCache:
                 self._size -= len(dropped)
 
 
+class FittedText(NamedTuple):
+    """A text, or a pair, within a limit."""
+
+    kept: list[int]
+    # All that there were.
+    ids: list[int]
+    # Where the second text begins, if the tokenizer tells them apart; else 0.
+    second_start: int
+
+
 class TextEncoder:
     """All ways from text to ids of one checkpoint. Safe under threads."""
 
@@ -225,6 +235,36 @@ class TextEncoder:
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """A plain prompt. Spellings of control tokens are control tokens: the caller writes the prompt."""
         return ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
+
+    def encode_fitting(
+        self,
+        text: str,
+        pair: str | None,
+        most: int | None,
+        *,
+        keeps_end: bool,
+        add_special_tokens: bool = True,
+    ) -> FittedText:
+        """A text, or two together, cut to `most` tokens with those that the tokenizer puts around them. Of a
+        pair the longer text loses its tokens first, one by one, as transformers' "longest_first" has it.
+        """
+        texts = [text] if pair is None else [text, pair]
+        parts = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        lengths = [len(part.ids) for part in parts]
+        around = self._tokenizer.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+        whole = self._joined(parts, add_special_tokens)
+        if most is None or sum(lengths) + around <= most:
+            return FittedText(whole.ids, whole.ids, _second_start(whole.type_ids))
+        fitted = _longest_first(lengths, max(0, most - around))
+        for part, length in zip(parts, fitted, strict=True):
+            if length < len(part.ids):
+                part.truncate(length, direction="left" if keeps_end else "right")
+        cut = self._joined(parts, add_special_tokens)
+        return FittedText(cut.ids[:most], whole.ids, _second_start(cut.type_ids))
+
+    def _joined(self, parts: list[Encoding], add_special_tokens: bool) -> Encoding:
+        first, *second = parts
+        return self._tokenizer.post_process(first, second[0] if second else None, add_special_tokens)
 
     def truncated(self, ids: list[int], max_tokens: int | None, truncation: Truncation) -> list[int]:
         """At most `max_tokens` ids from the end that is kept.
@@ -270,6 +310,24 @@ class TextEncoder:
         for cut in self._cuts:
             text = text.replace(cut, self._edge + cut)
         return [piece for piece in text.split(self._edge) if piece]
+
+
+def _longest_first(lengths: list[int], most: int) -> list[int]:
+    """Lengths of a text, or of two, that lose what is too much from the longer one, as `tokenizers` does
+    it.
+    """
+    if len(lengths) == 1:
+        return [min(lengths[0], most)]
+    shorter = min(lengths)
+    longer = max(shorter, most - shorter)
+    if shorter + longer > most:
+        shorter, longer = most // 2, most - most // 2
+    return [longer, shorter] if lengths[0] > lengths[1] else [shorter, longer]
+
+
+def _second_start(type_ids: list[int]) -> int:
+    """Index of the first token of type 1; 0 where there is none."""
+    return type_ids.index(1) if 1 in type_ids else 0
 
 
 def _front_tokens(tokenizer: Tokenizer) -> list[int]:

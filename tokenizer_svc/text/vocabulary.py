@@ -43,7 +43,8 @@ def build_vocabulary(
 ) -> TokenizerVocabulary:
     """From the parsed tokenizer.json and the tokenizer's own token → id table.
 
-    Raises ConfigError for a decoder whose tokens' bytes are unknown (WordPiece and the like).
+    Raises ConfigError for a decoder whose tokens' bytes are unknown. WordPiece loses what its
+    normalizer takes away; nothing is generated with it.
     """
     steps = _decoder_steps(description.get("decoder"))
     kinds = {step["type"] for step in steps}
@@ -56,6 +57,12 @@ def build_vocabulary(
         kind = DecoderKind.BYTE_LEVEL
         for text, token_id in ids.items():
             tokens[token_id] = text.encode() if text in added else _byte_level_bytes(text, table)
+    elif kinds == {"WordPiece"}:
+        # Words begin with a space of their own; what goes on with one says so.
+        prefix, kind = steps[0].get("prefix", "##"), DecoderKind.METASPACE
+        for text, token_id in ids.items():
+            is_whole = token_id in special or text in added
+            tokens[token_id] = (text if is_whole else _word_piece(text, prefix)).encode()
     elif replaced := _replacements(steps):
         byte_fallback = "ByteFallback" in kinds
         for text, token_id in ids.items():
@@ -70,7 +77,7 @@ def build_vocabulary(
     else:
         raise ConfigError(
             f"tokenizer.json: decoder {sorted(kinds) or 'missing'} is not supported; "
-            "byte-level and SentencePiece-style tokenizers are"
+            "byte-level, SentencePiece-style and WordPiece tokenizers are"
         )
     return TokenizerVocabulary(
         fingerprint=fingerprint,
@@ -123,6 +130,10 @@ def _spaces_in_front(steps: list[dict[str, Any]]) -> DecoderKind:
         if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
             return DecoderKind.METASPACE
     return DecoderKind.BYTE_LEVEL
+
+
+def _word_piece(text: str, prefix: str) -> str:
+    return text.removeprefix(prefix) if text.startswith(prefix) else f" {text}"
 
 
 def _byte_level_bytes(text: str, table: dict[str, int]) -> bytes:

@@ -6,17 +6,20 @@ A family is one file and its name below: its functions enter themselves (`base.f
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from checkpoint.files import is_gguf, tokenizer_file
+from checkpoint.pooling import read_pooling
 from checkpoint.vocabulary import read_token_ids
 from engine.model.config_reader import ConfigReader
 from engine.model.families import (  # noqa: F401
     apertus,
     arcee,
+    bert,
     cohere,
     deepseek,
     dots1,
@@ -30,13 +33,16 @@ from engine.model.families import (  # noqa: F401
     gpt_neox,
     gpt_oss,
     granite,
+    gte,
     hunyuan,
     llama,
     llama4,
     minimax_m2,
     mistral,
+    modernbert,
     multimodal,
     nemotron,
+    nomic_bert,
     olmo2,
     phi,
     phi3,
@@ -48,9 +54,9 @@ from engine.model.families import (  # noqa: F401
     stablelm,
     starcoder2,
 )
-from engine.model.families.base import FAMILIES
+from engine.model.families.base import FAMILIES, Family
 from engine.model.gguf_config import gguf_reader, gguf_scheme
-from engine.model.spec import CheckpointError, ModelSpec
+from engine.model.spec import CheckpointError, ModelSpec, TensorNames
 from engine.quantization.scheme import read_scheme
 
 
@@ -61,15 +67,50 @@ def read_spec(folder: Path) -> ModelSpec:
     if not isinstance(architectures, list):
         raise CheckpointError(f"{reader.source}: architectures = {architectures!r} is not a list")
     for name in architectures:
-        if isinstance(name, str) and name in FAMILIES:
+        if isinstance(name, str) and (read := FAMILIES.get(name) or _pooling_family(name)) is not None:
             scheme = gguf_scheme(folder) if is_gguf(folder) else read_scheme(reader.values, reader.source)
-            spec = _with_ids(FAMILIES[name](reader), folder)
+            spec = _pooled(_with_ids(read(reader), folder), folder)
             return msgspec.structs.replace(spec, architecture=name, quantization=scheme)
     raise CheckpointError(
         f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "
         f"{', '.join(sorted(FAMILIES))}{_nearest(architectures)}; vLLM's engine may have it "
         "(millrace up --engine vllm)"
     )
+
+
+def _pooling_family(name: str) -> Family | None:
+    """What reads a decoder without its head, or with one that classifies: as its family's with one is
+    read.
+    """
+    for suffix in ("Model", "ForSequenceClassification"):
+        base = FAMILIES.get(f"{name.removesuffix(suffix)}ForCausalLM")
+        if name.endswith(suffix) and base is not None:
+            return partial(_headless, base)
+    return None
+
+
+def _headless(base: Family, reader: ConfigReader) -> ModelSpec:
+    spec = base(reader)
+    names = spec.names
+    # Without a head the names begin one level further in.
+    prefixed = (r"^(?!model\.|score\.|lm_head\.)", "model.")
+    renamed = TensorNames(renamed=(prefixed, *names.renamed), skipped=names.skipped)
+    return msgspec.structs.replace(spec, names=renamed, classifier="score")
+
+
+def _pooled(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """The spec with what the checkpoint's files say of how it pools. Raises ConfigError naming the file."""
+    pooling = read_pooling(folder)
+    if pooling is None:
+        if spec.bidirectional:
+            raise CheckpointError(f"{folder}: nothing says how its hidden states become an answer")
+        return spec
+    size = pooling.dense[0].inputs if pooling.dense else pooling.asked.num_dimensions
+    if size and size != spec.hidden_size and not pooling.classifies:
+        raise CheckpointError(
+            f"{folder}: modules.json pools {size} elements, but the model's hidden size is {spec.hidden_size}"
+        )
+    return msgspec.structs.replace(spec, pooling=pooling)
 
 
 def _nearest(architectures: list[Any]) -> str:

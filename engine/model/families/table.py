@@ -60,6 +60,7 @@ _PLACEMENTS = {
     "pre": "before half layers",
     "post": "after half layers",
     "sandwich": "before and after half layers",
+    "sum": "of the stream after half layers",
     "parallel": "before half layers side by side",
     "parallel_shared": "one before half layers side by side",
 }
@@ -143,7 +144,7 @@ def _row(name: str) -> FamilyRow:
 
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
-    yield "latent" if spec.latent else "grouped-query"
+    yield "looks both ways" if spec.bidirectional else "latent" if spec.latent else "grouped-query"
     if spec.latent is not None and spec.latent.indexer is not None:
         yield "positions that an indexer chooses (computed by torch alone)"
     if len({heads.head_dim for heads in spec.layer_heads}) > 1:

@@ -49,6 +49,8 @@ def sizes_of(config: EngineConfig, model: Decoder) -> tuple[int, ...]:
 
 def why_not_captured(config: EngineConfig, model: Decoder, attention: AttentionBackend) -> str:
     """Why decode steps stay eager; empty when they can be captured."""
+    if model.spec.pooling is not None:
+        return "the model generates nothing"
     if config.graphs.decode == "off":
         return "engine.graphs.decode is off"
     if not isinstance(attention, CapturedAttention):
@@ -92,6 +94,9 @@ def _largest_step_bytes(given: PlanInput, model: Decoder, attention: AttentionBa
     for number in (rows, max(1, -(-tokens // given.max_model_len))):
         # Many short sequences, then as few and long ones as there can be.
         _dummy_step(model, attention, storage, tokens, number)
+    if model.spec.pooling is not None:
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
     logits = model.logits_of(
         torch.zeros(rows, model.spec.hidden_size, dtype=getattr(torch, given.dtype), device=device),
         np.arange(rows),

@@ -14,7 +14,7 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
-from engine.runner.outcomes import LogitRows, Sampled, logit_rows, prompt_logprobs, sampling_rows
+from engine.runner.outcomes import LogitRows, Sampled, logit_rows, no_rows, prompt_logprobs, sampling_rows
 from engine.runner.sequence_table import SequenceTable
 from engine.sampling.table import sample
 from engine.types import ScheduledSequence
@@ -124,6 +124,10 @@ def compute_step(
     assert inputs.batch is not None, "prepared as a whole"
     began_s = time.monotonic()
     hidden = model.forward(inputs.batch, storage.layers, attention)
+    if table.pooler is not None:
+        step = Sampled(inputs=inputs, rows=no_rows(), began_s=began_s, forwarded_s=time.monotonic())
+        step.pooled = table.pooler.take(inputs, hidden)
+        return step
     step = Sampled(inputs=inputs, rows=logit_rows(inputs), began_s=began_s, forwarded_s=time.monotonic())
     step.scores = prompt_logprobs(inputs, hidden, model, table)
     step.masks = inputs.masks()

@@ -11,10 +11,11 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from contract.proto.grammar import report_message
 from gateway.auth.verifier import Arrival
-from gateway.faces.grpc import convert
+from gateway.faces.grpc import convert, pooled
 from gateway.intake.intake import Slices
 from gateway.pipeline.delta import AnswerInfo, by_choice
 from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.pooled import tasks_of
 from gateway.types.request import Caller
 from runtime.context import CONTEXT_HEADER
 
@@ -110,6 +111,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         text = await pipeline.decode(caller, served, request.token_ids, "token_ids")
         return inference_pb2.DetokenizeResponse(text=text)
 
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.EmbedResponse:
+        """Makes embeddings."""
+        return await pooled.embed(self._pipeline(), self.caller(context), request)
+
+    async def Rerank(
+        self, request: inference_pb2.RerankRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.RerankResponse:
+        """Orders documents."""
+        return await pooled.rerank(self._pipeline(), self.caller(context), request)
+
+    async def Score(
+        self, request: inference_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ScoreResponse:
+        """Scores pairs."""
+        return await pooled.score(self._pipeline(), self.caller(context), request)
+
+    async def Classify(
+        self, request: inference_pb2.ClassifyRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ClassifyResponse:
+        """Classifies texts."""
+        return await pooled.classify(self._pipeline(), self.caller(context), request)
+
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
@@ -126,6 +151,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     inference_pb2.SamplingDefault(option=option, value=value, source=source)
                     for option, value, source in pipeline.defaults(served)
                 ],
+                tasks=tasks_of(served) if served else (),
             )
         return response
 

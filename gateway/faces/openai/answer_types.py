@@ -232,6 +232,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     owned_by: str = "millrace"
     max_model_len: int | None
     sampling_defaults: dict[str, SamplingDefault]
+    # "generate"; or, of a model that pools what it reads, "embed", "score", "classify".
+    tasks: list[str]
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.pooled import tasks_of
 from gateway.pipeline.validate import check_conversation
 from gateway.types.request import GenerationRequest
 
@@ -85,6 +86,7 @@ class InspectEndpoints:
             sampling_defaults={
                 name: SamplingDefault(value, source) for name, value, source in pipeline.defaults(served)
             },
+            tasks=[] if served is None else list(tasks_of(served)),
         )
 
     async def tokenize(self, exchange: Exchange) -> None:

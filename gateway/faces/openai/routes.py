@@ -14,7 +14,6 @@ from gateway.pipeline.pipeline import Pipeline
 
 # Paths of OpenAI's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {
-    "/v1/embeddings": "the served model generates text and has no embeddings",
     "/v1/moderations": "moderation is not served",
     "/v1/images/generations": "images are not served",
     "/v1/audio/speech": "audio is not served",

@@ -40,6 +40,7 @@ class Driver:
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
         window: int | None = None,
+        whole_prompts: bool = False,
         attention_balance: float = math.inf,
         host_bytes_per_s: float = 8e9,
         check: bool = True,
@@ -61,6 +62,7 @@ class Driver:
             num_host_blocks=num_host_blocks,
             window=window,
             attention_balance=attention_balance,
+            whole_prompts=whole_prompts,
         )
         self.runner = CheckedRunner(
             memory.num_blocks,

@@ -146,6 +146,7 @@ class Submit(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Handle chosen by the gateway, unique on this stream; the context's request_id is what people see."""
     adapter: _builtins.str
@@ -174,6 +175,12 @@ class Submit(_message.Message):
     def thinking(self) -> Global___ThinkingTags:
         """How the model opens and closes what it thinks; needed with sampling.max_thinking_tokens."""
 
+    @_builtins.property
+    def pooling(self) -> Global___Pooling:
+        """The prompt is all that is computed, and its pooled output is the answer. Required of a model that pools, and
+        refused by one that generates; the sampling options say nothing then.
+        """
+
     def __init__(
         self,
         *,
@@ -188,21 +195,56 @@ class Submit(_message.Message):
         entry_id: _builtins.str = ...,
         adapter_version: _builtins.str = ...,
         thinking: Global___ThinkingTags | None = ...,
+        pooling: Global___Pooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_thinking", b"_thinking", "context", b"context", "grammar", b"grammar", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_pooling", b"_pooling", "_thinking", b"_thinking", "context", b"context", "grammar", b"grammar", "pooling", b"pooling", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_pooling", b"_pooling", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
+    _WhichOneofReturnType__pooling: _TypeAlias = _typing.Literal["pooling"]  # noqa: Y015
+    _WhichOneofArgType__pooling: _TypeAlias = _typing.Literal["_pooling", b"_pooling"]  # noqa: Y015
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pooling) -> _WhichOneofReturnType__pooling | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class Pooling(_message.Message):
+    """Pooling is what is made of a prompt's hidden states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    SECOND_START_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    """"embed", "score" or "classify"."""
+    dimensions: _builtins.int
+    """Leading elements of an embedding that are wanted; 0 is all."""
+    second_start: _builtins.int
+    """Position at which the second text of a pair begins, to models that tell them apart; 0: there is none."""
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        dimensions: _builtins.int = ...,
+        second_start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "second_start", b"second_start", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class ThinkingTags(_message.Message):
@@ -591,6 +633,7 @@ class RequestOutput(_message.Message):
     STATISTICS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     WITHHELD_TOKENS_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     choice_index: _builtins.int
     """Which of the request's choices."""
@@ -602,6 +645,8 @@ class RequestOutput(_message.Message):
     """Tokens computed so far for answers that are told at the end, as those of best_of and beams are. Alone in its
     output, which is no answer yet.
     """
+    pooled: _builtins.bytes
+    """The answer of a request with pooling, on its only output: little-endian float32."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens of this choice; several with speculative decoding or jump-forward."""
@@ -640,10 +685,11 @@ class RequestOutput(_message.Message):
         statistics: Global___ChoiceStatistics | None = ...,
         stop_token_id: _builtins.int | None = ...,
         withheld_tokens: _builtins.int = ...,
+        pooled: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "error", b"error", "first_token", b"first_token", "statistics", b"statistics", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "choice_index", b"choice_index", "error", b"error", "finish_reason", b"finish_reason", "first_token", b"first_token", "handle", b"handle", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "statistics", b"statistics", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "withheld_tokens", b"withheld_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "choice_index", b"choice_index", "error", b"error", "finish_reason", b"finish_reason", "first_token", b"first_token", "handle", b"handle", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "statistics", b"statistics", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "withheld_tokens", b"withheld_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015

@@ -62,6 +62,26 @@ class InferenceServiceStub:
                 request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/millrace.inference.v1.InferenceService/Embed',
+                request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/millrace.inference.v1.InferenceService/Rerank',
+                request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/millrace.inference.v1.InferenceService/Score',
+                request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Classify = channel.unary_unary(
+                '/millrace.inference.v1.InferenceService/Classify',
+                request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/millrace.inference.v1.InferenceService/ListModels',
                 request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -110,6 +130,34 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embed makes one embedding of each input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Rerank orders documents by how relevant they are to a query.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Score says how well the texts of each pair go together.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Classify(self, request, context):
+        """Classify gives each input's probabilities of a classifier's labels.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """ListModels names the models that the key may use.
         """
@@ -144,6 +192,26 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.RerankRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.RerankResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ClassifyRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ClassifyResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -289,6 +357,114 @@ class InferenceService:
             '/millrace.inference.v1.InferenceService/Detokenize',
             millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.InferenceService/Embed',
+            millrace_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.InferenceService/Rerank',
+            millrace_dot_inference_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.InferenceService/Score',
+            millrace_dot_inference_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.InferenceService/Classify',
+            millrace_dot_inference_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,14 @@ class InferenceServiceStub:
     """Tokenize says which tokens a conversation or text becomes."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     """Detokenize says which text token ids stand for."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Embed makes one embedding of each input."""
+    Rerank: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]
+    """Rerank orders documents by how relevant they are to a query."""
+    Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
+    """Score says how well the texts of each pair go together."""
+    Classify: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ClassifyRequest, _inference_pb2.ClassifyResponse]
+    """Classify gives each input's probabilities of a classifier's labels."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """ListModels names the models that the key may use."""
 
@@ -67,6 +75,14 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Tokenize says which tokens a conversation or text becomes."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Detokenize says which text token ids stand for."""
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Embed makes one embedding of each input."""
+    Rerank: _aio.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]  # type: ignore[assignment]
+    """Rerank orders documents by how relevant they are to a query."""
+    Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Score says how well the texts of each pair go together."""
+    Classify: _aio.UnaryUnaryMultiCallable[_inference_pb2.ClassifyRequest, _inference_pb2.ClassifyResponse]  # type: ignore[assignment]
+    """Classify gives each input's probabilities of a classifier's labels."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels names the models that the key may use."""
 
@@ -115,6 +131,38 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
         """Detokenize says which text token ids stand for."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Embed makes one embedding of each input."""
+
+    @_abc_1.abstractmethod
+    def Rerank(
+        self,
+        request: _inference_pb2.RerankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.RerankResponse, _abc.Awaitable[_inference_pb2.RerankResponse]]:
+        """Rerank orders documents by how relevant they are to a query."""
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _inference_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ScoreResponse, _abc.Awaitable[_inference_pb2.ScoreResponse]]:
+        """Score says how well the texts of each pair go together."""
+
+    @_abc_1.abstractmethod
+    def Classify(
+        self,
+        request: _inference_pb2.ClassifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ClassifyResponse, _abc.Awaitable[_inference_pb2.ClassifyResponse]]:
+        """Classify gives each input's probabilities of a classifier's labels."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -91,6 +91,7 @@ class PrepareRequest(_message.Message):
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PAIR_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     max_prompt_tokens: _builtins.int
@@ -101,6 +102,10 @@ class PrepareRequest(_message.Message):
     """What becomes of a longer prompt instead of refusing it."""
     add_special_tokens: _builtins.bool
     """Add the tokens that the tokenizer puts around a text, such as BOS. True when unset; of text alone."""
+    pair: _builtins.str
+    """Second text of a pair, after `text`, as the tokenizer puts the two together. What a pair loses is of the longer
+    text first.
+    """
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     @_builtins.property
@@ -123,21 +128,26 @@ class PrepareRequest(_message.Message):
         max_prompt_tokens: _builtins.int | None = ...,
         truncation: Global___Truncation.ValueType = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        pair: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "response_format", b"response_format", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_pair", b"_pair", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "pair", b"pair", "response_format", b"response_format", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_pair", b"_pair", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "pair", b"pair", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__pair: _TypeAlias = _typing.Literal["pair"]  # noqa: Y015
+    _WhichOneofArgType__pair: _TypeAlias = _typing.Literal["_pair", b"_pair"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text", "encoded"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pair) -> _WhichOneofReturnType__pair | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -285,6 +295,7 @@ class PrepareResponse(_message.Message):
     NUM_TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TRUNCATED_TURNS_FIELD_NUMBER: _builtins.int
     NUM_TURNS_FIELD_NUMBER: _builtins.int
+    SECOND_START_FIELD_NUMBER: _builtins.int
     vocabulary_fingerprint: _builtins.str
     """Fingerprint of the vocabulary that the ids belong to."""
     grammar_cached: _builtins.bool
@@ -296,6 +307,8 @@ class PrepareResponse(_message.Message):
     num_truncated_turns: _builtins.int
     """Turns left out by truncation, and all that the conversation had; both 0 where none was."""
     num_turns: _builtins.int
+    second_start: _builtins.int
+    """Where the second text of a pair begins, if the tokenizer tells them apart; else 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -319,10 +332,11 @@ class PrepareResponse(_message.Message):
         num_truncated_tokens: _builtins.int = ...,
         num_truncated_turns: _builtins.int = ...,
         num_turns: _builtins.int = ...,
+        second_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "enforcement", b"enforcement", "grammar", b"grammar", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "assistant_prefix", b"assistant_prefix", "enforcement", b"enforcement", "grammar", b"grammar", "grammar_cached", b"grammar_cached", "num_truncated_tokens", b"num_truncated_tokens", "num_truncated_turns", b"num_truncated_turns", "num_turns", b"num_turns", "timings", b"timings", "token_ids", b"token_ids", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "assistant_prefix", b"assistant_prefix", "enforcement", b"enforcement", "grammar", b"grammar", "grammar_cached", b"grammar_cached", "num_truncated_tokens", b"num_truncated_tokens", "num_truncated_turns", b"num_truncated_turns", "num_turns", b"num_turns", "second_start", b"second_start", "timings", b"timings", "token_ids", b"token_ids", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enforcement: _TypeAlias = _typing.Literal["enforcement"]  # noqa: Y015
     _WhichOneofArgType__enforcement: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement"]  # noqa: Y015
@@ -414,6 +428,7 @@ class GetVocabularyResponse(_message.Message):
     GENERATION_CONFIG_JSON_FIELD_NUMBER: _builtins.int
     BYTE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_SOURCES_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """SHA-256 over kind, token bytes and special ids, lower-case hex."""
     decoder: Global___DecoderKind.ValueType
@@ -446,6 +461,10 @@ class GetVocabularyResponse(_message.Message):
     def sampling_sources(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Who recommends a sampling option of generation_config_json, where that is not the file itself."""
 
+    @_builtins.property
+    def pooled(self) -> Global___PooledModel:
+        """Set where the model pools what it reads and generates nothing."""
+
     def __init__(
         self,
         *,
@@ -460,16 +479,102 @@ class GetVocabularyResponse(_message.Message):
         generation_config_json: _builtins.str = ...,
         byte_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling_sources: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        pooled: Global___PooledModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pooled", b"_pooled", "bos_token_id", b"bos_token_id", "pooled", b"pooled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "reasoning_format", b"reasoning_format", "sampling_sources", b"sampling_sources", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pooled", b"_pooled", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "pooled", b"pooled", "reasoning_format", b"reasoning_format", "sampling_sources", b"sampling_sources", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__pooled: _TypeAlias = _typing.Literal["pooled"]  # noqa: Y015
+    _WhichOneofArgType__pooled: _TypeAlias = _typing.Literal["_pooled", b"_pooled"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bos_token_id) -> _WhichOneofReturnType__bos_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pooled) -> _WhichOneofReturnType__pooled | None: ...
 
 Global___GetVocabularyResponse: _TypeAlias = GetVocabularyResponse  # noqa: Y015
+
+@_typing.final
+class PooledModel(_message.Message):
+    """PooledModel is what a checkpoint's files say of a model that pools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PromptsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    NUM_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    HAS_FEWER_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATES_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    DEFAULT_PROMPT_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    num_dimensions: _builtins.int
+    """Elements of an embedding."""
+    has_fewer_dimensions: _builtins.bool
+    """Whether fewer may be asked for, and which numbers of them; empty: any."""
+    max_tokens: _builtins.int
+    """Longest text, in tokens, by the checkpoint's own word; 0 where it says nothing."""
+    truncates: _builtins.bool
+    """Whether a longer one is cut, unless the request says otherwise."""
+    default_prompt: _builtins.str
+    """The one that is used where none is named."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"embed"; "score" and "classify", or the latter alone."""
+
+    @_builtins.property
+    def dimensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prompts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Instructions that texts begin with, by name."""
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a classifier, by index."""
+
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[_builtins.str] | None = ...,
+        num_dimensions: _builtins.int = ...,
+        has_fewer_dimensions: _builtins.bool = ...,
+        dimensions: _abc.Iterable[_builtins.int] | None = ...,
+        max_tokens: _builtins.int = ...,
+        truncates: _builtins.bool = ...,
+        prompts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        default_prompt: _builtins.str = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_prompt", b"default_prompt", "dimensions", b"dimensions", "has_fewer_dimensions", b"has_fewer_dimensions", "labels", b"labels", "max_tokens", b"max_tokens", "num_dimensions", b"num_dimensions", "prompts", b"prompts", "tasks", b"tasks", "truncates", b"truncates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PooledModel: _TypeAlias = PooledModel  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

@@ -37,6 +37,7 @@ class UnparsedRequest(_message.Message):
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PAIR_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     conversation: _builtins.bytes
     text: _builtins.bytes
@@ -45,6 +46,7 @@ class UnparsedRequest(_message.Message):
     max_prompt_tokens: _builtins.int
     truncation: _tokenizer_pb2.Truncation.ValueType
     add_special_tokens: _builtins.bool
+    pair: _builtins.bytes
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     def __init__(
@@ -59,10 +61,11 @@ class UnparsedRequest(_message.Message):
         max_prompt_tokens: _builtins.int | None = ...,
         truncation: _tokenizer_pb2.Truncation.ValueType = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        pair: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "pair", b"pair", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

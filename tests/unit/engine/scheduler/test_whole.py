@@ -1,0 +1,57 @@
+"""Prompts that an encoder reads are computed in one step each, whatever else is in the batch, and all of
+them are.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.types import FinishReason
+from tests.unit.engine.driver import Driver, memory_plan
+
+BUDGET = 32
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_prompt_is_one_row(seed: int, overlap: bool) -> None:
+    chance = random.Random(seed)
+    memory = memory_plan(num_blocks=2 * (BUDGET // 4 + 8), max_model_len=BUDGET)
+    driver = Driver(memory=memory, overlap=overlap, whole_prompts=True, prefix_caching=False)
+    lengths = {}
+    for number in range(40):
+        length = chance.choice((1, 3, 7, 16, 29, BUDGET - 1))
+        tenant, tier = f"t{chance.randrange(3)}", chance.choice((0, 10))
+        asked = driver.submit(
+            [chance.randrange(9) for _ in range(length)], max_tokens=1, tenant=tenant, priority=tier
+        )
+        lengths[asked] = length
+        if number % 3 == 0:
+            driver.step()
+    driver.run()
+    driver.check_everything()
+    rows = [row for plan in driver.plans for row in plan.scheduled]
+    assert sorted(row.num_tokens for row in rows) == sorted(lengths.values())
+    assert all(row.start == 0 and row.samples for row in rows)
+    assert all(sum(row.num_tokens for row in plan.scheduled) <= BUDGET for plan in driver.plans)
+    for asked in lengths:
+        assert driver.events[asked][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_short_prompts_do_not_hold_up_a_long_one() -> None:
+    memory = memory_plan(num_blocks=2 * (BUDGET // 4 + 8), max_model_len=BUDGET)
+    driver = Driver(memory=memory, whole_prompts=True, prefix_caching=False)
+    for _ in range(3):
+        driver.submit([1] * 10, max_tokens=1)
+    long = driver.submit([2] * (BUDGET - 1), max_tokens=1)
+    for _ in range(20):
+        driver.submit([3] * 10, max_tokens=1)
+    steps = 0
+    while not driver.events[long]:
+        driver.step()
+        steps += 1
+    assert steps <= 3
+    driver.run()
+    driver.check_everything()
