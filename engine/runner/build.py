@@ -85,7 +85,7 @@ def build(
     draft = _draft_model(given, load, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)
-    reading = grammar.read_ahead()
+    reading = grammar.read_ahead() if given.spec.pooling is None else None
     proposer = Proposer(config.speculation, draft)
     if device.type == "cuda":
         from engine.runner.cuda.build import make_device_runner
@@ -104,8 +104,9 @@ def build(
     else:
         runner = _host_runner(config, decoder, attention, storage, grammar, proposer)
     runner.adapters = adapters
-    # First steps are measured, and nothing else is to be computed meanwhile.
-    reading.join()
+    if reading is not None:
+        # First steps are measured, and nothing else is to be computed meanwhile.
+        reading.join()
     return runner, plan, _facts(given, plan, attention, device, has_draft=draft is not None)
 
 

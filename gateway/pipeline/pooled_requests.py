@@ -5,7 +5,8 @@ to scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt, sumprod
+from math import sqrt
+from operator import mul
 from typing import NamedTuple
 
 import msgspec
@@ -106,5 +107,9 @@ def scores_of(outputs: Sequence[Pooled], pairs: Sequence[tuple[str, str]]) -> li
 
 
 def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    lengths = sqrt(sumprod(one, one)) * sqrt(sumprod(other, other))
-    return sumprod(one, other) / lengths if lengths else 0.0
+    lengths = sqrt(_product(one, one)) * sqrt(_product(other, other))
+    return _product(one, other) / lengths if lengths else 0.0
+
+
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(map(mul, one, other))

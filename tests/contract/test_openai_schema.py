@@ -27,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
 from gateway.auth.authorizer import AUTHORIZE_PREFIX
 from gateway.faces.anthropic import openapi as anthropic
 from gateway.faces.openai.openapi import EXAMPLES, document
+from gateway.faces.pooled import openapi as pooled
 from gateway.faces.responses import openapi as responses
 from gateway.http.application import Application
 from runtime.context import CONTEXT_HEADER
@@ -73,6 +74,7 @@ DOCUMENTS = {
     "/openapi.json": msgspec.json.decode(document())["paths"],
     anthropic.PATH: msgspec.json.decode(anthropic.document())["paths"],
     responses.PATH: msgspec.json.decode(responses.document())["paths"],
+    pooled.PATH: msgspec.json.decode(pooled.document())["paths"],
 }
 PATHS = {path: operations for paths in DOCUMENTS.values() for path, operations in paths.items()}
 OPERATIONS = [(method, path) for path, operations in PATHS.items() for method in operations]

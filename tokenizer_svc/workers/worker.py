@@ -81,7 +81,9 @@ def main() -> None:
     # Threads do not survive being copied, and one tenant's prompt is not worth all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     setup = WorkerSetup.decoded(first)
-    backend = Backend(setup.checkpoint.tokenizer_json, setup.checkpoint.eos_token_ids)
+    backend = None
+    if setup.checkpoint.pooled is None:
+        backend = Backend(setup.checkpoint.tokenizer_json, setup.checkpoint.eos_token_ids)
     prompts = Prompts(setup.checkpoint, setup.limits, turn_cache_tokens=_TURN_CACHE_TOKENS)
     desk = Desk(setup, backend, prompts)
     desk.rehearse()
@@ -111,7 +113,8 @@ class Desk:
     time costs it as much as a page's copy.
     """
 
-    def __init__(self, setup: WorkerSetup, backend: Backend, prompts: Prompts) -> None:
+    def __init__(self, setup: WorkerSetup, backend: Backend | None, prompts: Prompts) -> None:
+        """`backend` is None for a model that pools: nothing is generated that a grammar could hold."""
         self._limits = setup.limits
         self._backend = backend
         self._prompts = prompts
@@ -147,6 +150,9 @@ class Desk:
             return validate(request, max_depth=self._limits.max_schema_depth)
         if isinstance(request, PromptRequest):
             return self._prepared(request)
+        if self._backend is None:
+            message = "the model generates nothing that a grammar could hold; leave it out"
+            return WorkerReply(refused=WorkRefusal(message=message, field="response_format"))
         return build(request, self._backend, self._limits)
 
     def _prepared(self, request: PromptRequest) -> WorkerReply:

@@ -64,8 +64,7 @@ BEYOND: Mapping[str, str] = {
     r"metadata\.user": "it is what the field of that name says, where both are given",
     r"service_tier": "the key may use it",
 }
-_ABOUT = """Embeddings as OpenAI's API has them, rerankings as Cohere's and Jina's, scores and classes as
-vLLM's.
+_ABOUT = """Embeddings as OpenAI has them, rerankings as Cohere and Jina do, scores and classes as vLLM does.
 Every field that is not listed is refused by name.
 
 A body that its schema allows is served, or refused for what no schema can say: limits, names that are not

@@ -1,0 +1,208 @@
+"""Embeddings and scores over both faces: what engines are asked for, and what becomes of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from typing import Any
+
+import pytest
+from millrace.common.v1 import output_pb2
+from millrace.engine.v1 import engine_pb2
+from millrace.inference.v1 import inference_pb2
+from millrace.tokenizer.v1 import tokenizer_pb2
+
+from contract.errors import MillraceError, Reason
+from runtime.context import CONTEXT_HEADER
+from tests.unit.gateway.rig.deployment import deployed, signed_context
+from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.tokenizer import ByteTokenizer
+from tests.unit.gateway.rig.vocabulary import encode
+
+
+class PoolingEngine(ScriptedEngine):
+    """Answers with the length of a prompt and its first id; of scores with a tenth of the length."""
+
+    async def _serve_choice(self, submit: engine_pb2.Submit, choice: int, outputs: Any) -> None:
+        await self.gate.wait()
+        ids = list(submit.prompt_token_ids)
+        values = (len(ids) / 10,) if submit.pooling.task == "score" else (float(len(ids)), float(ids[0]))
+        output = engine_pb2.RequestOutput(handle=submit.handle, finish_reason=output_pb2.FINISH_REASON_STOP)
+        output.pooled = struct.pack(f"<{len(values)}f", *values)
+        output.statistics.num_steps = 1
+        outputs.put_nowait(output)
+
+
+class PoolingTokenizer(ByteTokenizer):
+    """Of a checkpoint that pools; a pair's texts follow each other."""
+
+    def __init__(self, **says: Any) -> None:
+        super().__init__()
+        self.says: dict[str, Any] = {"tasks": ["embed"], "num_dimensions": 2, **says}
+
+    async def GetVocabulary(self, request: Any, context: Any) -> Any:
+        vocabulary = await super().GetVocabulary(request, context)
+        vocabulary.pooled.CopyFrom(tokenizer_pb2.PooledModel(**self.says))
+        return vocabulary
+
+    async def Prepare(self, request: Any, context: Any) -> Any:
+        response = await super().Prepare(request, context)
+        if request.HasField("pair"):
+            response.second_start = len(response.token_ids)
+            response.token_ids.extend(encode(request.pair))
+        return response
+
+
+async def test_embeddings_are_those_of_the_engine_in_order() -> None:
+    engine = PoolingEngine()
+    async with deployed(engine, tokenizer=PoolingTokenizer()) as stack:
+        body = {"model": "tiny", "input": ["abc", "b", [97, 98, 99, 100]]}
+        answer = (await stack.http.post("/v1/embeddings", json=body)).json()
+        packed = (await stack.http.post("/v1/embeddings", json={**body, "encoding_format": "base64"})).json()
+    first = [encode(text)[0] for text in ("abc", "b")]
+    assert [each["embedding"] for each in answer["data"]] == [[3.0, first[0]], [1.0, first[1]], [4.0, 97.0]]
+    assert answer["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
+    assert [base64.b64decode(each["embedding"]) for each in packed["data"]] == [
+        struct.pack("<2f", *each["embedding"]) for each in answer["data"]
+    ]
+    assert {submit.pooling.task for submit in engine.submissions} == {"embed"}
+
+
+async def test_instructions_and_cuts_are_the_models_unless_asked_otherwise() -> None:
+    tokenizer = PoolingTokenizer(
+        prompts={"query": "Q: ", "plain": "P: "}, default_prompt="plain", max_tokens=9, truncates=True
+    )
+    async with deployed(PoolingEngine(), tokenizer=tokenizer) as stack:
+        for options in (
+            {},
+            {"prompt_name": "query"},
+            {"prompt_name": "", "truncate": "NONE"},
+            {"truncate": "START"},
+        ):
+            await stack.http.post("/v1/embeddings", json={"model": "tiny", "input": "abc", **options})
+        refused = await stack.http.post(
+            "/v1/embeddings", json={"model": "tiny", "input": "abc", "prompt_name": "other"}
+        )
+    assert [each.text for each in tokenizer.prepared] == ["P: abc", "Q: abc", "abc", "P: abc"]
+    assert [each.max_prompt_tokens for each in tokenizer.prepared] == [9] * 4
+    assert [each.truncation for each in tokenizer.prepared] == [
+        tokenizer_pb2.TRUNCATION_KEEP_START,
+        tokenizer_pb2.TRUNCATION_KEEP_START,
+        tokenizer_pb2.TRUNCATION_UNSPECIFIED,
+        tokenizer_pb2.TRUNCATION_KEEP_END,
+    ]
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt_name"
+
+
+async def test_dimensions_are_for_models_made_for_fewer() -> None:
+    engine = PoolingEngine()
+    tokenizer = PoolingTokenizer(num_dimensions=8, has_fewer_dimensions=True, dimensions=[2, 4])
+    async with deployed(engine, tokenizer=tokenizer) as stack:
+        body = {"model": "tiny", "input": "abc"}
+        taken = await stack.http.post("/v1/embeddings", json={**body, "dimensions": 2})
+        refused = await stack.http.post("/v1/embeddings", json={**body, "dimensions": 3})
+    assert taken.status_code == 200
+    assert engine.submissions[0].pooling.dimensions == 2
+    assert "2, 4" in refused.json()["error"]["message"]
+
+
+async def test_pairs_are_read_together_and_the_best_come_first() -> None:
+    engine = PoolingEngine()
+    tokenizer = PoolingTokenizer(tasks=["score", "classify"], labels=["LABEL_0"])
+    async with deployed(engine, tokenizer=tokenizer) as stack:
+        body = {
+            "model": "tiny",
+            "query": "q",
+            "documents": ["ab", {"text": "abcd", "title": "x"}, "a"],
+            "top_n": 2,
+        }
+        ranked = (await stack.http.post("/v2/rerank", json={**body, "return_documents": True})).json()
+        scored = (
+            await stack.http.post(
+                "/v1/score", json={"model": "tiny", "text_1": ["q", "rr"], "text_2": ["a", "b"]}
+            )
+        ).json()
+    assert [(each["index"], each["document"]["text"]) for each in ranked["results"]] == [
+        (1, "abcd"),
+        (0, "ab"),
+    ]
+    assert [each["relevance_score"] for each in ranked["results"]] == pytest.approx([0.5, 0.3])
+    assert ranked["meta"]["api_version"]["version"] == "2"
+    assert [each["score"] for each in scored["data"]] == pytest.approx([0.2, 0.3])
+    assert {submit.pooling.second_start for submit in engine.submissions} == {1, 2}
+
+
+async def test_a_model_of_embeddings_ranks_by_cosine() -> None:
+    async with deployed(PoolingEngine(), tokenizer=PoolingTokenizer()) as stack:
+        body = {"model": "tiny", "query": "abc", "documents": ["xyz", "abc"]}
+        ranked = (await stack.http.post("/v1/rerank", json=body)).json()
+    assert ranked["results"][0]["index"] == 1
+    assert ranked["results"][0]["relevance_score"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "path", "body", "told"),
+    [
+        (ByteTokenizer(), "/v1/embeddings", {"input": "a"}, "it can generate"),
+        (ByteTokenizer(), "/v1/rerank", {"query": "a", "documents": ["b"]}, "it can generate"),
+        (PoolingTokenizer(), "/v1/classify", {"input": "a"}, "it can embed"),
+        (PoolingTokenizer(), "/v1/completions", {"prompt": "a"}, "it can embed"),
+        (
+            PoolingTokenizer(),
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}]},
+            "embed",
+        ),
+        (PoolingTokenizer(), "/v1/responses", {"input": "a"}, "it can embed"),
+    ],
+)
+async def test_what_a_model_cannot_do_is_refused_with_what_it_can(
+    tokenizer: ByteTokenizer, path: str, body: dict[str, Any], told: str
+) -> None:
+    async with deployed(PoolingEngine(), tokenizer=tokenizer) as stack:
+        answer = await stack.http.post(path, json={"model": "tiny", **body})
+        cards = (await stack.http.get("/v1/models")).json()["data"]
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "model"
+    assert told in answer.json()["error"]["message"]
+    assert cards[0]["tasks"] == (["embed"] if isinstance(tokenizer, PoolingTokenizer) else ["generate"])
+
+
+async def test_one_texts_refusal_is_the_requests_and_names_it() -> None:
+    engine = PoolingEngine(refusal=MillraceError(Reason.INVALID_ARGUMENT, "prompt: no", field="prompt"))
+    async with deployed(engine, tokenizer=PoolingTokenizer()) as stack:
+        answer = await stack.http.post("/v1/embeddings", json={"model": "tiny", "input": ["a"]})
+        many = await stack.http.post("/v1/embeddings", json={"model": "tiny", "input": ["a"] * 2049})
+        empty = await stack.http.post("/v1/embeddings", json={"model": "tiny", "input": ["a", ""]})
+        assert stack.gateway.num_open == 0
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0]")
+    assert "2048" in many.json()["error"]["message"]
+    assert empty.json()["error"]["param"] == "input[1]"
+
+
+async def test_a_client_that_leaves_takes_all_texts_back() -> None:
+    engine = PoolingEngine()
+    engine.gate.clear()
+    async with deployed(engine, tokenizer=PoolingTokenizer()) as stack:
+        body = {"model": "tiny", "input": ["a", "b", "c"]}
+        asking = asyncio.create_task(stack.http.post("/v1/embeddings", json=body))
+        while len(engine.submissions) < 3:
+            await asyncio.sleep(0.005)
+        asking.cancel()
+        while len(engine.cancels) < 3:
+            await asyncio.sleep(0.005)
+
+
+async def test_grpc_has_the_same() -> None:
+    async with deployed(PoolingEngine(), tokenizer=PoolingTokenizer()) as stack:
+        metadata = ((CONTEXT_HEADER, signed_context()),)
+        inputs = [inference_pb2.PooledInput(text="abc"), inference_pb2.PooledInput(text="b")]
+        request = inference_pb2.EmbedRequest(model="tiny", inputs=inputs)
+        answer = await stack.inference.Embed(request, metadata=metadata)
+        ranking = inference_pb2.RerankRequest(model="tiny", query="abc", documents=["xyz", "abc"])
+        ranked = await stack.inference.Rerank(ranking, metadata=metadata)
+    assert [len(each.values) for each in answer.embeddings] == [2, 2]
+    assert answer.usage.prompt_tokens == 4
+    assert ranked.results[0].index == 1
