@@ -130,24 +130,25 @@ class Calibration:
         """Runs a dense layer, the one after those that were, and quantizes its linear layers."""
         index = len(self.caches)
         stored, source = self.spec.cache_shape(index), self.spec.heads_of(index).cache_of
-        self.caches.append(
-            self.caches[source]
-            if stored is None and source is not None
-            else allocate_layer(
+        if stored is None:
+            assert source is not None, "it reads another layer's"
+            cache = self.caches[source]
+        else:
+            cache = allocate_layer(
                 num_blocks=self.num_blocks,
                 block_size=BLOCK_SIZE,
                 **msgspec.structs.asdict(stored),
                 dtype=torch.float32,
                 device=self.x.device,
             )
-        )
+        self.caches.append(cache)
         watched = []
         for linear in (*layer.linears(), *layer.routed_linears()):
             linear.product = self.kernels.linear.pack(linear.weight)
         for linear in layer.linears():
             linear.product = _Watch(linear.product)
             watched.append((linear, linear.product))
-        x, change = advance(layer, self.x, None, self.caches[-1], self.step)
+        x, change = advance(layer, self.x, None, cache, self.step)
         self.x = x if change is None else x + change
         if not self.spec.layer_heads:
             # No later layer reads what this one stored.
