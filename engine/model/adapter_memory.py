@@ -36,10 +36,10 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
         yield hidden, [latent.kv_rank + latent.rope_dim]
         yield spec.num_heads * latent.value_dim, [hidden]
         if latent.indexer is not None:
-            index = latent.indexer
-            yield latent.query_rank, [index.num_heads * index.head_dim]
-            yield hidden, [index.head_dim]
-            yield hidden, [index.num_heads]
+            indexer = latent.indexer
+            yield latent.query_rank, [indexer.num_heads * indexer.head_dim]
+            yield hidden, [indexer.head_dim]
+            yield hidden, [indexer.num_heads]
     else:
         heads = spec.heads_of(index)
         queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim

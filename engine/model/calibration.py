@@ -130,24 +130,24 @@ class Calibration:
         """Runs a dense layer, the one after those that were, and quantizes its linear layers."""
         index = len(self.caches)
         stored = self.spec.cache_shape(index)
-        self.caches.append(
-            self.caches[self.spec.cache_source(index)]
-            if stored is None
-            else allocate_layer(
+        if stored is None:
+            cache = self.caches[self.spec.cache_source(index)]
+        else:
+            cache = allocate_layer(
                 num_blocks=self.num_blocks,
                 block_size=BLOCK_SIZE,
                 **msgspec.structs.asdict(stored),
                 dtype=torch.float32,
                 device=self.x.device,
             )
-        )
+        self.caches.append(cache)
         watched = []
         for linear in (*layer.linears(), *layer.routed_linears()):
             linear.product = self.kernels.linear.pack(linear.weight)
         for linear in layer.linears():
             linear.product = _Watch(linear.product)
             watched.append((linear, linear.product))
-        x, change = advance(layer, self.x, None, self.caches[-1], self.step)
+        x, change = advance(layer, self.x, None, cache, self.step)
         self.x = x if change is None else x + change
         if not (self.spec.layer_heads or self.spec.bidirectional):
             # No later layer has its place there.

@@ -31,6 +31,7 @@ from engine.model.layers import (
 )
 from engine.model.per_layer import add_input, inputs_of, read_input
 from engine.model.records import (
+    FeedForward,
     JoinedFeedForward,
     LatentAttention,
     Layer,
@@ -148,7 +149,7 @@ def _advance_sums(layer: Layer, x: Tensor, cache: LayerCache, step: StepContext)
     """A layer whose norms take the place of the stream."""
     attention, feed_forward = layer.attention, layer.feed_forward
     assert not isinstance(attention, LatentAttention), "an encoder's"
-    assert not isinstance(feed_forward, SparseFeedForward), "an encoder's"
+    assert isinstance(feed_forward, FeedForward), "an encoder's"
     after = [norm for norm in layer.after if norm is not None]
     x = normed(after[0], x + attend(attention, x, cache, step), step.kernels)
     return normed(after[1], x + feed(feed_forward, x, step.kernels, step.adapters), step.kernels)

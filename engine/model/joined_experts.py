@@ -6,8 +6,6 @@ Shape letters: T tokens, E hidden size.
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
 from engine.model.expert_reading import read_experts
@@ -31,7 +29,7 @@ def read_joined(weights: WeightReader, prefix: str, spec: ModelSpec, index: int)
     sparse = read_experts(weights, f"{prefix}.router.proj", f"{prefix}.experts", spec)
     sparse.expert_scales = read_floats(weights, f"{prefix}.router.per_expert_scale", count)
     # What the router takes is normed, and multiplied by this.
-    scale = cast("Tensor", read_floats(weights, f"{prefix}.router.scale", hidden)) * hidden**-0.5
+    scale = read_floats(weights, f"{prefix}.router.scale", hidden) * hidden**-0.5
     return JoinedFeedForward(
         dense=read_feed_forward(weights, f"{prefix}.mlp", spec, spec.intermediate_size_of(index)),
         sparse=sparse,
