@@ -44,12 +44,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call; `parameters_json` is the JSON Schema of its arguments, or ""."""
+    """A function that the model may call; `parameters_json` is the JSON Schema of its arguments, or "".
+
+    The text of its argument `input` follows `input_grammar`, where there is one, of `input_syntax`: lark or
+    regex.
+    """
 
     name: str
     description: str = ""
     parameters_json: str = ""
     strict: bool = False
+    input_syntax: str = ""
+    input_grammar: str = ""
 
 
 class ToolChoiceMode(StrEnum):

@@ -147,6 +147,7 @@ class Gateway:
             intake=self._intake,
             sockets=application.sockets,
             socket_config=self._config.socket,
+            metrics=self._metrics,
         )
 
     def _add_servicers(self) -> None:

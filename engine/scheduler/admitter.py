@@ -236,6 +236,7 @@ class Admitter:
                 sequence.restoring = (now, len(prefix.host_hashes) * state.cache.block_size)
         sequence.fork_parent = sequence.awaited = None
         state.cache.prepare_write(sequence.table, start, sequence.num_known)
+        state.held_back.books(sequence, now)
         self._waited_behind_the_head(sequence)
         sequence.stops_waiting(now, num_computed=start)
         sequence.num_computed = sequence.num_confirmed = start

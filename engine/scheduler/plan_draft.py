@@ -139,6 +139,7 @@ class RowWriter:
             if work < math.inf:
                 num_tokens = min(num_tokens, self._state.speed.tokens_for(work, sequence.num_computed))
         if num_tokens > 0:
+            self._state.held_back.books(sequence, draft.now)
             self.add(draft, sequence, num_tokens, ())
 
     def add_next(self, draft: PlanDraft, sequence: Sequence) -> bool:

@@ -54,9 +54,11 @@ class Planner:
             if waited_for and allowed is None:
                 long_share = self._config.long_prefill_share if contended else 1.0
                 draft.limit(self._room.limits(draft, prefills, sharers), long_share, sharers)
+            else:
+                state.held_back.plans((), now)
             self._plan_prefills(draft, prefills, allowed)
         else:
-            self._room.nobody_waits()
+            self._room.nobody_waits(now)
         if draft.has_capacity or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
             state.traffic.freed.run(now, running=draft.someone_blocked)

@@ -119,6 +119,7 @@ class Scheduler:
             group.sequences.append(self._new_sequence(group, index))
         first, *others = group.sequences
         first.waiting_for = waited_for
+        self._state.held_back.begins(first, now)
         for sequence in others:
             sequence.status = Status.HELD
             sequence.fork_parent = first

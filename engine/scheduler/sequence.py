@@ -221,6 +221,9 @@ class Sequence:
         self.restoring: tuple[float, int] | None = None
         self.comebacks_s: list[tuple[float, float, int]] = []
         self.restores_s: list[tuple[float, float, int]] = []
+        # For how long prompts of its tier had been held back when something of it was computed last; see
+        # `HeldBack`.
+        self.held_before_s: float | None = None
         # Cause and start of the present wait.
         self.waiting_for = ""
         self.waiting_since_s = self.group.request.arrival_s

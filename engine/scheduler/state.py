@@ -16,6 +16,7 @@ from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Shares
 from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch, Candidate
+from engine.scheduler.held_back import HeldBack
 from engine.scheduler.prefixes import Prefixes
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.types import (
@@ -143,6 +144,7 @@ class SchedulerState:
     traffic: Traffic = field(default_factory=Traffic)
     # Prompts are computed in one step each: an encoder's.
     whole_prompts: bool = False
+    held_back: HeldBack = field(default_factory=HeldBack)
     shares: Shares = field(init=False)
     line: Line = field(init=False)
     promises: Promises = field(init=False)
@@ -251,6 +253,7 @@ class SchedulerState:
         sequence.rewind()
         sequence.status = Status.WAITING
         sequence.waiting_for, sequence.waiting_since_s = cause, now
+        self.held_back.begins(sequence, now)
         if counts:
             sequence.away_since_s = now
             sequence.took.num_preemptions += 1

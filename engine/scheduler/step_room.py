@@ -32,9 +32,10 @@ class StepRoom:
         began_s = max(steps[0].planned_s, self._state.last_result_s)
         return max(now, began_s + sum(step.expected_s for step in steps))
 
-    def nobody_waits(self) -> None:
+    def nobody_waits(self, now: float) -> None:
         """There are no prompts to compute."""
         self._prompts_since_s = None
+        self._state.held_back.plans((), now)
 
     def limits(self, draft: PlanDraft, prefills: list[Sequence], sharers: set[Account]) -> dict[int, float]:
         """Work of prompts that the step may hold, by the tier of who asks for it. `prefills` have a slot;
@@ -54,6 +55,7 @@ class StepRoom:
         works, late = self._works(prefills), self._late_tiers(prefills, draft.now)
         unpaced = {row.sequence.account[1] for row in rows if _pace(row, starts_s) is None}
         limits, above, is_late = {}, 0, False
+        held: set[int] = set()
         for priority in sorted(works, reverse=True):
             above += works[priority]
             is_late |= priority in late
@@ -61,6 +63,9 @@ class StepRoom:
             has_neighbours = len(tenants) > 1 or state.traffic.had_several(draft.now)
             prompts = PromptsLeft(priority, above, waited_s, is_late, has_neighbours)
             limits[priority] = chunk_work(state.speed.time, answers, prompts, self._limits)
+            if above and not limits[priority]:
+                held.add(priority)
+        state.held_back.plans(held, draft.now)
         return limits
 
     def _works(self, prefills: list[Sequence]) -> Counter[int]:

@@ -72,7 +72,13 @@ _MAX_PREFILLS = 256
 _MAX_SLOTS = 128
 
 # Causes for which others' batch slots, or their blocks, are to blame.
-_HELD_BY_OTHERS = (Cause.KV_PRESSURE, Cause.PREEMPTION, Cause.BATCH_FULL, Cause.HIGHER_TIER)
+_HELD_BY_OTHERS = (
+    Cause.KV_PRESSURE,
+    Cause.PREEMPTION,
+    Cause.BATCH_FULL,
+    Cause.HIGHER_TIER,
+    Cause.ANSWER_PACE,
+)
 
 Interval = tuple[float, float]
 

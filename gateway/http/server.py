@@ -19,6 +19,7 @@ from gateway.http.socket_wire import SocketWire
 from gateway.http.sockets import SocketRoute, Sockets
 from gateway.intake.intake import Intake
 from gateway.types.error_form import ErrorForms
+from observability.emit.metrics import Metrics
 from runtime import tls
 from runtime.errors import ConfigError
 
@@ -47,12 +48,16 @@ class HttpServer:
         intake: Intake | None = None,
         sockets: Mapping[str, SocketRoute] | None = None,
         socket_config: SocketConfig = DEFAULT_SOCKETS,
+        metrics: Metrics | None = None,
     ) -> None:
-        """With `callers`, nobody without credentials may send a large body; `sockets` by path need them."""
+        """With `callers`, nobody without credentials may send a large body; `sockets` by path need them, and
+        `metrics`.
+        """
         intake = intake or Intake()
         self._application = AsgiApplication(handler, max_body_bytes, callers, intake, error_forms)
         if sockets:
             assert callers is not None, "whoever opens a socket is asked who it is"
+            assert metrics is not None, "sockets are counted"
             self._application.sockets = Sockets(
                 sockets,
                 callers=callers,
@@ -61,6 +66,7 @@ class HttpServer:
                 body_limit=max_body_bytes,
                 config=socket_config,
                 tell=self._application.tell,
+                metrics=metrics,
             )
         self._max_body_bytes = max_body_bytes
         self._connection = partial(Connection, error_forms=error_forms, socket_paths=tuple(sockets or ()))

@@ -25,6 +25,8 @@ from gateway.http.socket_wire import NORMAL, RESTARTS, WIRE, SocketWire
 from gateway.intake.intake import ByteLease, Intake
 from gateway.types.error_form import ErrorForm, ErrorForms
 from gateway.types.request import Caller
+from observability.emit import names
+from observability.emit.metrics import Metrics
 from runtime.interceptors import drop_traceback
 
 # Characters of the reason in a close frame: its payload has 125 bytes, two of which are the code.
@@ -139,16 +141,24 @@ class Sockets:
         body_limit: int,
         config: SocketConfig,
         tell: _Tell,
+        metrics: Metrics,
     ) -> None:
         """`tell` answers what a turn raises."""
         self.routes, self.callers, self.intake, self.error_forms = routes, callers, intake, error_forms
         self.body_limit, self.config, self.tell = body_limit, config, tell
         self._open: set[SocketSession] = set()
         self._num_of: Counter[str] = Counter()
+        self._metrics = metrics
+        metrics.begin(names.SOCKET_ENDS)
+        metrics.set_function(names.OPEN_SOCKETS, lambda: len(self._open))
 
     async def serve(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """One connection, from its handshake on; see ASGI 3."""
-        await SocketSession(self, scope, receive, send).serve()
+        session, end = SocketSession(self, scope, receive, send), "failed"
+        try:
+            end = await session.serve()
+        finally:
+            self._metrics.add(names.SOCKET_ENDS, reason=end)
 
     def retire(self) -> None:
         """Closes each socket as soon as no turn of it runs."""
@@ -200,25 +210,26 @@ class SocketSession:
         self._retiring = False
         self._ends_s = time.monotonic() + sockets.config.lifetime_s
 
-    async def serve(self) -> None:
-        """Until one of both sides closes it."""
+    async def serve(self) -> str:
+        """Until one of both sides closes it; returns why, as `names.SOCKET_ENDS` has it."""
         if (await self.receive())["type"] != "websocket.connect":
-            return
+            return "client"
         hello = Exchange({**self._scope, "method": "GET"}, self.receive, self._send_refusal, 0, self.form)
         try:
             hello.identify(self.sockets.callers)
             self.caller = hello.verified_caller
             with self.sockets.place(self, self.caller.identity.tenant):
-                await self._serve(hello)
+                return await self._serve(hello)
         except MillraceError as error:
             await self.sockets.tell(hello, error)
+            return "refused"
         finally:
             self.handler.close()
 
     async def _send_refusal(self, message: dict[str, Any]) -> None:
         await self.send({**message, "type": f"websocket.{message['type']}"})
 
-    async def _serve(self, hello: Exchange) -> None:
+    async def _serve(self, hello: Exchange) -> str:
         tenant = self.caller.identity.tenant
         self._wire.lease = lambda: self.sockets.intake.lease(tenant)
         self._wire.frame_of = self.handler.frame_of
@@ -226,9 +237,9 @@ class SocketSession:
         await self.send({"type": "websocket.accept", "headers": hello.response_headers()})
         reading = asyncio.create_task(self._read(), name="read socket")
         try:
-            await self._converse()
+            return await self._converse()
         except ClientDisconnected:
-            pass
+            return "client"
         finally:
             reading.cancel()
             await asyncio.wait({reading})
@@ -272,16 +283,16 @@ class SocketSession:
         self._retiring = True
         self._more.set()
 
-    async def _converse(self) -> None:
+    async def _converse(self) -> str:
         while not self.gone:
             left_s = self._ends_s - time.monotonic()
             if self._retiring:
                 await self._close(RESTARTS, "this gateway is shutting down; connect again")
-                return
+                return "restart"
             if left_s <= 0:
                 await self.write(self.handler.expired(self.sockets.config.lifetime_s))
                 await self._close(NORMAL, "the connection has reached its longest time; connect again")
-                return
+                return "lifetime"
             if self._waiting:
                 await self._answer_next()
                 continue
@@ -291,6 +302,7 @@ class SocketSession:
                     await self._more.wait()
             except TimeoutError:
                 pass
+        return "client"
 
     async def _answer_next(self) -> None:
         data, lease = self._waiting.popleft()

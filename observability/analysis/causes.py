@@ -123,7 +123,13 @@ def _refusal(spans: Sequence[StoredSpan], outcome: str) -> str:
 
 
 # For which engines keep a request in the queue.
-_KEEPS_FROM_QUEUE = (Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL, Cause.COLD_ADAPTER)
+_KEEPS_FROM_QUEUE = (
+    Cause.KV_PRESSURE,
+    Cause.HIGHER_TIER,
+    Cause.BATCH_FULL,
+    Cause.COLD_ADAPTER,
+    Cause.ANSWER_PACE,
+)
 
 
 def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:

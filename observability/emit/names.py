@@ -225,6 +225,7 @@ class Cause(_Meant):
     RATE_LIMIT = "rate_limit", "its tenant's limits made it wait"
     COLD_ADAPTER = "cold_adapter", "its adapter had to be loaded"
     OFFLOAD = "offload", "its blocks were brought back from host memory"
+    ANSWER_PACE = "answer_pace", "answers of others had to keep their pace, so that its prompt was held back"
     ENGINE_LOST = "engine_lost", "its engine was lost and another one continued"
 
 
@@ -338,6 +339,15 @@ GEN_AI_TPOT = histogram(
     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
 ACTIVE_STREAMS = gauge("millrace_active_requests{tier}", "{request}", "Requests in the gateway now.")
+OPEN_SOCKETS = gauge(
+    "millrace_open_websockets", "{connection}", "WebSockets that are open at the gateway now."
+)
+SOCKET_ENDS = counter(
+    "millrace_websockets_ended_total{reason=client|lifetime|restart|failed|refused}",
+    "{connection}",
+    "WebSockets that are over: left by their client or closed for what it sent, open for longest, closed by "
+    "a gateway that drains or by a defect; or never opened for want of a key or a place.",
+)
 AUTHORIZE_SECONDS = histogram(
     "millrace_authorize_seconds", "s", "External authorization in the gateway.", _FAST
 )

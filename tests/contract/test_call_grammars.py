@@ -19,6 +19,7 @@ from tests.contract.test_call_formats import read
 from tests.unit.tokenizer_svc.building import Text
 from tests.unit.tokenizer_svc.families import MORE, make
 from tests.unit.tokenizer_svc.test_grammars import Family
+from tests.unit.tokenizer_svc.test_led_input import ADDED, PATCH, UPDATED
 from tokenizer_svc.grammar.request import (
     Built,
     GrammarRequest,
@@ -250,3 +251,70 @@ def test_calls_come_through_as_the_tokens_of_the_checkpoint(
         if name == "harmony":
             assert choice.num_reasoning_tokens == 0, "headers are no thoughts"
         assert not total.content.strip()
+
+
+INPUT = json.dumps({"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]})
+
+
+def input_tool(grammar: str, syntax: str = "lark", **more: Any) -> ToolSpec:
+    return ToolSpec(name="f", parameters_json=INPUT, input_syntax=syntax, input_grammar=grammar, **more)
+
+
+@pytest.mark.parametrize("mode", [ToolChoiceMode.REQUIRED, ToolChoiceMode.AUTO])
+def test_the_input_of_a_tool_follows_its_grammar(family: tuple[str, Family], mode: ToolChoiceMode) -> None:
+    name, side = family
+    other = ToolSpec(name="get_weather", parameters_json='{"type": "object", "properties": {}}')
+    admits = side.admitting(rules(name, mode, (other, input_tool(PATCH))))
+    for text in (ADDED, UPDATED):
+        call = written(name, ("f", {"input": text}))
+        assert admits(call), call
+        assert [json.loads(each[2]) for each in read(name, [call])[2]] == [{"input": text}]
+    assert admits(written(name, ("get_weather", {})))
+    for wrong in (UPDATED + "x", UPDATED.replace("Begin", "Began"), ""):
+        assert not admits(written(name, ("f", {"input": wrong}))), wrong
+    pattern = side.admitting(rules(name, mode, (input_tool(r'(?s:.)*"[a-z]+"\\\n?', "regex"),)))
+    assert pattern(written(name, ("f", {"input": 'x\n "ab"\\'})))
+    assert not pattern(written(name, ("f", {"input": 'x\n "ab"'})))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "syntax", "field", "named"),
+    [
+        ('start: "a', "lark", "grammar", "1(10)"),
+        ("start: nobody", "lark", "grammar", "nobody"),
+        ('begin: "a"', "lark", "grammar", "start"),
+        ('start: "a" start', "lark", "grammar", "no finite text"),
+        ("start: /[/", "lark", "grammar", "invalid regex"),
+        ("(a", "regex", "grammar", "invalid regex"),
+        ("a(?=b)", "regex", "grammar", "look-around"),
+        ("start: /a/", "ebnf", "syntax", "lark, regex"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused_by_field_and_cause(
+    family: tuple[str, Family], grammar: str, syntax: str, field: str, named: str
+) -> None:
+    name, side = family
+    first = ToolSpec(name="get_weather")
+    request = rules(name, ToolChoiceMode.AUTO, (first, input_tool(grammar, syntax)))
+    refused = side.build(request)
+    assert isinstance(refused, WorkRefusal)
+    assert refused.field == f"tools[1].function.input_{field}"
+    assert named in refused.message
+    assert "tool 'f'" in refused.message
+
+
+def test_a_grammar_that_cannot_be_led_inside_of_a_call_is_told(family: tuple[str, Family]) -> None:
+    name, side = family
+    free = 'start: %json {"type": "object"}'
+    built = side.build(rules(name, ToolChoiceMode.AUTO, (input_tool(free),)))
+    assert isinstance(built, Built)
+    assert built.enforcement is not None
+    (lost,) = built.enforcement.unenforced
+    assert (lost.keyword, lost.path) == ("input_grammar", "/tools/0/input_grammar")
+    assert "%json" in lost.note
+    assert side.admitting(rules(name, ToolChoiceMode.AUTO, (input_tool(free),)))(
+        written(name, ("f", {"input": "anything"}))
+    )
+    refused = side.build(rules(name, ToolChoiceMode.AUTO, (input_tool(free, strict=True),)))
+    assert isinstance(refused, WorkRefusal)
+    assert refused.field == "tools[0].function.input_grammar"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -129,6 +131,61 @@ def test_sockets_are_opened_at_their_path_with_a_key(
         connect(f"ws://{engines.address}/v1/{path}", additional_headers=headers, open_timeout=LIMIT_S)
     assert caught.value.response.status_code == status
     assert json.loads(caught.value.response.body)["error"]["message"]
+
+
+# Opens a WebSocket by extended CONNECT, says one thing, and prints the frames until the last event.
+_OVER_HTTP2 = """
+const http2 = require('http2');
+const [, authority, key, text, method] = process.argv;
+const session = http2.connect('http://' + authority);
+session.on('remoteSettings', settings => {
+  if (!settings.enableConnectProtocol) { console.log('no extended CONNECT'); process.exit(1); }
+  const plain = {':method': 'CONNECT', ':authority': authority, authorization: 'Bearer ' + key};
+  const extended = {...plain, ':protocol': method, ':path': '/v1/responses', ':scheme': 'http'};
+  const stream = session.request(method ? {...extended, 'sec-websocket-version': '13'} : plain);
+  stream.on('response', headers => {
+    console.log(headers[':status']);
+    if (headers[':status'] !== 200) { session.close(); return; }
+    const data = Buffer.from(text), mask = Buffer.from([1, 2, 3, 4]), head = Buffer.alloc(4);
+    head[0] = 0x81; head[1] = 0x80 | 126; head.writeUInt16BE(data.length, 2);
+    stream.write(Buffer.concat([head, mask, data.map((byte, index) => byte ^ mask[index % 4])]));
+  });
+  let seen = '';
+  stream.on('data', data => {
+    seen += data.toString('latin1');
+    if (/"type":"(response.(completed|incomplete|failed)|error)"/.test(seen)) {
+      console.log(seen); session.destroy();
+    }
+  });
+});
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node's client of HTTP/2")
+@pytest.mark.parametrize(
+    ("method", "key", "status"),
+    [
+        ("websocket", "", "200"),
+        ("websocket", "mr-nobody", "401"),
+        ("connect-udp", "", "403"),
+        ("", "", "404"),
+    ],
+)
+def test_sockets_alone_are_opened_over_http2(engines: Stack, method: str, key: str, status: str) -> None:
+    body = {
+        "type": "response.create",
+        "model": engines.model,
+        "input": "Hello! " * 20,
+        "max_output_tokens": 5,
+    }
+    arguments = [engines.address, key or engines.state.api_key, json.dumps(body), method]
+    said = subprocess.run(
+        ["node", "-e", _OVER_HTTP2, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    lines = said.stdout.splitlines()
+    assert lines[:1] == [status], said.stdout + said.stderr
+    assert ("response.incomplete" in said.stdout) == (status == "200")
+    engines.assert_nothing_leaked()
 
 
 async def test_the_sdk_talks_through_the_edge(engines: Stack) -> None:

@@ -32,13 +32,21 @@ from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.call_layouts import HARMONY
 from tokenizer_svc.grammar.endless import Endless, needing_first_items, without_endless
 from tokenizer_svc.grammar.gbnf import gbnf_to_lark
+from tokenizer_svc.grammar.led_input import as_lark
 from tokenizer_svc.grammar.request import Built, GrammarRefused, GrammarRequest, Reasoning, WorkerReply
 from tokenizer_svc.grammar.schema.back_end_numbers import NOT_FINITE
 from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile_schema
 from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import MAX_REPAIRS, repair
 from tokenizer_svc.grammar.schema.unwritable import culprits, parts, places
-from tokenizer_svc.grammar.tools import literal, parameters_field, parameters_path, tool_grammars
+from tokenizer_svc.grammar.tools import (
+    NO_FORCING,
+    input_field,
+    literal,
+    parameters_field,
+    parameters_path,
+    tool_grammars,
+)
 
 # Turns on the flag that makes white space and comments of a regular expression layout.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
@@ -50,14 +58,13 @@ _OUT_OF_BOUNDS = (
     "initial lexer configuration",
     "Parser Error: Current row",
 )
-# Makes the library not tokenize what has to come next.
-_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 def build(request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig) -> WorkerReply:
     """The grammar, or why there is none."""
     start = time.perf_counter()
     try:
+        _check_inputs(request, backend)
         grammars, enforcement = _grammars(request, limits, backend.named_tokens)
         payload, error = _written(grammars, backend, limits)
         if error:
@@ -68,6 +75,36 @@ def build(request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig)
         return WorkerReply(refused=refusal.refused)
     elapsed = time.perf_counter() - start
     return WorkerReply(built=Built(payload=payload.encode(), enforcement=enforcement, compile_s=elapsed))
+
+
+def _check_inputs(request: GrammarRequest, backend: Backend) -> None:
+    """Raises GrammarRefused for what is no grammar of a tool's input, or no finite text matches."""
+    for index, tool in request.tools.numbered() if request.tools is not None else ():
+        if not tool.input_grammar:
+            continue
+        field = input_field(index)
+        if tool.input_syntax not in ("lark", "regex"):
+            problem = f"tool {tool.name!r}: the syntax {tool.input_syntax[:40]!r} is not one of lark, regex"
+            raise GrammarRefused(problem, f"tools[{index}].function.input_syntax")
+        properties = (tool.parameters or {}).get("properties")
+        if not isinstance(properties, dict) or list(properties) != ["input"]:
+            problem = (
+                f"tool {tool.name!r}: a grammar leads a tool whose one argument is input; declare it alone"
+            )
+            raise GrammarRefused(problem, field)
+        form: LarkFormat | RegexFormat = LarkFormat(tool.input_grammar)
+        if tool.input_syntax == "regex":
+            form = RegexFormat(tool.input_grammar)
+        if isinstance(form, RegexFormat):
+            _lark_pattern(form.pattern, field)
+        grammar = {"name": "answer", "lark_grammar": as_lark(tool.input_syntax, tool.input_grammar)}
+        try:
+            rules, _ = backend.endless_rules(grammar)
+            error = _never_ends_as_text(form, rules) if rules else backend.error(serialize([grammar]))
+        except UnicodeEncodeError:
+            error = "there is half a surrogate pair in it, which no text in UTF-8 holds"
+        if error:
+            raise GrammarRefused(f"tool {tool.name!r}: {_told(error, form)}", field)
 
 
 def _written(grammars: list[Grammar], backend: Backend, limits: PromptLimitsConfig) -> tuple[str, str]:
@@ -198,7 +235,7 @@ class _Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _sources(request: GrammarRequest) -> list[_Source]:
-    form, tools = request.response_format, request.tools.tools if request.tools is not None else ()
+    form, tools = request.response_format, request.tools.numbered() if request.tools is not None else ()
     sources = [
         _Source(
             schema=tool.parameters,
@@ -208,7 +245,7 @@ def _sources(request: GrammarRequest) -> list[_Source]:
             prefix=parameters_path(index),
             title=f"tool {tool.name!r}: ",
         )
-        for index, tool in enumerate(tools)
+        for index, tool in tools
         if tool.parameters is not None
     ]
     if isinstance(form, JsonSchemaFormat):
@@ -310,8 +347,8 @@ def _unforced(grammars: list[Grammar], backend: Backend) -> list[Grammar]:
     if not asked or not backend.spells_named_token(serialize(asked)):
         return grammars
     if "lark_grammar" in first:
-        return [{**first, "lark_grammar": _NO_FORCING + first["lark_grammar"]}, *grammars[1:]]
-    start = {"name": "start", "lark_grammar": f"{_NO_FORCING}start: @{first['name']}\n"}
+        return [{**first, "lark_grammar": NO_FORCING + first["lark_grammar"]}, *grammars[1:]]
+    start = {"name": "start", "lark_grammar": f"{NO_FORCING}start: @{first['name']}\n"}
     return [start, *grammars]
 
 
@@ -360,9 +397,8 @@ def _answer(
             return {"lark_grammar": gbnf_to_lark(grammar)}, None
 
 
-def _lark_pattern(pattern: str) -> str:
+def _lark_pattern(pattern: str, field: str = "response_format.regex") -> str:
     """Raises GrammarRefused for what the library would write as another pattern."""
-    field = "response_format.regex"
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         problem = "the pattern ends with a backslash that escapes nothing; remove or double it"
         raise GrammarRefused(problem, field)

@@ -72,10 +72,7 @@ class PlainArguments:
 
     def _tagged_item(self, key: str, schema: Any, path: str, form: TaggedForm) -> str:
         kinds, value = self._tagged_value(schema, path, form)
-        kind = f"{self._literal(form.kind)} ({' | '.join(map(self._literal, kinds))})" if form.kind else ""
-        between = f'"\\n"? {self._literal(form.value_open)}' if form.value_open else ""
-        opens = f"{self._literal(form.key_open)} {key} {kind} {self._literal(form.key_close)}"
-        return f'{opens} {between} {self._literal(form.pad)} {value} "\\n"?'
+        return tagged_argument(key, kinds, value, form, self._literal)
 
     def _tagged_value(self, schema: Any, path: str, form: TaggedForm) -> tuple[tuple[str, ...], str]:
         """(whether it is a text: "true", "false", or either; the rule of the value and what closes it)."""
@@ -228,6 +225,14 @@ class PlainArguments:
             elif keyword in ("anyOf", "oneOf") and not also:
                 for index, part in enumerate(schema[keyword]):
                     self._note(part, f"{path}/{keyword}/{index}")
+
+
+def tagged_argument(key: str, kinds: tuple[str, ...], value: str, form: TaggedForm, literal: Literal) -> str:
+    """One argument between marks, on a line; `value` holds the mark behind it."""
+    kind = f"{literal(form.kind)} ({' | '.join(map(literal, kinds))})" if form.kind else ""
+    between = f'"\\n"? {literal(form.value_open)}' if form.value_open else ""
+    opens = f"{literal(form.key_open)} {key} {kind} {literal(form.key_close)}"
+    return f'{opens} {between} {literal(form.pad)} {value} "\\n"?'
 
 
 def _required(schema: dict[str, Any]) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -28,11 +29,16 @@ _BYTES = struct.Struct(">BI")
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A tool that the model may call; `parameters_json` is the schema of its arguments, "" for none. A
     text, because numbers of JSON have any size and those of msgpack do not.
+
+    The text of its one argument `input` follows `input_grammar`, where there is one: see
+    `contract.chat.Tool`.
     """
 
     name: str
     parameters_json: str = ""
     strict: bool = False
+    input_syntax: str = ""
+    input_grammar: str = ""
 
     @property
     def parameters(self) -> dict[str, Any] | None:
@@ -48,6 +54,12 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     parallel: bool
     # Name of the model's tool-call format (see formats.py), and the template text that tells its variants.
     format: str
+    # Where the first of them stands among the tools of the request.
+    first: int = 0
+
+    def numbered(self) -> Iterator[tuple[int, ToolSpec]]:
+        """Each with its place among the tools of the request."""
+        return enumerate(self.tools, self.first)
 
 
 class Reasoning(StrEnum):

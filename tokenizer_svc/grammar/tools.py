@@ -19,10 +19,16 @@ from contract.formats import REASONING, BracedForm, TaggedForm
 from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.backend import Grammar
 from tokenizer_svc.grammar.call_layouts import HARMONY, LAYOUTS, CallLayout
-from tokenizer_svc.grammar.plain_arguments import PlainArguments
+from tokenizer_svc.grammar.lark_source import NotWritable
+from tokenizer_svc.grammar.led_input import LedInput, as_lark
+from tokenizer_svc.grammar.plain_arguments import PlainArguments, tagged_argument
 from tokenizer_svc.grammar.request import GrammarRefused, ToolRules, ToolSpec
 from tokenizer_svc.grammar.schema.compiler import CompiledSchema, SchemaRefused, compile_schema
 
+INPUT_GRAMMAR = "input_grammar"
+# Makes the library not tokenize what has to come next: it would take control tokens of its own choice for
+# text that spells them, and refuse them then.
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
 # Of a tag that is more than a token, the token.
 _REASONING_TAGS = tuple(
     dict.fromkeys(
@@ -58,7 +64,7 @@ def tool_grammars(
     reports: list[EnforcementReport] = []
     alternatives, lines = [], []
     shared: dict[str, str] = {}
-    for index, tool in enumerate(rules.tools):
+    for index, tool in rules.numbered():
         written = _Arguments(tool, index, max_schema_depth, left_out or {}, shared)
         arguments = written.rule(layout, lambda text: literal(text, token_ids))
         grammars += written.grammars
@@ -74,6 +80,7 @@ def tool_grammars(
         )
     more = f"({literal(layout.between, token_ids)} call)*" if rules.parallel else ""
     lines = [
+        *_unforced(rules, token_ids),
         "call: " + "\n    | ".join(alternatives),
         f"calls: {layout.opening} call {more} {literal(layout.end, token_ids)}",
         *lines,
@@ -89,6 +96,12 @@ def tool_grammars(
     else:
         lines += _optional(layout, token_ids, has_answer=has_answer)
     return [{"name": "tool_calls", "lark_grammar": "\n".join(lines) + "\n"}, *grammars], _joined(reports)
+
+
+def _unforced(rules: ToolRules, token_ids: Mapping[str, int]) -> list[str]:
+    """What keeps the back end from forcing texts of inputs that spell control tokens; see `NO_FORCING`."""
+    spells = any(token in tool.input_grammar for tool in rules.tools for token in token_ids)
+    return [NO_FORCING.strip()] if spells else []
 
 
 def _message_to(name: str, arguments: str, token_ids: Mapping[str, int]) -> str:
@@ -155,6 +168,16 @@ def parameters_path(index: int) -> str:
     return f"/tools/{index}/parameters"
 
 
+def input_field(index: int) -> str:
+    """The request's field with the grammar of a tool's input."""
+    return f"tools[{index}].function.input_grammar"
+
+
+def input_status(index: int, why: str) -> KeywordStatus:
+    """What is reported of such a grammar that is not enforced."""
+    return KeywordStatus(INPUT_GRAMMAR, f"/tools/{index}/{INPUT_GRAMMAR}", why)
+
+
 def parameters_field(index: int) -> str:
     """The request's field with a tool's parameters."""
     return f"tools[{index}].function.parameters"
@@ -193,6 +216,11 @@ class _Arguments:
         compiled = self._compiled(self._schema, strict=self._tool.strict)
         prefix = parameters_path(self._index)
         self.report = _under(prefix, compiled.enforcement)
+        if self._tool.input_grammar:
+            try:
+                return self._led(layout, write)
+            except NotWritable as why:
+                self._settle(EnforcementReport(unenforced=(input_status(self._index, str(why)),)))
         if layout.arguments is None and not layout.is_python:
             return self._named(compiled.grammar)
         plain = PlainArguments(self._index, self._schema, self._part, write, self._shared)
@@ -207,6 +235,31 @@ class _Arguments:
         self._settle(_under(prefix, EnforcementReport(unenforced=tuple(plain.unenforced))))
         return symbol
 
+    def _led(self, layout: CallLayout, write: Callable[[str], str]) -> str:
+        """The symbol of arguments that are one text, which follows a grammar. Raises NotWritable."""
+        match layout.arguments:
+            case TaggedForm() as form:
+                led = self._input(write(form.pad + form.value_close), form.pad + form.value_close)
+                symbol = tagged_argument(write("input"), ("true",), led, form, write)
+            case BracedForm() as form:
+                symbol = f"{write(f'input:{form.quote}')} {self._input(write(form.quote), form.quote)}"
+            case None if layout.is_python:
+                symbol = " ".join((write('input="'), self._input("", '"', in_json=True)))
+            case None:
+                opens = " | ".join(write(each) for each in ('{"input": "', '{"input":"'))
+                symbol = " ".join((f"({opens})", self._input("", '"}', in_json=True)))
+        return symbol
+
+    def _input(self, mark: str, close: str, *, in_json: bool = False) -> str:
+        """The symbol of the text and of what ends it: `close`, in Lark `mark`."""
+        lark = as_lark(self._tool.input_syntax, self._tool.input_grammar)
+        before, is_token, token = mark.partition("<[")
+        led = LedInput(lark, self._index, in_json=in_json, close="" if is_token else close)
+        self.lines = led.rules
+        # What pads a text before a token may be the end of the text as well.
+        pad = f"({before.strip()})?" if before and is_token else ""
+        return f"{led.symbol} {pad} {is_token}{token}"
+
     def _settle(self, lost: EnforcementReport) -> None:
         """Takes what the format cannot enforce out of the report; refuses it where the tool is strict."""
         paths = {each.path for each in lost.unenforced}
@@ -216,10 +269,11 @@ class _Arguments:
         )
         if self._tool.strict and lost.unenforced:
             first = lost.unenforced[0]
+            is_input = first.keyword == INPUT_GRAMMAR
             raise GrammarRefused(
                 f"tool {self._tool.name!r}: {first.keyword} at {first.path} cannot be enforced: "
                 f"{first.note}; change the schema, or set strict to false and check the arguments",
-                parameters_field(self._index),
+                input_field(self._index) if is_input else parameters_field(self._index),
                 self.report,
             )
 

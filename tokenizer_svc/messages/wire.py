@@ -227,7 +227,7 @@ def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conv
 def _check_tool_bytes(tools: Iterable[chat_pb2.Tool], limit: int) -> None:
     size = 0
     for index, tool in enumerate(tools):
-        size += len(tool.parameters_json)
+        size += len(tool.parameters_json) + len(tool.input_grammar)
         if size > limit:
             raise MillraceError(
                 Reason.GRAMMAR_REFUSED,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+import msgspec
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
@@ -215,10 +216,13 @@ class Prompts:
             # The template alone decides what the model makes of its tools.
             return None
         # Rendering has read their schemas.
-        tools = tuple(
-            ToolSpec(name=tool.name, parameters_json=tool.parameters_json, strict=tool.strict)
-            for tool in conversation.tools
+        chosen = [
+            index
+            for index, tool in enumerate(conversation.tools)
             if mode is not ToolChoiceMode.NAMED or tool.name == choice.name
+        ]
+        tools = tuple(
+            msgspec.convert(conversation.tools[index], ToolSpec, from_attributes=True) for index in chosen
         )
         if not tools:
             known = ", ".join(tool.name for tool in conversation.tools)
@@ -228,4 +232,5 @@ class Prompts:
             mode=mode,
             parallel=conversation.parallel_tool_calls and mode is not ToolChoiceMode.NAMED,
             format=self.tool_call_format,
+            first=chosen[0],
         )

@@ -131,7 +131,7 @@ class ResponseEndpoints:
         """
         pipeline, tenant = self.pipeline(), exchange.verified_caller.identity.tenant
         async with AcceptedAnswer(exchange, pipeline, [understood.request]) as answer:
-            _warn(exchange, _unenforced(answer.attempts[0]))
+            _warn(exchange, _unenforced(answer.attempts[0], understood))
             writer = self.writer(held.body, understood, answer.attempts[0], streams=streams)
             writer.response = held.told(writer.response)
             if tell is not None:
@@ -285,14 +285,24 @@ def _warn(exchange: Exchange, warnings: Sequence[str]) -> None:
         exchange.add_headers({WARNING_HEADER: warning})
 
 
-def _unenforced(attempt: Attempt) -> list[str]:
+def _unenforced(attempt: Attempt, understood: Asked) -> list[str]:
     report = attempt.info.enforcement
     if report is None or report.exact:
         return []
-    parts = (*report.approximated, *report.unenforced)
-    missed = ", ".join([f"{each.keyword} at {each.path}" for each in parts])
+    warnings, parts = [], []
     # Paths are a client's words, and this is for a header: `ascii` writes what could end it as an escape.
-    return [f"text.format is not enforced exactly: {ascii(missed)[1:-1][:_MAX_WARNING]}"]
+    for each in (*report.approximated, *report.unenforced):
+        if each.keyword != "input_grammar":
+            parts.append(f"{each.keyword} at {each.path}")
+            continue
+        _, _, index, _ = each.path.split("/")
+        field = understood.request.field(f"tools[{index}].function.input_grammar")
+        problem = f"{field} is not enforced: {each.note}; the model is told of it"
+        warnings.append(ascii(problem)[1:-1][:_MAX_WARNING])
+    if parts:
+        missed = ascii(", ".join(parts))[1:-1][:_MAX_WARNING]
+        warnings.append(f"text.format is not enforced exactly: {missed}")
+    return warnings
 
 
 def _said_by_user(body: PromptBody, request_id: str) -> list[dict[str, object]]:

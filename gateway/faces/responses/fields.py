@@ -26,7 +26,8 @@ ACCEPTED: Mapping[str, str] = {
     "input[].content[].type": "text and refusals; images and files are refused by their type",
     "tools[].type": "function, custom, and namespaces of both; web_search, image_generation and tool_search "
     "are set aside with a warning; other hosted tools are refused by their type",
-    "tools[].format": "a regex leads the input where the call is led; a lark grammar is told to the model",
+    "tools[].format": "a grammar, lark or regex, leads the input in the form that the model writes calls in; "
+    "one that is none is refused, and one that cannot be led there told in x-millrace-warning",
     "text.verbosity": '"medium" alone; other values are refused',
     "reasoning.summary": "thoughts are not summarised but given as they are, and a warning says so",
     "reasoning.generate_summary": "thoughts are not summarised but given as they are, and a warning says so",

@@ -23,6 +23,7 @@ from gateway.faces.responses.tools import (
     ToolSelection,
     chosen,
     count_tools,
+    field_parts,
     toolbox,
 )
 from gateway.pipeline.validate import check_counts, check_metadata
@@ -206,6 +207,7 @@ def asked(
         metadata=labels(body.metadata, user=body.user, safety_identifier=body.safety_identifier),
         streaming=bool(body.stream),
         field_names=FIELD_NAMES,
+        field_parts=field_parts(conversation.tools, box),
     )
     return Asked(request=request, tools=box, warnings=(*warnings, *more, *box.warnings))
 

@@ -58,7 +58,13 @@ class ToolSelection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 TOOL_TOLERANCE = Tolerance({"tools": OfferedTool}, {OfferedTool: {"tools": OfferedTool}})
-_INPUT = {"type": "string"}
+# What a model fills in of a custom tool.
+_ONE_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class Toolbox:
 
     tools: tuple[Tool, ...] = ()
     calls: Mapping[str, Called] = field(default_factory=dict)
+    # Where each stands in the body, by the functions' names.
+    paths: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def called(self, name: str) -> Called:
@@ -88,13 +96,14 @@ def toolbox(offered: Sequence[OfferedTool]) -> Toolbox:
     collector = _Collector()
     for index, tool in enumerate(offered):
         collector.add(tool, f"tools[{index}]")
-    return Toolbox(tuple(collector.tools), collector.calls, tuple(collector.warnings))
+    return Toolbox(tuple(collector.tools), collector.calls, collector.paths, tuple(collector.warnings))
 
 
 class _Collector:
     def __init__(self) -> None:
         self.tools: list[Tool] = []
         self.calls: dict[str, Called] = {}
+        self.paths: dict[str, str] = {}
         self.warnings: list[str] = []
 
     def add(self, tool: OfferedTool, path: str, namespace: str = "") -> None:
@@ -102,8 +111,9 @@ class _Collector:
             case "function":
                 self._put(tool, path, namespace, tool.description or "", json_text(tool.parameters))
             case "custom":
-                description, schema = self._custom(tool, path)
-                self._put(tool, path, namespace, description, json_text(schema), is_custom=True)
+                self._put(
+                    tool, path, namespace, _described(tool), json_text(_ONE_TEXT), custom=_form(tool, path)
+                )
             case "namespace" if not namespace:
                 name = "" if tool.name == _DEFAULT_NAMESPACE else _name(tool, path)
                 for index, inner in enumerate(tool.tools or ()):
@@ -124,7 +134,7 @@ class _Collector:
         description: str,
         schema: str,
         *,
-        is_custom: bool = False,
+        custom: ToolFormat | None = None,
     ) -> None:
         name = _name(tool, path)
         full = joined(namespace, name)
@@ -133,36 +143,37 @@ class _Collector:
             raise invalid(f"{path}.name", problem)
         if full in self.calls:
             raise invalid(f"{path}.name", f"{full!r} is there twice")
-        self.calls[full] = Called(name, namespace, is_custom)
-        strict = bool(tool.strict)
-        self.tools.append(Tool(name=full, description=description, parameters_json=schema, strict=strict))
+        self.calls[full], self.paths[full] = Called(name, namespace, custom is not None), path
+        self.tools.append(
+            Tool(
+                name=full,
+                description=description,
+                parameters_json=schema,
+                strict=bool(tool.strict),
+                input_syntax=(custom and custom.syntax) or "",
+                input_grammar=(custom and custom.definition) or "",
+            )
+        )
 
-    def _custom(self, tool: OfferedTool, path: str) -> tuple[str, dict[str, Any]]:
-        """What a model is told of a custom tool: a description, and the schema of the one text."""
-        text: dict[str, Any] = dict(_INPUT)
-        description, form = tool.description or "", tool.format
-        if form is not None and form.type == "grammar":
-            if form.syntax not in ("lark", "regex"):
-                raise invalid(f"{path}.format.syntax", f"{form.syntax!r} is not one of lark, regex")
-            if not form.definition:
-                raise invalid(f"{path}.format.definition", "it is required with this type")
-            description += f"\n\nThe input follows this {form.syntax} grammar:\n{form.definition}"
-            if form.syntax == "regex":
-                text["pattern"] = f"^(?:{form.definition})$"
-            else:
-                self.warnings.append(
-                    f"{path}.format is not enforced: a call's input is text inside of JSON, which no lark "
-                    "grammar leads; the model is told of it"
-                )
-        elif form is not None and form.type != "text":
-            raise invalid(f"{path}.format.type", f"{form.type!r} is not one of text, grammar")
-        schema = {
-            "type": "object",
-            "properties": {"input": text},
-            "required": ["input"],
-            "additionalProperties": False,
-        }
-        return description.lstrip("\n"), schema
+
+def _form(tool: OfferedTool, path: str) -> ToolFormat:
+    """The form of a custom tool's input; raises INVALID_ARGUMENT for what is none."""
+    form = tool.format or ToolFormat("text")
+    if form.type not in ("text", "grammar"):
+        raise invalid(f"{path}.format.type", f"{form.type!r} is not one of text, grammar")
+    if form.type == "grammar" and form.syntax not in ("lark", "regex"):
+        raise invalid(f"{path}.format.syntax", f"{form.syntax!r} is not one of lark, regex")
+    if form.type == "grammar" and not form.definition:
+        raise invalid(f"{path}.format.definition", "it is required with this type")
+    return form if form.type == "grammar" else ToolFormat("text")
+
+
+def _described(tool: OfferedTool) -> str:
+    """What a model is told of a custom tool."""
+    description, form = tool.description or "", tool.format
+    if form is not None and form.type == "grammar":
+        description += f"\n\nThe input follows this {form.syntax} grammar:\n{form.definition}"
+    return description.lstrip("\n")
 
 
 def _name(tool: OfferedTool, path: str) -> str:
@@ -196,6 +207,20 @@ def _chosen_name(box: Toolbox, choice: ToolSelection, path: str) -> str:
         problem = f"{choice.name!r} is no {choice.type} tool of this request; declare it in tools, too"
         raise invalid(f"{path}.name", problem)
     return choice.name or ""
+
+
+def field_parts(tools: Sequence[Tool], box: Toolbox) -> dict[str, str]:
+    """What the services behind call the fields of these tools, and where they stand in the body."""
+    parts = {}
+    for index, tool in enumerate(tools):
+        path = box.paths[tool.name].removeprefix("tools")
+        for name, own in (
+            ("input_grammar", "format.definition"),
+            ("parameters", "parameters"),
+            ("name", "name"),
+        ):
+            parts[f"[{index}].function.{name}"] = f"{path}.{own}"
+    return parts
 
 
 def count_tools(offered: Sequence[OfferedTool]) -> int:

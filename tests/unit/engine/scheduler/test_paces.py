@@ -11,6 +11,7 @@ from benchmarks.engine.virtual import Arrival, Outcome, plan_result, simulate
 from engine.config import CacheConfig, SchedulerConfig
 from engine.policy.pace import LONGEST_GAP
 from engine.scheduler import Scheduler
+from engine.scheduler.held_back import ANSWER_PACE
 from engine.scheduler.step_room import StepRoom
 from engine.types import FinishReason, Request, SamplingParams, SchedulerOutput
 from tests.unit.engine.driver import Driver, memory_plan
@@ -211,3 +212,25 @@ def test_an_answer_that_is_sent_at_its_end_has_no_pace(options: dict[str, int]) 
     driver.submit([2] * 400, max_tokens=2)
     driver.step()
     assert max(row.num_tokens for row in driver.plans[-1].scheduled) == 400
+
+
+def test_a_prompt_that_waits_for_the_pace_of_answers_says_so() -> None:
+    driver = Driver(memory=memory_plan(1600, 16, 800), max_num_batched_tokens=600, max_num_seqs=8, step_s=0.1)
+    driver.runner.compute_s = 0.1
+    for index in range(4):
+        driver.submit([index] * 8, max_tokens=60, tpot_target_s=0.11)
+    for _ in range(8):
+        driver.step()
+    late = driver.submit([9] * 300, max_tokens=2)
+    begun_s = driver.now
+    (sequence,) = driver.scheduler._state.groups[late].sequences
+    while not driver.events[late]:
+        driver.step()
+    held_s = sequence.took.delayed_by_s[ANSWER_PACE]
+    assert 0.1 <= held_s <= driver.now - begun_s
+    assert sum(sequence.took.delayed_by_s.values()) <= driver.now - begun_s
+    # Whose prompts were computed at once were not held back.
+    for request_id, group in driver.scheduler._state.groups.items():
+        if request_id != late:
+            assert ANSWER_PACE not in group.sequences[0].took.delayed_by_s
+    driver.run()

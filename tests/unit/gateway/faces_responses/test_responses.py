@@ -14,9 +14,19 @@ import pytest
 from millrace.common.v1 import chat_pb2
 from openresponses_types import types as spec
 
+from contract.chat import Conversation
 from contract.errors import MillraceError, Reason
+from gateway.faces.responses.tools import (
+    OfferedTool,
+    ToolFormat,
+    ToolSelection,
+    chosen,
+    field_parts,
+    toolbox,
+)
 from gateway.faces.sealed import Seal
 from gateway.faces.unserved import WARNING_HEADER
+from gateway.types.request import GenerationRequest
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import Reply, ScriptedEngine
@@ -277,7 +287,11 @@ async def test_custom_tools_and_namespaces_come_back_as_they_were_offered() -> N
         tools = {each.name: each for each in stack.tokenizer.prepared[-1].conversation.tools}
         assert list(tools) == ["apply_patch", "mcp__box__run"]
         assert "start: /x/" in tools["apply_patch"].description
-        assert "tools[0].format is not enforced" in response.headers[WARNING_HEADER]
+        assert (tools["apply_patch"].input_syntax, tools["apply_patch"].input_grammar) == (
+            "lark",
+            "start: /x/",
+        )
+        assert WARNING_HEADER not in response.headers
         given = {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": PATCH}
         output = {
             "type": "custom_tool_call_output",
@@ -293,6 +307,27 @@ async def test_custom_tools_and_namespaces_come_back_as_they_were_offered() -> N
         await post(stack, tools=[APPLY], tool_choice=choice)
         forced = stack.tokenizer.prepared[-1].conversation.tool_choice
         assert forced.name == "apply_patch"
+
+
+def test_refusals_of_tools_name_them_where_they_stand_in_the_body() -> None:
+    patch = OfferedTool(type="custom", name="patch", format=ToolFormat("grammar", "regex", "a+"))
+    box = toolbox(
+        [
+            OfferedTool(type="web_search"),
+            OfferedTool(type="function", name="run"),
+            OfferedTool(type="namespace", name="box", tools=[OfferedTool(type="custom", name="free"), patch]),
+        ]
+    )
+    tools, _ = chosen(box, ToolSelection(type="custom", name="box__patch"))
+    parts = field_parts(tools, box)
+    request = GenerationRequest(model="m", prompt=Conversation(messages=()), field_parts=parts)
+    assert [tool.name for tool in tools] == ["run", "box__free", "box__patch"]
+    assert request.field("tools[2].function.input_grammar") == "tools[2].tools[1].format.definition"
+    assert request.field("tools[0].function.parameters") == "tools[1].parameters"
+    # The services behind know the tools that may be called.
+    allowed = ToolSelection(type="allowed_tools", tools=[ToolSelection(type="custom", name="box__patch")])
+    parts = field_parts(chosen(box, allowed)[0], box)
+    assert parts["[0].function.input_grammar"] == "[2].tools[1].format.definition"
 
 
 async def test_an_answer_that_is_cut_says_so() -> None:

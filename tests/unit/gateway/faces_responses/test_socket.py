@@ -18,6 +18,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from gateway.auth.directory import hash_key
 from gateway.ledger.tables import REQUESTS, open_ledger
+from observability.emit import names
+from observability.emit.names import Metric
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.faces_responses.test_responses import (
     ADD,
@@ -406,6 +408,38 @@ async def test_a_connection_has_a_longest_time() -> None:
         engine.gate.set()
         assert (await until_end(busy))[-1]["type"] == "response.completed"
         assert (await until_end(busy))[0]["error"]["code"] == "websocket_connection_limit_reached"
+
+
+def read(stack: Deployment, metric: Metric, **labels: str) -> float | None:
+    return stack.metrics.registry.get_sample_value(metric.name, labels)
+
+
+async def test_open_sockets_and_their_ends_are_counted() -> None:
+    async with serving(gateway={"socket": {"max_of_tenant": 1}}) as stack:
+
+        def ends(reason: str) -> float | None:
+            return read(stack, names.SOCKET_ENDS, reason=reason)
+
+        async with opened(stack) as socket:
+            assert read(stack, names.OPEN_SOCKETS) == 1
+            with pytest.raises(InvalidStatus):
+                await opened(stack)
+            await changed(lambda: ends("refused") == 1)
+            await turn(socket)
+        await changed(lambda: ends("client") == 1)
+        assert read(stack, names.OPEN_SOCKETS) == 0
+        async with opened(stack) as socket:
+            sockets = stack.gateway.http._application.sockets
+            assert sockets is not None
+            for session in sockets._open:
+                session._ends_s = 0.0
+                session._more.set()
+            await until_end(socket)
+            await changed(lambda: ends("lifetime") == 1)
+        async with opened(stack):
+            await stack.gateway.drain()
+            await changed(lambda: ends("restart") == 1)
+        assert (ends("failed"), read(stack, names.OPEN_SOCKETS)) == (0, 0)
 
 
 async def test_a_gateway_that_drains_lets_go_of_its_sockets() -> None:

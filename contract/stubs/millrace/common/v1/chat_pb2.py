@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmillrace/common/v1/chat.proto\x12\x12millrace.common.v1\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\xab\x01\n\x07Message\x12&\n\x04role\x18\x01 \x01(\x0e\x32\x18.millrace.common.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x30\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1c.millrace.common.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"b\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"L\n\nToolChoice\x12\x30\n\x04mode\x18\x01 \x01(\x0e\x32\".millrace.common.v1.ToolChoiceMode\x12\x0c\n\x04name\x18\x02 \x01(\t\"\xe7\x01\n\x0eResponseFormat\x12\x35\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.JsonObjectH\x00\x12\x35\n\x0bjson_schema\x18\x02 \x01(\x0b\x32\x1e.millrace.common.v1.JsonSchemaH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12,\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1a.millrace.common.v1.ChoiceH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x06 \x01(\tH\x00\x42\x08\n\x06\x66ormat\"\x0c\n\nJsonObject\"O\n\nJsonSchema\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bschema_json\x18\x02 \x01(\t\x12\x13\n\x06strict\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"\x8b\x03\n\x0c\x43onversation\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.millrace.common.v1.Message\x12\'\n\x05tools\x18\x02 \x03(\x0b\x32\x18.millrace.common.v1.Tool\x12\x33\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x1e.millrace.common.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x31\n\x10template_options\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12*\n\tdocuments\x18\x06 \x03(\x0b\x32\x17.google.protobuf.Struct\x12\x15\n\rtemplate_name\x18\x07 \x01(\t\x12#\n\x16\x63ontinue_final_message\x18\x08 \x01(\x08H\x01\x88\x01\x01\x42\x16\n\x14_parallel_tool_callsB\x19\n\x17_continue_final_message*s\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04\x12\x12\n\x0eROLE_DEVELOPER\x10\x05*\xa3\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x12\x1a\n\x16TOOL_CHOICE_MODE_NAMED\x10\x04\x42\x33\n\x12millrace.common.v1P\x01Z\x1bmillrace/common/v1;commonv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmillrace/common/v1/chat.proto\x12\x12millrace.common.v1\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\xab\x01\n\x07Message\x12&\n\x04role\x18\x01 \x01(\x0e\x32\x18.millrace.common.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x30\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1c.millrace.common.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"\x8f\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x0cinput_syntax\x18\x05 \x01(\t\x12\x15\n\rinput_grammar\x18\x06 \x01(\tB\t\n\x07_strict\"L\n\nToolChoice\x12\x30\n\x04mode\x18\x01 \x01(\x0e\x32\".millrace.common.v1.ToolChoiceMode\x12\x0c\n\x04name\x18\x02 \x01(\t\"\xe7\x01\n\x0eResponseFormat\x12\x35\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.JsonObjectH\x00\x12\x35\n\x0bjson_schema\x18\x02 \x01(\x0b\x32\x1e.millrace.common.v1.JsonSchemaH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12,\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1a.millrace.common.v1.ChoiceH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x06 \x01(\tH\x00\x42\x08\n\x06\x66ormat\"\x0c\n\nJsonObject\"O\n\nJsonSchema\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bschema_json\x18\x02 \x01(\t\x12\x13\n\x06strict\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"\x8b\x03\n\x0c\x43onversation\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.millrace.common.v1.Message\x12\'\n\x05tools\x18\x02 \x03(\x0b\x32\x18.millrace.common.v1.Tool\x12\x33\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x1e.millrace.common.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x31\n\x10template_options\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12*\n\tdocuments\x18\x06 \x03(\x0b\x32\x17.google.protobuf.Struct\x12\x15\n\rtemplate_name\x18\x07 \x01(\t\x12#\n\x16\x63ontinue_final_message\x18\x08 \x01(\x08H\x01\x88\x01\x01\x42\x16\n\x14_parallel_tool_callsB\x19\n\x17_continue_final_message*s\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04\x12\x12\n\x0eROLE_DEVELOPER\x10\x05*\xa3\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x12\x1a\n\x16TOOL_CHOICE_MODE_NAMED\x10\x04\x42\x33\n\x12millrace.common.v1P\x01Z\x1bmillrace/common/v1;commonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,26 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.common.v1.chat_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022millrace.common.v1P\001Z\033millrace/common/v1;commonv1'
-  _globals['_ROLE']._serialized_start=1251
-  _globals['_ROLE']._serialized_end=1366
-  _globals['_TOOLCHOICEMODE']._serialized_start=1369
-  _globals['_TOOLCHOICEMODE']._serialized_end=1532
+  _globals['_ROLE']._serialized_start=1297
+  _globals['_ROLE']._serialized_end=1412
+  _globals['_TOOLCHOICEMODE']._serialized_start=1415
+  _globals['_TOOLCHOICEMODE']._serialized_end=1578
   _globals['_TOOLCALL']._serialized_start=83
   _globals['_TOOLCALL']._serialized_end=143
   _globals['_MESSAGE']._serialized_start=146
   _globals['_MESSAGE']._serialized_end=317
-  _globals['_TOOL']._serialized_start=319
-  _globals['_TOOL']._serialized_end=417
-  _globals['_TOOLCHOICE']._serialized_start=419
-  _globals['_TOOLCHOICE']._serialized_end=495
-  _globals['_RESPONSEFORMAT']._serialized_start=498
-  _globals['_RESPONSEFORMAT']._serialized_end=729
-  _globals['_JSONOBJECT']._serialized_start=731
-  _globals['_JSONOBJECT']._serialized_end=743
-  _globals['_JSONSCHEMA']._serialized_start=745
-  _globals['_JSONSCHEMA']._serialized_end=824
-  _globals['_CHOICE']._serialized_start=826
-  _globals['_CHOICE']._serialized_end=851
-  _globals['_CONVERSATION']._serialized_start=854
-  _globals['_CONVERSATION']._serialized_end=1249
+  _globals['_TOOL']._serialized_start=320
+  _globals['_TOOL']._serialized_end=463
+  _globals['_TOOLCHOICE']._serialized_start=465
+  _globals['_TOOLCHOICE']._serialized_end=541
+  _globals['_RESPONSEFORMAT']._serialized_start=544
+  _globals['_RESPONSEFORMAT']._serialized_end=775
+  _globals['_JSONOBJECT']._serialized_start=777
+  _globals['_JSONOBJECT']._serialized_end=789
+  _globals['_JSONSCHEMA']._serialized_start=791
+  _globals['_JSONSCHEMA']._serialized_end=870
+  _globals['_CHOICE']._serialized_start=872
+  _globals['_CHOICE']._serialized_end=897
+  _globals['_CONVERSATION']._serialized_start=900
+  _globals['_CONVERSATION']._serialized_end=1295
 # @@protoc_insertion_point(module_scope)

@@ -144,12 +144,18 @@ class Tool(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
+    INPUT_SYNTAX_FIELD_NUMBER: _builtins.int
+    INPUT_GRAMMAR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     description: _builtins.str
     parameters_json: _builtins.str
     """JSON Schema of the arguments, as JSON text."""
     strict: _builtins.bool
     """Arguments must match the schema."""
+    input_syntax: _builtins.str
+    """Syntax of input_grammar: lark or regex."""
+    input_grammar: _builtins.str
+    """Grammar that the text of the argument "input" follows; any text when empty."""
     def __init__(
         self,
         *,
@@ -157,10 +163,12 @@ class Tool(_message.Message):
         description: _builtins.str = ...,
         parameters_json: _builtins.str = ...,
         strict: _builtins.bool | None = ...,
+        input_syntax: _builtins.str = ...,
+        input_grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_strict", b"_strict", "strict", b"strict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_strict", b"_strict", "description", b"description", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_strict", b"_strict", "description", b"description", "input_grammar", b"input_grammar", "input_syntax", b"input_syntax", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__strict: _TypeAlias = _typing.Literal["strict"]  # noqa: Y015
     _WhichOneofArgType__strict: _TypeAlias = _typing.Literal["_strict", b"_strict"]  # noqa: Y015
