@@ -5,19 +5,18 @@ huggingface.co.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from checkpoint.gguf_parts import is_later_part, part_names
 from checkpoint.hub import downloaded, hub_reference
 from checkpoint.known import fetched, known_models
 from runtime.errors import ConfigError
 
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-
 
 def find(name: str, key: str = "model.path", *, weights: bool = True) -> Path:
-    """A GGUF file (also the only one in a directory), or else a directory. What is known by one name, or is a
+    """A GGUF file (the first one of a model that is split; also of the only one in a directory), or else a
+    directory. What is known by one name, or is a
     model of the hub, is downloaded unless the local cache has it; without `weights` of the latter tokenizer
     and configuration alone. Raises ConfigError naming `key`.
     """
@@ -25,7 +24,7 @@ def find(name: str, key: str = "model.path", *, weights: bool = True) -> Path:
     if path.is_dir():
         return _gguf_inside(path, key) or path
     if is_gguf(path) and path.is_file():
-        return path
+        return path.with_name(part_names(path.name)[0])
     if name in known_models():
         return fetched(name, key)
     reference = hub_reference(name)
@@ -101,7 +100,7 @@ def _gguf_inside(folder: Path, key: str) -> Path | None:
     """The only GGUF model in a folder without safetensors; its first file when it is split."""
     if any(folder.glob("*.safetensors")):
         return None
-    files = sorted(file for file in folder.glob("*.gguf") if not _LATER_PART.search(file.name))
+    files = sorted(file for file in folder.glob("*.gguf") if not is_later_part(file.name))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ConfigError(f"{key} = {str(folder)!r} holds several GGUF files ({names}); name one of them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -66,6 +67,33 @@ class _HeaderReader(gguf.GGUFReader):
             self._check(at)
             parts.append(memory[begin:at])
         return at - orig_offs, parts, list(range(count)), types
+
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        # The package's own errors name neither the tensor nor what is wrong with it.
+        for field in fields:
+            _, name_data, _, dims, raw_type, offset = field.parts
+            self._check_tensor(
+                str(bytes(name_data), "utf-8", "replace"),
+                dims.tolist(),
+                int(raw_type[0]),
+                start_offs + int(offset[0]),
+            )
+        super()._build_tensors(start_offs, fields)
+
+    def _check_tensor(self, name: str, dims: list[int], raw_type: int, start: int) -> None:
+        """`dims`: numbers of a row first. Raises ValueError."""
+        sizes = gguf.GGML_QUANT_SIZES
+        kind = next((kind for kind in sizes if kind.value == raw_type), None)
+        if kind is None:
+            raise ValueError(f"tensor {name} has the type {raw_type}, which is not known here")
+        block, num_bytes = sizes[kind]
+        if dims and dims[0] % block:
+            raise ValueError(
+                f"tensor {name} has rows of {dims[0]} numbers, and {kind.name} has blocks of {block}"
+            )
+        end = start + math.prod(dims) // block * num_bytes
+        if end > len(self.data):
+            raise ValueError(f"tensor {name} is cut short: it ends at {end} of {len(self.data)} bytes")
 
     def _check(self, end: int) -> None:
         if end > len(self.data):

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint.gguf_parts import part_names
 from runtime.errors import ConfigError
 
 # Patterns of the files that serving needs; other weight formats (pickles, ONNX, ...) are not downloaded.
@@ -51,7 +52,8 @@ def downloaded(name: str, reference: HubReference, key: str, *, weights: bool) -
     repository, revision, file = reference
     try:
         if file is not None:
-            found = Path(hf_hub_download(repository, file, revision=revision))
+            parts = [Path(hf_hub_download(repository, part, revision=revision)) for part in part_names(file)]
+            found = parts[0]
         else:
             patterns = _PATTERNS if weights else _TOKENIZER_PATTERNS
             found = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
@@ -73,7 +75,7 @@ def downloaded(name: str, reference: HubReference, key: str, *, weights: bool) -
             f"{key} = {name!r}: there is no such directory, and the download failed: {error}; set HF_HOME "
             "to a directory that can be written, or give the directory of a checkpoint in Hugging Face format"
         ) from error
-    for each in [found] if file is not None else sorted(found.rglob("*")):
+    for each in parts if file is not None else sorted(found.rglob("*")):
         _verify(each, f"{key} = {name!r}")
     return found
 

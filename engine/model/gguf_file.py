@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from checkpoint.gguf_parts import part_names
 from engine.model.spec import CheckpointError, TensorHeader
 
 # Types that have a form in kernels/linear; those in TensorHeader's own names are dense.
 DENSE_TYPES = ("F32", "F16", "BF16", "F64")
-SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -145,7 +145,8 @@ class GgufFile:
         self.path = path
         self._gguf = gguf
         self._contents = partial(contents, path)
-        self._readers = [open_gguf(part) for part in split_files(path)]
+        parts = split_files(path)
+        self._readers = [open_gguf(part) for part in parts]
         fields = self._readers[0].fields
         self.metadata: dict[str, Any] = {
             name: self._contents(field)
@@ -158,11 +159,30 @@ class GgufFile:
                 f"{path}: general.architecture = {self.architecture!r} is not supported; supported are "
                 f"{', '.join(sorted(NAMES))}"
             )
-        self.stored = {tensor.name: tensor for reader in self._readers for tensor in reader.tensors}
+        self.stored: dict[str, Any] = {}
+        self._files: dict[str, str] = {}
+        for part, reader in zip(parts, self._readers, strict=True):
+            self._take_part(part, reader)
+        stated = self.metadata.get("split.tensors.count", len(self.stored))
+        if stated != len(self.stored):
+            raise CheckpointError(
+                f"{path}: split.tensors.count = {stated}, and its {len(parts)} files have {len(self.stored)} "
+                "tensors; copy or download all of them again"
+            )
         self._entries: dict[str, _Entry] = {}
         for tensor in self.stored.values():
             self._enter(tensor)
         self.headers = {name: self._header(entry) for name, entry in self._entries.items()}
+
+    def _take_part(self, part: Path, reader: Any) -> None:
+        for tensor in reader.tensors:
+            if tensor.name in self.stored:
+                raise CheckpointError(
+                    f"{part}: tensor {tensor.name} is in {self._files[tensor.name]} already; the files are "
+                    "not those of one model: copy or download them again"
+                )
+            self.stored[tensor.name] = tensor
+            self._files[tensor.name] = part.name
 
     def header(self, name: str) -> TensorHeader:
         """The header of a tensor that every model has. Raises CheckpointError."""
@@ -177,7 +197,13 @@ class GgufFile:
         kind = entry.tensor.tensor_type
         values: NDArray[Any] = data
         if kind.name not in ("F32", "F16", "F64"):
-            values = self._gguf.quants.dequantize(data, kind)
+            try:
+                values = self._gguf.quants.dequantize(data, kind)
+            except NotImplementedError as error:
+                raise CheckpointError(
+                    f"{self.path}: tensor {entry.tensor.name} has the type {kind.name}, which is not read; "
+                    "quantize the model to another type, such as Q4_K_M"
+                ) from error
         if kind.name == "F64":
             values = values.astype(np.float32)
         values = _in_order(values, entry.num_paired_heads)
@@ -238,20 +264,16 @@ class GgufFile:
     def _header(self, entry: _Entry) -> TensorHeader:
         shape = tuple(int(size) for size in reversed(entry.tensor.shape))
         kind = entry.tensor.tensor_type.name
-        return TensorHeader(self.path.name, kind, shape if entry.expert is None else shape[1:])
+        file = self._files[entry.tensor.name]
+        return TensorHeader(file, kind, shape if entry.expert is None else shape[1:])
 
 
 def split_files(path: Path) -> list[Path]:
     """All files of a model of which `path` is the only or the first one."""
-    match = SPLIT_NAME.fullmatch(path.name)
-    if match is None:
-        return [path]
-    files = [
-        path.with_name(f"{match[1]}-{index:05}-of-{match[3]}.gguf") for index in range(1, int(match[3]) + 1)
-    ]
+    files = [path.with_name(name) for name in part_names(path.name)]
     for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing, though the model is split into {int(match[3])} files")
+        if len(files) > 1 and not file.is_file():
+            raise CheckpointError(f"{file} is missing, though the model is split into {len(files)} files")
     return files
 
 

@@ -31,7 +31,13 @@ from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.spec import ModelSpec, TensorHeader
-from engine.model.weight_memory import WeightCount, count_weights, quantizes_head
+from engine.model.weight_memory import (
+    WeightCount,
+    WeightForm,
+    count_weights,
+    quantizes_head,
+    weight_forms,
+)
 from engine.types import MemoryPlan
 from kernels.linear.packed import FLOAT12_LEVELS
 from kernels.native.library import likely_level
@@ -71,6 +77,8 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     # The draft model of speculation, where there is one.
     draft: DraftInput | None = None
+    # What the weights are held as.
+    forms: tuple[WeightForm, ...] = ()
     # What the model (its draft not counted) and the largest step were measured to take; 0 is not measured.
     measured_weights_bytes: int = 0
     measured_workspace_bytes: int = 0
@@ -139,6 +147,11 @@ def packs_float12(given: PlanInput) -> bool:
     return native and likely_level() in FLOAT12_LEVELS
 
 
+def packs_codes(config: EngineConfig, device: str) -> bool:
+    """Whether weights in codes of a few bits, and in fp8, stay so: where the native kernels multiply."""
+    return device == "cpu" and config.native != "off"
+
+
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
     """Bytes that one token's keys and values take, over all layers that store some. int8 and fp8 add two
     scales per head.
@@ -192,9 +205,10 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     second_copy = spec.tied_embeddings and not quantizes_head(given.config) and spec.pooling is None
     packed = given.dtype == "float32" or given.config.native != "off"
     if second_copy and given.device == "cpu" and packed:
-        # The head is a second copy of the embedding, in the layout of the matrix product.
+        # The head is a second copy of the embedding, in the layout of the matrix product or in codes.
         head = spec.vocab_size * spec.hidden_size
-        weights += head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
+        dense = head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
+        weights += given.weights.tied_head_bytes or dense
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)
@@ -270,18 +284,20 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         )
     draft = None
     if config.speculation.method == "draft_model":
-        draft = _draft_input(config, spec)
+        draft = _draft_input(config, spec, device)
+    headers, coded = _headers(spec, folder), packs_codes(config, device)
     return PlanInput(
         draft=draft,
         spec=spec,
         device=device,
         available_bytes=available_bytes,
-        weights=count_weights(spec, _headers(spec, folder), config),
+        weights=count_weights(spec, headers, config, coded=coded),
+        forms=weight_forms(spec, headers, config, coded=coded),
         config=config,
     )
 
 
-def _draft_input(config: EngineConfig, spec: ModelSpec) -> DraftInput:
+def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInput:
     path = config.speculation.draft_model
     if not path:
         raise ConfigError("engine.speculation.method = 'draft_model' needs engine.speculation.draft_model")
@@ -295,7 +311,9 @@ def _draft_input(config: EngineConfig, spec: ModelSpec) -> DraftInput:
     # A draft model is small, and is not quantized.
     plain = msgspec.structs.replace(config, quantize="off")
     return DraftInput(
-        folder=str(folder), spec=draft, weights=count_weights(draft, _headers(draft, folder), plain)
+        folder=str(folder),
+        spec=draft,
+        weights=count_weights(draft, _headers(draft, folder), plain, coded=packs_codes(config, device)),
     )
 
 

@@ -128,6 +128,7 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
         "device": given.device,
         "dtype": given.dtype,
         "quantization": quantization_of(given),
+        "weight_forms": msgspec.to_builtins(given.forms),
         "kv_dtype": given.kv_dtype,
     }
 
@@ -162,6 +163,20 @@ def quantization_of(given: PlanInput) -> str:
     return "" if given.config.quantize == "off" else given.config.quantize
 
 
+def _forms_of(given: PlanInput) -> str:
+    """Which forms weights are held in, and at how many bits; empty where all have the serving type."""
+    if all(form.form == "dense" for form in given.forms):
+        return ""
+    total = sum(form.num_weights for form in given.forms)
+    shares = []
+    for form in given.forms:
+        # Norms and biases are not worth a word.
+        if form.num_weights >= total / 1000:
+            bits = f"{form.bits:.3g} bits" if form.bits else given.dtype
+            shares.append(f"{form.num_weights / total:.0%} {form.form} in {bits}")
+    return ": " + ", ".join(shares)
+
+
 def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None:
     types = " in ".join(filter(None, (quantization_of(given), given.dtype)))
     table = Table(
@@ -174,7 +189,11 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
     used += plan.adapter_bytes
     adapters = given.config.adapters
     rows = [
-        ("weights", plan.weights_bytes, f"{given.num_weights / 1e6:.1f} M elements and rotary tables"),
+        (
+            "weights",
+            plan.weights_bytes,
+            f"{given.num_weights / 1e6:.1f} M elements and rotary tables{_forms_of(given)}",
+        ),
         ("adapters", plan.adapter_bytes, f"{adapters.num_slots} slots of rank {adapters.max_rank}"),
         (
             "workspace",

@@ -18,7 +18,6 @@ from engine.model.records import Linear, ModelRecord, Norm
 from engine.model.rope import query_scales, rope_table
 from engine.model.spec import NEVER_DRAWN, ModelSpec
 from engine.model.weights import Progress, WeightReader
-from kernels.linear.formats import DenseWeight
 from kernels.linear.native import NativePacker
 from kernels.selection import Kernels, torch_kernels
 
@@ -143,7 +142,7 @@ def _read_head(
     norm.bias = None if norm.bias is None else norm.bias * spec.logit_scale
     if spec.tied_embeddings:
         weights.discard("lm_head.weight")
-        head = weights.quantized_head(DenseWeight(values=embedding[: spec.vocab_size]))
+        head = weights.tied_head("model.embed_tokens", shape, embedding, spec.vocab_size)
     else:
         head = weights.head("lm_head", shape, spec.vocab_size)
     return Linear(weight=head, bias=_head_bias(weights, spec))

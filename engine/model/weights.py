@@ -27,8 +27,10 @@ from engine.model.gguf_file import open_gguf
 from engine.model.mapped_pages import MappedPages
 from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
+from engine.quantization.four_bit_floats import MXFP4_GROUP, MXFP4_NAN, mxfp4_weight
+from engine.quantization.gguf_blocks import block_readers
 from engine.quantization.scheme import FLOAT_TYPES
-from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, MXFP4_NAN, mxfp4_weight, read_weight
+from engine.quantization.stored import read_weight
 from kernels.linear.formats import (
     DenseWeight,
     Fp8Weight,
@@ -100,6 +102,7 @@ class WeightReader:
             _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
         self._inputs_first = request.spec.inputs_first and not is_gguf(folder)
         self._gguf = open_gguf(folder) if is_gguf(folder) else None
+        self._block_readers = block_readers(coded=self.keeps_codes)
         self._unused = {name for name in self.headers if name.endswith(IGNORED_SUFFIXES)}
         self._left = set(self.headers) - self._unused
         self._suffixes = {name.rpartition(".")[2] for name in self.headers}
@@ -183,6 +186,13 @@ class WeightReader:
         """Whether a checkpoint's fp8 weights are multiplied as they are."""
         return self.kernels.names["linear"] == "triton"
 
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether codes of a few bits, and fp8 with inputs as they come, are multiplied so: by the native
+        kernels.
+        """
+        return self._is_packed
+
     def quantized(self, weight: WeightFormat) -> WeightFormat:
         """`weight` as `engine.quantize` asks for; that of a quantized checkpoint stays as it is."""
         if self.scheme is not None or not isinstance(weight, DenseWeight):
@@ -203,7 +213,8 @@ class WeightReader:
             scales = self.stored(f"{name}_scales", (count, outputs, groups))
             if bool((scales == MXFP4_NAN).any()):
                 raise self._not_finite(f"{name}_scales")
-            return lambda index: mxfp4_weight(blocks[index], scales[index])
+            coded = self.keeps_codes
+            return lambda index: mxfp4_weight(blocks[index], scales[index], coded=coded)
         if not inputs_first:
             rows = self.take(name, shape)
             return lambda index: DenseWeight(values=rows[index])
@@ -220,6 +231,14 @@ class WeightReader:
         """
         weight = _unblocked(self._layer(name, *shape), self.dtype)
         return self.quantized_head(rows_of(weight, slice(num_rows)))
+
+    def tied_head(self, name: str, shape: tuple[int, int], embedding: Tensor, num_rows: int) -> WeightFormat:
+        """The first rows of the embedding `name` as the layer that makes logits: as the file holds it where
+        products take that, else of the table that was read.
+        """
+        if self.keeps_codes and self.headers[f"{name}.weight"].dtype in self._block_readers:
+            return rows_of(self._layer(name, *shape), slice(num_rows))
+        return self.quantized_head(DenseWeight(values=embedding[:num_rows]))
 
     def quantized_head(self, weight: WeightFormat) -> WeightFormat:
         """A head as `engine.quantization.head` asks for."""
@@ -281,8 +300,10 @@ class WeightReader:
         return header
 
     def _count(self, name: str, header: TensorHeader) -> None:
-        self._left.discard(name)
-        self._bytes_done += header.num_elements
+        # One that is read twice, as a table and as the head, counts once.
+        if name in self._left:
+            self._left.discard(name)
+            self._bytes_done += header.num_elements
         self.progress("load weights", self._bytes_done / self._bytes_total)
 
     def stored_name(self, name: str) -> str:
@@ -333,7 +354,7 @@ class WeightReader:
     def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[str, Tensor] | None:
         """Type and rows of bytes of a tensor of a GGUF file, if the type has a form of its own here."""
         header = self._header(name, shape)
-        if self._gguf is None or header.dtype not in GGUF_BLOCKS:
+        if self._gguf is None or header.dtype not in self._block_readers:
             return None
         kind, rows = self._gguf.blocks(name)
         self._count(name, header)

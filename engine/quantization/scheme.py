@@ -16,14 +16,19 @@ import msgspec
 
 from runtime.errors import ConfigError
 
-Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf"]
+Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "modelopt", "gguf"]
 
 # Types of stored weights that need no scale.
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
-# Files beside config.json in which older AutoGPTQ and AutoAWQ checkpoints keep their settings.
-OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Files beside config.json in which older AutoGPTQ, AutoAWQ and Model Optimizer keep their settings.
+OLDER_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 COMPRESSED_FORMATS = (
     "pack-quantized",
+    "nvfp4-pack-quantized",
     "int-quantized",
     "float-quantized",
     "naive-quantized",
@@ -149,6 +154,7 @@ def _older_settings(folder: Path) -> dict[str, Any]:
         if (folder / name).is_file():
             try:
                 values = json.loads((folder / name).read_text())
+                values = values.get("quantization") or values
                 renamed = {"bits": values.get("w_bit"), "group_size": values.get("q_group_size")}
                 return {"quant_method": method, **{k: v for k, v in renamed.items() if v}, **values}
             except (ValueError, AttributeError) as error:
@@ -182,8 +188,9 @@ def _compressed(keys: _Keys) -> Scheme:
         group = groups.inside(name)
         weights = group.inside("weights")
         kind = weights.one_of("type", ("int", "float"), "int")
-        weights.one_of("num_bits", (4, 8) if kind == "int" else (8,))
-        weights.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
+        weights.one_of("num_bits", (4, 8))
+        strategies = ("tensor", "channel", "group", "block", "tensor_group")
+        weights.one_of("strategy", strategies, "tensor")
         symmetric = weights.one_of("symmetric", (True, False), True)
         order = weights.one_of("actorder", _ORDERS, None)
         found.append(
@@ -197,7 +204,7 @@ def _compressed(keys: _Keys) -> Scheme:
             blocks = weights.block("block_structure")
         if group.values.get("input_activations"):
             inputs = group.inside("input_activations")
-            inputs.one_of("num_bits", (8,))
+            inputs.one_of("num_bits", (8, 4) if inputs.values.get("type") == "float" else (8,))
             # What is rounded to fp8 for a GPU's sake is computed in floating point here.
             int8.append(inputs.one_of("type", ("int", "float"), "int") == "int")
     rounds = bool(int8) and all(int8)
@@ -223,10 +230,25 @@ def _fp8(keys: _Keys) -> Scheme:
     return Scheme(method="fp8", bits=8, block=block)
 
 
+def _bitsandbytes(keys: _Keys) -> Scheme:
+    keys.one_of("load_in_8bit", (False,), False)
+    keys.one_of("load_in_4bit", (True,))
+    keys.one_of("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    keys.one_of("bnb_4bit_quant_storage", ("uint8", "torch.uint8"), "uint8")
+    return Scheme(method="bitsandbytes", bits=4)
+
+
+def _modelopt(keys: _Keys) -> Scheme:
+    algorithm = keys.one_of("quant_algo", ("nvfp4", "fp8"))
+    return Scheme(method="modelopt", bits=4 if algorithm == "nvfp4" else 8)
+
+
 _READERS: dict[str, Callable[[_Keys], Scheme]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
     "mxfp4": lambda _: Scheme(method="mxfp4", bits=4),
+    "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
 }

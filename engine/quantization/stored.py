@@ -1,8 +1,8 @@
 """Weights that checkpoints hold quantized, read into the formats of `kernels/linear`.
 
 Each reader takes the tensors of one linear layer by their stored names. What a method cannot express exactly
-in those formats (asymmetric 8-bit levels) becomes a dense weight in the serving type, as does fp8 where
-nothing multiplies it faster. Sources:
+in those formats (asymmetric 8-bit levels) becomes a dense weight in the serving type, as do fp8 and codes
+where nothing multiplies them. Sources:
 AutoAWQ's WQLinear_GEMM, AutoGPTQ's and GPTQModel's QuantLinear, the compressors of compressed-tensors, and
 the fine-grained fp8 of DeepSeek-V3's release.
 
@@ -17,6 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.quantization.four_bit_floats import (
+    BITSANDBYTES_PARTS,
+    bitsandbytes_weight,
+    factor_of,
+    nvfp4_weight,
+)
+from engine.quantization.gguf_blocks import block_readers
 from engine.quantization.scheme import FLOAT_TYPES, LayerGroup, Scheme
 from kernels.linear.formats import (
     FP8_BLOCK,
@@ -38,9 +45,11 @@ PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "compressed-tensors": tuple(
-        f"weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
+        f"weight_{part}" for part in ("packed", "scale", "global_scale", "zero_point", "g_idx", "shape")
     ),
     "fp8": ("weight_scale_inv",),
+    "bitsandbytes": tuple(f"weight.{part}" for part in BITSANDBYTES_PARTS),
+    "modelopt": ("weight_scale", "weight_scale_2"),
 }
 
 
@@ -52,6 +61,10 @@ class TensorSource(Protocol):
     @property
     def keeps_fp8(self) -> bool:
         """Whether fp8 weights stay as they are: products take them, and round inputs as well."""
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether products take codes of a few bits, and fp8, as they are."""
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -152,8 +165,11 @@ def _compressed(
     Static ranges of activations are not used: rows are rounded by their own largest magnitude.
     """
     group = scheme.group_of(name)
-    for unused in ("input_scale", "input_zero_point"):
+    for unused in ("input_scale", "input_zero_point", "input_global_scale"):
         source.discard(f"{name}.{unused}")
+    if source.element_type(f"{name}.weight_packed") == "U8":
+        factor = 1 / factor_of(source, f"{name}.weight_global_scale")
+        return nvfp4_weight(source, name, outputs, inputs, "weight_packed", factor)
     is_packed = source.has(f"{name}.weight_packed") or source.has(f"{name}.weight_shape")
     if is_packed and not source.has(f"{name}.weight"):
         return _pack_quantized(source, name, outputs, inputs, scheme)
@@ -227,6 +243,21 @@ def _fp8(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Sch
     return _eight_bits(source, name, values, scale, scheme.block)
 
 
+def _modelopt(
+    source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme
+) -> WeightFormat | None:
+    """What NVIDIA's Model Optimizer exports: NVFP4 (weight uint8 [N, K/2], weight_scale_2: a factor for all),
+    or fp8 with a scale.
+    """
+    source.discard(f"{name}.input_scale")
+    source.discard(f"{name}.pre_quant_scale")
+    if scheme.bits == 4:
+        factor = factor_of(source, f"{name}.weight_scale_2")
+        return nvfp4_weight(source, name, outputs, inputs, "weight", factor)
+    values = source.stored(f"{name}.weight", (outputs, inputs))
+    return _eight_bits(source, name, values, _scale(source, f"{name}.weight_scale").float(), scheme.block)
+
+
 def _eight_bits(
     source: TensorSource, name: str, values: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> WeightFormat:
@@ -236,92 +267,23 @@ def _eight_bits(
     if values.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise ConfigError(f"tensor {name}.weight is stored in {values.dtype}; supported are int8 and fp8")
     outputs, inputs = values.shape
-    if source.keeps_fp8 and values.dtype == torch.float8_e4m3fn:
+    keeps, rounds = source.keeps_fp8 or source.keeps_codes, not source.keeps_codes
+    if keeps and values.dtype == torch.float8_e4m3fn:
         if scale.numel() in (1, outputs) and (scale.ndim < 2 or scale.shape[1] == 1):
-            return Fp8Weight(values=values, scale=scale.reshape(-1).expand(outputs).contiguous())
+            whole = scale.reshape(-1).expand(outputs).contiguous()
+            return Fp8Weight(values=values, scale=whole, rounds_inputs=rounds)
         blocks = (-(-outputs // FP8_BLOCK), inputs // FP8_BLOCK)
         if block == (FP8_BLOCK, FP8_BLOCK) and not inputs % FP8_BLOCK and scale.shape == blocks:
-            return Fp8Weight(values=values, scale=scale.contiguous())
+            return Fp8Weight(values=values, scale=scale.contiguous(), rounds_inputs=rounds)
     return DenseWeight(values=_scaled(name, values.float(), scale, block).to(source.dtype))
-
-
-# Twice the magnitudes of fp4 (e2m1): whole numbers, so that levels of int8 hold them exactly.
-_TWICE_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
-MXFP4_GROUP = 32
-# The exponent that is no number.
-MXFP4_NAN = 255
-
-
-def mxfp4_weight(blocks: Tensor, scales: Tensor) -> Int8Weight:
-    """One expert of gpt-oss: blocks uint8 [N, G, 16] (even inputs in the low four bits) and scales uint8
-    [N, G] (exponents with bias 127), exactly, in int8 by groups of 32 (OCP microscaling formats 1.0).
-    """
-    table = torch.tensor([*_TWICE_FP4, *(-value for value in _TWICE_FP4)], dtype=torch.int8)
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1).long()
-    scale = torch.exp2(scales.float() - 128)
-    return Int8Weight(values=table.to(blocks.device)[codes], scale=scale)
 
 
 def _gguf(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
     """Blocks of 32 (or 8 times 32) inputs, as ggml-common.h and ggml-quants.c lay them out."""
     found = source.blocks(f"{name}.weight", (outputs, inputs))
-    return None if found is None else GGUF_BLOCKS[found[0]](found[1].view(outputs, -1))
-
-
-def _q8_0(rows: Tensor) -> WeightFormat:
-    """float16 scale, 32 int8."""
-    blocks = rows.view(rows.shape[0], -1, 34)
-    values = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
-    return Int8Weight(values=values, scale=_half_at(blocks, 0))
-
-
-def _q4_0(rows: Tensor) -> WeightFormat:
-    """float16 scale, 16 bytes: input i in the low, input i + 16 in the high four bits."""
-    blocks = rows.view(rows.shape[0], -1, 18)
-    return Int4Weight(packed=pack_levels(_halves(blocks[..., 2:])), scale=_half_at(blocks, 0))
-
-
-def _q4_1(rows: Tensor) -> WeightFormat:
-    """float16 scale and minimum, 16 bytes as in Q4_0."""
-    blocks = rows.view(rows.shape[0], -1, 20)
-    levels = pack_levels(_halves(blocks[..., 4:]))
-    return Int4Weight(packed=levels, scale=_half_at(blocks, 0), minimum=_half_at(blocks, 2))
-
-
-def _q4_k(rows: Tensor) -> WeightFormat:
-    """float16 scale of scales and of minima, 8 scales and minima of 6 bits in 12 bytes, 128 bytes of levels.
-
-    32 bytes of levels hold one group of 32 in their low, and the next one in their high four bits.
-    """
-    outputs = rows.shape[0]
-    blocks = rows.view(outputs, -1, 144)
-    few = blocks[..., 4:16].to(torch.int32)
-    low, middle, high = few[..., :4], few[..., 4:8], few[..., 8:]
-    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
-    minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), dim=-1)
-    scale = (_half_at(blocks, 0)[..., None] * scales).flatten(1)
-    minimum = (-_half_at(blocks, 2)[..., None] * minima).flatten(1)
-    levels = _halves(blocks[..., 16:].reshape(outputs, -1, 4, 32))
-    return Int4Weight(packed=pack_levels(levels), scale=scale, minimum=minimum)
-
-
-def _halves(data: Tensor) -> Tensor:
-    """[N, ..., B] bytes -> levels [N, ... * 2B]: all low halves of B bytes, then all high ones."""
-    return torch.cat((data & 15, data >> 4), dim=-1).flatten(1)
-
-
-def _half_at(blocks: Tensor, offset: int) -> Tensor:
-    """float16 at a byte of each block [N, G, bytes] -> [N, G] in float32."""
-    return blocks[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0].float()
-
-
-GGUF_BLOCKS: dict[str, Callable[[Tensor], WeightFormat]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q4_K": _q4_k,
-}
-"""Types of GGUF that have an exact form; weights of the others are decoded to the serving type."""
+    if found is None:
+        return None
+    return block_readers(coded=source.keeps_codes)[found[0]](found[1].view(outputs, -1))
 
 
 def _by_groups(
@@ -430,7 +392,11 @@ _READERS: dict[str, Callable[[TensorSource, str, int, int, Scheme], WeightFormat
     "gptq": _gptq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
-    # Only the experts of gpt-oss are stored so; `mxfp4_weight` reads them.
+    # Only the experts of gpt-oss are stored so; `four_bit_floats.mxfp4_weight` reads them.
     "mxfp4": lambda *_: None,
+    "bitsandbytes": lambda source, name, outputs, inputs, _: bitsandbytes_weight(
+        source, name, outputs, inputs
+    ),
+    "modelopt": _modelopt,
     "gguf": _gguf,
 }

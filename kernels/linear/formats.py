@@ -15,6 +15,7 @@ Shape letters: N outputs, K inputs, G groups of K/G neighbouring (stored) inputs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -29,6 +30,10 @@ FP8_BLOCK = 128
 FP8_LIMIT = 448.0
 # Smallest magnitude, as a number of 7 bits, that is not finite.
 FP8_NOT_FINITE = {torch.float8_e4m3fn: 127, torch.float8_e5m2: 124}
+
+# Bits of a code; the largest number that one stands for.
+CODED_BITS = (2, 3, 4, 5, 6)
+INT8_MOST = 127
 
 Activations = Literal["float", "int8"]
 
@@ -127,12 +132,14 @@ class Int4Weight:
 class Fp8Weight:
     """stored[n, k] = values[n, k] * scale[n], or * scale[n / 128, k / 128] (DeepSeek-V3, arXiv 2412.19437).
 
-    Inputs are rounded to fp8, too: each token's divided by their largest magnitude / 448, or each token's
-    128 neighbours where the weight has blocks (K is a multiple of 128 then).
+    With `rounds_inputs` inputs are rounded to fp8, too: each token's divided by their largest magnitude /
+    448, or each token's 128 neighbours where the weight has blocks (K is a multiple of 128 then). CPUs take
+    them as they are.
     """
 
     values: Tensor  # [N, K] float8_e4m3fn
     scale: Tensor  # [N] or [N/128, K/128], rounded up, float32
+    rounds_inputs: bool = True
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -153,7 +160,82 @@ class Fp8Weight:
         return wide * scale[: self.shape[0], : self.shape[1]]
 
 
-WeightFormat = DenseWeight | Int8Weight | Int4Weight | Fp8Weight
+@dataclass(frozen=True, kw_only=True)
+class CodedWeight:
+    """A weight in codes of 2 to 6 bits by groups whose factors are small themselves (K-quants, IQ4, MXFP4).
+
+    number[n, k] = book[codes[n, k]] * scales[n, g(k)] - minima[n, g(k)], with scales[n, g] = step[n, g] *
+    scale[n, s(g)] and minima[n, g] = low[n, g] * minimum[n, s(g)], all rounded to float32. A span s is some
+    neighbouring groups; no steps, or no lows, are ones.
+    """
+
+    codes: Tensor  # [N, K] uint8
+    bits: int  # of a code
+    book: tuple[int, ...]  # what each of the 2^bits codes stands for, -128 to 127
+    scale: Tensor  # [N, S] float32
+    # [N, G]: int8; uint8 that means two to it less 127 (e8m0, 1 to 254); or float8_e4m3fn.
+    step: Tensor | None = None
+    minimum: Tensor | None = None  # [N, S] float32
+    low: Tensor | None = None  # [N, G] int8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether what codes stand for is themselves, less a number."""
+        return self.book == tuple(range(self.book[0], self.book[0] + len(self.book)))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of each output."""
+        return (self.scale if self.step is None else self.step).shape[1]
+
+    def scales(self) -> Tensor:
+        """What each group is multiplied by [N, G], in float32."""
+        if self.step is None:
+            return self.scale
+        if self.step.dtype == torch.uint8:
+            steps = (self.step.int() << 23).view(torch.float32)
+        else:
+            steps = self.step.float()
+        return self.scale.repeat_interleave(self.num_groups // self.scale.shape[1], 1) * steps
+
+    def minima(self) -> Tensor | None:
+        """What is taken from each group [N, G], in float32; None where nothing is."""
+        if self.minimum is None:
+            return None
+        wide = self.minimum.repeat_interleave(self.num_groups // self.minimum.shape[1], 1)
+        return wide if self.low is None else wide * self.low.float()
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] in float32."""
+        values = torch.tensor(self.book, dtype=torch.float32, device=self.codes.device)[self.codes.long()]
+        minima = self.minima()
+        return _by_group(values, self.scales(), None if minima is None else -minima)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatCodedWeight:
+    """A weight in 4-bit codes of floats: number[n, k] = book[codes[n, k]] * scale[n, g(k)] (NF4, FP4)."""
+
+    codes: Tensor  # [N, K] uint8
+    book: Tensor  # [16] float32
+    scale: Tensor  # [N, G] float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] in float32."""
+        return _by_group(self.book[self.codes.long()], self.scale, None)
+
+
+WeightFormat = DenseWeight | Int8Weight | Int4Weight | Fp8Weight | CodedWeight | FloatCodedWeight
 
 
 def pack_levels(levels: Tensor) -> Tensor:
@@ -162,24 +244,37 @@ def pack_levels(levels: Tensor) -> Tensor:
     return (levels[:, 0::2] | (levels[:, 1::2] << 4)).contiguous()
 
 
+# Tensors of a format whose first dimension is outputs.
+_OF_OUTPUTS = ("values", "packed", "codes", "scale", "step", "minimum", "low")
+
+
 def rows_of(weight: WeightFormat, part: slice | Tensor) -> WeightFormat:
     """Some outputs of a weight: a slice (views), or those that a tensor of indices names."""
-    if isinstance(weight, DenseWeight):
-        return DenseWeight(values=weight.values[part])
-    if isinstance(weight, Int8Weight):
-        return replace(weight, values=weight.values[part], scale=weight.scale[part])
-    if isinstance(weight, Fp8Weight):
-        assert not weight.blocked, "outputs of a block share a scale"
-        # Bytes, as fp8 cannot be indexed everywhere.
-        values = weight.values.view(torch.uint8)[part].view(weight.values.dtype)
-        return Fp8Weight(values=values, scale=weight.scale[part])
-    minimum = None if weight.minimum is None else weight.minimum[part]
-    return replace(weight, packed=weight.packed[part], scale=weight.scale[part], minimum=minimum)
+    assert not (isinstance(weight, Fp8Weight) and weight.blocked), "outputs of a block share a scale"
+    parts = {name: getattr(weight, name, None) for name in _OF_OUTPUTS}
+    kept: dict[str, Any] = {
+        name: _picked(values, part) for name, values in parts.items() if values is not None
+    }
+    return replace(weight, **kept)
+
+
+def _picked(values: Tensor, part: slice | Tensor) -> Tensor:
+    if values.dtype not in FP8_NOT_FINITE:
+        return values[part]
+    # Bytes, as fp8 cannot be indexed everywhere.
+    return values.view(torch.uint8)[part].view(values.dtype)
+
+
+def dense_values(weight: Tensor | DenseWeight | CodedWeight | FloatCodedWeight) -> Tensor:
+    """What a product of floats is made with; codes, which only native kernels take, are dequantized."""
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.dequantize()
 
 
 def scales_of(weight: WeightFormat) -> list[Tensor]:
     """Scales and minima of a quantized weight."""
-    found = (getattr(weight, name, None) for name in ("scale", "minimum"))
+    found = (getattr(weight, name, None) for name in ("scale", "step", "minimum", "low"))
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -200,6 +295,8 @@ def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
     Weights that have no common form (other groups, other orders, one of them dense) are dequantized to
     `dtype`.
     """
+    if len(weights) > 1 and all(isinstance(weight, CodedWeight) for weight in weights):
+        weights = _alike([weight for weight in weights if isinstance(weight, CodedWeight)]) or weights
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -209,7 +306,7 @@ def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
         weights = [_with_minimum(weight) for weight in weights]
     parts: dict[str, Any] = {
         name: _joined([getattr(weight, name) for weight in weights])
-        for name in ("values", "packed", "scale", "minimum")
+        for name in _OF_OUTPUTS
         if getattr(weights[0], name, None) is not None
     }
     return replace(first, **parts)
@@ -222,11 +319,67 @@ def _have_one_form(left: Any, right: Any) -> bool:
     if isinstance(left, DenseWeight):
         return bool(left.values.dtype == right.values.dtype)
     if isinstance(left, Fp8Weight):
-        return bool(left.blocked == right.blocked and not (left.blocked and right.shape[0] % FP8_BLOCK))
-    shared = ("activations", "order", "smoothing")
-    return bool(left.scale.shape[1] == right.scale.shape[1]) and all(
-        _same(getattr(left, name, None), getattr(right, name, None)) for name in shared
-    )
+        whole = not (left.blocked and right.shape[0] % FP8_BLOCK)
+        return bool(left.blocked == right.blocked and left.rounds_inputs == right.rounds_inputs and whole)
+    if isinstance(left, CodedWeight):
+        alike = left.book == right.book and _forms(left) == _forms(right)
+    elif isinstance(left, FloatCodedWeight):
+        alike = torch.equal(left.book, right.book)
+    else:
+        shared = ("activations", "order", "smoothing")
+        alike = all(_same(getattr(left, name, None), getattr(right, name, None)) for name in shared)
+    return alike and bool(left.scale.shape[1] == right.scale.shape[1])
+
+
+def _forms(weight: CodedWeight) -> list[tuple[int, torch.dtype] | None]:
+    """Groups, or spans, and types of what codes are scaled by."""
+    parts = (weight.step, weight.minimum, weight.low)
+    return [None if part is None else (part.shape[1], part.dtype) for part in parts]
+
+
+def _alike(weights: Sequence[CodedWeight]) -> list[CodedWeight] | None:
+    """The same weights in codes of one kind with equal groups and spans; None where no 6 bits hold that."""
+    books = [weight.book for weight in weights]
+    lowest, highest = min(map(min, books)), max(map(max, books))
+    bits = max(2, (highest - lowest).bit_length())
+    book = tuple(range(lowest, lowest + (1 << bits)))
+    steps = {weight.step.dtype for weight in weights if weight.step is not None}
+    if len(set(books)) == 1:
+        bits, book = weights[0].bits, books[0]
+    elif bits > CODED_BITS[-1] or book[-1] > INT8_MOST:
+        return None
+    if len(steps) > 1 or (steps and steps != {torch.int8} and any(weight.step is None for weight in weights)):
+        return None
+    groups = math.lcm(*(weight.num_groups for weight in weights))
+    spans = math.lcm(*(weight.scale.shape[1] for weight in weights))
+    has_minimum, has_low = (any(getattr(w, part) is not None for w in weights) for part in ("minimum", "low"))
+    made = []
+    for weight in weights:
+        codes, shape = weight.codes, (weight.shape[0], groups)
+        if weight.book != book:
+            places = torch.tensor([book.index(value) for value in weight.book], dtype=torch.uint8)
+            codes = places.to(codes.device)[codes.long()]
+        ones = torch.ones(shape, dtype=torch.int8, device=codes.device)
+        step = low = minimum = None
+        if steps:
+            step = ones if weight.step is None else _spread(weight.step, groups)
+        if has_minimum:
+            given = torch.zeros_like(weight.scale) if weight.minimum is None else weight.minimum
+            minimum = _spread(given, spans)
+        if has_low:
+            low = ones if weight.low is None else _spread(weight.low, groups)
+        scale = _spread(weight.scale, spans)
+        made.append(
+            CodedWeight(codes=codes, bits=bits, book=book, scale=scale, step=step, minimum=minimum, low=low)
+        )
+    return made
+
+
+def _spread(values: Tensor, count: int) -> Tensor:
+    """[N, G] as [N, count]: each number for so many neighbours."""
+    if values.dtype in FP8_NOT_FINITE:
+        return _spread(values.view(torch.uint8), count).view(values.dtype)
+    return values.repeat_interleave(count // values.shape[1], 1)
 
 
 def _with_minimum(weight: WeightFormat) -> WeightFormat:

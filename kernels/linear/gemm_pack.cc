@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "linear/gemm.h"
+#include "linear/gemm_coded.h"
 #include "linear/gemm_float12.h"
 #include "linear/gemm_float12_avx2.h"
 #include "linear/gemm_fp16.h"
@@ -98,6 +99,58 @@ void put_levels(const PackArgs& args, int64_t first, int64_t width) {
   }
 }
 
+// Two inputs of an output share a byte, the first in the lower half.
+void put_float_codes(const PackArgs& args, int64_t first, int64_t width) {
+  const PackedWeight& weight = args.weight;
+  uint8_t* panel = static_cast<uint8_t*>(weight.data) + first * weight.padded_inputs / 2;
+  const uint8_t* source = static_cast<const uint8_t*>(args.source);
+  const int64_t columns = std::min(width, weight.outputs - first);
+  for (int64_t column = 0; column < columns; ++column) {
+    const uint8_t* row = source + (first + column) * weight.inputs;
+    for (int64_t input = 0; input < weight.inputs; ++input)
+      panel[input / 2 * width + column] |= static_cast<uint8_t>((row[input] & 15) << (input % 2 * 4));
+  }
+}
+
+// In planes, as gemm_coded.h takes them apart.
+void put_codes(const PackArgs& args, int64_t first, int64_t width) {
+  const PackedWeight& weight = args.weight;
+  const int64_t bits = weight.format - kCoded, line = 4 * width;
+  uint8_t* panel = static_cast<uint8_t*>(weight.data) + first * weight.padded_inputs * bits / 8;
+  const uint8_t* source = static_cast<const uint8_t*>(args.source);
+  const int64_t columns = std::min(width, weight.outputs - first);
+  const int base = bits >= 4 ? 4 : 2, above = static_cast<int>(bits) - base;
+  // By pieces of inputs, so that the lines which are written stay in the cache for all columns.
+  for (int64_t begin = 0; begin < weight.inputs; begin += kCodedPiece, panel += bits * line) {
+    const int64_t end = std::min(begin + kCodedPiece, weight.inputs);
+    for (int64_t column = 0; column < columns; ++column) {
+      const uint8_t* row = source + (first + column) * weight.inputs;
+      for (int64_t input = begin; input < end; ++input) {
+        const int four = static_cast<int>(input - begin) / 4, code = row[input];
+        uint8_t* to = panel + 4 * column + input % 4;
+        const auto put = [&](int64_t from, int width_bits, int value) {
+          const int lot = 8 / width_bits;
+          to[(from + four / lot) * line] |= static_cast<uint8_t>(value << four % lot * width_bits);
+        };
+        put(0, base, code & ((1 << base) - 1));
+        if (above) put(base, above, code >> base);
+      }
+    }
+  }
+}
+
+// Factors of groups, by panels like scales.
+void put_steps(const PackArgs& args, int64_t first, int64_t width) {
+  const PackedWeight& weight = args.weight;
+  const int64_t groups = weight.inputs / weight.group_size;
+  for (int64_t output = first; output < std::min(first + width, weight.outputs); ++output)
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t place = first * groups + g * width + output - first;
+      if (weight.steps) const_cast<uint8_t*>(weight.steps)[place] = args.source_steps[output * groups + g];
+      if (weight.lows) const_cast<int8_t*>(weight.lows)[place] = args.source_lows[output * groups + g];
+    }
+}
+
 void put_data(const PackArgs& args, int64_t first, int64_t width) {
   const PackedWeight& weight = args.weight;
   const float* floats = static_cast<const float*>(args.source);
@@ -135,13 +188,22 @@ void put_data(const PackArgs& args, int64_t first, int64_t width) {
       break;
 #endif
     case kInt4Grouped: put_levels(args, first, width); break;
+    case kFloat8: put_panel<uint8_t, 1>(weight, first, width, [=](int64_t i) { return bytes[i]; }); break;
+    case kFloatCodes: put_float_codes(args, first, width); break;
+    case kCoded + 2:
+    case kCoded + 3:
+    case kCoded + 4:
+    case kCoded + 5:
+    case kCoded + 6: put_codes(args, first, width); break;
     default: put_panel<uint8_t, 4>(weight, first, width, [=](int64_t i) { return bytes[i] ^ 0x80; });
   }
 }
 
 void put_scales(const PackArgs& args, int64_t first, int64_t width) {
   const PackedWeight& weight = args.weight;
-  const int64_t groups = weight.group_size ? weight.inputs / weight.group_size : 1;
+  const int64_t size = weight.format > kCoded ? weight.span : weight.group_size;
+  const int64_t groups = size ? weight.inputs / size : 1;
+  if (weight.format > kCoded) put_steps(args, first, width);
   for (int64_t output = first; output < std::min(first + width, weight.outputs); ++output) {
     if (weight.bias) weight.bias[output] = args.bias[output];
     for (int64_t g = 0; args.source_scales && g < groups; ++g) {
@@ -160,11 +222,13 @@ void put_scales(const PackArgs& args, int64_t first, int64_t width) {
 
 int64_t packed_bytes(int64_t format, int64_t outputs, int64_t padded_inputs) {
   const int64_t elements = (outputs + kLane - 1) / kLane * kLane * padded_inputs;
+  if (format > kCoded) return elements * (format - kCoded) / 8;
   switch (format) {
     case kFloat32: return elements * 4;
     case kBfloat16: return elements * 2;
     case kFloat12: return elements * 3 / 2;
-    case kInt4Grouped: return elements / 2;
+    case kInt4Grouped:
+    case kFloatCodes: return elements / 2;
     default: return elements;
   }
 }

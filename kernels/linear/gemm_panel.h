@@ -5,9 +5,11 @@
 #include <cstring>
 #include <vector>
 
+#include "linear/gemm_coded.h"
 #include "linear/gemm_float12.h"
 #include "linear/gemm_float12_avx2.h"
 #include "linear/gemm_micro.h"
+#include "linear/gemm_narrow.h"
 #include "linear/gemm_rows.h"
 #include "linear/gemm_tiles.h"
 #include "linear/gemm_wide.h"
@@ -39,6 +41,8 @@ struct alignas(64) Scratch {
   float expanded[kNearInputs * kPanel];
   int32_t sums[kTileRows * kPanel];  // of a block
   uint8_t levels[kBlockInputs * kPanel];
+  float scales[kBlockInputs / kLeastGroup * kPanel];
+  float minimums[kBlockInputs / kLeastGroup * kPanel];
 #if defined(__AVX512FP16__)
   uint16_t halves[kChunk * kPanel];
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -307,6 +311,55 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
   }
 }
 
+// A block of inputs after the other: its codes become bytes, and its groups' factors scales, in the nearest cache.
+inline void coded_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const PackedWeight& weight,
+                        int64_t column, int64_t width, float* totals, const Fetch& fetch) {
+  const Blocks blocks = blocks_of(weight);
+  const int64_t bits = weight.format - kCoded, group = weight.group_size;
+  const auto* panel = static_cast<const uint8_t*>(weight.data) + column * weight.padded_inputs * bits / 8;
+  WideRows some{static_cast<const WideRow*>(rows.data) + first_row * rows.stride, rows.stride, weight.padded_inputs,
+                rows.scales + first_row * blocks.count, rows.sums + first_row * blocks.count, blocks.count};
+  const int32_t middle = weight.codebook ? 128 : static_cast<int32_t>(weight.code_zero);
+  for (int64_t begin = 0; begin < weight.inputs; begin += kBlockInputs) {
+    const int64_t whole = std::min(kBlockInputs, weight.padded_inputs - begin);
+    const int64_t count = std::min(kBlockInputs, weight.inputs - begin), size = std::min(group, kBlockInputs);
+    const uint8_t* codes = panel + begin * width * bits / 8;
+    expand_codes(codes, bits, width, whole, static_cast<const uint8_t*>(weight.codebook), scratch.levels);
+    expand_scales(weight, column, width, begin / group, (count + group - 1) / group, scratch.scales, scratch.minimums);
+    if (begin + count == weight.inputs) fetch_results(fetch, 0, num_rows);
+    for (int64_t at = 0; at < count; at += size) {
+      const int64_t inputs = std::min(size, count - at), bytes = inputs * width * bits / 8;
+      const BlockScales by{scratch.scales + at / size * width,
+                           weight.minimums ? scratch.minimums + at / size * width : nullptr, middle};
+      const char* here = reinterpret_cast<const char*>(codes) + at * width * bits / 8;
+      multiply_wide(some, num_rows, scratch.levels + at * width, width, inputs / 4, by, totals, begin + at == 0,
+                    scratch.sums, here + std::max(num_rows <= kFewRows ? kAhead : kFarAhead, bytes),
+                    fetch.next ? bytes : 0);
+      some.data += inputs;
+      ++some.scales;
+      ++some.sums;
+    }
+  }
+}
+
+// Weights that become floats in the nearest cache, some inputs after the other.
+inline void narrow_panel(const float* rows, int64_t stride, int64_t num_rows, const PackedWeight& weight,
+                         int64_t column, int64_t width, float* totals, const Fetch& fetch) {
+  const int64_t bits = weight.format == kFloat8 ? 8 : 4, line = width * bits / 8;
+  const auto* panel = static_cast<const uint8_t*>(weight.data) + column * weight.padded_inputs * bits / 8;
+  const float* scales = weight.scales + column * (weight.inputs / weight.group_size);
+  for (int64_t begin = 0; begin < weight.inputs; begin += kNearInputs) {
+    const int64_t count = std::min(kNearInputs, weight.inputs - begin);
+    expand_narrow(weight, panel + begin * line, begin, count, width, scales, scratch.expanded);
+    Fetch some = fetch;
+    some.next = far_ahead(fetch, reinterpret_cast<const char*>(panel), begin, line);
+    some.bytes = count * line;
+    some.is_stream = false;
+    if (begin + count < weight.inputs) some.out = nullptr;
+    multiply_rows<FloatKind>(rows + begin, stride, num_rows, scratch.expanded, width, count, totals, begin == 0, some);
+  }
+}
+
 #if defined(TILE_LOAD)
 // Rows of bfloat16 against a panel, by whole tiles of 32 rows. Where a product is nothing but sums, tiles write them where
 // they belong: a copy takes as long as the memory takes for the results once more. What comes next is asked for at an
@@ -412,6 +465,16 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
           settle_row(sums + row * kPanel, rows.sums[first + row], 128, width);
         break;
       }
+      case kFloat8:
+      case kFloatCodes:
+        narrow_panel(static_cast<const float*>(rows.data) + first * rows.stride, rows.stride, num_rows, weight, column,
+                     width, totals, fetch);
+        break;
+      case kCoded + 2:
+      case kCoded + 3:
+      case kCoded + 4:
+      case kCoded + 5:
+      case kCoded + 6: coded_panel(rows, first, num_rows, weight, column, width, totals, fetch); break;
       default: wide_panel(rows, first, num_rows, weight, column, width, totals, fetch);
     }
     for (int64_t row = 0; row < num_rows; ++row)

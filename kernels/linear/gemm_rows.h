@@ -22,7 +22,13 @@ struct Rows {
 
 // Whether rows are rounded to 16 bits by blocks of inputs.
 inline bool is_wide(const PackedWeight& weight) {
-  return weight.format == kInt8 || weight.format == kInt8Grouped || weight.format == kInt4Grouped;
+  return weight.format == kInt8 || weight.format == kInt8Grouped || weight.format == kInt4Grouped ||
+         weight.format > kCoded;
+}
+
+// Whether rows stay float32.
+inline bool keeps_floats(const PackedWeight& weight) {
+  return weight.format == kFloat32 || weight.format == kFloat8 || weight.format == kFloatCodes;
 }
 
 // Whether a row has one scale, which its results are multiplied by.
@@ -35,17 +41,16 @@ inline bool has_row_scales(const PackedWeight& weight) {
 inline bool converts(const PackedWeight& weight, int64_t num_rows) {
   if (num_rows > 1 || has_row_scales(weight) || is_wide(weight)) return true;
 #if defined(__AVX512BF16__) || defined(__AVX512FP16__) || defined(__ARM_FEATURE_BF16)
-  return weight.format != kFloat32;
-#else
-  return weight.inputs != weight.padded_inputs;
+  if (!keeps_floats(weight)) return true;
 #endif
+  return weight.inputs != weight.padded_inputs;
 }
 
 // Bytes of an element of a copied row.
 inline int64_t element_bytes(const PackedWeight& weight) {
   if (is_wide(weight)) return sizeof(WideRow);
   if (weight.format == kInt8Dynamic) return sizeof(ByteKind::Row);
-  return weight.format == kFloat32 ? sizeof(float) : sizeof(HalfKind::Row);
+  return keeps_floats(weight) ? sizeof(float) : sizeof(HalfKind::Row);
 }
 
 // Bytes from one copied row to the next: an odd number of cache lines, so that rows lie in different sets.
@@ -178,7 +183,7 @@ inline void convert_to(const PackedWeight& weight, const float* from, const Copy
     from = arranged.data();
   }
   char* to = copy.rows + row * workspace_stride(weight);
-  if (weight.format == kFloat32)
+  if (keeps_floats(weight))
     std::memcpy(to, from, weight.inputs * sizeof(float));
   else if (weight.format == kInt8Dynamic)
     copy.scales[row] =

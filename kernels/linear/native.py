@@ -13,11 +13,23 @@ import torch
 from torch import Tensor
 
 from kernels.host import address_of
-from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.formats import (
+    FP8_BLOCK,
+    CodedWeight,
+    DenseWeight,
+    FloatCodedWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    WeightFormat,
+)
 from kernels.linear.packed import (
     BFLOAT16,
+    CODED,
+    FLOAT8,
     FLOAT12,
     FLOAT32,
+    FLOAT_CODES,
     INPUT_MULTIPLE,
     INT4_GROUPED,
     INT8,
@@ -35,7 +47,13 @@ from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
 # Groups of inputs must be a multiple of this, by packed format.
-GROUP_MULTIPLES = {INT4_GROUPED: 8, INT8_GROUPED: 4}
+GROUP_MULTIPLES = {INT4_GROUPED: 8, INT8_GROUPED: 4, FLOAT8: 1, FLOAT_CODES: 2}
+# Inputs of a block that codes are taken apart by, and the smallest group.
+CODED_BLOCK, CODED_LEAST_GROUP = 256, 16
+# What a byte of steps stands for, by its type (gemm.h's StepKind).
+STEP_KINDS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}
+# What the kernels read float8_e4m3 as is to be multiplied by.
+FLOAT8_UNIT = 256.0
 # Outputs of a float16 weight that are packed at a time, through float32; a multiple of a panel's.
 PIECE_OUTPUTS = 4096
 
@@ -64,12 +82,14 @@ class NativePacker:
     def pack(self, weight: WeightFormat, bias: Tensor | None = None) -> PackedWeight:
         """The packed form of a weight and its bias [N]. The source may be dropped afterwards."""
         source, scale, minimum, form = _plain(weight)
+        steps, lows = _factors(weight)
         if source.dtype == torch.float16 and not self.keeps_float16:
             source, form = source.float(), FLOAT32
         outputs, inputs = weight.shape
         if source.dtype == torch.bfloat16 and self._fits_float12(source):
             form = FLOAT12
-        padded = inputs if form == FLOAT32 else -(-inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
+        keeps_inputs = form in (FLOAT32, FLOAT8, FLOAT_CODES)
+        padded = inputs if keeps_inputs else -(-inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
         padded_outputs = -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE
         struct = PackedWeightStruct(format=form, outputs=outputs, inputs=inputs, padded_inputs=padded)
         sizes: dict[str, int] = {}
@@ -81,22 +101,28 @@ class NativePacker:
         struct.data = take("data", self._packed_bytes(form, outputs, padded))
         if scale is not None:
             groups = scale.shape[1]
-            if form in GROUP_MULTIPLES:
+            if isinstance(weight, CodedWeight):
+                _describe_codes(weight, struct)
+            elif form in GROUP_MULTIPLES:
                 struct.group_size = inputs // groups
                 assert struct.group_size % GROUP_MULTIPLES[form] == 0, f"groups of {struct.group_size} inputs"
             struct.scales = take("scales", groups * padded_outputs * 4)
             if minimum is not None:
                 struct.minimums = take("minimums", groups * padded_outputs * 4)
+            for part, values in (("steps", steps), ("lows", lows)):
+                if values is not None:
+                    setattr(struct, part, take(part, values.shape[1] * padded_outputs))
         elif self._own_scales(form):
             struct.scales = take("scales", padded_outputs * 4)
         bias = None if bias is None else bias.float().contiguous()
         if bias is not None:
             struct.bias = take("bias", padded_outputs * 4)
         _take_inputs(weight, struct, take)
+        _take_book(weight, struct, take)
         if source.dtype == torch.float16:
             self._pack_float16(source, bias, struct)
         else:
-            self._run(source, bias, scale, minimum, struct)
+            self._run(source, bias, scale, minimum, struct, steps, lows)
         return PackedWeight(struct, self.arena, sizes)
 
     def _fits_float12(self, source: Tensor) -> bool:
@@ -126,6 +152,8 @@ class NativePacker:
         scale: Tensor | None,
         minimum: Tensor | None,
         struct: ctypes.Structure,
+        steps: Tensor | None = None,
+        lows: Tensor | None = None,
     ) -> None:
         args = structure("PackArgs")(
             source.data_ptr(),
@@ -133,6 +161,8 @@ class NativePacker:
             _pointer(bias),
             _pointer(scale),
             _pointer(minimum),
+            _pointer(steps),
+            _pointer(lows),
             struct,
         )
         self.library.run([Op(self.library, "pack_weight", args)], num_threads=self.num_threads)
@@ -170,6 +200,38 @@ def _take_inputs(weight: WeightFormat, struct: ctypes.Structure, take: Callable[
             ctypes.memmove(getattr(struct, part), values.data_ptr(), values.nbytes)
 
 
+def _factors(weight: WeightFormat) -> tuple[Tensor | None, Tensor | None]:
+    """Bytes of steps and lows [N, G]."""
+    if not isinstance(weight, CodedWeight):
+        return None, None
+    step, low = weight.step, weight.low
+    steps = None if step is None else step.view(torch.uint8).contiguous()
+    return steps, None if low is None else low.contiguous()
+
+
+def _describe_codes(weight: CodedWeight, struct: ctypes.Structure) -> None:
+    inputs, zero = weight.shape[1], -weight.book[0]
+    group = struct.group_size = inputs // weight.num_groups
+    struct.span = inputs // weight.scale.shape[1]
+    assert CODED_BLOCK % group == 0 <= group - CODED_LEAST_GROUP, f"groups of {group} inputs"
+    assert inputs % group == 0 == struct.span % group, f"spans of {struct.span} inputs"
+    struct.step_kind = 0 if weight.step is None else STEP_KINDS[weight.step.dtype]
+    struct.code_zero = zero
+
+
+def _take_book(weight: WeightFormat, struct: ctypes.Structure, take: Callable[[str, int], int]) -> None:
+    """Copies what codes stand for, where that is more than a difference."""
+    if isinstance(weight, FloatCodedWeight):
+        values = weight.book.float().contiguous()
+    elif isinstance(weight, CodedWeight) and not weight.has_levels:
+        assert weight.bits == 4, "codebooks have 16 numbers"
+        values = (torch.tensor(weight.book) + 128).to(torch.uint8)
+    else:
+        return
+    struct.codebook = take("codebook", values.nbytes)
+    ctypes.memmove(struct.codebook, values.data_ptr(), values.nbytes)
+
+
 def _plain(weight: WeightFormat) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     """Values, scales [N, G], minimums [N, G] and the packed format."""
     if isinstance(weight, DenseWeight):
@@ -179,6 +241,18 @@ def _plain(weight: WeightFormat) -> tuple[Tensor, Tensor | None, Tensor | None, 
         form = FLOAT32 if values.dtype == torch.float32 else BFLOAT16
         return values.contiguous(), None, None, form
     scale = weight.scale.float().contiguous()
+    if isinstance(weight, CodedWeight):
+        minimum = None if weight.minimum is None else -weight.minimum.float().contiguous()
+        if weight.step is not None and weight.step.dtype == torch.float8_e4m3fn:
+            scale = scale * FLOAT8_UNIT
+        return weight.codes.contiguous(), scale, minimum, CODED + weight.bits
+    if isinstance(weight, FloatCodedWeight):
+        return weight.codes.contiguous(), scale, None, FLOAT_CODES
+    if isinstance(weight, Fp8Weight):
+        assert not weight.rounds_inputs, "inputs that are rounded to fp8 have no packed form"
+        if weight.blocked:
+            scale = scale.repeat_interleave(FP8_BLOCK, 0)[: weight.shape[0]].contiguous()
+        return weight.values.contiguous(), scale.view(weight.shape[0], -1), None, FLOAT8
     if isinstance(weight, Int4Weight):
         minimum = None if weight.minimum is None else weight.minimum.float().contiguous()
         return weight.packed.contiguous(), scale, minimum, INT4_GROUPED

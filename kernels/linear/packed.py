@@ -20,10 +20,12 @@ from kernels.host import empty
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
-FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12 = range(7)
+FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12, FLOAT8, FLOAT_CODES = range(9)
+# Plus the bits of a code.
+CODED = 16
 # Levels that multiply bfloat16 weights out of 12 bits.
 FLOAT12_LEVELS = ("avx2", "avx2_vnni", "avx512_fp16")
-# Outputs are padded to a multiple of this with zeros, inputs to one of the other (float32 inputs are not).
+# Outputs are padded to a multiple of this with zeros, inputs to one of the other, or not (float32).
 OUTPUT_MULTIPLE = 16
 INPUT_MULTIPLE = 64
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear.batched import batched_product
-from kernels.linear.formats import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, dense_values
 from kernels.linear.quantized import DequantizedProduct, IntegerProduct, RoundedProduct
 from kernels.linear.rows import ROW_MULTIPLE
 
@@ -83,7 +83,7 @@ def pack_linear(weight: Tensor | WeightFormat) -> Product:
         return RoundedProduct(weight)
     if isinstance(weight, Int8Weight | Int4Weight):
         return _pack_weight_only(weight)
-    values = weight.values if isinstance(weight, DenseWeight) else weight
+    values = dense_values(weight)
     key = (values.shape, values.dtype, values.device, torch.get_num_threads())
     if key not in _proven:
         _proven[key] = next(

@@ -25,6 +25,7 @@ from kernels.linear.formats import (
     Int4Weight,
     Int8Weight,
     WeightFormat,
+    dense_values,
     stack,
 )
 from kernels.linear.reference import Product
@@ -259,7 +260,7 @@ class TritonLinear:
         if isinstance(weight, Int8Weight | Int4Weight):
             return WeightOnlyProduct(weight, most_rows=self.most_packed_rows)
         # The library chooses its kernel.
-        values = weight.values if isinstance(weight, DenseWeight) else weight
+        values = dense_values(weight)
         return lambda x, bias=None: F.linear(x, values, bias)
 
     def batched(self, left: Tensor, right: Tensor) -> Tensor:
@@ -303,7 +304,7 @@ class InvariantLinear(TritonLinear):
             return Fp8Product(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
             return super().pack(weight)
-        values = weight.values if isinstance(weight, DenseWeight) else weight
+        values = dense_values(weight)
         return lambda x, bias=None: dense_product(x, values, bias)
 
     def batched(self, left: Tensor, right: Tensor) -> Tensor:

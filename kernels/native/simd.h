@@ -34,6 +34,9 @@ inline void with_constant(int64_t n, const Body& body) {
     with_constant<kMost - 1>(n, body);
 }
 
+// What `load_float8` has to be multiplied by.
+constexpr float kFloat8Unit = 256.0f;
+
 inline float from_bfloat16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
   float value;

@@ -93,6 +93,17 @@ inline Vec load_int8(const int8_t* p, Mask m) {
   std::memcpy(part, p, count(m));
   return load_int8(part);
 }
+// float8_e4m3 as the float16 of the same bits, which is 1/256 of it; no NaN.
+inline Vec load_float8(const uint8_t* p) {
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  const __m128i sign = _mm_and_si128(_mm_slli_epi16(wide, 8), _mm_set1_epi16(-32768));
+  const __m128i size = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(127)), 7);
+  return _mm256_cvtph_ps(_mm_or_si128(sign, size));
+}
+// Two to each byte less 127; bytes from 1 to 254.
+inline Vec load_powers(const uint8_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23));
+}
 inline __m256i bf16_bits(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

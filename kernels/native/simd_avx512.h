@@ -58,6 +58,17 @@ inline Vec load_int8(const int8_t* p) {
 inline Vec load_int8(const int8_t* p, Mask m) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, p)));
 }
+// float8_e4m3 as the float16 of the same bits, which is 1/256 of it; no NaN.
+inline Vec load_float8(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(wide, 8), _mm256_set1_epi16(-32768));
+  const __m256i size = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(127)), 7);
+  return _mm512_cvtph_ps(_mm256_or_si256(sign, size));
+}
+// Two to each byte less 127; bytes from 1 to 254.
+inline Vec load_powers(const uint8_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23));
+}
 // Rounds to nearest even; NaN stays NaN.
 inline __m512i bf16_bits(Vec v) {
   const __m512i bits = _mm512_castps_si512(v);

@@ -115,6 +115,20 @@ inline Vec load_int8(const int8_t* p, Mask m) {
   std::memcpy(part, p, count(m));
   return load_int8(part);
 }
+// float8_e4m3 as the float16 of the same bits, which is 1/256 of it; no NaN.
+inline Vec load_float8(const uint8_t* p) {
+  const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+  const uint16x8_t sign = vandq_u16(vshlq_n_u16(wide, 8), vdupq_n_u16(0x8000));
+  const uint16x8_t size = vshlq_n_u16(vandq_u16(wide, vdupq_n_u16(127)), 7);
+  const float16x8_t halves = vreinterpretq_f16_u16(vorrq_u16(sign, size));
+  return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
+}
+// Two to each byte less 127; bytes from 1 to 254.
+inline Vec load_powers(const uint8_t* p) {
+  const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+  return {vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(wide)), 23)),
+          vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vget_high_u16(wide)), 23))};
+}
 // Rounds to nearest even; NaN stays NaN.
 inline uint16x4_t bf16_bits(float32x4_t v) {
   const uint32x4_t bits = vreinterpretq_u32_f32(v);

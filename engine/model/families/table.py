@@ -18,6 +18,7 @@ from engine.model.families.base import FAMILIES
 from engine.model.families.multimodal import WHOLES
 from engine.model.gguf_config import gguf_names
 from engine.model.spec import ModelSpec
+from engine.model.weight_memory import CODED_BYTES, GGUF_BYTES
 
 # A configuration that every family can read: what decides about kinds of layers is left to its defaults.
 _PROBE: dict[str, Any] = {
@@ -66,6 +67,17 @@ _PLACEMENTS = {
 }
 _QK_NORMS = {"head": "per head", "each": "per head", "full": "over all heads", "unit": "per head"}
 HEADINGS = ("architecture", "attention", "norms", "feed-forward", "forms")
+FORM_HEADINGS = ("form", "bits on CPUs", "bits elsewhere")
+# Those that are not of GGUF, with scales of the usual groups; bits are those of weight_memory.
+_OTHER_FORMS = [
+    ("GGUF IQ1, IQ2, IQ3, TQ1, TQ2", "dense", "dense"),
+    ("MXFP4 (gpt-oss)", "4.25", "9"),
+    ("NVFP4 (compressed-tensors, Model Optimizer)", "4.5", "dense"),
+    ("NF4, FP4 (bitsandbytes, blocks of 64)", "4.5", "dense"),
+    ("fp8 (per output, or blocks of 128)", "8", "8"),
+    ("AWQ, GPTQ, pack-quantized (4 bits, groups of 128, asymmetric)", "4.5", "4.5"),
+    ("GPTQ, int-quantized (8 bits)", "8", "8"),
+]
 
 
 class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,16 +104,32 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+def form_rows() -> list[tuple[str, str, str]]:
+    """Each form that weights of checkpoints are held in, with its bits in memory on CPUs and elsewhere."""
+    found = [
+        (f"GGUF {name}", f"{8 * coded:.4g}", f"{8 * GGUF_BYTES[name]:.4g}" if name in GGUF_BYTES else "dense")
+        for name, coded in CODED_BYTES.items()
+    ]
+    return [*sorted(found), *_OTHER_FORMS]
+
+
+def forms_markdown() -> str:
+    """The table of forms of docs/models.md."""
+    lines = ["| " + " | ".join(FORM_HEADINGS) + " |", "|" + "---|" * len(FORM_HEADINGS)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in form_rows())]) + "\n"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="millrace models families", description=__doc__)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--markdown", action="store_true", help="as docs/models.md has it")
+    parser.add_argument("--forms", action="store_true", help="of markdown, the table of forms of weights")
     options = parser.parse_args(arguments)
     if options.json:
         print(json.dumps(msgspec.to_builtins(rows())))
     elif options.markdown:
-        print(markdown(), end="")
+        print(forms_markdown() if options.forms else markdown(), end="")
     else:
         _print_table()
     return 0
@@ -118,7 +146,12 @@ def _print_table() -> None:
         table.add_column(heading, overflow="fold")
     for row in found:
         table.add_row(*msgspec.structs.astuple(row))
-    Console().print(table)
+    forms = Table(title="Forms of weights")
+    for heading in FORM_HEADINGS:
+        forms.add_column(heading)
+    for form in form_rows():
+        forms.add_row(*form)
+    Console().print(table, forms)
 
 
 def _row(name: str) -> FamilyRow:

@@ -16,7 +16,7 @@ from kernels.linear.packed import PackedWeight, gemm_args, make_workspace, produ
 from kernels.native import library
 from kernels.native.build import machine_levels
 from kernels.native.library import NativeLibrary, NativeUnavailableError
-from tests.kernels.drawn import weight_of
+from tests.kernels.drawn import CODED_KINDS, float_coded_weight, weight_of
 
 
 @pytest.fixture
@@ -63,11 +63,24 @@ def inside(rows: int, columns: int) -> Tensor:
 
 def weights_of(shape: tuple[int, int]) -> dict[str, WeightFormat]:
     """A weight of every format that the shape allows."""
-    kinds = [(kind, 0) for kind in ("float32", "bfloat16", "int8", "smoothed w8a8")]
+    kinds = [(kind, 0) for kind in ("float32", "bfloat16", "int8", "smoothed w8a8", "fp8 kept")]
     for group in (8, 32, 64, 256):
         if shape[1] % group == 0:
             kinds += [(kind, group) for kind in ("int8", "int4 order", "int4 minimum")]
-    return {f"{kind} by {group}": weight_of(kind, *shape, group=group) for kind, group in kinds}
+    for group in (16, 32):
+        if shape[1] % group == 0:
+            kinds += [(kind, group) for kind in CODED_KINDS]
+    if shape[1] % 128 == 0:
+        kinds.append(("fp8 kept blocks", 0))
+    found: dict[str, WeightFormat] = {
+        f"{kind} by {group}": weight_of(kind, *shape, group=group) for kind, group in kinds
+    }
+    found |= {
+        f"float codes by {group}": float_coded_weight(*shape, group=group)
+        for group in (2, 64)
+        if shape[1] % group == 0
+    }
+    return found
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (48, 256), (130, 768)])
@@ -85,8 +98,10 @@ def test_every_format_against_its_meaning(native: NativeLibrary, shape: tuple[in
             expected = x.double() @ exact.T + bias
             # What rounding the inputs may cost: 2^-8 for bfloat16, 1/254 of the largest for int8.
             size = x.double().abs() @ exact.abs().T + 1
-            if name.startswith("float32"):
+            if name.startswith(("float32", "float codes", "fp8 kept")):
                 allowed = 1e-5 * size
+            elif name.startswith("coded"):
+                allowed = 2.0**-14 * size
             elif name.startswith("smoothed w8a8"):
                 assert isinstance(weight, Int8Weight)
                 assert weight.smoothing is not None

@@ -168,6 +168,18 @@ def test_a_folder_of_a_revision_serves_without_the_hub_afterwards(
     assert again.stdout == first.stdout, again.stderr
 
 
+def test_a_split_file_comes_with_all_of_its_parts(hub: Hub, tmp_path: Path) -> None:
+    names = [f"big/model-0000{index}-of-00003.gguf" for index in (1, 2, 3)]
+    hub.files |= {name: b"GGUF" + name.encode() for name in names}
+    one = found(hub.url, tmp_path, f"hf:org/tiny:{names[1]}")
+    first = Path(one.stdout.strip())
+    assert first.name == "model-00001-of-00003.gguf", one.stderr
+    assert [(first.parent / Path(name).name).read_bytes() for name in names] == [hub.files[n] for n in names]
+    del hub.files[names[2]]
+    absent = found(hub.url, tmp_path / "other", f"hf:org/tiny:{names[0]}")
+    assert "huggingface.co refused the download" in absent.stderr
+
+
 def test_one_file_is_named(hub: Hub, tmp_path: Path) -> None:
     one = found(hub.url, tmp_path, "hf:org/tiny@v1:small.gguf")
     assert Path(one.stdout.strip()).read_bytes() == FILES["small.gguf"], one.stderr

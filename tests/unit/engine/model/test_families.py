@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.families import FAMILIES, read_spec
-from engine.model.families.table import main, markdown
+from engine.model.families.table import forms_markdown, main, markdown
 from engine.model.spec import CheckpointError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
 from tests.unit.engine.model.equality import assert_equals_transformers
@@ -517,9 +517,17 @@ def test_the_page_has_every_family() -> None:
     assert page.partition("## Families\n\n")[2] == markdown()
 
 
+def test_the_page_has_every_form_of_weights() -> None:
+    """To write it again: `python -m engine.model.families.table --markdown --forms`."""
+    page = (Path(__file__).resolve().parents[4] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert page.partition("## Forms of weights\n\n")[2].partition("\n\n")[0] + "\n" == forms_markdown()
+
+
 def test_families_are_printed_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "Cohere2ForCausalLM" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Cohere2ForCausalLM" in printed
+    assert "GGUF Q6_K" in printed
     assert main(["--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["architecture"] for row in rows] == sorted(FAMILIES)

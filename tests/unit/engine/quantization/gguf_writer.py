@@ -13,9 +13,17 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-# Blocks that the package decodes and cannot make: bytes, and places of float16 scales. Drawn, they have every
-# pattern of bits; `rounded` stands for the model's own weights.
-RANDOM_BLOCKS = {Kind.Q4_K: (144, (0, 2)), Kind.Q6_K: (210, (208,)), Kind.Q5_K: (176, (0, 2))}
+# Blocks that the package decodes and cannot make: places of float16 scales, and what these are. Drawn, they
+# have every pattern of bits; `rounded` stands for the model's own weights.
+RANDOM_BLOCKS: dict[Kind, tuple[tuple[int, ...], float]] = {
+    Kind.Q2_K: ((80, 82), 3e-3),
+    Kind.Q3_K: ((108,), 1e-3),
+    Kind.Q4_K: ((0, 2), 3e-4),
+    Kind.Q5_K: ((0, 2), 1.5e-4),
+    Kind.Q6_K: ((208,), 1e-4),
+    Kind.IQ4_NL: ((0,), 5e-4),
+    Kind.IQ4_XS: ((0,), 3e-5),
+}
 
 
 LAYER_NORMS = ("layer_norm_eps", "norm_eps", "norm_epsilon")
@@ -34,12 +42,13 @@ def write(
     extra: Mapping[str, NDArray[np.float32]] | None = None,
     rope_theta: float = 500.0,
     rounded: Mapping[Kind, Encoder] | None = None,
+    split: int = 0,
 ) -> None:
     """Stores `model` in the types that `kinds` gives for parts of GGUF names ("" is every matrix), and gives
-    the model the weights that this stands for.
+    the model the weights that this stands for. With `split` a file has so many tensors at most.
     """
     config = model.config
-    writer = gguf.GGUFWriter(str(path), arch)
+    writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=split)
     _describe(writer, config, arch, metadata or {}, rope_theta)
     number = {name: arch_number for arch_number, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -121,15 +130,27 @@ def _encode(values: NDArray[Any], kind: Kind, rounded: Encoder | None) -> tuple[
     if rounded is not None:
         data: NDArray[Any] = rounded(values.astype(np.float32))
     elif kind in RANDOM_BLOCKS:
-        size, scales = RANDOM_BLOCKS[kind]
-        shape = (*values.shape[:-1], values.shape[-1] // 256, size)
+        places, scale = RANDOM_BLOCKS[kind]
+        numbers, size = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*values.shape[:-1], values.shape[-1] // numbers, size)
         draw = np.random.default_rng(values.shape[0])
         blocks = draw.integers(0, 256, shape, dtype=np.uint8)
-        for place in scales:
+        for place in places:
             # So that weights are about as large as those of the other tensors.
-            scale = np.float16({Kind.Q4_K: 3e-4, Kind.Q5_K: 1.5e-4, Kind.Q6_K: 1e-4}[kind])
-            blocks[..., place : place + 2] = np.frombuffer(scale.tobytes(), np.uint8)
+            blocks[..., place : place + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
         data = blocks.reshape(*values.shape[:-1], -1)
     else:
         data = gguf.quants.quantize(values.astype(np.float32), kind)
     return data, gguf.quants.dequantize(data, kind).astype(np.float32).reshape(values.shape)
+
+
+def drawn_blocks(kind: Kind, rows: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    """Rows of blocks [rows, bytes]; bits are drawn, and float16 scales as numbers."""
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(seed)
+    blocks = draw.integers(0, 256, (rows, inputs // numbers, size), dtype=np.uint8)
+    has_minimum = kind in (Kind.Q4_1, Kind.Q5_1)
+    for place in RANDOM_BLOCKS[kind][0] if kind in RANDOM_BLOCKS else (0, 2)[: 1 + has_minimum]:
+        scales = draw.normal(size=blocks.shape[:2]).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return torch.from_numpy(blocks.reshape(rows, -1))

@@ -16,6 +16,7 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 
 from checkpoint.files import find
+from checkpoint.gguf_parts import part_names
 from checkpoint.vocabulary import checkpoint_fingerprint
 from engine.config import EngineConfig
 from engine.model.checkpoint import read_headers
@@ -356,3 +357,18 @@ def test_every_service_finds_the_tokenizer_beside_the_file(tmp_path: Path) -> No
     assert locate(ModelConfig(path=str(file)), simulated=False) == file
     assert locate(ModelConfig(path=str(tmp_path)), simulated=False) == file
     assert checkpoint_fingerprint(file) == checkpoint_fingerprint("models/millrace-nano")
+
+
+def test_split_files_are_one_model_whichever_is_named(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "original", "llama", **SIZES)
+    write(tmp_path / "model.gguf", oracle, "llama", {"": Kind.F16}, split=8)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert [part.name for part in parts] == part_names(parts[0].name)
+    assert len(parts) > 2
+    assert find(str(parts[1])) == parts[0]
+    assert_equals(parts[2], oracle)
+    assert {header.file for header in read_headers(parts[0]).values()} == {part.name for part in parts}
+    parts[-1].write_bytes(parts[1].read_bytes())
+    os.utime(parts[0], ns=(time.time_ns(), time.time_ns()))
+    with pytest.raises(ConfigError, match=rf"{parts[-1].name}: tensor .* is in {parts[1].name} already"):
+        read_headers(parts[0])

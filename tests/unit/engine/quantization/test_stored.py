@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from engine.quantization.scheme import read_scheme
 from engine.types import SamplingParams
 from kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight
+from kernels.linear.packed import PackedWeight
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
 from tests.unit.engine.quantization import writers
@@ -111,13 +112,19 @@ CASES: dict[str, tuple[dict[str, Any], Writer, type]] = {
 }
 
 
-def assert_equals(folder: Path, oracle: transformers.PreTrainedModel, *, tolerance: float = 2e-4) -> type:
-    """Log-probabilities of a prompt and a greedy continuation; returns the type of the first weight."""
+def assert_equals(
+    folder: Path, oracle: transformers.PreTrainedModel, *, tolerance: float = 2e-4, native: str = "off"
+) -> Any:
+    """Log-probabilities of a prompt and a greedy continuation; returns the type of the first weight, or its
+    packed format.
+    """
     prompt = prompt_of(33, 199)
-    with closing(open_runner(folder, native="off")) as runner:
+    with closing(open_runner(folder, native=native)) as runner:
         probe = SamplingParams(temperature=0.0, max_tokens=64, prompt_logprobs=199)
         (job,) = Driver(runner).run([Job(prompt, num_tokens=8, sampling=probe, chunk=13)])
-        kind = type(runner.model.layers[0].attention.qkv.weight)
+        model = runner.model.model if native == "required" else runner.model
+        weight = model.layers[0].attention.qkv.weight
+        kind = weight.struct.format if isinstance(weight, PackedWeight) else type(weight)
     expected = torch.log_softmax(reference_logits(oracle, prompt), -1)
     for position, entry in enumerate(job.prompt_logprobs):
         ours = torch.empty(199)
@@ -227,7 +234,7 @@ def test_settings_of_older_tools_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, r"quant_method = 'bitsandbytes'.*supported are awq, gptq"),
+        ({"quant_method": "hqq"}, r"quant_method = 'hqq'.*supported are awq, gptq"),
         ({}, "quantization_config.quant_method = None"),
         (AWQ | {"bits": 3}, r"quantization_config\.bits = 3 is not supported; supported are 4"),
         (AWQ | {"version": "gemv"}, r"version = 'gemv'.*gemm"),

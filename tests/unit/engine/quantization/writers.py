@@ -208,3 +208,67 @@ def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     code = code + 8 * (scaled < 0)
     blocks = code[..., 0::2] + 16 * code[..., 1::2]
     return blocks.to(torch.uint8), (exponent + 127).to(torch.uint8), meaning.flatten(1)
+
+
+def fp4_codes(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the nearest fp4 to each number, and what they stand for."""
+    table = torch.tensor(FP4)
+    size = (scaled.abs()[..., None] - table).abs().argmin(-1)
+    return (size + 8 * (scaled < 0)).to(torch.uint8), table[size] * scaled.sign()
+
+
+def nvfp4(weight: Tensor, *, divides: bool) -> Stored:
+    """NVFP4, low halves of bytes first: as compressed-tensors stores it, with a global scale that divides the
+    scales of groups, or as the Model Optimizer does, with one that multiplies them.
+    """
+    grouped = weight.view(weight.shape[0], -1, 16)
+    factor = weight.abs().max() / (6 * 448)
+    if divides:
+        stored_factor = 1 / factor
+        factor = 1 / stored_factor
+    else:
+        stored_factor = factor
+    scale = (grouped.abs().amax(-1) / 6 / factor).to(torch.float8_e4m3fn)
+    wide = scale.float()[..., None] * factor
+    codes, meaning = fp4_codes(torch.where(wide > 0, grouped / wide, torch.zeros(())))
+    codes = codes.flatten(1)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    meaning = (meaning * wide).flatten(1)
+    if divides:
+        one = stored_factor.reshape(1)
+        return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": one}, meaning
+    return {"weight": packed, "weight_scale": scale, "weight_scale_2": stored_factor}, meaning
+
+
+# By QLoRA (arXiv 2305.14314), appendix E.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+
+
+def nf4(weight: Tensor, *, nested: bool = False, size: int = 32) -> Stored:
+    """bitsandbytes in 4 bits, high halves of bytes first; with `nested` largest magnitudes are levels."""
+    blocks = weight.flatten().view(-1, size)
+    absmax, book = blocks.abs().amax(-1), torch.tensor(NF4)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": size, "shape": list(weight.shape)}
+    tensors: dict[str, Tensor] = {"quant_map": book, "absmax": absmax}
+    if nested:
+        levels, offset, inner = torch.linspace(-1, 1, 256), float(absmax.mean()), 16
+        padded = torch.zeros(-(-len(absmax) // inner) * inner)
+        padded[: len(absmax)] = absmax - offset
+        outer = padded.view(-1, inner).abs().amax(-1)
+        wide = outer.repeat_interleave(inner)[: len(absmax)]
+        chosen = ((absmax - offset) / wide)[:, None].sub(levels).abs().argmin(-1)
+        absmax = levels[chosen] * wide + offset
+        tensors |= {"absmax": chosen.to(torch.uint8), "nested_absmax": outer, "nested_quant_map": levels}
+        state |= {"nested_blocksize": inner, "nested_offset": offset, "nested_dtype": "float32"}
+    codes = (blocks / absmax[:, None])[..., None].sub(book).abs().argmin(-1)
+    meaning = (book[codes] * absmax[:, None]).view(weight.shape)
+    flat = codes.flatten().to(torch.uint8)
+    text = json.dumps(state).encode()
+    tensors["quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    parts = {f"weight.{name}": tensor for name, tensor in tensors.items()}
+    return parts | {"weight": (flat[0::2] << 4 | flat[1::2])[:, None]}, meaning
