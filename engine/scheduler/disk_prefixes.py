@@ -73,7 +73,8 @@ class DiskPrefixes:
         num_blocks = self.num_found(hashes)
         if num_blocks > num_on_host:
             # Another sequence's read may cover what follows.
-            apart = takewhile(lambda each: each not in self._under_way, hashes[: min(num_blocks, num_free())])
+            most = max(0, min(num_blocks, num_free()))
+            apart = takewhile(lambda each: each not in self._under_way, hashes[:most])
             num_blocks = sum(1 for _ in apart)
         if num_blocks <= num_on_host:
             return False
