@@ -32,7 +32,7 @@ class BlockBytes:
         else:
             for part, rows in self._parts(self._staged):
                 part[:] = rows[block_id]
-        return memoryview(self._staged)
+        return self._staged.data
 
     def write(self, block_id: int, block: bytes | memoryview) -> None:
         """Fills a block."""

@@ -85,6 +85,9 @@ class InspectEndpoints:
             sampling_defaults={
                 name: SamplingDefault(value, source) for name, value, source in pipeline.defaults(served)
             },
+            state=pipeline.loads.state(served.key).state
+            if served is not None and served.config.is_on_demand
+            else msgspec.UNSET,
         )
 
     async def tokenize(self, exchange: Exchange) -> None:
