@@ -80,6 +80,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_bytes: int = 0
     # Speed of copies from the host. A block is brought back when that is faster than computing it again.
     host_bytes_per_s: float = 8e9
+    # Folder for blocks of keys and values that outlive the engine; engines of the same machine may share it.
+    # Empty turns it off.
+    disk_path: str = ""
+    # What the folder may hold, of all models together. What was not used for longest makes room.
+    disk_bytes: int = 16 << 30
+    # Speed of reads from the disk. A block is read when that is faster than computing it again.
+    disk_bytes_per_s: float = 1e9
+    # File with a key of 32 or more characters, by which blocks are encrypted on disk; empty: they are plain.
+    disk_key_file: str = ""
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,6 +283,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "engine.cache.host_bytes: host memory holds prefixes; set prefix_caching = true, "
                 "or host_bytes = 0"
             )
+        self._check_disk()
         self.adapters.validate()
         simulation = self.simulation
         if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):
@@ -281,6 +291,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"engine.simulation.first_token_id = {simulation.first_token_id}: must be below "
                 f"last_token_id = {simulation.last_token_id} and vocab_size = {simulation.vocab_size}"
             )
+
+    def _check_disk(self) -> None:
+        cache = self.cache
+        if not cache.disk_path:
+            if cache.disk_key_file:
+                raise ConfigError(
+                    "engine.cache.disk_key_file: nothing is written without engine.cache.disk_path; set "
+                    "both, or neither"
+                )
+            return
+        if not Path(cache.disk_path).is_absolute():
+            raise ConfigError(
+                f"engine.cache.disk_path = {cache.disk_path!r}: must be an absolute path, the same for all "
+                "engines that share it"
+            )
+        for is_missing, needed in (
+            (not cache.prefix_caching, "prefix_caching = true: what is on disk are prefixes"),
+            (self.simulated, "simulated = false: a simulated engine has no keys and values"),
+        ):
+            if is_missing:
+                raise ConfigError(f'engine.cache.disk_path: set {needed}; or disk_path = ""')
 
     def _check_vllm(self) -> None:
         """Nothing that was asked of this suite's own core is ignored in silence by another one."""
@@ -290,6 +321,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("quantize", self.quantize != "off", f"set {theirs}.quantization, in vLLM's terms"),
             ("speculation.method", self.speculation.method != "off", f"set {theirs}.speculative_config"),
             ("cache.host_bytes", self.cache.host_bytes, f"set {theirs}.kv_transfer_config"),
+            ("cache.disk_path", self.cache.disk_path, f"set {theirs}.kv_transfer_config"),
             ("cache.kv_dtype", self.cache.kv_dtype != "auto", f"set {theirs}.kv_cache_dtype"),
         ):
             if is_set:
@@ -316,6 +348,8 @@ _AT_LEAST_ONE = (
     "scheduler.max_waiting",
     "cache.block_size",
     "cache.host_bytes_per_s",
+    "cache.disk_bytes",
+    "cache.disk_bytes_per_s",
     "simulation.num_blocks",
     "simulation.max_model_len",
     "speculation.num_draft_tokens",

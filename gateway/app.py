@@ -28,6 +28,7 @@ from gateway.http.server import HttpServer
 from gateway.intake.intake import Intake
 from gateway.models.catalog import Catalog
 from gateway.models.keeper import ModelKeeper
+from gateway.models.loads import ModelLoads
 from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.books import Books
 from gateway.pipeline.pipeline import Pipeline
@@ -98,6 +99,7 @@ class Gateway:
             intake=self._intake,
             keeps_transcripts=telemetry.config.capture_content,
         )
+        self._loads = ModelLoads(self._config.loader, self._fleet)
         self._shadows = Shadows(self._catalog, attempts, self._edge.prices, metrics, telemetry)
         self._pipeline = self._build_pipeline(attempts)
         self.http = self._build_http()
@@ -109,11 +111,13 @@ class Gateway:
         books = Books(self._metrics, self._telemetry, edge.ledger, edge.deferred)
         books.expects(self._settings.models.models, edge.tiers.all.values())
         books.when_written = self._shadows.offer
+        self._loads.running = books.running_by_model
         return Pipeline(
             catalog=self._catalog,
             attempts=attempts,
             tiers=edge.tiers,
             books=books,
+            loads=self._loads,
             shadows=self._shadows,
             telemetry=self._telemetry,
             deferred=edge.deferred,
@@ -171,6 +175,7 @@ class Gateway:
         self._tasks += [
             asyncio.create_task(keeping, name="keep models"),
             asyncio.create_task(self._connect(), name="connect"),
+            asyncio.create_task(self._loads.run(), name="models on demand"),
         ]
 
     async def wait_ready(self) -> None:

@@ -191,6 +191,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # A name without records, or a file without addresses or with something else, changes nothing.
     discovery: str = "static"
     discovery_interval_s: PositiveFloat = 5.0
+    # Socket of the supervisor that loads models with load = "on demand"; `millrace up` sets it.
+    loader: str = ""
     # After SIGTERM health is NOT_SERVING, and requests are still taken for as long as Envoy needs to notice.
     drain_notice_s: NonNegativeFloat = 0.0
     # Streams in flight may go on for this long after that.

@@ -102,6 +102,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # [engine].
     engines: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     pool: str = ""
+    # "on demand": `millrace up` starts its engines when somebody asks for it, and ends them when nobody has
+    # for idle_unload_s (0 is never), or when another model needs the memory (supervisor.on_demand_bytes). So
+    # many requests wait at each gateway while it is loaded; further ones are refused with a retry delay.
+    load: Literal["at start", "on demand"] = "at start"
+    idle_unload_s: Annotated[float, msgspec.Meta(ge=0)] = 300.0
+    load_queue: Annotated[int, msgspec.Meta(ge=1)] = 64
     # Prompt plus completion; 0 is the engines' own limit.
     max_context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     # Sampling options instead of those that the checkpoint recommends, such as {temperature = 0.7}.
@@ -117,6 +123,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def served_name(self) -> str:
         """Name under which the model is listed."""
         return self.name or Path(self.path).name
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether it is loaded when somebody asks for it."""
+        return self.load == "on demand"
 
     @property
     def served_revision(self) -> str:

@@ -20,7 +20,9 @@ from engine.core.loop import EngineLoop
 from engine.core.memory import MemoryWatch
 from engine.core.messages import CoreSocket, PeerGone
 from engine.core.warm_up import WarmUp
+from engine.kv import BlockDisk
 from engine.runner.base import Builder
+from engine.runner.prefix_disk.build import check_disk, open_disk
 from engine.scheduler import Scheduler
 from engine.scheduler.adapters import AdapterLoader, AdapterSlots
 from engine.types import NOT_MEASURED, MeasuredSpeed, MemoryPlan, ModelFacts
@@ -65,6 +67,7 @@ def make_scheduler(
     facts: ModelFacts,
     speed: MeasuredSpeed = NOT_MEASURED,
     adapters: AdapterLoader | None = None,
+    disk: BlockDisk | None = None,
 ) -> Scheduler:
     """The scheduler over the memory that the runner allocated."""
     bytes_per_block = memory.kv_bytes_per_token * memory.block_size
@@ -80,6 +83,7 @@ def make_scheduler(
         shares_prefixes=facts.shares_prefixes,
         speed=speed,
         adapters=None if adapters is None else AdapterSlots(config.adapters.num_slots, adapters),
+        disk=disk,
     )
 
 
@@ -119,6 +123,7 @@ def serve_core(connection: CoreSocket) -> int:
     watch = MemoryWatch()
     report = ProgressReport(connection, watch)
     try:
+        check_disk(config.cache)
         runner, memory, facts = builder(config, model, report)
     except ConfigError as error:
         connection.send(messages.CoreRefused(str(error)))
@@ -131,7 +136,12 @@ def serve_core(connection: CoreSocket) -> int:
     report.count()
     if warm_up.broken:
         return _EXIT_BROKEN
-    scheduler = make_scheduler(config, model, memory, facts, speed, runner.adapters)
+    try:
+        disk = open_disk(config, model, memory, facts, runner.block_bytes())
+    except ConfigError as error:
+        connection.send(messages.CoreRefused(str(error)))
+        return _EXIT_CONFIG
+    scheduler = make_scheduler(config, model, memory, facts, speed, runner.adapters, disk)
     loop = EngineLoop(
         scheduler,
         runner,
@@ -147,6 +157,8 @@ def serve_core(connection: CoreSocket) -> int:
     try:
         loop.run()
     finally:
+        if disk is not None:
+            disk.close()
         runner.close()
     return _EXIT_BROKEN if loop.broken else 0
 

@@ -1,5 +1,6 @@
 """Bookkeeping of the paged KV cache: blocks, prefix cache, host tier. Numbers only, no tensors."""
 
 from engine.kv.cache import KvCache, Prefix
+from engine.kv.disk import BlockDisk, DiskRead
 
-__all__ = ["KvCache", "Prefix"]
+__all__ = ["BlockDisk", "DiskRead", "KvCache", "Prefix"]

@@ -12,6 +12,7 @@ import msgspec
 
 from contract.prefix import BlockHash, PrefixHasher, event_hash
 from engine.kv.block_pool import BlockPool, BlockTable, HostTier
+from engine.kv.disk import BlockDisk, DiskRead
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 
 Pairs = tuple[tuple[int, int], ...]
@@ -43,7 +44,11 @@ class KvCache:
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
         window: int | None = None,
+        disk: BlockDisk | None = None,
     ) -> None:
+        self.disk = disk if prefix_caching else None
+        # Set apart for what comes from disk.
+        self._reading: set[int] = set()
         # Tokens that a position can look back on, itself included; None is all.
         self.window = window
         self.block_size = block_size
@@ -55,6 +60,8 @@ class KvCache:
         self._offloads: dict[int, int] = {}
         self._restores: list[tuple[int, int]] = []
         self._events: list[KvEvent] = []
+        # Whether content that is evicted goes to the host tier.
+        self._moves_out = True
 
     @property
     def num_blocks(self) -> int:
@@ -191,6 +198,8 @@ class KvCache:
             block_hash = hasher.hashes[index]
             if self._pool.register(table.block_ids[index], block_hash):
                 self._stored(block_hash, hasher.parent_of(index))
+                if self.disk is not None:
+                    self.disk.write_later(table.block_ids[index], block_hash)
         table.num_registered = max(first, last)
 
     def _stored(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
@@ -210,8 +219,32 @@ class KvCache:
         table.num_sent = 0
         table.num_given_up = table.num_given_up_sent = 0
 
+    def begin_read(self, hashes: tuple[BlockHash, ...]) -> tuple[int, ...]:
+        """Blocks for contents that come from disk, which nobody finds or uses before `end_read`. What they
+        held is not moved to the host: no plan could carry that before they are written.
+
+        The caller has checked num_available.
+        """
+        self._moves_out = False
+        block_ids = tuple(self._pool.allocate() for _ in hashes)
+        self._moves_out = True
+        self._reading.update(block_ids)
+        return block_ids
+
+    def end_read(self, read: DiskRead, num_filled: int) -> None:
+        """The first so many blocks hold their contents, and can be found; all are given back."""
+        parent = read.parent
+        for block_id, block_hash in zip(read.block_ids[:num_filled], read.hashes, strict=False):
+            if self._pool.register(block_id, block_hash):
+                self._stored(block_hash, parent)
+            parent = block_hash
+        self._reading.difference_update(read.block_ids)
+        self._pool.release(reversed(read.block_ids))
+
     def forget_contents(self) -> None:
         """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
+        if self.disk is not None:
+            self.disk.forget_all()
         lost = {event_hash(block_hash) for block_hash in (*self._pool.drop_cached(), *self._host.clear())}
         if lost:
             self._events.append(BlocksEvicted(tuple(sorted(lost))))
@@ -234,7 +267,10 @@ class KvCache:
         return events
 
     def _evicted(self, block_id: int, block_hash: BlockHash) -> None:
-        stored = self._host.store(block_hash) if self._host.num_blocks else None
+        if self.disk is not None:
+            self.disk.forget(block_id)
+        keeps = self._host.num_blocks and self._moves_out
+        stored = self._host.store(block_hash) if keeps else None
         if stored is None:
             lost = block_hash if block_hash not in self._host else None
         else:
@@ -245,7 +281,7 @@ class KvCache:
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
         """Raises AssertionError unless the tables account for every reference and no block is lost."""
-        references: dict[int, int] = {}
+        references = dict.fromkeys(self._reading, 1)
         for table in tables:
             assert len(set(table.held)) == table.num_held, "a table holds a block twice"
             given_up = table.block_ids[: table.num_given_up]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.types import GrammarSpec, MemoryPlan, ModelFacts, SchedulerOutput, StepResult
 from runtime.config import ModelConfig
 
@@ -87,6 +88,9 @@ class Runner(Protocol):
 
     def num_prefaulted_blocks(self) -> int:
         """Blocks of the cache, from the first on, that hold memory though nobody may have used them yet."""
+
+    def block_bytes(self) -> Callable[[], BlockBytes] | None:
+        """What makes ways to the bytes of single blocks; None where blocks hold nothing."""
 
     def close(self) -> None:
         """Frees the device. No step is outstanding; further calls do nothing."""

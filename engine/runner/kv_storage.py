@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from engine.model.spec import ModelSpec
+from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.types import SchedulerOutput
 from kernels.host import Device, HostDevice, Values, address_of, advise, on_device
 from kernels.paged_cache.host import allocate_host_layer
@@ -182,6 +183,10 @@ class KvStorage:
                 else:
                     sources, targets = on_device(index, tensor.device)
                     tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+    def block_bytes(self) -> BlockBytes:
+        """A way to the bytes of single blocks."""
+        return BlockBytes(self._tensors)
 
     def close(self) -> None:
         """Ends transfers and gives host memory back. No step is outstanding."""

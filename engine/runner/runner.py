@@ -23,6 +23,7 @@ from engine.runner.inputs import StepInputs, no_masks
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled, conclude
 from engine.runner.pooling import Pooler
+from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.economics import StepCost
 from engine.runner.speculation.proposer import Proposer
@@ -117,6 +118,10 @@ class ModelRunner:
     def num_prefaulted_blocks(self) -> int:
         """See Runner."""
         return self.storage.num_prefaulted_blocks
+
+    def block_bytes(self) -> Callable[[], BlockBytes]:
+        """See Runner."""
+        return self.storage.block_bytes
 
     def close(self) -> None:
         """Ends the threads; the memory goes with the object."""

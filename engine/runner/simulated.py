@@ -138,6 +138,9 @@ class SimulatedRunner:
         """No memory is held."""
         return 0
 
+    def block_bytes(self) -> None:
+        """No block holds anything."""
+
     def num_states(self) -> int:
         """Sequences that are remembered."""
         return len(self._states)

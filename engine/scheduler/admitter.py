@@ -54,6 +54,7 @@ class Admitter:
             sequence.num_pending
             or self._waits_for_prefix(draft, sequence)
             or self._waits_for_adapter(draft, sequence)
+            or self._waits_for_disk(draft, sequence)
         ):
             skipped.add(sequence.sequence_id)
             return True
@@ -115,6 +116,24 @@ class Admitter:
         sequence.waits_for("cold_adapter", draft.now)
         draft.num_cold += 1
         return True
+
+    def _waits_for_disk(self, draft: PlanDraft, sequence: Sequence) -> bool:
+        """Whether a part of the sequence's prefix is being read from disk."""
+        state = self._state
+        if state.cache.disk is None or draft.under_way is None or sequence.is_beam:
+            return False
+        _, prefix = self._starting_point(draft, sequence)
+        if prefix is None or sequence.needs_every_position:
+            return False
+        if not state.disk_prefixes.awaits(sequence, draft.step_id, lambda: self._num_to_spare(sequence)):
+            return False
+        sequence.waits_for("offload", draft.now)
+        draft.num_cold += 1
+        return True
+
+    def _num_to_spare(self, sequence: Sequence) -> int:
+        """Blocks that may be set apart for the sequence while it has no slot."""
+        return self._state.promises.num_free() - self._watermark(sequence)
 
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
         """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
@@ -227,6 +246,8 @@ class Admitter:
             draft.fork_parents.add(sequence.fork_parent.sequence_id)
         else:
             state.cache.adopt(sequence.table, prefix)
+            if state.cache.disk is not None:
+                state.cache.disk.use(sequence.hasher.hashes[: prefix.num_blocks])
             totals = state.totals
             totals.prefix_queried_tokens += sequence.num_known
             totals.prefix_hit_tokens += len(prefix.device_blocks) * state.cache.block_size

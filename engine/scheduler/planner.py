@@ -31,6 +31,7 @@ class Planner:
         """The next step. Empty when nobody can compute anything and nothing needs to be released."""
         state = self._state
         state.cache.begin_step()
+        state.disk_prefixes.begin_step([step.step_id for step in state.in_flight])
         for name, problem in state.adapters.begin_step().items():
             state.fail_adapter(name, problem)
         budget = self._config.max_num_batched_tokens

@@ -6,6 +6,7 @@ from contract.prefix import BlockHash
 from engine.kv import KvCache, Prefix
 from engine.policy.line import Line
 from engine.policy.rates import StepRate
+from engine.scheduler.disk_prefixes import DiskPrefixes
 from engine.scheduler.sequence import Awaited, Sequence, Status
 
 # Prompt blocks that running sequences are computing, so that nobody computes them a second time.
@@ -93,7 +94,10 @@ _LOOKED_AT_TOKENS = 8192
 class Prefixes:
     """Looks sequences up in the cache. `host_s_per_token` is what bringing a token from the host takes."""
 
-    def __init__(self, cache: KvCache, line: Line, speed: StepRate, host_s_per_token: float) -> None:
+    def __init__(
+        self, cache: KvCache, line: Line, speed: StepRate, host_s_per_token: float, on_disk: DiskPrefixes
+    ) -> None:
+        self._on_disk = on_disk
         self._cache = cache
         self._line = line
         self._speed = speed
@@ -116,6 +120,9 @@ class Prefixes:
             return sequence.num_known
         hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
         num_blocks, under_way = self.cached(sequence).num_blocks, BlocksUnderWay(running, cache.block_size)
+        num_blocks += self._on_disk.num_found(
+            hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]
+        )
         for block_hash in hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]:
             if block_hash not in under_way and not self._line.wants(block_hash):
                 break

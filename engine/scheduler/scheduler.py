@@ -9,7 +9,7 @@ import msgspec
 
 from contract.prefix import PrefixHasher
 from engine.config import CacheConfig, SchedulerConfig
-from engine.kv import KvCache
+from engine.kv import BlockDisk, KvCache
 from engine.policy.door import Door, refuse_impossible, tokens_limit
 from engine.policy.forecast import Batch
 from engine.policy.isolation import FailureIsolation
@@ -68,6 +68,7 @@ class Scheduler:
         attention_balance: float = math.inf,
         whole_prompts: bool = False,
         shares_prefixes: bool = True,
+        disk: BlockDisk | None = None,
     ) -> None:
         cache = KvCache(
             num_blocks=memory.num_blocks,
@@ -75,12 +76,14 @@ class Scheduler:
             prefix_caching=cache_config.prefix_caching and shares_prefixes,
             num_host_blocks=num_host_blocks,
             window=window,
+            disk=disk,
         )
         self._model = model
         self._memory = memory
         host_s_per_token = memory.kv_bytes_per_token / cache_config.host_bytes_per_s
+        disk_s_per_token = memory.kv_bytes_per_token / cache_config.disk_bytes_per_s
         rate = StepRate.of(speed, attention_balance)
-        self._state = state = SchedulerState(config, cache, rate, host_s_per_token)
+        self._state = state = SchedulerState(config, cache, rate, host_s_per_token, disk_s_per_token)
         state.whole_prompts = whole_prompts
         if adapters is not None:
             state.adapters = adapters
@@ -255,8 +258,8 @@ class Scheduler:
 
     @property
     def is_loading(self) -> bool:
-        """Whether an adapter is on its way, for which somebody may wait."""
-        return self._state.adapters.is_loading
+        """Whether an adapter, or a prefix from disk, is on its way, for which somebody may wait."""
+        return self._state.adapters.is_loading or self._state.disk_prefixes.is_reading
 
     @property
     def loaded_adapters(self) -> tuple[str, ...]:
@@ -293,6 +296,8 @@ class Scheduler:
         """The present load."""
         state, speed = self._state, self._state.speed
         oldest = state.line.oldest()
+        if state.cache.disk is not None:
+            state.totals.disk = state.cache.disk.counters()
         return SchedulerLoad(
             num_running=len(state.running),
             num_waiting=len(state.waiting),

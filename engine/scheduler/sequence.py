@@ -9,6 +9,7 @@ import msgspec
 
 from contract.prefix import PrefixHasher
 from engine.kv.block_pool import BlockTable
+from engine.kv.disk import DiskRead
 from engine.policy.line import account_of, slots_of
 from engine.types import (
     ChoiceHistory,
@@ -197,6 +198,9 @@ class Sequence:
         self.fork_parent: Sequence | None = None
         # Whom it waits for, while it has no slot.
         self.awaited: Awaited | None = None
+        # What it waits for from disk, or did before; whether that was begun for it.
+        self.disk_read: DiskRead | None = None
+        self.owns_disk_read = False
         # Order of submission; the second number is the beam's within one request.
         self.order = (sequence_id, 0)
         # Whether the runner has state for it.
@@ -346,6 +350,7 @@ class Sequence:
         """Forgets all progress but the tokens: the blocks are gone."""
         self.epoch += 1
         self.coming_back = self.restoring = None
+        self.disk_read = None
         self.is_introduced = False
         self.num_computed = 0
         self.num_confirmed = 0

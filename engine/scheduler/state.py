@@ -16,6 +16,7 @@ from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Shares
 from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch, Candidate
+from engine.scheduler.disk_prefixes import DiskPrefixes
 from engine.scheduler.held_back import HeldBack
 from engine.scheduler.prefixes import Prefixes
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
@@ -140,6 +141,8 @@ class SchedulerState:
     speed: StepRate
     # Seconds for copying one token's keys and values back from host memory.
     host_s_per_token: InitVar[float]
+    # And for reading them from disk.
+    disk_s_per_token: InitVar[float] = 0.0
     adapters: AdapterSlots = field(default_factory=AdapterSlots)
     traffic: Traffic = field(default_factory=Traffic)
     # Prompts are computed in one step each: an encoder's.
@@ -149,6 +152,7 @@ class SchedulerState:
     line: Line = field(init=False)
     promises: Promises = field(init=False)
     prefixes: Prefixes = field(init=False)
+    disk_prefixes: DiskPrefixes = field(init=False)
     # Those in the line, by id, in order of joining.
     waiting: dict[int, Sequence] = field(default_factory=dict)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
@@ -170,12 +174,13 @@ class SchedulerState:
     ids: Iterator[int] = field(default_factory=lambda: count(1))
     totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
-    def __post_init__(self, host_s_per_token: float) -> None:
+    def __post_init__(self, host_s_per_token: float, disk_s_per_token: float) -> None:
         config = self.config
         self.shares = Shares(config.output_token_cost, config.fairness_band_tokens)
         self.line = Line(config, self.shares)
         self.promises = Promises(self.cache)
-        self.prefixes = Prefixes(self.cache, self.line, self.speed, host_s_per_token)
+        self.disk_prefixes = DiskPrefixes(self.cache, self.speed, disk_s_per_token)
+        self.prefixes = Prefixes(self.cache, self.line, self.speed, host_s_per_token, self.disk_prefixes)
 
     def adapters_in_use(self) -> set[str]:
         """Adapters that steps compute with: those of sequences that run, or left during a step."""

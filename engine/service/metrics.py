@@ -17,6 +17,7 @@ from engine.types import (
     BlocksEvicted,
     ChoiceHistory,
     ChoiceStatistics,
+    DiskCounters,
     FinishReason,
     FirstTokenTimings,
     MemoryUse,
@@ -212,6 +213,8 @@ class EngineMetrics:
             metrics.add(family, 0)
         for family, labels, _ in _COUNTERS:
             metrics.add(family, 0, **labels)
+        for event in names.DISK_BLOCKS.values["event"]:
+            metrics.add(names.DISK_BLOCKS, 0, event=event)
 
     def ready(self, report: messages.Ready, model: str, core_pid: int) -> None:
         """What does not change while the engine runs, and the core's real memory, read at every scrape."""
@@ -298,6 +301,14 @@ class EngineMetrics:
             more = getattr(counters, name) - getattr(before, name)
             if more:
                 self.metrics.add(metric, more, **labels)
+        if counters.disk is None:
+            return
+        self.metrics.set(names.DISK_BYTES, counters.disk.num_bytes)
+        earlier = before.disk or DiskCounters()
+        for event in names.DISK_BLOCKS.values["event"]:
+            more = getattr(counters.disk, f"num_{event}") - getattr(earlier, f"num_{event}")
+            if more:
+                self.metrics.add(names.DISK_BLOCKS, more, event=event)
 
     def _record_event(self, event: TokenEvent, tier: str) -> None:
         if event.token_ids:

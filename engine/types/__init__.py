@@ -9,7 +9,7 @@ from contract.errors import RequestFailure
 from contract.grammar import GrammarSpec
 from contract.outputs import ChoiceStatistics, EngineTime, FinishReason, TokenLogprobs
 from contract.sampling import SamplingParams
-from engine.types.memory import MemoryPlan, MemoryUse, SchedulerCounters, SchedulerLoad
+from engine.types.memory import DiskCounters, MemoryPlan, MemoryUse, SchedulerCounters, SchedulerLoad
 from engine.types.model_facts import NOT_MEASURED, MeasuredSpeed, ModelFacts
 from engine.types.request import Request
 from engine.types.step import (
@@ -29,6 +29,7 @@ __all__ = [
     "BlocksStored",
     "ChoiceHistory",
     "ChoiceStatistics",
+    "DiskCounters",
     "EngineTime",
     "FinishReason",
     "FirstTokenTimings",

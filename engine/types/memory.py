@@ -9,6 +9,23 @@ from contract.engines import EngineLoad
 # State of the engine between two steps: load for routers, counts for metrics.
 
 
+class DiskCounters(msgspec.Struct, kw_only=True):
+    """Blocks of the prefix cache on disk since the engine started."""
+
+    num_written: int = 0
+    num_read: int = 0
+    # Not what was written under their names; removed.
+    num_damaged: int = 0
+    # Given away on the device before they were written.
+    num_dropped: int = 0
+    # Writes, and looks at the folder, that the system refused.
+    num_failed: int = 0
+    # Removed to keep the bound.
+    num_evicted: int = 0
+    # All that the folder holds now.
+    num_bytes: int = 0
+
+
 class SchedulerCounters(msgspec.Struct, kw_only=True):
     """Events since the engine started. Only ever grows; readers take differences."""
 
@@ -22,6 +39,8 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     restored_blocks: int = 0
     # Cause (see observability.emit.names.Cause) to preemptions.
     preemptions: dict[str, int] = {}
+    # Where there is a disk.
+    disk: DiskCounters | None = None
 
     @property
     def num_preemptions(self) -> int:

@@ -92,6 +92,11 @@ class ContinuousStream:
         self.pool = ""
 
     @property
+    def model(self) -> str:
+        """Version of the model that computes it."""
+        return self._submission.model
+
+    @property
     def seed(self) -> int:
         """By which tokens are drawn, on whatever engine."""
         return self._submission.sampling.seed

@@ -37,6 +37,8 @@ Lookup = Callable[[], Awaitable[list[str]]]
 _ADDRESS = re.compile(r"unix:\S+|(?:dns:/*)?(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}", re.ASCII)
 # Whoever writes a file in place has been through with it for at least this long.
 _SETTLED_S = 0.05
+# All that stands in a file where it is meant that no engine runs: models may be loaded on demand.
+NO_ENGINES = "# none"
 
 
 def lookup_of(discovery: str, static: Sequence[str]) -> Lookup:
@@ -91,7 +93,7 @@ def _file(path: Path) -> list[str]:
     wrong = next((each for each in addresses if not _ADDRESS.fullmatch(each)), None)
     if wrong is not None:
         raise ValueError(f"{path}: {wrong!r} is not host:port")
-    if not addresses:
+    if not addresses and text.strip() != NO_ENGINES:
         raise ValueError(f"{path} names no engine")
     return addresses
 

@@ -12,6 +12,7 @@ from gateway.http.exchange import Exchange
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.types.request import GenerationRequest
+from runtime.loads import LoadState
 
 # Deltas whose events are written at once.
 _TOGETHER = 32
@@ -20,7 +21,16 @@ _TOGETHER = 32
 class AcceptedAnswer:
     """The answer to one exchange; a client that leaves cancels it."""
 
-    def __init__(self, exchange: Exchange, pipeline: Pipeline, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        pipeline: Pipeline,
+        requests: Sequence[GenerationRequest],
+        *,
+        streams: bool = False,
+    ) -> None:
+        """One that `streams` begins with comments about how far its model is, where that is being loaded."""
+        self._streams = streams
         self._exchange = exchange
         self._pipeline = pipeline
         self._requests = requests
@@ -33,7 +43,9 @@ class AcceptedAnswer:
         caller = exchange.verified_caller
         exchange.watch_client(self._client_left)
         try:
-            self._answer = await pipeline.answer(caller, self._requests)
+            self._answer = await pipeline.answer(
+                caller, self._requests, self._tell if self._streams else None
+            )
         except BaseException:
             exchange.unwatch()
             raise
@@ -54,6 +66,14 @@ class AcceptedAnswer:
                 await asyncio.sleep(0)
         finally:
             await self._answer.close(error)
+
+    async def _tell(self, model: str, load: LoadState) -> None:
+        """A line that clients of event streams pass over (HTML, server-sent events: comments)."""
+        if not self._exchange.begun:
+            await self._exchange.begin_events()
+        done = f" {load.stage} {load.fraction:.0%}" if load.stage else ""
+        left = f", about {load.left_s:.0f} s left" if load.left_s else ""
+        await self._exchange.write(f": {model} is being loaded{done}{left}\n\n".encode())
 
     def _client_left(self) -> None:
         if self._accepting is not None:

@@ -116,6 +116,9 @@ class AsgiApplication:
         drop_traceback(error)
         exchange.drop_body()
         if exchange.begun:
+            if not exchange.ended:
+                # A stream that has said nothing yet but that it waits.
+                await exchange.end_events(exchange.error_form.event(answered, exchange.request_id))
             return
         if exchange.caller is not None and is_the_callers(answered):
             await self._intake.refusals.throttle(exchange.caller.identity.tenant)

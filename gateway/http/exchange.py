@@ -209,7 +209,9 @@ class Exchange:
         await self.respond(form.status(error), body, encoded(form.headers(error)))
 
     async def begin_events(self) -> None:
-        """Head of an event stream."""
+        """Head of an event stream, unless it has been written."""
+        if self.begun:
+            return
         await self._begin(HTTPStatus.OK, [*_EVENTS])
 
     async def write(self, body: bytes) -> None:

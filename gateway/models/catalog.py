@@ -72,13 +72,17 @@ class Catalog:
     @property
     def askable(self) -> set[str]:
         """Versions that requests are sent to."""
-        return {each.key for each in self._served.values() if self.fleet.serving(each.key)}
+        return {each.key for each in self._served.values() if self._may_ask(each)}
 
     @property
     def complete(self) -> bool:
         """Whether every model can be asked that could be loaded."""
         wanted = [name for name in self.models.models if name not in self.failures]
-        return all(name in self._served and self.fleet.serving(self._served[name].key) for name in wanted)
+        return all(name in self._served and self._may_ask(self._served[name]) for name in wanted)
+
+    def _may_ask(self, served: ServedModel) -> bool:
+        """Whether requests for it are taken: an engine has it, or will when it is asked for."""
+        return served.config.is_on_demand or self.fleet.serving(served.key)
 
     def lacks(self, model: ModelConfig) -> bool:
         """Whether this version has no vocabulary here yet."""

@@ -7,6 +7,7 @@ later, so that no client waits for it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -95,6 +96,10 @@ class Books:
     def gap_observer(self, call: Call, target: Target) -> Callable[[float], None]:
         """See AttemptBooks."""
         return self.metrics.observer(names.ITL, model=target.told, tier=call.tier.name)
+
+    def running_by_model(self) -> Counter[str]:
+        """Accepted attempts that have not ended, by version of the model that engines have them for."""
+        return Counter(attempt.stream.model for attempt in self.running)
 
     def open(self, attempt: Attempt, charges: Charges) -> OpenEntry:
         """An attempt goes to an engine."""

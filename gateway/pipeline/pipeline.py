@@ -21,6 +21,7 @@ from contract.sampling import outside
 from gateway.intake.intake import Intake
 from gateway.limits.limiter import TokenLimiter
 from gateway.models.catalog import Catalog, ServedModel, Target
+from gateway.models.loads import ModelLoads, Tell
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.books import Books
@@ -201,10 +202,12 @@ class Pipeline:
         attempts: Attempts,
         tiers: Tiers,
         books: Books,
+        loads: ModelLoads,
         shadows: Shadows,
         telemetry: Telemetry,
         deferred: Deferred,
     ) -> None:
+        self.loads = loads
         self.catalog = catalog
         self.attempts = attempts
         self.books = books
@@ -288,19 +291,23 @@ class Pipeline:
                 await slices.breathe()
         return "".join([*pieces, decoder.finish()])
 
-    async def answer(self, caller: Caller, requests: Sequence[GenerationRequest]) -> Answer:
-        """All requests accepted, or none. The result must be used as a context manager."""
+    async def answer(
+        self, caller: Caller, requests: Sequence[GenerationRequest], tell: Tell | None = None
+    ) -> Answer:
+        """All requests accepted, or none. The result must be used as a context manager. `tell` hears how far
+        a model is that is loaded for them.
+        """
         attempts: list[Attempt] = []
         try:
             for request in requests:
-                attempt = await self.begin(caller, request)
+                attempt = await self.begin(caller, request, tell)
                 attempts.append(attempt)
         except BaseException as error:
             await Answer(attempts).close(error)
             raise
         return Answer(attempts)
 
-    async def begin(self, caller: Caller, request: GenerationRequest) -> Attempt:
+    async def begin(self, caller: Caller, request: GenerationRequest, tell: Tell | None = None) -> Attempt:
         """Accepts or refuses one request. The result must be used as a context manager, which settles it."""
         span = self._telemetry.start(
             names.GATEWAY_REQUEST, parent=caller.trace, kind=SpanKind.SERVER, start_s=caller.received_s
@@ -314,7 +321,8 @@ class Pipeline:
                 caller.identity, request.model, tier=tier.name, cache_key=request.prompt_cache_key
             )
             call = Call(_salted(caller, request), request, tier, span, self._telemetry)
-            attempt = await self._attempt(call, target)
+            async with self.loads.using(target.served, tell):
+                attempt = await self._attempt(call, target)
         except BaseException as error:
             self._refused(span, caller, request, tier_name, call, error)
             # A name for any other would keep it, with all of the request, until the collector comes by.

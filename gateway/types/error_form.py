@@ -32,6 +32,10 @@ class ErrorForm(Protocol):
     def headers(self, error: MillraceError) -> dict[str, str]:
         """The headers that say something of the error or of its body."""
 
+    def event(self, error: MillraceError, request_id: str = "") -> bytes:
+        """The same inside an event stream."""
+        return b"data: " + self.body(error, request_id) + b"\n\n"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorForms:

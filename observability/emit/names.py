@@ -224,7 +224,7 @@ class Cause(_Meant):
     GRAMMAR_COMPILE = "grammar_compile", "its grammar had to be compiled and made ready"
     RATE_LIMIT = "rate_limit", "its tenant's limits made it wait"
     COLD_ADAPTER = "cold_adapter", "its adapter had to be loaded"
-    OFFLOAD = "offload", "its blocks were brought back from host memory"
+    OFFLOAD = "offload", "its blocks were brought back from host memory or disk"
     ANSWER_PACE = "answer_pace", "answers of others had to keep their pace, so that its prompt was held back"
     ENGINE_LOST = "engine_lost", "its engine was lost and another one continued"
 
@@ -527,6 +527,15 @@ OFFLOADED = counter(
     "millrace_engine_offloaded_blocks_total{direction}",
     "{block}",
     "Blocks moved to (out) or from (in) host memory.",
+)
+DISK_BLOCKS = counter(
+    "millrace_engine_disk_blocks_total{event=written|read|damaged|dropped|failed|evicted}",
+    "{block}",
+    "Blocks of the prefix cache on disk: written, read, found damaged, given away before they were written, "
+    "refused by the system, removed to keep the bound.",
+)
+DISK_BYTES = gauge(
+    "millrace_engine_disk_bytes", "By", "What the folder of the prefix cache on disk holds, of all models."
 )
 DRAFTED = counter("millrace_engine_drafted_tokens_total", "{token}", "Tokens proposed by drafts.")
 ACCEPTED = counter("millrace_engine_accepted_tokens_total", "{token}", "Proposed tokens kept.")

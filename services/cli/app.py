@@ -389,11 +389,19 @@ def plan(
     streams: Annotated[int | None, typer.Option(min=1, help="Will so many answers at a time fit?")] = None,
     prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
     output: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
+    try_it: Annotated[
+        bool, typer.Option("--try", help="Load it, drive the worst case, and show the peak beside the plan.")
+    ] = False,
 ) -> None:
     """Print the memory plan of a model: what fits, before anything is loaded."""
     with _errors_in_one_line():
         settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize)
     arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
+    if try_it:
+        if streams or prompt or output:
+            told = "it drives the worst case that there may be; leave out --streams, --prompt and --output"
+            raise typer.BadParameter(told, param_hint="--try")
+        raise typer.Exit(owners.run_module("engine.core.plan_trial", arguments, settings=settings))
     load = {"--streams": streams, "--prompt": prompt, "--output": output}
     arguments += [f"{name}={count}" for name, count in load.items() if count]
     raise typer.Exit(owners.run_module("engine.model.plan_command", arguments, settings=settings))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ _DEVELOPMENT_KEY_VARIABLE = "MILLRACE_DEV_KEY"
 _STATE_VARIABLE = "MILLRACE_STATE_DIR"
 # The files of a start: configuration, state, and the first lines of every log.
 _NEEDED_BYTES = 256 * 1024
+# What a secret has at least.
+_MIN_SECRET = 16
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +37,11 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     engines: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     gateways: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    # What engines of models with load = "on demand" may take together, by their memory plans; 0 is
+    # engine.cache.memory_fraction of the memory that is free at the start. And how many such models may be
+    # loaded at a time; 0 is as many as fit.
+    on_demand_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    on_demand_models: Annotated[int, msgspec.Meta(ge=0)] = 0
     # A process that is not ready after so long has failed to start. Loading a large model takes minutes.
     start_limit_s: Annotated[float, msgspec.Meta(gt=0)] = 900.0
     # Streams in flight at SIGTERM may go on for this long.
@@ -106,3 +115,22 @@ def make_private(directory: Path) -> None:
 def development_key(environ: Mapping[str, str] = os.environ) -> str:
     """The key that local requests carry: MILLRACE_DEV_KEY, or the well-known one."""
     return environ.get(_DEVELOPMENT_KEY_VARIABLE) or DEVELOPMENT_KEY
+
+
+def kept_secret(directory: Path) -> str:
+    """A secret of the state directory, made when it is first asked for. Raises ConfigError."""
+    path = directory / "context_secret"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), open(path, "x", opener=_for_the_owner) as file:
+            file.write(secrets.token_hex(32))
+        secret = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; delete it, and another one is made") from error
+    if len(secret) < _MIN_SECRET:
+        raise ConfigError(f"{path}: it is not whole; delete it, and another one is made")
+    return secret
+
+
+def _for_the_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,13 @@ from runtime.errors import ConfigError
 from runtime.models import Models
 from runtime.resources import num_cores
 from services.compiler import find_compiler
-from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
+from services.supervisor.config import (
+    DEFAULT_CONFIG,
+    Options,
+    SupervisorConfig,
+    development_key,
+    kept_secret,
+)
 from services.supervisor.edge import envoy_binary
 from services.supervisor.models import environment_of, resolve_models, write_engines, write_models
 from services.supervisor.ports import can_bind, free_ports, require_free
@@ -37,6 +44,8 @@ from services.supervisor.process import ProcessSpec
 _LOOPBACK = "127.0.0.1"
 # How often gateways look for engines that came or went.
 _DISCOVERY_INTERVAL_S = 0.5
+# The kernel's limit is 107.
+_SOCKET_PATH_BYTES = 100
 # Envoy leaves at once when told to: the stack waits for requests in flight before it does so.
 _EDGE_STOP_LIMIT_S = 2.0
 
@@ -73,8 +82,12 @@ class Layout:
     addresses: dict[str, dict[str, str]] = field(default_factory=dict)
     # Another engine for a model, while the stack runs: its name, and what starts it.
     plan_engine: Callable[[int, ModelConfig], ProcessSpec]
-    # Engine processes of a model.
+    # Engine processes of a model from the start on.
     num_engines: Callable[[ModelConfig], int]
+    # Settings of a model's engine, but for its addresses, as its environment has them.
+    engine_settings: Callable[[ModelConfig], dict[str, str]]
+    # Where gateways ask for models to be loaded.
+    loader: Path
 
     @property
     def model_name(self) -> str:
@@ -128,7 +141,9 @@ class _Planner:
         require_free(self.options.host, self.options.port)
         models = self._plan_models()
         engines_of = [model for model in models.models.values() for _ in range(self._num_engines(model))]
-        self._num_threads = max(1, num_cores() // len(engines_of))
+        # Of models that are loaded on demand, one computes beside those that are always there.
+        num_busy = len(engines_of) + any(each.is_on_demand for each in models.models.values())
+        self._num_threads = max(1, num_cores() // max(1, num_busy))
         count = 6 + 2 * len(engines_of) + 3 * self._num_gateways
         first = self._settings.metrics_port
         fixed = {self.options.port, *range(first, first + count)}
@@ -140,6 +155,7 @@ class _Planner:
         tokenizer = self._plan_tokenizer(ports)
         engines = tuple(self._plan_engine(each, model, ports) for each, model in enumerate(engines_of))
         self._plan_discovery(engines)
+        loader = self._plan_loader()
         gateways = tuple(self._plan_gateway(index, ports) for index in range(self._num_gateways))
         self._plan_edge(edge, admin)
         envoy_config = self.state / "envoy.yaml"
@@ -165,9 +181,13 @@ class _Planner:
             addresses=self.addresses,
             plan_engine=self._plan_further_engine,
             num_engines=self._num_engines,
+            engine_settings=self._variables_of,
+            loader=loader,
         )
 
     def _num_engines(self, model: ModelConfig) -> int:
+        if model.is_on_demand:
+            return 0
         return model.engines or self._usual_engines
 
     def _plan_further_engine(self, index: int, model: ModelConfig) -> ProcessSpec:
@@ -220,9 +240,19 @@ class _Planner:
         self._set("gateway.discovery", f"file:{path}")
         self._default("gateway.discovery_interval_s", _DISCOVERY_INTERVAL_S)
 
+    def _plan_loader(self) -> Path:
+        path = self.state / "loads.sock"
+        if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+            path = Path(tempfile.mkdtemp(prefix="millrace-")) / path.name
+        self._set("gateway.loader", str(path))
+        return path
+
     def _plan_security(self) -> str:
         if not self._configured("security.context_secret_file"):
-            self._default("security.context_secret", secrets.token_hex(32))
+            # Tenants' prefixes are named by it, and those on disk are to be found after the next start.
+            is_kept = bool(self._configured("engine.cache.disk_path"))
+            secret = kept_secret(self.state) if is_kept else secrets.token_hex(32)
+            self._default("security.context_secret", secret)
         for place, local in (
             ("gateway.ledger.url", f"sqlite:///{self.state / 'ledger.sqlite'}"),
             ("gateway.store.url", f"sqlite:///{self.state / 'store.sqlite'}"),
@@ -273,16 +303,22 @@ class _Planner:
         metrics = self._metrics_address(ports)
         self.addresses[name] = {"grpc": listen, "metrics": metrics}
         settings: dict[str, object] = {
-            **environment_of(model),
             "engine.listen": listen,
             "engine.metrics_listen": metrics,
             "engine.drain_limit_s": self._settings.drain_limit_s,
+            **self._settings_of(model),
         }
+        return self._spec(name, "engine", settings, health=listen, num_threads=self._num_threads)
+
+    def _variables_of(self, model: ModelConfig) -> dict[str, str]:
+        return {_variable(key): _toml(value) for key, value in self._settings_of(model).items()}
+
+    def _settings_of(self, model: ModelConfig) -> dict[str, object]:
+        settings = environment_of(model)
         if model.pool:
             settings["engine.pool"] = model.pool
-        threads = self._num_threads
         if not self._configured("engine.num_threads"):
-            settings["engine.num_threads"] = threads
+            settings["engine.num_threads"] = self._num_threads
         if self.options.simulated:
             settings["engine.simulated"] = True
         if self.options.dtype:
@@ -294,8 +330,7 @@ class _Planner:
         if self.options.adapters:
             configured = self._configured("engine.adapters.paths") or {}
             settings["engine.adapters.paths"] = configured | _adapters(self.options.adapters)
-        settings |= self.options.engine_settings
-        return self._spec(name, "engine", settings, health=listen, num_threads=threads)
+        return settings | dict(self.options.engine_settings)
 
     def _metrics_address(self, ports: Iterator[int]) -> str:
         port = next(ports)

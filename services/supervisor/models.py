@@ -22,6 +22,8 @@ from services.supervisor.config import Options
 # In the state directory: what is served, and the addresses of the engines.
 MODELS_FILE = "models.json"
 ENGINES_FILE = "engines"
+# What stands there while none runs: an empty file would be one that is being written.
+NO_ENGINES = "# none"
 # Options that speak of one model.
 _OF_ONE = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser")
 
@@ -128,7 +130,8 @@ def write_models(state: Path, models: Models, tables: Mapping[str, Any]) -> Path
 
 def write_engines(state: Path, addresses: Sequence[str]) -> Path:
     """Writes where the engines are, for gateways."""
-    return _replace(state / ENGINES_FILE, "".join(f"{each}\n" for each in addresses))
+    text = "".join(f"{each}\n" for each in addresses)
+    return _replace(state / ENGINES_FILE, text or f"{NO_ENGINES}\n")
 
 
 def _replace(path: Path, text: str) -> Path:

@@ -17,7 +17,8 @@ from services.supervisor.checks import check_checkpoint, check_live
 from services.supervisor.config import Options
 from services.supervisor.health import wait_model
 from services.supervisor.layout import Layout
-from services.supervisor.models import resolve_models, served_tables, write_engines, write_models
+from services.supervisor.models import resolve_models, served_tables, write_models
+from services.supervisor.on_demand import OnDemand
 from services.supervisor.ports import release
 from services.supervisor.process import ProcessSpec
 from services.supervisor.stack import Stack, StartFailed
@@ -31,7 +32,14 @@ _NOTICE_S = 2.0
 class Rollout:
     """Follows the file of one stack."""
 
-    def __init__(self, stack: Stack, options: Options, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        options: Options,
+        on_demand: OnDemand | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._on_demand = on_demand
         self._stack = stack
         self._layout: Layout = stack.layout
         self._options = options
@@ -42,7 +50,6 @@ class Rollout:
         each = self._models.models.values()
         keys = [model.key for model in each for _ in range(self._layout.num_engines(model))]
         self._serves = dict(zip(stack.engines, keys, strict=True))
-        self._next = len(self._serves)
 
     async def run(self) -> None:
         """Until it is cancelled. A change that cannot be followed is announced, and changes nothing."""
@@ -60,10 +67,12 @@ class Rollout:
         if problem := replaced(self._models, models):
             raise ConfigError(problem)
         self._check(models, tables)
+        if self._on_demand is not None:
+            self._on_demand.replace(models.models.values())
         served = set(self._serves.values())
         wanted = {model.key: model for model in models.models.values()}
         await self._add(wanted)
-        write_engines(self._layout.state_directory, self._addresses())
+        self._stack.tell_engines()
         write_models(self._layout.state_directory, models, tables)
         self._models = models
         await self._followed(wanted.keys() - served, served - wanted.keys())
@@ -81,8 +90,7 @@ class Rollout:
         have, specs = Counter(self._serves.values()), dict[str, ProcessSpec]()
         for key, model in wanted.items():
             for _ in range(self._layout.num_engines(model) - have[key]):
-                spec = self._layout.plan_engine(self._next, model)
-                self._next += 1
+                (spec,) = self._stack.further_engines(model, 1)
                 specs[spec.name] = spec
                 self._serves[spec.name] = key
         try:
@@ -113,9 +121,4 @@ class Rollout:
         await asyncio.sleep(_NOTICE_S)
         for name in surplus:
             del self._serves[name]
-        write_engines(self._layout.state_directory, self._addresses())
-        await asyncio.sleep(_NOTICE_S)
-        await self._stack.remove_engines(surplus)
-
-    def _addresses(self) -> list[str]:
-        return [spec.health for name, spec in self._stack.engines.items() if name in self._serves]
+        await self._stack.withdraw_engines(surplus, _NOTICE_S)

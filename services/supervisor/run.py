@@ -17,6 +17,8 @@ from services.supervisor import speeds
 from services.supervisor.checks import check_tables
 from services.supervisor.config import Options, make_private, state_directory
 from services.supervisor.layout import plan_layout
+from services.supervisor.memory import MemoryPlans
+from services.supervisor.on_demand import OnDemand
 from services.supervisor.report import StartReport, summary
 from services.supervisor.rollout import Rollout
 from services.supervisor.stack import Stack, StartFailed
@@ -38,16 +40,29 @@ def supervise(options: Options, console: Console, environ: Mapping[str, str] = o
         layout = plan_layout(options, state, environ)
         check_tables(layout, environ)
         stack = Stack(layout, partial(_announce, console))
+        on_demand = _on_demand(stack, environ)
     except ConfigError as error:
         _complain(console, str(error))
         return _EXIT_CONFIG
     except OSError as error:
         _complain(console, described(error))
         return _EXIT_CONFIG
-    return asyncio.run(_run(stack, options, console))
+    return asyncio.run(_run(stack, on_demand, options, console))
 
 
-async def _run(stack: Stack, options: Options, console: Console) -> int:
+def _on_demand(stack: Stack, environ: Mapping[str, str]) -> OnDemand:
+    """What loads models when they are asked for. Raises ConfigError for one that cannot be."""
+    found = OnDemand(
+        stack,
+        stack.layout.loader,
+        plans=MemoryPlans(stack.layout, environ),
+        max_loaded=stack.layout.settings.on_demand_models,
+    )
+    found.replace(stack.layout.models.models.values())
+    return found
+
+
+async def _run(stack: Stack, on_demand: OnDemand, options: Options, console: Console) -> int:
     announce, layout = partial(_announce, console), stack.layout
     signals = _Signals()
     for warning in layout.warnings:
@@ -78,10 +93,14 @@ async def _run(stack: Stack, options: Options, console: Console) -> int:
     # It waits for days, and what it started with need not wait with it.
     gc.collect()
     memory.give_back()
-    rollout = asyncio.create_task(Rollout(stack, options).run(), name="rollout")
+    tasks = [
+        asyncio.create_task(Rollout(stack, options, on_demand).run(), name="rollout"),
+        asyncio.create_task(on_demand.run(), name="models on demand"),
+    ]
     await signals.first
-    rollout.cancel()
-    await asyncio.gather(rollout, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await _stop(stack, signals, announce)
     return 0
 

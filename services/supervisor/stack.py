@@ -7,9 +7,11 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import httpx
 
+from runtime.config import ModelConfig
 from services.supervisor.config import SupervisorConfig
 from services.supervisor.edge import (
     render_configuration,
@@ -19,6 +21,7 @@ from services.supervisor.edge import (
 )
 from services.supervisor.health import wait_healthy, wait_hung
 from services.supervisor.layout import Layout
+from services.supervisor.models import write_engines
 from services.supervisor.ports import release
 from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec, describe_code
 from services.supervisor.report import StartReport
@@ -68,6 +71,9 @@ class Stack:
         self._children = {spec.name: self._child(spec) for spec in layout.processes}
         # Those that answer requests for models; they come and go with those.
         self.engines = {spec.name: spec for spec in layout.engines}
+        # Engines that take nothing new, and whose addresses gateways are not told.
+        self.unlisted: set[str] = set()
+        self._numbers = count(len(self.engines))
         # Facts in the line that each process printed when it was ready.
         self.said: dict[str, dict[str, str]] = {}
         self._tenders: dict[str, asyncio.Task[None]] = {}
@@ -114,6 +120,28 @@ class Stack:
 
     def _keep(self, child: ChildProcess) -> None:
         self._tenders[child.spec.name] = asyncio.create_task(self._tend(child))
+
+    def further_engines(self, model: ModelConfig, num: int) -> list[ProcessSpec]:
+        """What starts so many more engines of a model, under names of their own."""
+        return [self.layout.plan_engine(next(self._numbers), model) for _ in range(num)]
+
+    def loading_stage(self, name: str) -> tuple[str, float]:
+        """What a process is loading, and how much of it is done; "" where it does not say."""
+        child = self._children.get(name)
+        return ("", 0.0) if child is None else child.loading_stage()
+
+    def tell_engines(self) -> None:
+        """Writes where the engines are, for gateways."""
+        addresses = [spec.health for name, spec in self.engines.items() if name not in self.unlisted]
+        write_engines(self.layout.state_directory, addresses)
+
+    async def withdraw_engines(self, names: Sequence[str], notice_s: float = 0.0) -> None:
+        """Has gateways send engines nothing new, gives that time to become known, and ends them."""
+        self.unlisted.update(names)
+        self.tell_engines()
+        await asyncio.sleep(notice_s)
+        await self.remove_engines(names)
+        self.unlisted.difference_update(names)
 
     async def add_engines(self, specs: Sequence[ProcessSpec]) -> None:
         """Starts further engines and returns when all of them are healthy; else none of them runs, and the

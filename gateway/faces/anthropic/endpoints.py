@@ -50,7 +50,7 @@ class MessagesEndpoints:
         pipeline = self._pipeline()
         thoughts = Thoughts(self._seal, exchange.verified_caller.identity.tenant)
         body, made = await self._read(exchange, MESSAGES, thoughts)
-        async with AcceptedAnswer(exchange, pipeline, [made.request]) as answer:
+        async with AcceptedAnswer(exchange, pipeline, [made.request], streams=bool(body.stream)) as answer:
             _tell_limits(exchange)
             (attempt,) = answer.attempts
             writer = MessageWriter(

@@ -93,6 +93,10 @@ class AnthropicErrors(ErrorForm):
         """Content type, and when to come back."""
         return {"content-type": "application/json", **retry_headers(error)}
 
+    def event(self, error: MillraceError, request_id: str = "") -> bytes:
+        """An event of the type error."""
+        return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"
+
 
 def _message(error: MillraceError) -> str:
     """Of a prompt that is too long the API's own words come first: agents shorten a conversation by them."""

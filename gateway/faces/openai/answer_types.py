@@ -223,7 +223,8 @@ class SamplingDefault(Struct, frozen=True):
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     """A model, or an adapter of one; `max_model_len` is unknown while no engine is attached.
-    `sampling_defaults` are those that are not the API's own.
+    `sampling_defaults` are those that are not the API's own. Of a model that is loaded
+    on demand, `state` says whether it is.
     """
 
     id: str
@@ -234,6 +235,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, SamplingDefault]
     # "generate"; or, of a model that pools what it reads, "embed", "score", "classify".
     tasks: list[str]
+    state: Literal["unloaded", "loading", "loaded", "unloading"] | UnsetType = UNSET
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

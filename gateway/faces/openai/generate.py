@@ -58,7 +58,7 @@ class GenerateEndpoints:
         kind: Callable[..., AnswerWriter],
     ) -> None:
         pipeline = self._pipeline()
-        async with AcceptedAnswer(exchange, pipeline, requests) as answer:
+        async with AcceptedAnswer(exchange, pipeline, requests, streams=bool(body.stream)) as answer:
             writers = [
                 kind(
                     attempt.info,

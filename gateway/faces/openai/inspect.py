@@ -87,6 +87,9 @@ class InspectEndpoints:
                 name: SamplingDefault(value, source) for name, value, source in pipeline.defaults(served)
             },
             tasks=[] if served is None else list(tasks_of(served)),
+            state=pipeline.loads.state(served.key).state
+            if served is not None and served.config.is_on_demand
+            else msgspec.UNSET,
         )
 
     async def tokenize(self, exchange: Exchange) -> None:

@@ -130,7 +130,7 @@ class ResponseEndpoints:
         from the beginning.
         """
         pipeline, tenant = self.pipeline(), exchange.verified_caller.identity.tenant
-        async with AcceptedAnswer(exchange, pipeline, [understood.request]) as answer:
+        async with AcceptedAnswer(exchange, pipeline, [understood.request], streams=streams) as answer:
             _warn(exchange, _unenforced(answer.attempts[0], understood))
             writer = self.writer(held.body, understood, answer.attempts[0], streams=streams)
             writer.response = held.told(writer.response)

@@ -130,6 +130,9 @@ class CheckedRunner:
     def num_states(self) -> int:
         return len(self.states)
 
+    def block_bytes(self) -> None:
+        """A disk of the tests knows the device."""
+
     def close(self) -> None:
         self.states.clear()
 

@@ -12,6 +12,7 @@ from engine.config import CacheConfig, SchedulerConfig
 from engine.scheduler import Scheduler
 from engine.types import EngineTime, FinishReason, MemoryPlan, Request, SamplingParams, StepResult, TokenEvent
 from tests.unit.engine.checked_runner import CheckedRunner, expected_token
+from tests.unit.engine.pretend_disk import PretendDisk
 
 
 def memory_plan(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128) -> MemoryPlan:
@@ -43,6 +44,7 @@ class Driver:
         whole_prompts: bool = False,
         attention_balance: float = math.inf,
         host_bytes_per_s: float = 8e9,
+        disk: PretendDisk | None = None,
         check: bool = True,
         step_s: float = 0.01,
         **config: object,
@@ -63,6 +65,7 @@ class Driver:
             window=window,
             attention_balance=attention_balance,
             whole_prompts=whole_prompts,
+            disk=disk,
         )
         self.runner = CheckedRunner(
             memory.num_blocks,
@@ -71,10 +74,15 @@ class Driver:
             max_tokens_per_step=self.config.max_num_batched_tokens,
             window=window,
         )
+        self.disk = disk
+        if disk is not None:
+            disk.runner = self.runner
         self.memory = memory
         self.overlap = overlap
         self.check = check
         self.step_s = step_s
+        # Part of what is asked of the disk that it does in a step.
+        self.disk_share = 0.5
         self.now = 0.0
         self.broken = False
         self.requests: dict[int, Request] = {}
@@ -123,6 +131,8 @@ class Driver:
         if launched:
             self.plans.append(plan)
             self._pending.append((plan, self.runner.launch(plan)))
+        if self.disk is not None:
+            self.disk.work(self.disk_share)
         self.now += self.step_s
         keep = 1 if self.overlap and launched and not self.scheduler.isolating else 0
         while len(self._pending) > keep:
@@ -144,7 +154,9 @@ class Driver:
         """Steps until nothing is left to do."""
         for _ in range(max_steps):
             self.step()
-            if not self._pending and not self.scheduler.has_work:
+            if self._pending or self.scheduler.has_work:
+                continue
+            if self.disk is None or self.disk.is_idle:
                 return
         raise AssertionError(f"{self.scheduler.num_requests} requests did not end in {max_steps} steps")
 

@@ -27,8 +27,9 @@ ROOT = Path(__file__).resolve().parents[4]
 class Engine:
     """A started engine process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, target: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, target: str, metrics: str = "") -> None:
         self.process = process
+        self.metrics = metrics
         self.target = target
         self.channel = connect(target)
         self.stub = engine_pb2_grpc.EngineServiceStub(self.channel)
@@ -74,7 +75,8 @@ async def start_engine(model: str = "", **settings: str) -> AsyncIterator[Engine
     assert process.stdout is not None
     line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
     assert line.startswith("ready engine grpc="), line
-    engine = Engine(process, line.removeprefix("ready engine grpc=").split()[0])
+    said = dict(part.partition("=")[::2] for part in line.split()[2:])
+    engine = Engine(process, said["grpc"], said.get("metrics", ""))
     try:
         yield engine
     finally:

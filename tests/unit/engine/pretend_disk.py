@@ -1,0 +1,77 @@
+"""A disk behind the checked runner: it takes its time, loses entries, and reads blocks when it likes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from engine.types import DiskCounters
+from tests.unit.engine.checked_runner import CheckedRunner
+
+
+class PretendDisk:
+    """Implements engine.kv.BlockDisk over the slots of the runner's device. Nothing moves before `work`."""
+
+    def __init__(self, seed: int = 0, entries: dict[bytes, list[int | None]] | None = None) -> None:
+        self.entries: dict[bytes, list[int | None]] = {} if entries is None else entries
+        self.damaged: set[bytes] = set()
+        self.num_read = 0
+        self.runner: CheckedRunner | None = None
+        self._random = random.Random(seed)
+        self._waiting: dict[int, bytes] = {}
+        self._asked: list[tuple[int, Sequence[tuple[bytes, int]]]] = []
+        self._finished: list[tuple[int, int]] = []
+        self._counters = DiskCounters()
+
+    def num_leading(self, hashes: Iterable[bytes]) -> int:
+        return sum(1 for _ in takewhile(self.entries.__contains__, hashes))
+
+    def write_later(self, block_id: int, block_hash: bytes) -> None:
+        self._waiting[block_id] = block_hash
+
+    def forget(self, block_id: int) -> None:
+        self._waiting.pop(block_id, None)
+
+    def forget_all(self) -> None:
+        self._waiting.clear()
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """Nothing is removed here."""
+
+    def read_later(self, token: int, blocks: Sequence[tuple[bytes, int]]) -> None:
+        self._asked.append((token, blocks))
+
+    def finished(self) -> list[tuple[int, int]]:
+        found, self._finished = self._finished, []
+        return found
+
+    def counters(self) -> DiskCounters:
+        return self._counters
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._asked and not self._finished
+
+    def work(self, share: float = 1.0) -> None:
+        """Does what has been asked for, each with so much probability."""
+        runner = self.runner
+        assert runner is not None
+        for block_id, block_hash in list(self._waiting.items()):
+            if self._random.random() < share:
+                del self._waiting[block_id]
+                self.entries[block_hash] = list(runner.device[block_id])
+        for asked in list(self._asked):
+            if self._random.random() < share:
+                self._asked.remove(asked)
+                self._finished.append((asked[0], self._fill(runner, asked[1])))
+
+    def _fill(self, runner: CheckedRunner, blocks: Sequence[tuple[bytes, int]]) -> int:
+        for num_filled, (block_hash, block_id) in enumerate(blocks):
+            if block_hash in self.damaged:
+                del self.entries[block_hash]
+            if block_hash not in self.entries:
+                return num_filled
+            runner.device[block_id][:] = self.entries[block_hash]
+            self.num_read += 1
+        return len(blocks)
