@@ -13,13 +13,16 @@ from importlib import metadata
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import HttpCallers
 from gateway.auth.verifier import CallerVerifier
+from gateway.batches.service import Batches
 from gateway.edge import Edge
 from gateway.engines.fleet import Fleet, follow, lookup_of
+from gateway.faces.anthropic import batches as message_batches
 from gateway.faces.anthropic import routes as anthropic
 from gateway.faces.error_forms import ERROR_FORMS
 from gateway.faces.grpc.large import add_to_server
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
 from gateway.faces.grpc.unread import grpc_server
+from gateway.faces.openai import batches as openai_batches
 from gateway.faces.openai import routes as openai
 from gateway.faces.pooled import routes as pooled
 from gateway.faces.responses import routes as responses
@@ -102,6 +105,16 @@ class Gateway:
         self._loads = ModelLoads(self._config.loader, self._fleet)
         self._shadows = Shadows(self._catalog, attempts, self._edge.prices, metrics, telemetry)
         self._pipeline = self._build_pipeline(attempts)
+        self._batches = Batches.open(
+            self._config.batches,
+            self._current_pipeline,
+            max_line_bytes=self._config.max_body_bytes,
+            error_forms=error_forms,
+            forms={
+                openai_batches.API: openai_batches.OpenAiResults(),
+                message_batches.API: message_batches.AnthropicResults(),
+            },
+        )
         self.http = self._build_http()
         self._add_servicers()
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,13 +140,22 @@ class Gateway:
         secret = self._settings.security.secret()
         served, self._background = responses.routes(self._current_pipeline, secret, self._store)
         edge, callers = self._edge, HttpCallers(self._edge.authorizer, self._callers)
+        faces = [
+            openai.routes(self._current_pipeline, self._config.admin_tenants),
+            served,
+            anthropic.routes(self._current_pipeline, secret),
+            pooled.routes(self._current_pipeline),
+        ]
+        if self._batches is not None:
+            self._batches.endpoints = {
+                path: face.exact["POST", path] for face in faces for path in face.batched
+            }
+            faces += [
+                openai.batch_routes(self._current_pipeline, self._batches),
+                anthropic.batch_routes(self._current_pipeline, self._batches),
+            ]
         application = build_app(
-            [
-                openai.routes(self._current_pipeline, self._config.admin_tenants),
-                served,
-                anthropic.routes(self._current_pipeline, secret),
-                pooled.routes(self._current_pipeline),
-            ],
+            faces,
             callers,
             edge.counter,
             edge.authorizer,
@@ -152,6 +174,7 @@ class Gateway:
             sockets=application.sockets,
             socket_config=self._config.socket,
             metrics=self._metrics,
+            uploads=application.uploads,
         )
 
     def _add_servicers(self) -> None:
@@ -169,6 +192,8 @@ class Gateway:
         if self._store is not None and self._background is not None:
             self._store.start()
             self._background.start()
+        if self._batches is not None:
+            self._batches.start()
         await self.grpc.start()
         await self.http.start()
         keeping = self._keeper.run(source(), self._fleet.note_change)
@@ -228,6 +253,8 @@ class Gateway:
         await self._shadows.close()
         if self._background is not None:
             await self._background.close()
+        if self._batches is not None:
+            await self._batches.close()
         await self.grpc.stop(0.5)
         await self.http.stop()
         await self._fleet.stop()

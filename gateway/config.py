@@ -95,6 +95,32 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return keys
 
 
+class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.batches]`: `/v1/files` and `/v1/batches`, whose lines run in what capacity is left."""
+
+    # Folder of the files, the same for all gateways; "" serves neither files nor batches.
+    directory: str = ""
+    # SQLAlchemy URL of what is known of them, the same for all gateways; "" is an SQLite file in the folder.
+    url: str = ""
+    # Bytes of one file, and of all files of a tenant; and how many of them it may have.
+    max_file_bytes: PositiveInt = 512 * 1024 * 1024
+    max_bytes: PositiveInt = 16 * 1024 * 1024 * 1024
+    max_files: PositiveInt = 10_000
+    # Lines of one batch, and batches of a tenant that have not ended.
+    max_lines: PositiveInt = 1_000_000
+    max_batches: PositiveInt = 100
+    # Lines that are under way at a time for each engine that takes requests, where nobody else asks.
+    max_in_flight: PositiveInt = 32
+    # Batches pause while the folder's disk has less room than this.
+    min_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024 * 1024
+    # Files whose upload names no time, and batches that have ended, are deleted after it.
+    retention_days: PositiveFloat = 30.0
+    # How often what has expired is looked for, in seconds.
+    sweep_interval_s: PositiveFloat = 60.0
+    # A batch whose gateway has not written for so long is gone on with by another one.
+    lease_s: Annotated[float, msgspec.Meta(ge=0.5)] = 10.0
+
+
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway.prices.<model>]`: currency units per million tokens. The model "*" is the default."""
 
@@ -211,6 +237,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: LimitsConfig = LimitsConfig()
     ledger: LedgerConfig = LedgerConfig()
     store: StoreConfig = StoreConfig()
+    batches: BatchesConfig = BatchesConfig()
     routing: RoutingConfig = RoutingConfig()
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict)
 

@@ -239,6 +239,8 @@ def _check_store(settings: Settings) -> None:
             )
     if store.tenants:
         store.secrets()
+    if settings.gateway.batches.url and not settings.gateway.batches.directory:
+        raise ConfigError("gateway.batches.url: set gateway.batches.directory, too: files are kept there")
 
 
 def _check_development_key(settings: Settings) -> None:

@@ -13,6 +13,8 @@ from gateway.settings import OWN_TIER_ALIASES, Settings
 from gateway.types.request import Identity
 
 _NO_TENANT = TenantConfig()
+# See TierConfig.priority.
+_LEAST_PRIORITY = -1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Tiers:
         Raises TIER_NOT_ALLOWED for a tier that the tenant may not use, and for one that does not exist: a
         caller does not learn the names of tiers beyond the own ones.
         """
+        if identity.in_batch:
+            return self._of_batch(requested)
         name = self._own_names.get(requested, requested)
         if not name or name in OWN_TIER_ALIASES:
             name = identity.tier
@@ -87,6 +91,32 @@ class Tiers:
                 metadata={"allowed_tiers": ",".join(allowed)},
             )
         return self._tiers[name]
+
+    @property
+    def left_over(self) -> Tier:
+        """The tier of batches: the lowest one, behind its other requests, without promises of time, so that
+        no line is refused for its wait and none goes to another model.
+        """
+        lowest = min(self._tiers.values(), key=lambda tier: (tier.config.priority, tier.config.weight))
+        config = msgspec.structs.replace(
+            lowest.accepted.config,
+            priority=max(_LEAST_PRIORITY, lowest.config.priority - 1),
+            ttft_target_ms=None,
+            tpot_target_ms=None,
+            fallback={},
+        )
+        return Tier(lowest.name, config)
+
+    def _of_batch(self, requested: str) -> Tier:
+        tier = self.left_over
+        if requested and requested not in {tier.name, tier.openai_name, "flex", *OWN_TIER_ALIASES}:
+            raise MillraceError(
+                Reason.TIER_NOT_ALLOWED,
+                f"service_tier {requested!r}: lines of a batch run under {tier.name!r}; leave it out",
+                field="service_tier",
+                metadata={"allowed_tiers": tier.name},
+            )
+        return tier
 
     def _words(self, allowed: Iterable[str]) -> dict[str, None]:
         """Values of `service_tier` that lead to one of these tiers."""

@@ -73,6 +73,7 @@ def build(
         jwt=settings.keys.jwt,
         clusters=list(clusters(settings, export)),
         max_body_bytes=gateway.max_body_bytes,
+        has_uploads=bool(gateway.batches.directory),
         allowed_origin=_one_of(config.cors_origins),
         # Whether an answer of Envoy's own is for a page that may read it.
         from_pages=[True, False] if config.cors_origins else [False],

@@ -49,6 +49,8 @@ class AsgiApplication:
         self._error_forms = error_forms
         # Without them the server switches no connection.
         self.sockets: Sockets | None = None
+        # See Routes.
+        self.uploads: Mapping[str, int] = {}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """See ASGI 3."""
@@ -75,9 +77,15 @@ class AsgiApplication:
             await self._handler(exchange)
             return
         num_bytes = int(declared) if declared.isdigit() else None
-        if self._callers is None or (num_bytes is not None and num_bytes <= LARGE_BYTES):
+        is_upload = exchange.method == "POST" and exchange.path in self.uploads
+        is_small = num_bytes is not None and num_bytes <= LARGE_BYTES and not is_upload
+        if self._callers is None or is_small:
             await self._read(exchange, num_bytes, None)
         elif self._is_taken(exchange, self._callers, num_bytes):
+            if is_upload:
+                exchange.begin_upload(self.uploads[exchange.path], num_bytes)
+                await self._handler(exchange)
+                return
             tenant = exchange.verified_caller.identity.tenant
             with self._intake.lease(tenant) as hold:
                 await self._read(exchange, num_bytes, hold)
@@ -147,6 +155,10 @@ class Routes:
     by_header: Mapping[str, tuple[bytes, Handler]] = field(default_factory=dict)
     # By path: what makes the handler of a WebSocket that is opened there.
     sockets: Mapping[str, Callable[[ErrorForm], SocketHandler]] = field(default_factory=dict)
+    # Paths among `exact` whose POST answers a line of a batch.
+    batched: Collection[str] = ()
+    # Paths whose POST has a body that the handler reads piece by piece, with its limit in bytes.
+    uploads: Mapping[str, int] = field(default_factory=dict)
     # Paths of its API that are known and not served, with the remedy.
     not_served: Mapping[str, str] = field(default_factory=dict)
 
@@ -199,6 +211,7 @@ class Application:
         public: Collection[str] = (),
         not_served: Mapping[str, str] | None = None,
         sockets: Mapping[str, SocketRoute] | None = None,
+        uploads: Mapping[str, int] | None = None,
     ) -> None:
         """`below` has a method ("" for any) and a handler for all paths that begin in one way.
 
@@ -211,6 +224,7 @@ class Application:
         self._public = public
         self._not_served = not_served or {}
         self.sockets = sockets or {}
+        self.uploads = uploads or {}
 
     async def __call__(self, exchange: Exchange) -> None:
         """See Handler."""
@@ -292,4 +306,5 @@ def build_app(
             for path, each in face.sockets.items()
         },
         not_served={path: remedy for face in faces for path, remedy in face.not_served.items()},
+        uploads={path: limit for face in faces for path, limit in face.uploads.items()},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -67,6 +67,7 @@ class Exchange:
         self._pieces: list[bytes] = []
         # The connection ends with this response; more of the body may come until then.
         self._closes = self._body_follows = False
+        self._is_upload = False
         self._on_gone: Callable[[], None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -127,6 +128,34 @@ class Exchange:
             self._pieces.clear()
             self._closes = True
             self._body_follows = more
+
+    def begin_upload(self, body_limit: int, num_declared_bytes: int | None) -> None:
+        """The body is left to `body_pieces`, and has a limit of its own."""
+        self.body_limit = body_limit
+        self.refuse_body(num_declared_bytes or 0)
+        self._is_upload = True
+
+    async def body_pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes: of an upload from the wire, else what was read of it. Raises
+        REQUEST_TOO_LARGE, and CANCELLED where it has no end.
+        """
+        if self.too_large or not self._is_upload:
+            yield self.take_body()
+            return
+        self.check_encoding()
+        self.num_body_bytes, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.client_gone = True
+                raise MillraceError(Reason.CANCELLED, "the client left before its body was complete")
+            self.num_body_bytes += len(message["body"])
+            if self.too_large:
+                self.take_body()
+            more = message["more_body"]
+            yield message["body"]
+        # All of it is there, so that the connection may go on.
+        self._closes = self._body_follows = False
 
     def _hold(self, hold: ByteLease, num_bytes: int) -> None:
         try:
@@ -213,6 +242,11 @@ class Exchange:
         if self.begun:
             return
         await self._begin(HTTPStatus.OK, [*_EVENTS])
+
+    async def begin_content(self, content_type: str, num_bytes: int) -> None:
+        """Head of so many bytes, which `write` and `end_events` send."""
+        length = (b"content-length", b"%d" % num_bytes)
+        await self._begin(HTTPStatus.OK, [(b"content-type", content_type.encode()), length])
 
     async def write(self, body: bytes) -> None:
         """A piece of an event stream; returns when the client has room for more."""

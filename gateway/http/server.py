@@ -49,12 +49,14 @@ class HttpServer:
         sockets: Mapping[str, SocketRoute] | None = None,
         socket_config: SocketConfig = DEFAULT_SOCKETS,
         metrics: Metrics | None = None,
+        uploads: Mapping[str, int] | None = None,
     ) -> None:
         """With `callers`, nobody without credentials may send a large body; `sockets` by path need them, and
-        `metrics`.
+        `metrics`. Paths of `uploads` have limits of their own.
         """
         intake = intake or Intake()
         self._application = AsgiApplication(handler, max_body_bytes, callers, intake, error_forms)
+        self._application.uploads = uploads or {}
         if sockets:
             assert callers is not None, "whoever opens a socket is asked who it is"
             assert metrics is not None, "sockets are counted"

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import Engine, insert, select
+from sqlalchemy import Engine, insert, select, update
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
+from contract.outputs import FinishReason
 from gateway.config import LedgerConfig
 from gateway.database import database_url
 from gateway.ledger.journal import Journal, Left, left_behind
@@ -33,6 +34,8 @@ _RETRY_S = 1.0
 _LAST_WRITE_S = 10.0
 # Most parameters in one statement; databases have limits.
 _MAX_PARAMETERS = 1000
+# Outcomes of requests whose choices have ended.
+_ENDS = frozenset(reason.name.lower() for reason in FinishReason)
 
 
 def journal_folder(config: LedgerConfig) -> Path | None:
@@ -203,6 +206,7 @@ class LedgerWriter:
                     there |= set(
                         connection.scalars(select(REQUESTS.c.entry_id).where(REQUESTS.c.entry_id.in_(ids)))
                     )
+            self._conclude([row for row in batch if row["entry_id"] in there])
         except SQLAlchemyError as error:
             _log.error("ledger: cannot write %d entries, will retry: %s", len(batch), error)
             return False
@@ -210,6 +214,17 @@ class LedgerWriter:
         if len(missing) == len(batch):
             return self._write_halves(batch, refusal)
         return not missing or self._write(missing)
+
+    def _conclude(self, rows: list[dict[str, Any]]) -> None:
+        """Puts what has come to its end into the place of an earlier try that had not: a line of a batch that
+        is computed again has the same row.
+        """
+        concluded = [row for row in rows if row["outcome"] in _ENDS]
+        if concluded:
+            with self._engine.begin() as connection:
+                for row in concluded:
+                    tried = (REQUESTS.c.entry_id == row["entry_id"], REQUESTS.c.outcome.not_in(_ENDS))
+                    connection.execute(update(REQUESTS).where(*tried).values(row))
 
     def _put_back(self, batch: list[dict[str, Any]]) -> None:
         with self._changed:

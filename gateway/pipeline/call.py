@@ -46,7 +46,7 @@ class Call:
         self.is_closed = False
         self.span = span
         # Id of its row in the ledger.
-        self.entry_id = secrets.token_hex(16)
+        self.entry_id = secrets.token_hex(16) if caller.entry_ids is None else next(caller.entry_ids)
         # Sent to other services, so that their spans of this request lie below its own.
         self.traceparent = traceparent_of(span)
         self._telemetry = telemetry

@@ -218,7 +218,7 @@ class Pipeline:
         self.draining = False
         # Runs what records requests after their answers have left.
         self._deferred = deferred
-        self._tiers = tiers
+        self.tiers = tiers
         self._shadows = shadows
         self._telemetry = telemetry
 
@@ -264,7 +264,7 @@ class Pipeline:
         """A model's token ids of a request's prompt, which nothing is generated for."""
         prompt = request.prompt
         assert not isinstance(prompt, TokenPrompt), "what is encoded already needs no encoding"
-        tier = self._tiers.resolve(caller.identity, request.service_tier)
+        tier = self.tiers.resolve(caller.identity, request.service_tier)
         check_cut(request)
         limit = token_limit(self.max_model_len(served), tier.config.max_context_tokens)
         try:
@@ -344,7 +344,7 @@ class Pipeline:
             )
         validate(request, self.intake.limits)
         self.catalog.check(caller.identity, request.model)
-        tier = self._tiers.resolve(caller.identity, request.service_tier)
+        tier = self.tiers.resolve(caller.identity, request.service_tier)
         if request.num_streams > 1 and (most := self.limiter.stream_limit(caller.identity, tier)):
             check_streams(request, *most)
         return tier

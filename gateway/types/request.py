@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -45,6 +45,8 @@ class Identity(msgspec.Struct, frozen=True):
     tracestate: str = ""
     # Moment after which nobody wants the answer, milliseconds since the Unix epoch; None means none.
     deadline_unix_ms: int | None = None
+    # The request is a line of a batch: it runs behind all others, under the lowest tier.
+    in_batch: bool = False
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,9 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     client_request_id: str = ""
     # How often the client has sent it before, by its own word.
     num_retries: int = 0
+    # Ids of the ledger's rows of its requests, one after another, where a request that is computed again
+    # shall have the row that it had.
+    entry_ids: Iterator[str] | None = None
     # The context as it came (a message, which `auth` alone reads), of a call that somebody in front has
     # authenticated, counted and signed.
     context: Any = None

@@ -20,6 +20,7 @@ from contract.formats import ReasoningFormat, ToolCallFormat
 from runtime.errors import ConfigError, described
 from services.bench.command import app as bench_app
 from services.cli import owners
+from services.cli.batch import app as batch_app
 from services.cli.options import flattened
 from services.cli.target import find_target
 from services.supervisor.config import BUNDLED_MODEL, Options
@@ -58,6 +59,7 @@ app.add_typer(engine_app, name="engine")
 schema_app = typer.Typer(help="Response formats.", no_args_is_help=True)
 app.add_typer(schema_app, name="schema")
 app.add_typer(bench_app, name="bench")
+app.add_typer(batch_app, name="batch")
 
 _out = Console(highlight=False)
 _notes = Console(stderr=True, highlight=False)

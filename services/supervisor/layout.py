@@ -256,6 +256,7 @@ class _Planner:
         for place, local in (
             ("gateway.ledger.url", f"sqlite:///{self.state / 'ledger.sqlite'}"),
             ("gateway.store.url", f"sqlite:///{self.state / 'store.sqlite'}"),
+            ("gateway.batches.directory", str(self.state / "batches")),
             ("keys.store", str(self.state / "keys.sqlite")),
         ):
             # An empty one says that there shall be none.

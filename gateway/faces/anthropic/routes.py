@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from gateway.batches.service import Batches
 from gateway.faces.anthropic import openapi
+from gateway.faces.anthropic.batches import BATCHES, MESSAGES, MessageBatchEndpoints
 from gateway.faces.anthropic.endpoints import MODELS_PATH, MessagesEndpoints
 from gateway.http.application import Routes
 from gateway.http.exchange import Exchange
@@ -15,7 +17,7 @@ VERSION_HEADER = b"anthropic-version"
 # Paths of Anthropic's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {
     "/v1/complete": "use /v1/messages",
-    "/v1/messages/batches": "send requests under a lower service_tier instead",
+    BATCHES: "have the operator set gateway.batches.directory, or send requests under a lower service_tier",
 }
 
 
@@ -29,10 +31,20 @@ def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
 
     return Routes(
         exact={
-            ("POST", "/v1/messages"): endpoints.create,
+            ("POST", MESSAGES): endpoints.create,
             ("POST", "/v1/messages/count_tokens"): endpoints.count_tokens,
             ("GET", openapi.PATH): describe,
         },
+        batched=(MESSAGES,),
         by_header=dict.fromkeys((MODELS_PATH, f"{MODELS_PATH}/"), (VERSION_HEADER, endpoints.models)),
         not_served=_NOT_SERVED,
+    )
+
+
+def batch_routes(pipeline: Callable[[], Pipeline], batches: Batches) -> Routes:
+    """Batches of messages."""
+    endpoints = MessageBatchEndpoints(batches, lambda: pipeline().intake)
+    return Routes(
+        exact={("POST", BATCHES): endpoints.create, ("GET", BATCHES): endpoints.list},
+        below={f"{BATCHES}/": ("", endpoints.handle)},
     )

@@ -31,4 +31,5 @@ def routes(pipeline: Callable[[], Pipeline]) -> Routes:
             ("POST", "/classify"): endpoints.classify,
         },
         public={("GET", openapi.PATH): describe},
+        batched=("/v1/embeddings",),
     )

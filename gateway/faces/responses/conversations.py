@@ -12,9 +12,10 @@ import msgspec
 
 from contract.errors import invalid
 from gateway.faces.bodies import Tolerance, read
+from gateway.faces.queries import PAGE, Query, dispatch
 from gateway.faces.responses.items import ITEM_TOLERANCE, InputItem, messages_of
 from gateway.faces.responses.keeping import kept_by, store_of, stored_items
-from gateway.faces.responses.stored import INCLUDES, PAGE, Query, dispatch, listed
+from gateway.faces.responses.stored import INCLUDES, listed
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import Intake
 from gateway.pipeline.pipeline import Pipeline

@@ -42,6 +42,7 @@ def routes(
         },
         below={PREFIX: ("", stored.handle), f"{CONVERSATIONS}/": ("", conversations.handle)},
         public={("GET", openapi.PATH): describe},
+        batched=("/v1/responses",),
         sockets={"/v1/responses": partial(ResponseSocket, endpoints)},
     )
     return served, endpoints.background

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.faces.queries import MAX_LIMIT
 from gateway.faces.responses import answer_types as answers
 from gateway.faces.responses.conversations import CONVERSATIONS, MAX_ITEMS
 from gateway.faces.responses.items import InputItem
-from gateway.faces.responses.stored import MAX_LIMIT, PREFIX
+from gateway.faces.responses.stored import PREFIX
 from gateway.faces.schemas import TEXT, list_of, ref
 
 _OBJECT = {"type": "object"}

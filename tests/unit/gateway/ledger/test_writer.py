@@ -172,3 +172,19 @@ def test_sigkill_loses_nothing_beyond_the_window(url: str) -> None:
 def test_unusable_url_is_a_configuration_error(bad: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         open_ledger(bad)
+
+
+def test_a_request_that_is_computed_again_has_one_row_and_its_end_counts(url: str) -> None:
+    """Under one id, in whatever order they come: what had not ended gives way, what has ended stays."""
+    ledger = writer(url, flush_interval_s=0.01)
+    for name, outcomes in (
+        ("a", ["interrupted", "stop"]),
+        ("b", ["QUEUE_LIMIT_EXCEEDED", "QUEUE_LIMIT_EXCEEDED", "length"]),
+        ("c", ["stop", "interrupted"]),
+        ("d", ["stop", "stop"]),
+    ):
+        for number, outcome in enumerate(outcomes, start=1):
+            ledger.record(finished(name, entry_id=name * 32, outcome=outcome, completion_tokens=number))
+    ledger.close()
+    found = {row["request_id"]: (row["outcome"], row["completion_tokens"]) for row in rows(open_ledger(url))}
+    assert found == {"a": ("stop", 2), "b": ("length", 3), "c": ("stop", 1), "d": ("stop", 1)}

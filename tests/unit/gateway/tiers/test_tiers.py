@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from millrace.common.v1 import context_pb2
 
@@ -157,3 +158,21 @@ def test_what_is_shipped_answers_late_rather_than_not_at_all(path: str) -> None:
     assert tiers
     assert all(tier.accepted_within_ms is None for tier in tiers.values())
     assert load_settings({}).tiers["standard"].accepted_within_ms is None
+
+
+@pytest.mark.parametrize("requested", ["", "auto", "default", "standard", "flex"])
+def test_lines_of_batches_run_behind_the_lowest_tier(requested: str) -> None:
+    line = msgspec.structs.replace(identity("rich", "gold"), in_batch=True)
+    tier = Tiers(SETTINGS).resolve(line, requested)
+    assert (tier.name, tier.config.priority) == ("standard", -1)
+    # It waits as long as it takes, and no other model answers it.
+    assert tier.config.accepted_within_ms is None
+    assert not tier.config.fallback
+
+
+def test_lines_of_batches_get_no_other_tier() -> None:
+    line = msgspec.structs.replace(identity("rich", "gold"), in_batch=True)
+    with pytest.raises(MillraceError) as caught:
+        Tiers(SETTINGS).resolve(line, "gold")
+    assert (caught.value.reason, caught.value.field) == (Reason.TIER_NOT_ALLOWED, "service_tier")
+    assert "'standard'" in caught.value.message

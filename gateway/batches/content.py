@@ -1,0 +1,142 @@
+"""The bytes of files: in a folder that all gateways share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from contract.errors import MillraceError, Reason
+
+# Space that passes by itself when somebody deletes something.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_PIECE_BYTES = 256 * 1024
+
+
+def disk_full(error: OSError, folder: Path) -> MillraceError:
+    """What to tell whoever wanted to write."""
+    return MillraceError(
+        Reason.STORE_UNAVAILABLE,
+        f"files cannot be written now: {error.strerror or error}; try again when the operator has made room "
+        f"for gateway.batches.directory",
+        metadata={"free_bytes": str(free_bytes(folder))},
+        retry_after_s=60.0,
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Room that the folder's disk has for us; raises OSError."""
+    return shutil.disk_usage(folder).free
+
+
+class ContentStorage(Protocol):
+    """Where files are once they are whole. Ids are ours; nothing here may be called from the event loop."""
+
+    def publish(self, id_: str, source: Path) -> None:
+        """Takes a file's bytes from `source`, which stays as it is; doing it again changes nothing."""
+        ...
+
+    def fetch(self, id_: str) -> Path:
+        """A local path with a file's bytes; raises FileNotFoundError."""
+        ...
+
+    def pieces(self, id_: str) -> Iterator[bytes]:
+        """A file's bytes, some at a time; raises FileNotFoundError before the first."""
+        ...
+
+    def delete(self, id_: str) -> None:
+        """Removes a file's bytes, if they are there."""
+        ...
+
+
+class DirectoryStorage:
+    """Files in a folder, readable to the gateways' user alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_private(folder)
+
+    def publish(self, id_: str, source: Path) -> None:
+        """See ContentStorage."""
+        target = self.folder / id_
+        if target.exists():
+            return
+        part = self.folder / f".{id_}-{secrets.token_hex(4)}"
+        try:
+            try:
+                os.link(source, part)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                    raise
+                shutil.copyfile(source, part)
+                part.chmod(0o600)
+            part.rename(target)
+        finally:
+            part.unlink(missing_ok=True)
+        sync_folder(self.folder)
+
+    def fetch(self, id_: str) -> Path:
+        """See ContentStorage."""
+        path = self.folder / id_
+        path.stat()
+        return path
+
+    def pieces(self, id_: str) -> Iterator[bytes]:
+        """See ContentStorage."""
+        return _pieces((self.folder / id_).open("rb"))
+
+    def delete(self, id_: str) -> None:
+        """See ContentStorage."""
+        (self.folder / id_).unlink(missing_ok=True)
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that nobody else may look into."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def sync_folder(folder: Path) -> None:
+    """Has a folder's names outlive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Upload:
+    """A file that is being written: it is there when it is whole, and gone when it is not."""
+
+    def __init__(self, folder: Path) -> None:
+        make_private(folder)
+        self.path = folder / f"{secrets.token_hex(16)}.part"
+        self.num_bytes = 0
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def write(self, piece: bytes) -> None:
+        """Appends; raises OSError."""
+        view = memoryview(piece)
+        while view:
+            view = view[os.write(self._file, view) :]
+        self.num_bytes += len(piece)
+
+    def complete(self) -> None:
+        """All of it is on the disk; raises OSError."""
+        os.fsync(self._file)
+
+    def discard(self) -> None:
+        """Removes it; once it was published this takes away its other name alone."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self.path.unlink(missing_ok=True)

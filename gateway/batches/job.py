@@ -1,0 +1,546 @@
+"""One batch that this gateway runs, from its input or wherever another gateway left it to its results.
+
+Its runner says when a line may begin (`wants`, `take`, `answer`); everything else the batch does itself: it
+reads its input into an index, writes results down, keeps its lease, and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from contract.errors import MillraceError, Reason
+from gateway.batches.calls import LineAnswer
+from gateway.batches.content import FULL, ContentStorage, free_bytes, make_private
+from gateway.batches.lines import (
+    BadInput,
+    Fault,
+    LineEntry,
+    LineIndex,
+    check_line,
+    duplicate,
+    index_lines,
+    name_of,
+    read_line,
+    too_long,
+)
+from gateway.batches.spool import NAMES, Spool, SpoolBusy, Written
+from gateway.batches.store import BatchLease, BatchLeaseLost, BatchStore, StoredFile
+from gateway.batches.types import BatchStatus, LineResult, Outcome, Problem, ResultForm
+from gateway.config import BatchesConfig
+from gateway.http.errors import unexpected
+
+_log = logging.getLogger(__name__)
+# How often results are written down; a killed gateway's lines since then are computed again.
+_FLUSH_S = 0.1
+# Signs of life within the time of a lease.
+_BEATS = 4
+_RETRY_S = 1.0
+# Tries of a line that fails for no fault of its own, and not for load.
+_MAX_TRIES = 3
+_AT_FAULT = frozenset({Reason.ENGINE_LOST, Reason.INTERNAL, Reason.STEP_FAILED})
+# Gateways that may be lost one after another under a batch of which meanwhile no line was answered.
+_MAX_TAKES = 8
+# Longest time after which a line that was refused for load is tried again.
+_MAX_RETRY_S = 30.0
+# Lines after which a batch's own rate says when it will be through.
+_ENOUGH_LINES = 20
+# Lines whose results are written at a time where nothing is computed for them.
+_TOGETHER = 256
+
+
+class _Used(msgspec.Struct):
+    usage: Any = None
+
+
+_usage = msgspec.json.Decoder(_Used)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobParts:
+    """What batches have in common."""
+
+    store: BatchStore
+    storage: ContentStorage
+    # Where they keep what they need until they end: a folder for each, below it.
+    folder: Path
+    config: BatchesConfig
+    max_line_bytes: int
+    forms: dict[str, ResultForm]
+    # Has a thread call what waits for disks and databases.
+    call: Callable[..., Awaitable[Any]]
+    # Answers the body of a line of a batch.
+    ask: Callable[[BatchLease, int, bytes], Awaitable[LineAnswer]]
+    # Lines a second that a batch may expect before it has measured; 0 where nobody has.
+    usual_rate: Callable[[], float]
+    # Something changed that a runner may have waited for.
+    wake: Callable[[], None]
+
+
+class _Stopped(Exception):
+    """The gateway leaves it to others."""
+
+
+class BatchJob:
+    """See above. `run` is its life; it ends when the batch does, or belongs to somebody else."""
+
+    def __init__(self, lease: BatchLease, parts: JobParts) -> None:
+        self.lease = lease
+        self.tenant = lease.tenant
+        self._parts = parts
+        self._form = parts.forms[lease.batch.api]
+        self._folder = parts.folder / lease.batch.id
+        self._source = Path()
+        self._spool: Spool | None = None
+        self._index: LineIndex | None = None
+        # Every line was taken once.
+        self._is_through = False
+        # Lines to be tried again, and tries of those that failed.
+        self._again: deque[LineEntry] = deque()
+        self._tries: dict[int, int] = {}
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._results: list[Written] = []
+        # Monotonic moments: no line begins before the first; the last sign of life; its own beginning.
+        self._not_before_s = 0.0
+        self._saved_s = time.monotonic()
+        self._began_s, self._began_at = time.monotonic(), 0
+        # Why no line begins; "" where lines do.
+        self._pause = ""
+        self._stopping = self.is_lost = False
+
+    # For the runner.
+
+    def wants(self, now_s: float) -> bool:
+        """Whether a line of it may begin."""
+        if self._index is None or self._pause or self._stopping or now_s < self._not_before_s:
+            return False
+        return not self._is_ending and not (self._is_through and not self._again)
+
+    def take(self) -> LineEntry | None:
+        """The next line; None where there is none after all."""
+        if self._again:
+            return self._again.popleft()
+        entry = None if self._index is None else self._index.next()
+        self._is_through = entry is None
+        return entry
+
+    async def answer(self, entry: LineEntry) -> float | None:
+        """Has a line answered; the tokens it took, None where it will be tried again."""
+        task = asyncio.current_task()
+        assert task is not None, "a line is a task"
+        self._under_way.add(task)
+        try:
+            return await self._answer(entry)
+        except asyncio.CancelledError:
+            # Its time is up, or the batch is left to others.
+            return None
+        except Exception:
+            _log.exception("line %d of batch %s failed", entry.line, self.lease.batch.id)
+            error = unexpected()
+            if not self._is_tried_again(entry, error):
+                failed = LineResult(custom_id=None, line=entry.line, outcome=Outcome.ERRORED, error=error)
+                self._put(entry, failed)
+            return None
+        finally:
+            self._under_way.discard(task)
+
+    def stop(self) -> None:
+        """Lets no further line begin, ends those under way, and leaves the batch to others."""
+        self._stopping = True
+        self._end_lines()
+
+    # Lines.
+
+    async def _answer(self, entry: LineEntry) -> float | None:
+        parts, batch = self._parts, self.lease.batch
+        data = b"" if entry.fault is Fault.TOO_LONG else await parts.call(read_line, self._source, entry)
+        try:
+            line = _request(data, entry, batch.endpoint, parts.max_line_bytes)
+        except MillraceError as error:
+            named = name_of(data)
+            failed = LineResult(custom_id=named, line=entry.line, outcome=Outcome.ERRORED, error=error)
+            self._put(entry, failed)
+            return 0.0
+        answer = await parts.ask(self.lease, entry.line, bytes(line.body))
+        if answer.error is not None and self._is_tried_again(entry, answer.error):
+            return None
+        self._put(
+            entry,
+            LineResult(
+                custom_id=line.custom_id,
+                line=entry.line,
+                outcome=Outcome.SUCCEEDED if answer.status < 400 else Outcome.ERRORED,
+                request_id=answer.request_id,
+                status=answer.status,
+                body=answer.body,
+            ),
+        )
+        return tokens_of(answer.body)
+
+    def _put(self, entry: LineEntry, result: LineResult) -> None:
+        self._tries.pop(entry.position, None)
+        self._results.append(self._written(entry, result))
+
+    def _written(self, entry: LineEntry, result: LineResult) -> Written:
+        file = int(self._form.is_error(result))
+        return Written(entry.position, result.outcome, file, self._form.write(self.lease.batch, result))
+
+    def _is_tried_again(self, entry: LineEntry, error: MillraceError) -> bool:
+        if error.reason in _AT_FAULT:
+            tries = self._tries[entry.position] = self._tries.get(entry.position, 0) + 1
+            if tries >= _MAX_TRIES:
+                return False
+        elif error.retry_after_s is None:
+            return False
+        self._again.append(entry)
+        wait_s = min(error.retry_after_s or _RETRY_S, _MAX_RETRY_S)
+        self._not_before_s = max(self._not_before_s, time.monotonic() + wait_s)
+        return True
+
+    def _end_lines(self) -> None:
+        for task in self._under_way:
+            task.cancel()
+
+    # Its life.
+
+    async def run(self) -> None:
+        """Runs it to its end, or until it is somebody else's."""
+        try:
+            await self._run()
+        except (BatchLeaseLost, SpoolBusy):
+            self.is_lost = True
+            self._end_lines()
+        except (_Stopped, asyncio.CancelledError):
+            await self._leave()
+        except BadInput as error:
+            await self._fail(error.problems)
+        except FileNotFoundError:
+            message = "the input file is not there any more; upload it again"
+            await self._fail((Problem("invalid_input_file", message, "input_file_id"),))
+        finally:
+            self._close()
+            self._parts.wake()
+
+    async def _run(self) -> None:
+        batch, parts = self.lease.batch, self._parts
+        batch.num_takes += 1
+        await self._save()
+        if batch.num_takes > _MAX_TAKES:
+            message = f"{_MAX_TAKES} gateways were lost under it; send its lines in smaller batches"
+            raise BadInput(Problem("gateways_lost", message))
+        self._source = await parts.call(parts.storage.fetch, batch.input_file_id)
+        await parts.call(make_private, self._folder)
+        if not await parts.call((self._folder / "index").exists):
+            batch.num_lines = await self._writing(self._read_input)
+        self._spool = await parts.call(Spool, self._folder, batch.num_lines)
+        self._index = LineIndex(self._folder / "index", self._spool.is_done)
+        if batch.status is BatchStatus.VALIDATING:
+            batch.status, batch.in_progress_unix_s = BatchStatus.IN_PROGRESS, self._now_s()
+        self._count()
+        self._began_at = batch.num_answered
+        self._tell_reach(parts.usual_rate())
+        await self._save()
+        parts.wake()
+        while not await self._has_ended():
+            await asyncio.sleep(_FLUSH_S)
+        await self._finish()
+
+    async def _has_ended(self) -> bool:
+        """Writes down what has come; whether nothing of it is under way, and nothing more will be."""
+        if self._stopping:
+            raise _Stopped
+        now_s = time.monotonic()
+        await self._flush()
+        if self._is_ending and self._now_s() >= self.lease.batch.deadline_unix_s:
+            self._end_lines()
+        if now_s - self._saved_s > self._beat_s:
+            await self._save()
+            self._tell_reach(self._own_rate())
+        if self._under_way or self._results:
+            return False
+        return self._is_ending or (self._is_through and not self._again)
+
+    async def _finish(self) -> None:
+        batch = self.lease.batch
+        batch.status, batch.finalizing_unix_s = (
+            BatchStatus.FINALIZING,
+            batch.finalizing_unix_s or self._now_s(),
+        )
+        batch.detail = ""
+        await self._save()
+        left = Outcome.CANCELLED if self.lease.cancelled_unix_s else Outcome.EXPIRED
+        has_left = batch.num_answered < batch.num_lines
+        if has_left:
+            await self._write_rest(left)
+        await self._writing(self._publish)
+        ended = BatchStatus.CANCELLED if left is Outcome.CANCELLED else BatchStatus.EXPIRED
+        # One whose end was asked for when all was done already is complete.
+        batch.status = ended if has_left or batch.counts[left] else BatchStatus.COMPLETED
+        batch.ended_unix_s = self._now_s()
+        batch.cancelling_unix_s = self.lease.cancelled_unix_s
+        await self._save()
+        self._close()
+        await self._parts.call(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _fail(self, problems: tuple[Problem, ...]) -> None:
+        batch = self.lease.batch
+        batch.status, batch.problems, batch.detail = BatchStatus.FAILED, list(problems), ""
+        batch.ended_unix_s = self._now_s()
+        try:
+            await self._save()
+        except BatchLeaseLost:
+            self.is_lost = True
+            return
+        self._close()
+        await self._parts.call(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _leave(self) -> None:
+        """What has come is written down; lines under way are computed again elsewhere."""
+        self._stopping = True
+        self._end_lines()
+        batch, call, store = self.lease.batch, self._parts.call, self._parts.store
+        try:
+            if self._spool is not None and self._results:
+                await call(self._spool.commit, self._results)
+                self._count()
+            self._close()
+            batch.num_takes = 0
+            await call(store.save, self.lease)
+            await call(store.release, self.lease)
+        except (BatchLeaseLost, MillraceError, OSError) as error:
+            _log.warning("batch %s is left without its last results: %r", batch.id, error)
+
+    def _close(self) -> None:
+        index, self._index = self._index, None
+        spool, self._spool = self._spool, None
+        if index is not None:
+            index.close()
+        if spool is not None:
+            spool.close()
+
+    # What is on the disk.
+
+    def _read_input(self) -> int:
+        config = self._parts.config
+        return index_lines(
+            self._source,
+            self._folder,
+            self.lease.batch.endpoint,
+            max_lines=config.max_lines,
+            max_line_bytes=self._parts.max_line_bytes,
+            goes_on=self._breathe,
+        )
+
+    def _breathe(self, num_done: int) -> bool:
+        """In a thread that is long at work: the lease is renewed."""
+        if time.monotonic() - self._saved_s > self._beat_s:
+            self._saved_s = time.monotonic()
+            self._parts.store.save(self.lease)
+        return not self._stopping
+
+    async def _flush(self) -> None:
+        results, self._results = self._results, []
+        if results:
+            await self._writing(self._commit, results)
+
+    def _commit(self, results: list[Written]) -> None:
+        assert self._spool is not None, "results come after it is open"
+        self._breathe(0)
+        self._check_room()
+        self._spool.commit(results)
+        self._count()
+
+    def _check_room(self) -> None:
+        free, least = free_bytes(self._folder), self._parts.config.min_free_bytes
+        if free < least:
+            problem = f"{free} bytes are free, fewer than gateway.batches.min_free_bytes = {least}"
+            raise OSError(next(iter(FULL)), problem)
+
+    async def _write_rest(self, outcome: Outcome) -> None:
+        """A result for every line that will not be answered."""
+        assert self._spool is not None, "it was open until now"
+        with_what = cancelled_error() if outcome is Outcome.CANCELLED else expired_error(self.lease.batch)
+        index = LineIndex(self._folder / "index", self._spool.is_done)
+        try:
+            while some := await self._parts.call(self._rest, index, outcome, with_what):
+                await self._writing(self._commit, some)
+                if self._stopping:
+                    raise _Stopped
+        finally:
+            index.close()
+
+    def _rest(self, index: LineIndex, outcome: Outcome, error: MillraceError) -> list[Written]:
+        some: list[Written] = []
+        while len(some) < _TOGETHER and (entry := index.next()) is not None:
+            named = None
+            if entry.fault is not Fault.TOO_LONG:
+                named = name_of(read_line(self._source, entry))
+            result = LineResult(custom_id=named, line=entry.line, outcome=outcome, error=error)
+            some.append(self._written(entry, result))
+        return some
+
+    def _publish(self) -> None:
+        """Results become files; again where it was not known that they had."""
+        assert self._spool is not None, "it was open until now"
+        batch, store = self.lease.batch, self._parts.store
+        now_ms = store.now_ms()
+        kept_ms = batch.output_kept_s * 1000 or round(self._parts.config.retention_days * 86_400_000)
+        ids = ["", ""]
+        for file, (name, purpose) in enumerate(zip(NAMES, self._form.purposes(), strict=True)):
+            num_bytes = self._spool.ends[file]
+            if num_bytes:
+                id_ = ids[file] = f"file-{batch.id.rpartition('_')[2]}-{name}"
+                self._parts.storage.publish(id_, self._folder / name)
+                store.add_file(
+                    self.lease.tenant,
+                    StoredFile(
+                        id=id_,
+                        purpose=purpose,
+                        filename=f"{batch.id}_{name}.jsonl",
+                        num_bytes=num_bytes,
+                        created_unix_ms=now_ms,
+                        expires_unix_ms=now_ms + kept_ms,
+                    ),
+                    is_result=True,
+                )
+        batch.output_file_id, batch.error_file_id = ids
+
+    async def _writing(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Has a thread write; where there is no room, says so, and does it again when there may be some."""
+        while True:
+            try:
+                done = await self._parts.call(work, *arguments)
+            except InterruptedError as error:
+                raise _Stopped from error
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                await self._wait_for_room(error)
+            except MillraceError as error:
+                # The database cannot be used; that is in the log.
+                await asyncio.sleep(error.retry_after_s or _RETRY_S)
+            else:
+                if self._pause:
+                    _log.warning("batch %s goes on", self.lease.batch.id)
+                    self._pause = self.lease.batch.detail = ""
+                    self._parts.wake()
+                return done
+            if self._stopping:
+                raise _Stopped
+
+    async def _wait_for_room(self, error: OSError) -> None:
+        if not self._pause:
+            _log.error("batch %s pauses, %s is full: %s", self.lease.batch.id, self._folder, error)
+            self._pause = (
+                f"paused: the disk of gateway.batches.directory is full ({error.strerror}); it goes on when "
+                "there is room"
+            )
+            self.lease.batch.detail = self._pause
+        # The database may be on the same disk.
+        with suppress(MillraceError):
+            await self._save()
+        await asyncio.sleep(_RETRY_S)
+
+    async def _save(self) -> None:
+        while True:
+            try:
+                await self._parts.call(self._parts.store.save, self.lease)
+            except MillraceError as error:
+                if self._pause or self._stopping:
+                    raise
+                await asyncio.sleep(error.retry_after_s or _RETRY_S)
+            else:
+                self._saved_s = time.monotonic()
+                return
+
+    # What is told.
+
+    @property
+    def _is_ending(self) -> bool:
+        """No further line begins."""
+        return bool(self.lease.cancelled_unix_s) or self._now_s() >= self.lease.batch.deadline_unix_s
+
+    @property
+    def _beat_s(self) -> float:
+        return min(1.0, self._parts.config.lease_s / _BEATS)
+
+    def _now_s(self) -> int:
+        return self._parts.store.now_ms() // 1000
+
+    def _count(self) -> None:
+        assert self._spool is not None, "it counts"
+        batch = self.lease.batch
+        if self._spool.counts != batch.counts:
+            batch.counts, batch.num_takes = list(self._spool.counts), 0
+
+    def _own_rate(self) -> float:
+        num = self.lease.batch.num_answered - self._began_at
+        return num / (time.monotonic() - self._began_s) if num >= _ENOUGH_LINES else 0.0
+
+    def _tell_reach(self, rate: float) -> None:
+        """Says whether its window is out of reach, at so many lines a second; 0 says nothing."""
+        batch = self.lease.batch
+        if self._pause or not rate:
+            return
+        needed_s = (batch.num_lines - batch.num_answered) / rate
+        left_s = batch.deadline_unix_s - self._now_s()
+        batch.detail = ""
+        if needed_s > left_s:
+            batch.detail = (
+                f"completion_window {batch.completion_window} is out of reach: at {rate:.3g} lines a second "
+                f"the {batch.num_lines - batch.num_answered} that are left take {_hours(needed_s)}, and "
+                f"{_hours(left_s)} are left; what is not answered then expires"
+            )
+
+
+def _hours(seconds: float) -> str:
+    return f"{max(0.0, seconds) / 3600:.1f} h"
+
+
+def _request(data: bytes, entry: LineEntry, endpoint: str, max_line_bytes: int) -> Any:
+    """A line as a request; raises what keeps it from being one."""
+    if entry.fault is Fault.TOO_LONG:
+        raise too_long(max_line_bytes)
+    line = check_line(data, endpoint)
+    if entry.fault is Fault.DUPLICATE:
+        raise duplicate(line.custom_id, entry.first_line)
+    return line
+
+
+def cancelled_error() -> MillraceError:
+    """Of a line that a cancelled batch has not begun."""
+    return MillraceError(Reason.CANCELLED, "the batch was cancelled before this line was answered")
+
+
+def expired_error(batch: Any) -> MillraceError:
+    """Of a line whose batch has run out of time."""
+    return MillraceError(
+        Reason.DEADLINE_EXCEEDED,
+        f"the completion_window of {batch.completion_window} ended before this line was answered; send it "
+        "again",
+    )
+
+
+def tokens_of(body: bytes) -> float:
+    """What a line took by its answer's own words, of whichever API; at least 1."""
+    try:
+        usage = _usage.decode(body).usage
+    except msgspec.MsgspecError:
+        return 1.0
+    if not isinstance(usage, dict):
+        return 1.0
+    total = usage.get("total_tokens")
+    if not isinstance(total, int):
+        counts = [each for name, each in usage.items() if name.endswith("_tokens")]
+        total = sum(each for each in counts if isinstance(each, int))
+    return float(max(1, total))

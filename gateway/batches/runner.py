@@ -1,0 +1,265 @@
+"""The batches that one gateway runs: takes those that nobody runs, and lets their lines begin in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from contract.engines import EngineLoad
+from contract.errors import MillraceError
+from gateway.batches.job import BatchJob, JobParts
+from gateway.batches.lines import LineEntry
+from gateway.batches.shares import FairShares, LineWindow
+from gateway.batches.types import Batch
+
+_log = logging.getLogger(__name__)
+# How often it is looked whether lines may begin, when nothing else says so.
+_LOOK_S = 0.05
+_TAKE_S = 1.0
+# Batches that a gateway runs at a time, and takes at a time.
+_MAX_JOBS = 64
+_TAKEN_TOGETHER = 8
+# A request of others waits when its first token is late by this share of its target; without a target after
+# this many seconds.
+_LATE_SHARE, _LATE_S = 0.1, 0.1
+# Seconds over which lines a second are measured.
+_RATE_S = 30.0
+
+
+class Surroundings(Protocol):
+    """What else the gateway does."""
+
+    draining: bool
+
+    def loads(self) -> list[EngineLoad]:
+        """The reports of engines that take requests."""
+        ...
+
+    def has_others(self) -> bool:
+        """Whether engines work for other gateways, by their reports."""
+        ...
+
+    def waits_s(self) -> list[tuple[float, float | None]]:
+        """Of requests at connections: seconds until now without a first token, 0 once it is there, and the
+        target of their tier.
+        """
+        ...
+
+    def tightest_s(self) -> float:
+        """The shortest target of a tier for the first token; 0 where none has one."""
+        ...
+
+
+class BatchRunner:
+    """See above."""
+
+    def __init__(
+        self,
+        parts: JobParts,
+        window: LineWindow,
+        weight: Callable[[str], float],
+        surroundings: Callable[[], Surroundings],
+    ) -> None:
+        """`surroundings` raises while nothing is served yet."""
+        self._parts = parts
+        self._window = window
+        self._shares = FairShares(weight)
+        self._surroundings = surroundings
+        self._jobs: dict[str, BatchJob] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._lines: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
+        self._loops: list[asyncio.Task[None]] = []
+        # Lines that have ended, halved every _RATE_S.
+        self._num_ended, self._measured_s, self._since_s = 0.0, 0.0, time.monotonic()
+
+    def start(self) -> None:
+        """Begins to look for batches."""
+        self._loops = [
+            asyncio.create_task(self._keep_taking(), name="take batches"),
+            asyncio.create_task(self._keep_beginning(), name="begin lines"),
+        ]
+
+    async def close(self) -> None:
+        """Leaves every batch to other gateways."""
+        for loop in self._loops:
+            loop.cancel()
+        for job in self._jobs.values():
+            job.stop()
+        await asyncio.gather(*self._loops, *self._lines, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Something changed: a batch may be there, or a line may begin."""
+        self._changed.set()
+
+    def live(self, tenant: str, id_: str) -> Batch | None:
+        """A batch as it is now, where this gateway runs it."""
+        job = self._jobs.get(id_)
+        return job.lease.batch if job is not None and job.tenant == tenant and not job.is_lost else None
+
+    def cancel(self, tenant: str, batch: Batch) -> None:
+        """Lets no further line of a batch begin where this gateway runs it; others learn it by the row."""
+        job = self._jobs.get(batch.id)
+        if job is not None and job.tenant == tenant:
+            job.lease.cancelled_unix_s = batch.cancelling_unix_s
+
+    def rate(self) -> float:
+        """Lines a second of all batches lately; 0 while nothing was measured."""
+        seconds = self._measured_s + time.monotonic() - self._since_s
+        return self._num_ended / seconds if self._num_ended >= 1 and seconds > 1 else 0.0
+
+    def usual_rate(self) -> float:
+        """Of that, what one batch among those that run may expect."""
+        return self.rate() / max(1, len(self._jobs))
+
+    # Batches.
+
+    async def _keep_taking(self) -> None:
+        while True:
+            try:
+                room = min(_TAKEN_TOGETHER, _MAX_JOBS - len(self._jobs))
+                if room > 0 and not self._surroundings().draining:
+                    for lease in await self._parts.call(self._parts.store.take, room):
+                        self._begin(BatchJob(lease, self._parts))
+            except MillraceError:
+                # Nothing is served yet, or the database cannot be used: that is in the log.
+                pass
+            except Exception:
+                _log.exception("batches cannot be taken, will retry")
+            await asyncio.sleep(min(_TAKE_S, self._parts.config.lease_s / 4))
+
+    def _begin(self, job: BatchJob) -> None:
+        id_ = job.lease.batch.id
+        if id_ in self._jobs:
+            # Its lease ran out here while something hung.
+            return
+        self._jobs[id_] = job
+        task = asyncio.create_task(self._run(job), name=f"batch {id_}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, job: BatchJob) -> None:
+        try:
+            await job.run()
+        except Exception:
+            # Its lease runs out, and somebody goes on with it.
+            _log.exception("batch %s is interrupted", job.lease.batch.id)
+        finally:
+            job.stop()
+            del self._jobs[job.lease.batch.id]
+            if not any(other.tenant == job.tenant for other in self._jobs.values()):
+                self._shares.forget(job.tenant)
+
+    # Lines.
+
+    async def _keep_beginning(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            try:
+                self._begin_lines()
+            except MillraceError:
+                # Nothing is served yet.
+                pass
+            except Exception:
+                _log.exception("lines of batches cannot begin, will retry")
+
+    def _begin_lines(self) -> None:
+        now_s, around = time.monotonic(), self._surroundings()
+        if not self._jobs or around.draining:
+            return
+        look(self._window, around, now_s)
+        while self._window.has_room(len(self._lines)):
+            waiting: dict[str, BatchJob] = {}
+            for job in self._jobs.values():
+                if job.wants(now_s):
+                    # Of a tenant's the one that was taken first.
+                    waiting.setdefault(job.tenant, job)
+            if not waiting:
+                return
+            job = waiting[self._shares.choose(waiting)]
+            entry = job.take()
+            if entry is not None:
+                task = asyncio.create_task(self._line(job, entry), name="line of a batch")
+                self._lines.add(task)
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._lines.discard(task)
+        self._changed.set()
+
+    async def _line(self, job: BatchJob, entry: LineEntry) -> None:
+        expected, took = self._shares.begin(job.tenant), None
+        try:
+            took = await job.answer(entry)
+        finally:
+            self._shares.end(job.tenant, expected, took)
+            if took is not None:
+                self._window.ended()
+                self._measure()
+
+    def _measure(self) -> None:
+        self._num_ended += 1
+        now_s = time.monotonic()
+        if now_s - self._since_s > _RATE_S:
+            self._measured_s, self._since_s = (self._measured_s + now_s - self._since_s) / 2, now_s
+            self._num_ended /= 2
+
+
+def look(window: LineWindow, around: Surroundings, now_s: float) -> None:
+    """Tells a window what there is besides its lines."""
+    waits, loads = around.waits_s(), around.loads()
+    late = any(
+        waited_s > (_LATE_S if target_s is None else target_s * _LATE_SHARE) for waited_s, target_s in waits
+    )
+    tightest_s = around.tightest_s()
+    # What a request that came now would wait for, by the engines' own measurements.
+    forecast_s = [
+        load.pending_prefill_tokens / load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s
+    ]
+    queued = any(load.num_waiting for load in loads)
+    queued |= bool(tightest_s) and any(each > tightest_s * _LATE_SHARE for each in forecast_s)
+    others_run = bool(waits) or around.has_others()
+    window.look(now_s, num_engines=len(loads), others_run=others_run, others_wait=late, queued=queued)
+
+
+def surroundings_of(pipeline: Any) -> Surroundings:
+    """What a pipeline does for whoever is no batch."""
+    return _OfPipeline(pipeline)
+
+
+class _OfPipeline:
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self.draining: bool = pipeline.draining
+
+    def loads(self) -> list[EngineLoad]:
+        return [each.load for each in self._pipeline.attempts.fleet.ready]
+
+    def has_others(self) -> bool:
+        ready = self._pipeline.attempts.fleet.ready
+        return any(each.load.num_running + each.load.num_waiting > each.num_open for each in ready)
+
+    def waits_s(self) -> list[tuple[float, float | None]]:
+        now_s = time.monotonic()
+        found = []
+        for attempt in self._pipeline.books.running:
+            call = attempt.call
+            if not call.caller.identity.in_batch:
+                target_ms = call.tier.config.ttft_target_ms
+                waited_s = now_s - call.caller.received_s if attempt.meter.first_output_s is None else 0.0
+                found.append((waited_s, None if target_ms is None else target_ms / 1000))
+        return found
+
+    def tightest_s(self) -> float:
+        targets: Mapping[str, Any] = self._pipeline.tiers.all
+        every = [tier.config.ttft_target_ms for tier in targets.values()]
+        return min((each / 1000 for each in every if each), default=0.0)
