@@ -133,7 +133,8 @@ void turn(const RopeCacheArgs& args, float* x, const float* weight, int64_t head
 extern "C" void rope_cache(const RopeCacheArgs& args, int thread, int num_threads) {
   const Step& step = *args.step;
   const int64_t dim = args.cache.key_dim, heads = args.num_heads, kv_heads = args.cache.num_heads;
-  const int64_t width = (heads + 2 * kv_heads) * dim, half = args.rotary_dim / 2;
+  const int64_t width = args.row_stride ? args.row_stride : (heads + 2 * kv_heads) * dim;
+  const int64_t half = args.rotary_dim / 2;
   // With norms per head (or none) the unit of work is a kv head and its queries; else a whole token.
   const int64_t split = args.norm == kNormFull ? 1 : kv_heads;
   const Range mine = share(step.num_tokens * split, thread, num_threads);

@@ -14,7 +14,7 @@ enum QkNorm : int64_t { kNormNone = 0, kNormHead = 1, kNormFull = 2 };
 // which order weights of norms are then where norms come last.
 struct RopeCacheArgs {
   const Step* step;
-  float* qkv;           // [T, (H + 2 K) D]: q heads, k heads, v heads; the q part is also the result
+  float* qkv;           // [T, (H + 2 K) D], rows `row_stride` apart: q, k and v heads; the q part is also the result
   const float* q_norm;  // [D] (head; [H, D] with norm_stride), [H D] (full) or null
   const float* k_norm;  // [D] (head; [K, D] with norm_stride), [K D] (full) or null
   const float* cos;     // [L, R / 2]
@@ -29,6 +29,7 @@ struct RopeCacheArgs {
   int64_t norm_centered;  // the mean is taken away first, as in layer norms
   int64_t norm_last;      // after the rotation instead of before it (head only)
   const float* q_scales;  // [L], what a position's queries are multiplied by in the end, or null
+  int64_t row_stride;     // 0 where nothing lies between rows
 };
 
 // Latent attention (DeepSeek-V2): one vector per token, the normed latent and the rotated key part.
