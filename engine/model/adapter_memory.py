@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.config import AdaptersConfig
-from engine.model.spec import ModelSpec
+from engine.model.spec import ModelSpec, StateSpec
 
 # Ranks are rounded up to a multiple of this (kernels/adapters).
 WIDTH_MULTIPLE = 16
@@ -27,7 +27,11 @@ def adapter_bytes(spec: ModelSpec, config: AdaptersConfig, element_bytes: int) -
 def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
     """Inputs, and outputs of the parts, of the linear layers of a layer that take adapters."""
     hidden = spec.hidden_size
-    if spec.latent is not None:
+    if spec.state is not None and index in spec.state.layers:
+        yield from _of_state(spec.state, hidden)
+    if index not in spec.attending:
+        pass
+    elif spec.latent is not None:
         latent, inputs = spec.latent, hidden
         if latent.query_rank:
             yield hidden, [latent.query_rank]
@@ -38,9 +42,11 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
     else:
         queries = spec.num_heads * spec.head_dim
         sizes = [queries, *[spec.num_kv_heads * spec.head_dim] * 2]
-        if spec.fused_qkv != "by_head":
+        if spec.fused_qkv != "by_head" and not spec.attention_gate:
             yield hidden, sizes if spec.fused_qkv == "none" else [sum(sizes)]
         yield queries, [hidden]
+    if spec.feed_forward_layers is not None and index not in spec.feed_forward_layers:
+        return
     experts, size = spec.experts, spec.intermediate_size
     if experts is not None and index in experts.layers:
         size = experts.shared_intermediate_size
@@ -48,3 +54,17 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
         gate_up = [2 * size] if spec.fused_gate_up else [size, size]
         yield hidden, gate_up if spec.gated else [size]
         yield size, [hidden]
+
+
+def _of_state(state: StateSpec, hidden: int) -> Iterator[tuple[int, list[int]]]:
+    """The same of what carries a state; parts that are put in another order take none."""
+    if state.kind == "convolution":
+        yield hidden, [3 * hidden]
+        yield hidden, [hidden]
+        return
+    values, heads = state.num_heads * state.value_dim, state.num_heads
+    if state.kind == "mamba2":
+        yield hidden, [values + state.channels + heads]
+    elif state.layout != "by_group":
+        yield hidden, [state.channels, values, heads, heads]
+    yield values, [hidden]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -23,7 +24,7 @@ from torch import Tensor
 from checkpoint.vocabulary import whole_tokenizer_json
 from engine.model.decoder import advance
 from engine.model.layers import StepContext, embedding_scale
-from engine.model.records import Layer
+from engine.model.records import Attention, JointMixer, LatentAttention, Layer
 from engine.model.rope import query_scales, rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
@@ -34,6 +35,9 @@ from kernels.linear.formats import DenseWeight
 from kernels.linear.reference import Product
 from kernels.linear.rows import ROW_MULTIPLE
 from kernels.paged_cache.store import allocate_layer
+from kernels.recurrent.reference import StateStep
+from kernels.recurrent.rows import StateRows
+from kernels.recurrent.store import JointCache, allocate_states
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -105,22 +109,16 @@ class Calibration:
             ],
             attention=attention,
             attention_plan=attention.plan(ragged, device),
+            states=None
+            if spec.state is None
+            else StateStep.of(_one_state(), ragged.query_starts, ragged.context_lens),
+            dtype=self.x.dtype,
         )
 
     @torch.inference_mode()
     def finish(self, layer: Layer) -> None:
         """Runs a dense layer and quantizes its linear layers."""
-        spec = self.spec
-        cache = allocate_layer(
-            num_blocks=self.num_blocks,
-            block_size=BLOCK_SIZE,
-            num_heads=spec.cache_heads,
-            key_dim=spec.query_key_dim,
-            value_dim=spec.cache_value_dim,
-            shared_value_dim=spec.value_dim,
-            dtype=torch.float32,
-            device=self.x.device,
-        )
+        cache = self._cache(layer)
         watched = []
         for linear in (*layer.linears(), *layer.routed_linears()):
             linear.product = self.kernels.linear.pack(linear.weight)
@@ -128,10 +126,34 @@ class Calibration:
             linear.product = _Watch(linear.product)
             watched.append((linear, linear.product))
         x, change = advance(layer, self.x, None, cache, self.step)
-        self.x = x + change
+        self.x = x if change is None else x + change
         for linear, watch in watched:
             assert isinstance(linear.weight, DenseWeight), "dense until it is calibrated"
             linear.weight = quantize(linear.weight.values, self.config, watch.range)
+
+    def _cache(self, layer: Layer) -> Any:
+        """Room for the layer's keys and values, or for its state."""
+        spec, device = self.spec, self.x.device
+        keys = allocate_layer(
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            num_heads=spec.cache_heads,
+            key_dim=spec.query_key_dim,
+            value_dim=spec.cache_value_dim,
+            shared_value_dim=spec.value_dim,
+            dtype=torch.float32,
+            device=device,
+        )
+        if spec.state is None or isinstance(layer.attention, Attention | LatentAttention):
+            return keys
+        state = allocate_states(spec.state.shape, 1, device)
+        return JointCache(keys=keys, state=state) if isinstance(layer.attention, JointMixer) else state
+
+
+def _one_state() -> StateRows:
+    """Of one sequence in slot 0."""
+    zero = np.zeros(1, np.int64)
+    return StateRows.of(zero, zero, zero, [()])
 
 
 class _Watch:

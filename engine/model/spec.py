@@ -16,6 +16,7 @@ import msgspec
 
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
+from kernels.recurrent.store import StateShape
 from runtime.errors import ConfigError
 
 # The published models' norms inside latent attention use this, whatever config.json says of the outer ones.
@@ -127,6 +128,52 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     value_dim: int
 
 
+class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that carry a state from token to token (kernels/recurrent): a short convolution alone, or in
+    front of Mamba 2's scan (arXiv 2405.21060) or the gated delta rule (arXiv 2412.06464).
+    """
+
+    kind: Literal["convolution", "mamba2", "delta"]
+    layers: tuple[int, ...]
+    # Inputs that a convolution takes, the token's own included, of so many channels.
+    taps: int
+    channels: int
+    # Heads of values, and of queries and keys that they share; none with a convolution alone.
+    num_heads: int = 0
+    num_groups: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    convolution_bias: bool = False
+    bias: bool = False
+    # How the delta rule's inputs are stored: all that belongs to a group together; part by part; or so, and
+    # each in a tensor and with a convolution of its own.
+    layout: Literal["by_group", "separate", "apart"] = "separate"
+    # Limits of Mamba 2's time steps.
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    # What the delta rule's gains reach.
+    gain_scale: float = 1.0
+    # The norm behind a scan, over so many elements; 0 is none. Its gate comes before or after it.
+    norm_size: int = 0
+    gate_first: bool = False
+    norm_eps: float = 0.0
+
+    @property
+    def shape(self) -> StateShape:
+        """What a sequence keeps in each of the layers."""
+        return StateShape(
+            taps=self.taps,
+            channels=self.channels,
+            num_heads=self.num_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What a sequence keeps in all of the layers."""
+        return len(self.layers) * self.shape.num_bytes
+
+
 class ExpertSpec(Routing, frozen=True, kw_only=True):
     """A sparse feed-forward layer: how its tokens choose experts, and what those are."""
 
@@ -143,6 +190,15 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     # in one tensor each: "stacked" (outputs first), "inputs_first", or "gpt_oss" (that, gate and up taking
     # turns, with biases).
     layout: Literal["separate", "mixtral", "gpt_oss", "stacked", "inputs_first"] = "separate"
+
+
+class WeightFactors(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rows of a linear layer are multiplied by when they are read."""
+
+    # End of its name.
+    name: str
+    # (number of rows, factor), from the first on; 0 is all of them.
+    parts: tuple[tuple[int, float], ...]
 
 
 # Bias of the logit of an id that is never drawn: finite, since logits that are not are an error, and beyond
@@ -207,6 +263,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # "pre": before each half layer; "post": after it; "sandwich": both. "parallel": before each, and both
     # take what the layer was given; "parallel_shared": by one norm.
     norm_placement: Literal["pre", "post", "sandwich", "parallel", "parallel_shared"] = "pre"
+    # Where that differs in layers with a state.
+    state_norm_placement: Literal["pre"] | None = None
     # Norm weights are stored as their distance from one.
     norm_offset: bool = False
     embedding_scale: float = 1.0
@@ -219,16 +277,33 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Whether weights of linear layers are stored [inputs, outputs].
     inputs_first: bool = False
     names: TensorNames = TensorNames()
+    factors: tuple[WeightFactors, ...] = ()
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
+    state: StateSpec | None = None
+    # Layers that attend, and that have a feed-forward; None is all. Others have a state, or no such half.
+    attention_layers: tuple[int, ...] | None = None
+    feed_forward_layers: tuple[int, ...] | None = None
+    # Whether attention is multiplied by the sigmoid of a gate, which is stored behind each head's query.
+    attention_gate: bool = False
     # How the checkpoint's linear layers are quantized; None where they are not.
     quantization: Scheme | None = None
 
     @property
+    def attending(self) -> tuple[int, ...]:
+        """Layers that store keys and values."""
+        return tuple(range(self.num_layers)) if self.attention_layers is None else self.attention_layers
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """Windows of these."""
+        return tuple(self.windows[layer] for layer in self.attending)
+
+    @property
     def window(self) -> int | None:
         """Tokens that the model looks back on; None when some layer looks at everything."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if windows and len(windows) == len(self.windows) else None
+        windows = [window for window in self.attention_windows if window is not None]
+        return max(windows) if windows and len(windows) == len(self.attending) else None
 
     @property
     def query_key_dim(self) -> int:
@@ -255,7 +330,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Positions that a token looks back on in as many products as all its linear layers have. Layers
         with a window do not count, since theirs do not grow; nor does the head, which few tokens need.
         """
-        num_full = sum(window is None for window in self.windows)
+        num_full = sum(window is None for window in self.attention_windows)
         looked_at = num_full * self.num_heads * (self.query_key_dim + self.value_dim)
         return sum(map(self._linear_products, range(self.num_layers))) / looked_at if num_full else math.inf
 

@@ -21,12 +21,26 @@ GGUF_BYTES = {"Q8_0": 1 + 4 / 32, "Q4_0": 0.5 + 4 / 32, "Q4_1": 0.5 + 8 / 32, "Q
 # Parts of names of dense weights that are no linear layers, or that need their precision.
 NEVER_QUANTIZED = (
     *("embed_tokens.weight", "embed_positions.weight", "lm_head.weight"),
-    *(".gate.weight", ".router.weight", ".shared_experts_gate.weight", ".kv_b_proj.", "_norm.weight"),
+    *(
+        ".gate.weight",
+        ".router.weight",
+        ".shared_experts_gate.weight",
+        ".kv_b_proj.",
+        "_norm.weight",
+        ".conv1d.",
+    ),
 )
 HEAD = "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"
 # Parts of names of tensors with two dimensions that are looked up, or taken apart before they are multiplied.
-NEVER_MULTIPLIED = ("embed_tokens.weight", "embed_positions.weight", "_bias", ".kv_b_proj.", ".sinks")
+NEVER_MULTIPLIED = (
+    "embed_tokens.weight",
+    "embed_positions.weight",
+    "_bias",
+    ".kv_b_proj.",
+    ".sinks",
+    ".conv1d.",
+)
 
 
 class WeightCount(msgspec.Struct, frozen=True, kw_only=True):

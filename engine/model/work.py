@@ -32,12 +32,12 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
         multiplied -= spec.num_embeddings * spec.hidden_size
     if spec.experts is not None:
         idle = spec.experts.num_experts - spec.experts.num_active
-        per_expert = 3 * spec.hidden_size * spec.experts.intermediate_size
+        per_expert = (3 if spec.gated else 2) * spec.hidden_size * spec.experts.intermediate_size
         multiplied -= len(spec.experts.layers) * idle * per_expert
     return ModelWork(
         flop_per_token=2.0 * multiplied,
         flop_per_position=2.0 * spec.num_heads * (spec.query_key_dim + spec.value_dim),
-        layers=tuple(Counter(window or 0 for window in spec.windows).items()),
+        layers=tuple(Counter(window or 0 for window in spec.attention_windows).items()),
         weights_bytes=plan.weights_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
         peak_flop=peak.tflops * _TERA or flop,

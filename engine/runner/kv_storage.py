@@ -1,4 +1,4 @@
-"""The paged cache's tensors, of the size that the plan says, and copies of its blocks."""
+"""The paged cache's tensors, of the size that the plan says, slots of states, and copies of both."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engine.model.spec import ModelSpec
 from engine.types import SchedulerOutput
 from kernels.host import Device, HostDevice, Values, address_of, advise, on_device
 from kernels.paged_cache.host import allocate_host_layer
+from kernels.recurrent.store import JointCache, NoCache, allocate_states
 
 # Memory of the cache is had from the system before a step writes there.
 # A page is zeroed when it is first written, and on a virtual machine the host has to find it first: 6 ms
@@ -123,9 +124,12 @@ class KvStorage:
         device: Device,
         host_blocks: int = 0,
         ahead_blocks: int = 0,
+        num_states: int = 0,
     ) -> None:
+        """`num_states`: slots of the layers that have states."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_states = num_states
         self._device = device
         shape = {
             "num_blocks": num_blocks,
@@ -135,14 +139,25 @@ class KvStorage:
             "value_dim": spec.cache_value_dim,
             "shared_value_dim": spec.value_dim,
         }
-        # HostCache for the native kernels, else LayerCache.
-        self.layers: list[Any] = [
-            allocate_host_layer(**shape, type_name=kv_dtype)
-            if isinstance(device, HostDevice)
-            else _torch_layer(shape, kv_dtype, device)
-            for _ in range(spec.num_layers)
-        ]
-        self._tensors: list[Any] = [tensor for layer in self.layers for tensor in layer.tensors()]
+        # Keys and values (HostCache for the native kernels, else LayerCache), a StateCache, or both.
+        self.layers: list[Any] = []
+        self._tensors: list[Any] = []
+        self._states: list[Any] = []
+        has_state = spec.state.layers if spec.state is not None else ()
+        for index in range(spec.num_layers):
+            layer: Any = NoCache()
+            if index in spec.attending:
+                layer = (
+                    allocate_host_layer(**shape, type_name=kv_dtype)
+                    if isinstance(device, HostDevice)
+                    else _torch_layer(shape, kv_dtype, device)
+                )
+                self._tensors += layer.tensors()
+            if spec.state is not None and index in has_state:
+                state = allocate_states(spec.state.shape, num_states, device)
+                self._states += state.tensors()
+                layer = JointCache(keys=layer, state=state) if index in spec.attending else state
+            self.layers.append(layer)
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
@@ -174,13 +189,9 @@ class KvStorage:
             assert self._transfers is not None, "the scheduler knows of no host tier either"
             self._transfers.apply(plan.offloads, plan.restores)
         if plan.block_copies:
-            index = np.array(plan.block_copies, np.int64).T.copy()
-            for tensor in self._tensors:
-                if isinstance(tensor, np.ndarray):
-                    tensor[index[1]] = tensor[index[0]]
-                else:
-                    sources, targets = on_device(index, tensor.device)
-                    tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+            _copy(self._tensors, plan.block_copies)
+        if plan.state_copies:
+            _copy(self._states, plan.state_copies)
 
     def close(self) -> None:
         """Ends transfers and gives host memory back. No step is outstanding."""
@@ -194,6 +205,17 @@ class KvStorage:
                 torch.cuda.synchronize(self._tensors[0].device)
             self._transfers.close()
             self._transfers = None
+
+
+def _copy(tensors: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
+    """Rows of every tensor, (source, destination); all sources are read first."""
+    index = np.array(pairs, np.int64).T.copy()
+    for tensor in tensors:
+        if isinstance(tensor, np.ndarray):
+            tensor[index[1]] = tensor[index[0]]
+        else:
+            sources, targets = on_device(index, tensor.device)
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
 def _torch_layer(shape: dict[str, int], kv_dtype: str, device: torch.device) -> LayerCache:

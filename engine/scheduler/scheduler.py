@@ -73,6 +73,9 @@ class Scheduler:
             prefix_caching=cache_config.prefix_caching,
             num_host_blocks=num_host_blocks,
             window=window,
+            num_states=memory.num_states,
+            max_num_seqs=config.max_num_seqs,
+            state_interval=memory.state_interval,
         )
         self._model = model
         self._memory = memory

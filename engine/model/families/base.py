@@ -106,6 +106,26 @@ def rotating_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, listed or [(layer + 1) % every for layer in range(num_layers)]))
 
 
+def mixed_layers(
+    config: ConfigReader, *, default: Sequence[str], state: str, keys: Sequence[str] = ("layer_types",)
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers that attend, and those with a state, which are called `state`; from the first of the `keys` that
+    is there, or else from `default`.
+    """
+    key = next((key for key in keys if config.values.get(key) is not None), "")
+    kinds = config.values[key] if key else list(default)
+    if not isinstance(kinds, list) or len(kinds) != len(default):
+        raise CheckpointError(f"{config.source}: {key} must list {len(default)} layers, got {kinds!r}")
+    attends, states = {"full_attention", "attention"}, {state, "linear_attention", "mamba"}
+    unknown = sorted({str(kind) for kind in kinds} - attends - states)
+    if unknown:
+        raise CheckpointError(f"{config.source}: {key} holds {unknown}, which is not supported")
+    return (
+        tuple(layer for layer, kind in enumerate(kinds) if kind in attends),
+        tuple(layer for layer, kind in enumerate(kinds) if kind in states),
+    )
+
+
 def head_size(config: ConfigReader, default: int | None = None) -> int:
     """`head_dim`, by default a head's share of the hidden size."""
     share = config.count("hidden_size") // config.count("num_attention_heads")

@@ -45,7 +45,13 @@ _PROBE: dict[str, Any] = {
     "sliding_window": 4096,
 }
 # What some families need besides, in words of their own.
-_WITH: dict[str, dict[str, Any]] = {"GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 12}}
+_WITH: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention", "mamba"] * 6},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*-" * 3},
+    "BambaForCausalLM": {"attn_layer_indices": [5, 11]},
+    "Lfm2ForCausalLM": {"full_attn_idxs": [5, 11]},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 6},
+}
 # What some families refuse, or read otherwise.
 _WITHOUT = {
     "GraniteMoeForCausalLM": "shared_intermediate_size",
@@ -59,6 +65,11 @@ _PLACEMENTS = {
     "parallel_shared": "one before half layers side by side",
 }
 _QK_NORMS = {"head": "per head", "each": "per head", "full": "over all heads", "unit": "per head"}
+_STATES = {
+    "convolution": "short convolutions",
+    "mamba2": "Mamba 2",
+    "delta": "the gated delta rule",
+}
 HEADINGS = ("architecture", "attention", "norms", "feed-forward", "forms")
 
 
@@ -139,9 +150,14 @@ def _row(name: str) -> FamilyRow:
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
     yield "latent" if spec.latent else "grouped-query"
-    sliding = [window is not None for window in spec.windows]
+    sliding = [window is not None for window in spec.attention_windows]
     if any(sliding):
         yield "windows" if all(sliding) else "windows in some layers"
+    if spec.state is not None:
+        beside = " beside it" if set(spec.state.layers) <= set(spec.attending) else " in other layers"
+        yield _STATES[spec.state.kind] + beside
+    if spec.attention_gate:
+        yield "a gate behind it"
     if spec.learned_positions:
         yield "learned positions"
     turned = {spec.ropes[each].rotary_dim for each in spec.rope_of_layer}

@@ -15,6 +15,7 @@ from engine.model.families import FAMILIES, read_spec
 from engine.model.families.table import main, markdown
 from engine.model.spec import CheckpointError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
+from tests.unit.engine.model.hybrids import HYBRIDS
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
 
 LLAMA3 = {
@@ -397,6 +398,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    **HYBRIDS,
 }
 
 
@@ -461,7 +463,7 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("hunyuan", {"use_cla": True}),
         ("cohere2", {"use_parallel_block": False}),
         ("minimax-m2", {"attn_type_list": [1, 0]}),
-        ("granite-hybrid", {"layer_types": ["attention", "mamba"]}),
+        ("granite-hybrid", {"layer_types": ["attention", "rwkv"]}),
         ("dots1", {"moe_layer_freq": 2}),
         ("starcoder2", {"norm_type": "rms_norm"}),
         ("mistral3-seeing", {"text_config": {"model_type": "mamba"}}),
@@ -481,9 +483,10 @@ def _assert_continues(driver: Driver, known: Job) -> None:
     preempted, as its output is computed as prompt then.
     """
     (resumed,) = driver.run([Job(known.prompt, num_tokens=8, output=known.output[:5], chunk=11)])
-    blocks = driver.take_blocks(32)
-    driver.run([Job(known.prompt[:32], num_tokens=1)], prefix=(blocks, 0))
-    (hit,) = driver.run([Job(known.prompt, num_tokens=8)], prefix=(blocks, 32))
+    blocks, state = driver.take_blocks(32), driver.take_state()
+    copies = {32: state} if state >= 0 else {}
+    driver.run([Job(known.prompt[:32], num_tokens=1, copies=copies)], prefix=(blocks, 0))
+    (hit,) = driver.run([Job(known.prompt, num_tokens=8)], prefix=(blocks, 32), state=state)
     assert resumed.output == hit.output == known.output
 
 
