@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+from typing import Protocol
 
-from engine.model.records import Floats, Recurrence, ShortConvolution
+from engine.model.records import Floats, Linear, Recurrence, ShortConvolution
 from kernels.host import address_of, row_stride
 from kernels.recurrent.native import (
     GATES,
@@ -16,12 +17,24 @@ from kernels.recurrent.native import (
 )
 from kernels.recurrent.store import StateCache
 
-if TYPE_CHECKING:
-    from engine.model.program_builder import ProgramBuilder
+
+class OpBuilder(Protocol):
+    """What of a ProgramBuilder is asked for here."""
+
+    step: int
+
+    def buffer(self, name: str, width: int) -> Floats:
+        """[max_tokens, width] float32, the same for all layers."""
+
+    def add(self, name: str, args: ctypes.Structure, *keep: object) -> None:
+        """Appends an op; `keep` is what its args point to."""
+
+    def product(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
+        """out (+)= x W^T + b."""
 
 
 def add_convolution(
-    builder: ProgramBuilder, mixer: ShortConvolution, cache: StateCache, x: Floats, out: Floats, join: bool
+    builder: OpBuilder, mixer: ShortConvolution, cache: StateCache, x: Floats, out: Floats, join: bool
 ) -> None:
     """Projection, gated convolution, output."""
     channels = mixer.weight.shape[1]
@@ -47,7 +60,7 @@ def add_convolution(
 
 
 def add_recurrence(
-    builder: ProgramBuilder, mixer: Recurrence, cache: StateCache, x: Floats, out: Floats, join: bool
+    builder: OpBuilder, mixer: Recurrence, cache: StateCache, x: Floats, out: Floats, join: bool
 ) -> None:
     """Projection, convolution, scan, gated norm, output."""
     spec, places = mixer.spec, mixer.places
@@ -70,14 +83,21 @@ def add_recurrence(
     )
     builder.add("short_convolution", convolution, mixer, cache, inner, channels)
     _add_scan(builder, mixer, cache, inner, channels, mixed)
-    norm = GatedRowArgs(
+    _add_norm(builder, mixer, inner, mixed)
+    builder.product(mixer.output, mixed, out, join)
+
+
+def _add_norm(builder: OpBuilder, mixer: Recurrence, inner: Floats, mixed: Floats) -> None:
+    """The norm of what was scanned, under the gate in the projection `inner`, in place."""
+    spec, width = mixer.spec, mixed.shape[1]
+    args = GatedRowArgs(
         step=builder.step,
         x=address_of(mixed),
-        gate=address_of(inner[:, places.gate :]),
+        gate=address_of(inner[:, mixer.places.gate :]),
         weight=None if mixer.norm is None else address_of(mixer.norm),
         out=address_of(mixed),
-        width=size,
-        size=spec.norm_size or size,
+        width=width,
+        size=spec.norm_size or width,
         x_stride=row_stride(mixed),
         gate_stride=row_stride(inner),
         shares_weight=int(spec.kind == "delta"),
@@ -85,12 +105,11 @@ def add_recurrence(
         gate_kind=GATES["silu"],
         eps=spec.norm_eps,
     )
-    builder.add("gated_norm", norm, mixer, inner, mixed)
-    builder.product(mixer.output, mixed, out, join)
+    builder.add("gated_norm", args, mixer, inner, mixed)
 
 
 def _add_scan(
-    builder: ProgramBuilder,
+    builder: OpBuilder,
     mixer: Recurrence,
     cache: StateCache,
     inner: Floats,
@@ -135,7 +154,7 @@ def _add_scan(
     builder.add("state_scan", scan, mixer, cache, channels, factors, mixed)
 
 
-def add_gate(builder: ProgramBuilder, mixed: Floats, gates: Floats) -> None:
+def add_gate(builder: OpBuilder, mixed: Floats, gates: Floats) -> None:
     """mixed [T, X] times the sigmoids of gates, in place."""
     width = mixed.shape[1]
     args = GatedRowArgs(

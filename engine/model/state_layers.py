@@ -19,6 +19,7 @@ from engine.model.records import Linear, Recurrence, ShortConvolution, StatePlac
 from engine.model.spec import ModelSpec, StateSpec
 from engine.model.weights import WeightReader
 from kernels.recurrent.reference import (
+    StateStep,
     delta_factors,
     gated_norm,
     mamba2_factors,
@@ -161,22 +162,9 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
         step.states,
         activates=True,
     )
-    keys = spec.num_groups * spec.key_dim
-    queries, keyed = (
-        mixed[:, first : first + keys].reshape(-1, spec.num_groups, spec.key_dim)
-        for first in (places.queries, places.keys)
-    )
     values = mixed[:, places.values : places.values + size].reshape(-1, heads, spec.value_dim)
-    rate, bias = cast("Tensor", mixer.rate), cast("Tensor", mixer.step_bias)
-    decays = part(places.decays, heads)
-    if spec.kind == "delta":
-        queries, keyed = to_length(queries, spec.key_dim**-0.5), to_length(keyed)
-        decay, gain = delta_factors(decays, part(places.gains, heads), rate, bias, spec.gain_scale)
-    else:
-        decay, gain = mamba2_factors(decays, rate, bias, spec.step_limits)
-    out = state_scan(
-        queries, keyed, values, decay, gain, cache.matrix, step.states, delta=spec.kind == "delta"
-    )
+    gains = part(places.gains, heads) if spec.kind == "delta" else None
+    out = _scanned(mixer, mixed, values, part(places.decays, heads), gains, cache, step.states)
     if mixer.skip is not None:
         out = out + cast("Tensor", mixer.skip)[:, None] * values
     normed = gated_norm(
@@ -189,3 +177,27 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
         kind="silu",
     )
     return multiply(mixer.output, normed.to(step.dtype), step.adapters)
+
+
+def _scanned(
+    mixer: Recurrence,
+    mixed: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    gains: Tensor | None,
+    cache: StateCache,
+    states: StateStep,
+) -> Tensor:
+    """The scan over convolved channels `mixed` [T, C] and values [T, H, V]; decays and gains [T, H]."""
+    spec, places = mixer.spec, mixer.places
+    queries, keys = (
+        mixed[:, first : first + spec.num_groups * spec.key_dim].reshape(-1, spec.num_groups, spec.key_dim)
+        for first in (places.queries, places.keys)
+    )
+    rate, bias = cast("Tensor", mixer.rate), cast("Tensor", mixer.step_bias)
+    if gains is None:
+        decay, gain = mamba2_factors(decays, rate, bias, spec.step_limits)
+    else:
+        queries, keys = to_length(queries, spec.key_dim**-0.5), to_length(keys)
+        decay, gain = delta_factors(decays, gains, rate, bias, spec.gain_scale)
+    return state_scan(queries, keys, values, decay, gain, cache.matrix, states, delta=gains is not None)

@@ -143,27 +143,30 @@ class KvStorage:
         self.layers: list[Any] = []
         self._tensors: list[Any] = []
         self._states: list[Any] = []
-        has_state = spec.state.layers if spec.state is not None else ()
         for index in range(spec.num_layers):
-            layer: Any = NoCache()
-            if index in spec.attending:
-                layer = (
-                    allocate_host_layer(**shape, type_name=kv_dtype)
-                    if isinstance(device, HostDevice)
-                    else _torch_layer(shape, kv_dtype, device)
-                )
-                self._tensors += layer.tensors()
-            if spec.state is not None and index in has_state:
-                state = allocate_states(spec.state.shape, num_states, device)
-                self._states += state.tensors()
-                layer = JointCache(keys=layer, state=state) if index in spec.attending else state
-            self.layers.append(layer)
+            self.layers.append(self._layer(spec, index, shape, kv_dtype))
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
         self._prefault: Prefault | None = None
         if ahead_blocks and device.type == "cpu":
             self._prefault = Prefault(self._tensors, ahead_blocks=ahead_blocks)
+
+    def _layer(self, spec: ModelSpec, index: int, shape: dict[str, int], kv_dtype: str) -> Any:
+        """What the layer `index` keeps."""
+        layer: Any = NoCache()
+        if index in spec.attending:
+            layer = (
+                allocate_host_layer(**shape, type_name=kv_dtype)
+                if isinstance(self._device, HostDevice)
+                else _torch_layer(shape, kv_dtype, self._device)
+            )
+            self._tensors += layer.tensors()
+        if spec.state is None or index not in spec.state.layers:
+            return layer
+        state = allocate_states(spec.state.shape, self.num_states, self._device)
+        self._states += state.tensors()
+        return JointCache(keys=layer, state=state) if index in spec.attending else state
 
     @property
     def spare_slot(self) -> int:

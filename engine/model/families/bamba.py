@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import attention_biases, decoder_spec, family, head_size
+from engine.model.families.base import attention_biases, decoder_spec, family, head_size, norm_eps
 from engine.model.spec import CheckpointError, ModelSpec, StateSpec, TensorNames
 
 _NAMES = TensorNames(
@@ -61,7 +61,7 @@ def mamba2(config: ConfigReader, layers: tuple[int, ...], *, default_eps: float 
         convolution_bias=config.flag("mamba_conv_bias", True),
         bias=config.flag("mamba_proj_bias", False),
         norm_size=size // groups,
-        norm_eps=config.number("rms_norm_eps", default_eps),
+        norm_eps=norm_eps(config, default_eps),
         step_limits=step_limits(config),
     )
 

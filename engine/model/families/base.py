@@ -55,7 +55,7 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "norm_eps": config.number("rms_norm_eps", default_eps),
+        "norm_eps": norm_eps(config, default_eps),
         "dtype": checkpoint_dtype(config),
         "tied_embeddings": config.flag("tie_word_embeddings", False),
         "activation": overrides.get("activation") or activation(config),
@@ -67,6 +67,11 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         fields["ropes"] = (config.rope(head_dim),)
     fields |= overrides
     return ModelSpec(**fields, max_positions=fields["ropes"][0].usable_positions)
+
+
+def norm_eps(config: ConfigReader, default: float = 1e-6) -> float:
+    """What norms add to the mean of squares."""
+    return config.number("rms_norm_eps", default)
 
 
 def attention_biases(config: ConfigReader, *, default: bool = False) -> dict[str, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.bamba import mamba2_of, step_limits
-from engine.model.families.base import decoder_spec, family, head_size
+from engine.model.families.base import decoder_spec, family, head_size, norm_eps
 from engine.model.spec import CheckpointError, ModelSpec, TensorNames, WeightFactors
 
 _NAMES = TensorNames(
@@ -41,7 +41,7 @@ def read(config: ConfigReader) -> ModelSpec:
         taps=config.count("mamba_d_conv", 4),
         convolution_bias=config.flag("mamba_conv_bias", True),
         norm_size=size // groups if norms else 0,
-        norm_eps=config.number("rms_norm_eps", 1e-5),
+        norm_eps=norm_eps(config, 1e-5),
         step_limits=step_limits(config),
         gate_first=not config.flag("mamba_norm_before_gate", True),
     )

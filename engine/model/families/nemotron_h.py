@@ -9,7 +9,7 @@ from typing import Any
 from engine.model.config_reader import ConfigReader
 from engine.model.families.bamba import mamba2_of
 from engine.model.families.base import activation, decoder_spec, family, some_rotate
-from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec, TensorNames
+from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec, StateSpec, TensorNames
 
 # Letters of `hybrid_override_pattern`, and names of newer and older configurations.
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -37,27 +37,7 @@ def read(config: ConfigReader) -> ModelSpec:
     feeding = tuple(sorted((*dense, *sparse)))
     if not attending:
         raise CheckpointError(f"{config.source}: layers_block_type: no layer attends, which is not supported")
-    config.require("mamba_hidden_act", "silu", "silu")
-    head_dim = config.count("head_dim", 128)
-    eps = config.number("layer_norm_epsilon", 1e-5)
-    heads, groups = config.count("mamba_num_heads", 128), config.count("n_groups", 8)
-    config.require_multiple("mamba_num_heads", heads, "n_groups", groups)
-    value_dim = config.count("mamba_head_dim", 64)
-    state = None
-    if others:
-        state = mamba2_of(
-            others,
-            num_heads=heads,
-            num_groups=groups,
-            key_dim=config.count("ssm_state_size", 128),
-            value_dim=value_dim,
-            taps=config.count("conv_kernel", 4),
-            convolution_bias=config.flag("use_conv_bias", True),
-            bias=config.flag("use_bias", False),
-            norm_size=heads * value_dim // groups,
-            norm_eps=eps,
-            step_limits=(config.number("time_step_min", 0.001), float("inf")),
-        )
+    head_dim, eps = config.count("head_dim", 128), config.number("layer_norm_epsilon", 1e-5)
     return decoder_spec(
         config,
         norm_eps=eps,
@@ -67,11 +47,32 @@ def read(config: ConfigReader) -> ModelSpec:
         activation=activation(config, "mlp_hidden_act", "relu2"),
         gated=False,
         mlp_bias=config.flag("mlp_bias", False),
-        state=state,
+        state=_state(config, others, eps) if others else None,
         attention_layers=attending,
         feed_forward_layers=feeding,
         experts=_experts(config, sparse) if sparse else None,
         names=_names(attending, others, feeding),
+    )
+
+
+def _state(config: ConfigReader, layers: tuple[int, ...], eps: float) -> StateSpec:
+    """Time steps have a lower limit alone."""
+    config.require("mamba_hidden_act", "silu", "silu")
+    heads, groups = config.count("mamba_num_heads", 128), config.count("n_groups", 8)
+    config.require_multiple("mamba_num_heads", heads, "n_groups", groups)
+    value_dim = config.count("mamba_head_dim", 64)
+    return mamba2_of(
+        layers,
+        num_heads=heads,
+        num_groups=groups,
+        key_dim=config.count("ssm_state_size", 128),
+        value_dim=value_dim,
+        taps=config.count("conv_kernel", 4),
+        convolution_bias=config.flag("use_conv_bias", True),
+        bias=config.flag("use_bias", False),
+        norm_size=heads * value_dim // groups,
+        norm_eps=eps,
+        step_limits=(config.number("time_step_min", 0.001), float("inf")),
     )
 
 

@@ -40,6 +40,23 @@ def read(config: ConfigReader) -> ModelSpec:
     attending, others = mixed_layers(config, default=default, state="linear_attention")
     if not attending:
         raise CheckpointError(f"{config.source}: layer_types: no layer attends, which is not supported")
+    rope = config.values.get("rope_parameters") or {}
+    turns = isinstance(rope, dict) and rope.get("rope_theta") is not None
+    return decoder_spec(
+        config,
+        **attention_biases(config),
+        **some_rotate(config.rope(head_size(config)), [turns] * num_layers),
+        qk_norm="full",
+        norm_placement="post",
+        state_norm_placement="pre",
+        state=_state(config, others, num_heads) if others else None,
+        attention_layers=attending,
+        names=_NAMES,
+    )
+
+
+def _state(config: ConfigReader, layers: tuple[int, ...], num_heads: int) -> StateSpec:
+    """The gated delta rule, whose gains may reach two."""
     heads, groups = (
         config.count("linear_num_value_heads", num_heads),
         config.count("linear_num_key_heads", num_heads),
@@ -47,9 +64,9 @@ def read(config: ConfigReader) -> ModelSpec:
     config.require_multiple("linear_num_value_heads", heads, "linear_num_key_heads", groups)
     key_dim = config.count("linear_key_head_dim", int(0.75 * config.count("hidden_size") / groups))
     value_dim = config.count("linear_value_head_dim", 2 * key_dim)
-    state = StateSpec(
+    return StateSpec(
         kind="delta",
-        layers=others,
+        layers=layers,
         taps=config.count("linear_conv_kernel_dim", 4),
         channels=2 * groups * key_dim + heads * value_dim,
         num_heads=heads,
@@ -60,17 +77,4 @@ def read(config: ConfigReader) -> ModelSpec:
         gain_scale=2.0 if config.flag("linear_allow_neg_eigval", True) else 1.0,
         norm_size=value_dim,
         norm_eps=_SCAN_NORM_EPS,
-    )
-    rope = config.values.get("rope_parameters") or {}
-    turns = isinstance(rope, dict) and rope.get("rope_theta") is not None
-    return decoder_spec(
-        config,
-        **attention_biases(config),
-        **some_rotate(config.rope(head_size(config)), [turns] * num_layers),
-        qk_norm="full",
-        norm_placement="post",
-        state_norm_placement="pre",
-        state=state if others else None,
-        attention_layers=attending,
-        names=_NAMES,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import attention_biases, decoder_spec, family, mixed_layers
+from engine.model.families.base import attention_biases, decoder_spec, family, mixed_layers, norm_eps
 from engine.model.families.qwen2 import sparse_layers
 from engine.model.spec import ExpertSpec, ModelSpec, StateSpec, TensorNames
 
@@ -79,7 +79,7 @@ def _read(config: ConfigReader, layout: Literal["by_group", "separate"], **field
             value_dim=value_dim,
             layout=layout,
             norm_size=value_dim,
-            norm_eps=config.number("rms_norm_eps", 1e-6),
+            norm_eps=norm_eps(config),
         )
     return decoder_spec(
         config,
