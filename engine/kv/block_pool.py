@@ -22,7 +22,16 @@ from contract.prefix import BlockHash
 class BlockTable:
     """Block i holds positions [i * block_size, (i + 1) * block_size). Changed by KvCache alone."""
 
-    __slots__ = ("block_ids", "num_given_up", "num_given_up_sent", "num_registered", "num_sent")
+    __slots__ = (
+        "block_ids",
+        "copies",
+        "copy_at",
+        "num_given_up",
+        "num_given_up_sent",
+        "num_registered",
+        "num_sent",
+        "state_slot",
+    )
 
     def __init__(self) -> None:
         self.block_ids: list[int] = []
@@ -33,6 +42,12 @@ class BlockTable:
         # Leading blocks without a reference, and as many of them as the runner knows of.
         self.num_given_up = 0
         self.num_given_up_sent = 0
+        # Where the sequence's state lies, in models that have one; -1 while it has no slot.
+        self.state_slot = -1
+        # (tokens that it holds, slot) of copies of it that steps in flight leave.
+        self.copies: list[tuple[int, int]] = []
+        # Numbers of tokens after which one is wanted, besides the regular ones.
+        self.copy_at: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.block_ids)

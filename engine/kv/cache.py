@@ -13,6 +13,7 @@ import msgspec
 from contract.prefix import BlockHash, PrefixHasher, event_hash
 from engine.kv.block_pool import BlockPool, BlockTable, HostTier
 from engine.kv.disk import BlockDisk, DiskRead
+from engine.kv.state_pool import StatePool
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 
 Pairs = tuple[tuple[int, int], ...]
@@ -26,6 +27,10 @@ class Prefix(msgspec.Struct, frozen=True):
     host_hashes: tuple[BlockHash, ...] = ()
     # Device blocks among them that are unreferenced now: using them takes from the available ones.
     num_revived: int = 0
+    # Leading blocks that are cached. Where a sequence has a state, those behind its last copy do not help.
+    num_matched: int = 0
+    # Hash of the block at whose end the copy lies, where there is one.
+    state_hash: BlockHash | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -45,7 +50,13 @@ class KvCache:
         num_host_blocks: int = 0,
         window: int | None = None,
         disk: BlockDisk | None = None,
+        num_states: int = 0,
+        max_num_seqs: int = 0,
+        state_interval: int = 0,
     ) -> None:
+        """`num_states`: slots for states, of which `max_num_seqs` are for sequences that run; copies are left
+        every `state_interval` tokens. 0 where the model has none.
+        """
         self.disk = disk if prefix_caching else None
         # Set apart for what comes from disk.
         self._reading: set[int] = set()
@@ -62,6 +73,15 @@ class KvCache:
         self._events: list[KvEvent] = []
         # Whether content that is evicted goes to the host tier.
         self._moves_out = True
+        self.state_interval = state_interval if num_states and prefix_caching else 0
+        self._states = StatePool(num_states, max_num_seqs)
+        # Destination to source: of two copies into one slot the later one counts.
+        self._state_copies: dict[int, int] = {}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have a state beside keys and values."""
+        return self._states.num_slots > 0
 
     @property
     def num_blocks(self) -> int:
@@ -108,7 +128,15 @@ class KvCache:
                 if block_hash not in self._host or self._pool.lookup(block_hash) is not None:
                     break
                 host.append(block_hash)
-        return Prefix(tuple(device), tuple(host), self._pool.num_evictable_of(device))
+        num_matched, state_hash = len(device) + len(host), None
+        if self.has_states:
+            useful = num_matched
+            while useful and candidates[useful - 1] not in self._states:
+                useful -= 1
+            state_hash = candidates[useful - 1] if useful else None
+            device, host = device[:useful], host[: max(0, useful - len(device))]
+        revived = self._pool.num_evictable_of(device)
+        return Prefix(tuple(device), tuple(host), revived, num_matched, state_hash)
 
     def adopt(self, table: BlockTable, prefix: Prefix) -> None:
         """Starts an empty table with a prefix; host blocks get a device block and a restore copy.
@@ -116,6 +144,10 @@ class KvCache:
         The caller has checked that num_available covers num_revived and the host blocks.
         """
         assert not table.block_ids, "a prefix can only start a table"
+        if self.has_states:
+            self._start_state(
+                table, None if prefix.state_hash is None else self._states.find(prefix.state_hash)
+            )
         for block_id in prefix.device_blocks:
             self._pool.reference(block_id)
         table.block_ids.extend(prefix.device_blocks)
@@ -128,9 +160,25 @@ class KvCache:
             table.block_ids.append(block_id)
         table.num_registered = len(table.block_ids)
 
+    def _start_state(self, table: BlockTable, source: int | None) -> None:
+        """Gives a table a slot, into which that of `source` is copied; else it begins with zeros."""
+        table.state_slot = self._states.take()
+        self._state_copies.pop(table.state_slot, None)
+        if source is not None and source != table.state_slot:
+            self._state_copies[table.state_slot] = source
+
+    @property
+    def can_share(self) -> bool:
+        """Whether a sequence can go on from where another one is."""
+        return not self.has_states or self._states.num_available > 0
+
     def share(self, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
-        """Starts an empty table with the parent's blocks of the first `num_tokens` tokens, by reference."""
+        """Starts an empty table with the parent's blocks of the first `num_tokens` tokens, by reference; and
+        with a copy of its state, which is that of exactly so many.
+        """
         assert not table.block_ids, "a fork can only start a table"
+        if self.has_states:
+            self._start_state(table, parent.state_slot)
         shared = parent.block_ids[: self.blocks_for(num_tokens)]
         for block_id in shared[parent.num_given_up :]:
             self._pool.reference(block_id)
@@ -201,6 +249,40 @@ class KvCache:
                 if self.disk is not None:
                     self.disk.write_later(table.block_ids[index], block_hash)
         table.num_registered = max(first, last)
+        self._keep_copies(table, hasher, num_tokens)
+
+    def leave_copies(
+        self, table: BlockTable, hasher: PrefixHasher, start: int, end: int
+    ) -> tuple[tuple[int, int], ...]:
+        """(tokens, slot) of the copies of its state that a row of positions [start, end) leaves, ascending.
+        They count once `register` is told so. Where slots are few, the last ones are preferred.
+        """
+        interval = self.state_interval
+        if not interval:
+            return ()
+        wanted = {each for each in table.copy_at if start < each <= end}
+        wanted.update(range((start // interval + 1) * interval, end + 1, interval))
+        found: list[tuple[int, int]] = []
+        for num_tokens in sorted(wanted, reverse=True):
+            index = num_tokens // self.block_size - 1
+            if index < len(hasher.hashes) and hasher.hashes[index] in self._states:
+                continue
+            slot = self._states.take_for_copy()
+            if slot is None:
+                break
+            found.append((num_tokens, slot))
+        found.reverse()
+        table.copies += found
+        return tuple(found)
+
+    def _keep_copies(self, table: BlockTable, hasher: PrefixHasher, num_tokens: int) -> None:
+        while table.copies and table.copies[0][0] <= num_tokens:
+            held, slot = table.copies.pop(0)
+            block_hash = hasher.hashes[held // self.block_size - 1]
+            if self._pool.lookup(block_hash) is not None or block_hash in self._host:
+                self._states.keep(slot, block_hash)
+            else:
+                self._states.drop_copy(slot)
 
     def _stored(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
         parent_hash = event_hash(parent) if parent else 0
@@ -214,6 +296,12 @@ class KvCache:
     def free(self, table: BlockTable) -> None:
         """Gives all blocks back; the tail is evicted before the head, which more prompts may share."""
         self._pool.release(reversed(table.held))
+        if table.state_slot >= 0:
+            self._states.release(table.state_slot)
+        for _, slot in table.copies:
+            self._states.drop_copy(slot)
+        table.state_slot, table.copies = -1, []
+        table.copy_at.clear()
         table.block_ids = []
         table.num_registered = 0
         table.num_sent = 0
@@ -245,6 +333,7 @@ class KvCache:
         """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
         if self.disk is not None:
             self.disk.forget_all()
+        self._states.clear()
         lost = {event_hash(block_hash) for block_hash in (*self._pool.drop_cached(), *self._host.clear())}
         if lost:
             self._events.append(BlocksEvicted(tuple(sorted(lost))))
@@ -259,6 +348,12 @@ class KvCache:
         transfers = tuple(self._copies), offloads, tuple(self._restores)
         self._copies, self._offloads, self._restores = [], {}, []
         return transfers
+
+    def drain_state_copies(self) -> Pairs:
+        """(source, destination) slots of states that the plan under construction must carry."""
+        copies = tuple((source, slot) for slot, source in self._state_copies.items())
+        self._state_copies = {}
+        return copies
 
     def drain_events(self) -> tuple[KvEvent, ...]:
         """Events since the last call."""
@@ -277,11 +372,17 @@ class KvCache:
             host_block, lost = stored
             self._offloads[host_block] = block_id
         if lost is not None:
+            self._states.forget(lost)
             self._events.append(BlocksEvicted((event_hash(lost),)))
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
         """Raises AssertionError unless the tables account for every reference and no block is lost."""
         references = dict.fromkeys(self._reading, 1)
+        tables = list(tables)
+        self._states.check_invariants(
+            [table.state_slot for table in tables if table.state_slot >= 0],
+            [slot for table in tables for _, slot in table.copies],
+        )
         for table in tables:
             assert len(set(table.held)) == table.num_held, "a table holds a block twice"
             given_up = table.block_ids[: table.num_given_up]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.config import AdaptersConfig
-from engine.model.spec import ModelSpec
+from engine.model.spec import ModelSpec, StateSpec
 
 # Ranks are rounded up to a multiple of this (kernels/adapters).
 WIDTH_MULTIPLE = 16
@@ -27,7 +27,11 @@ def adapter_bytes(spec: ModelSpec, config: AdaptersConfig, element_bytes: int) -
 def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
     """Inputs, and outputs of the parts, of the linear layers of a layer that take adapters."""
     hidden = spec.hidden_size
-    if spec.latent is not None:
+    if spec.state is not None and index in spec.state.layers:
+        yield from _of_state(spec.state, hidden)
+    if index not in spec.attending:
+        pass
+    elif spec.latent is not None:
         latent, inputs = spec.latent, hidden
         if latent.query_rank:
             yield hidden, [latent.query_rank]
@@ -45,9 +49,11 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
         queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         sizes = [queries] if heads.cache_of is not None else [queries, keys]
         sizes += [keys] * (len(sizes) > 1 and not heads.values_of_keys)
-        if spec.fused_qkv != "by_head":
+        if spec.fused_qkv != "by_head" and not spec.attention_gate:
             yield hidden, sizes if spec.fused_qkv == "none" else [sum(sizes)]
         yield queries, [hidden]
+    if spec.feed_forward_layers is not None and index not in spec.feed_forward_layers:
+        return
     experts, size = spec.experts, spec.intermediate_size_of(index)
     if experts is not None and index in experts.layers and not experts.joins_dense:
         size = experts.shared_intermediate_size
@@ -61,3 +67,17 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
     if spec.altup is not None:
         yield hidden, [spec.altup.laurel_rank]
         yield spec.altup.laurel_rank, [hidden]
+
+
+def _of_state(state: StateSpec, hidden: int) -> Iterator[tuple[int, list[int]]]:
+    """The same of what carries a state; parts that are put in another order take none."""
+    if state.kind == "convolution":
+        yield hidden, [3 * hidden]
+        yield hidden, [hidden]
+        return
+    values, heads = state.num_heads * state.value_dim, state.num_heads
+    if state.kind == "mamba2":
+        yield hidden, [values + state.channels + heads]
+    elif state.layout != "by_group":
+        yield hidden, [state.channels, values, heads, heads]
+    yield values, [hidden]

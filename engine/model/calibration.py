@@ -26,9 +26,10 @@ from checkpoint.vocabulary import whole_tokenizer_json
 from engine.model.altup import spread
 from engine.model.decoder import advance
 from engine.model.indexer import torch_attention
+from engine.model.layer_spec import CacheShape
 from engine.model.layers import StepContext, embedding_scale
 from engine.model.per_layer import inputs_of
-from engine.model.records import Layer, PerLayerTable, StreamEnds
+from engine.model.records import Attention, JointMixer, LatentAttention, Layer, PerLayerTable, StreamEnds
 from engine.model.rope import query_scales, rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
@@ -38,6 +39,9 @@ from kernels.linear.formats import DenseWeight
 from kernels.linear.reference import Product
 from kernels.linear.rows import ROW_MULTIPLE
 from kernels.paged_cache.store import allocate_layer
+from kernels.recurrent.reference import StateStep
+from kernels.recurrent.rows import StateRows
+from kernels.recurrent.store import JointCache, NoCache, allocate_states
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -113,6 +117,10 @@ class Calibration:
             ],
             attention=attention,
             attention_plan=attention.plan(ragged, device),
+            states=None
+            if spec.state is None
+            else StateStep.of(_one_state(), ragged.query_starts, ragged.context_lens),
+            dtype=self.x.dtype,
         )
         if per_layer is not None:
             projection = per_layer.projection
@@ -130,16 +138,8 @@ class Calibration:
         """Runs a dense layer, the one after those that were, and quantizes its linear layers."""
         index = len(self.caches)
         stored = self.spec.cache_shape(index)
-        if stored is None:
-            cache = self.caches[self.spec.cache_source(index)]
-        else:
-            cache = allocate_layer(
-                num_blocks=self.num_blocks,
-                block_size=BLOCK_SIZE,
-                **msgspec.structs.asdict(stored),
-                dtype=torch.float32,
-                device=self.x.device,
-            )
+        source = self.spec.cache_source(index)
+        cache = self.caches[source] if source != index else self._cache(layer, stored)
         self.caches.append(cache)
         watched = []
         for linear in (*layer.linears(), *layer.routed_linears()):
@@ -155,6 +155,29 @@ class Calibration:
         for linear, watch in watched:
             assert isinstance(linear.weight, DenseWeight), "dense until it is calibrated"
             linear.weight = quantize(linear.weight.values, self.config, watch.range)
+
+    def _cache(self, layer: Layer, stored: CacheShape | None) -> Any:
+        """Room for the layer's keys and values, or for its state."""
+        spec, device = self.spec, self.x.device
+        keys: Any = NoCache()
+        if stored is not None:
+            keys = allocate_layer(
+                num_blocks=self.num_blocks,
+                block_size=BLOCK_SIZE,
+                **msgspec.structs.asdict(stored),
+                dtype=torch.float32,
+                device=device,
+            )
+        if spec.state is None or isinstance(layer.attention, Attention | LatentAttention):
+            return keys
+        state = allocate_states(spec.state.shape, 1, device)
+        return JointCache(keys=keys, state=state) if isinstance(layer.attention, JointMixer) else state
+
+
+def _one_state() -> StateRows:
+    """Of one sequence in slot 0."""
+    zero = np.zeros(1, np.int64)
+    return StateRows.of(zero, zero, zero, [()])
 
 
 class _Watch:

@@ -106,6 +106,20 @@ class ConfigReader:
             raise CheckpointError(f"{self.source}: {key} must list numbers of {count} layers, got {values!r}")
         return tuple(values[:count])
 
+    def numbers_of(self, key: str) -> tuple[int, ...] | None:
+        """Whole numbers, however many, or None when absent or null."""
+        values = self.values.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            raise CheckpointError(f"{self.source}: {key} = {values!r} is not a list of whole numbers")
+        return tuple(values)
+
+    def require_multiple(self, name: str, value: int, key: str, of: int) -> None:
+        """Refuses a number that another one does not divide."""
+        if value % of:
+            raise CheckpointError(f"{self.source}: {name} = {value} is not a multiple of {key} = {of}")
+
     def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
         """`layer_types`, one name per layer, or None when absent."""
         types = self.values.get("layer_types")

@@ -31,21 +31,28 @@ from engine.model.layers import (
 )
 from engine.model.per_layer import add_input, inputs_of, read_input
 from engine.model.records import (
+    Attention,
     FeedForward,
     JoinedFeedForward,
+    JointMixer,
     LatentAttention,
     Layer,
     Linear,
+    Mixer,
     ModelRecord,
     Norm,
+    Recurrence,
+    ShortConvolution,
     SparseFeedForward,
 )
 from engine.model.spec import NEVER_DRAWN, ModelSpec
+from engine.model.state_layers import convolve, read_state, recur
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import adapter_step
 from kernels.attention.backends import AttentionBackend
 from kernels.host import on_device
 from kernels.paged_cache.store import LayerCache
+from kernels.recurrent.reference import StateStep
 from kernels.selection import Kernels
 
 # Placement to the names of norms (before attention, before feed-forward), (after attention, after
@@ -66,21 +73,28 @@ NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
 def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
     """The layer `index` of a checkpoint."""
     prefix = f"model.layers.{index}"
-    attention = read_latents if spec.latent else read_attention
-    before, after = NORM_NAMES[spec.norm_placement]
+    placement: str = spec.norm_placement
+    if spec.state is not None and index in spec.state.layers:
+        placement = spec.state_norm_placement or placement
+    before, after = NORM_NAMES[placement]
     if not (index or spec.first_norm):
         before = ("", before[1])
 
     def norm(name: str) -> Norm | None:
         return read_norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
 
+    mixer = _read_mixer(weights, prefix, spec, index)
+    feed_forward = None
+    if spec.feed_forward_layers is None or index in spec.feed_forward_layers:
+        feed_forward = _read_half(weights, prefix, spec, index)
+    has_half = (mixer is not None, feed_forward is not None)
     layer = Layer(
-        attention=attention(weights, f"{prefix}.self_attn", spec, index),
-        feed_forward=_read_half(weights, prefix, spec, index),
-        before=[norm(name) for name in before],
-        after=[norm(name) for name in after],
-        parallel=spec.norm_placement in ("parallel", "parallel_shared"),
-        of_sums=spec.norm_placement == "sum",
+        attention=mixer,
+        feed_forward=feed_forward,
+        before=[norm(name) if has else None for name, has in zip(before, has_half, strict=True)],
+        after=[norm(name) if has else None for name, has in zip(after, has_half, strict=True)],
+        parallel=placement in ("parallel", "parallel_shared"),
+        of_sums=placement == "sum",
     )
     if spec.per_layer is not None:
         layer.per_layer = read_input(weights, prefix, spec, index)
@@ -105,8 +119,35 @@ def _read_half(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) 
     return read_sparse(weights, prefix, spec)
 
 
+def _read_mixer(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Mixer | None:
+    """Attention, or what is there in its place or beside it."""
+    attention: Attention | LatentAttention | None = None
+    if index in spec.attending:
+        read = read_latents if spec.latent else read_attention
+        attention = read(weights, f"{prefix}.self_attn", spec, index)
+    if spec.state is None or index not in spec.state.layers:
+        return attention
+    state = read_state(weights, f"{prefix}.state", spec)
+    if isinstance(attention, Attention) and isinstance(state, Recurrence):
+        return JointMixer(attention=attention, recurrence=state)
+    return state
+
+
+def mix(mixer: Mixer, x: Any, cache: Any, step: StepContext) -> Tensor:
+    """x [T, E] -> [T, E] by attention, or what is there in its place; writes what later tokens need."""
+    if isinstance(mixer, LatentAttention):
+        return attend_latents(mixer, x, cache, step)
+    if isinstance(mixer, ShortConvolution):
+        return convolve(mixer, x, cache, step)
+    if isinstance(mixer, Recurrence):
+        return recur(mixer, x, cache, step)
+    if isinstance(mixer, JointMixer):
+        return recur(mixer.recurrence, x, cache.state, step) + attend(mixer.attention, x, cache.keys, step)
+    return attend(mixer, x, cache, step)
+
+
 def advance(
-    layer: Layer, x: Tensor, change: Tensor | None, cache: LayerCache, step: StepContext
+    layer: Layer, x: Tensor, change: Tensor | None, cache: Any, step: StepContext
 ) -> tuple[Tensor, Tensor | None]:
     """The stream x [T, E] (or several [A, T, E]) and what is to be added to it, before the layer -> the same
     after it. Adding is left to the norm that follows, which has the numbers at hand.
@@ -114,35 +155,44 @@ def advance(
     if layer.altup is not None:
         assert change is None, "it is added there"
         return advance_streams(layer, x, cache, step), None
-    attention, feed_forward = layer.attention, layer.feed_forward
+    mixer, feed_forward = layer.attention, layer.feed_forward
     if layer.of_sums:
         return _advance_sums(layer, x, cache, step), None
     is_shared = layer.parallel and layer.before[1] is None
-    x, inner = _enter(layer, 0, x, change, None if is_shared else attention.entry, step)
-    if isinstance(attention, LatentAttention):
-        change = attend_latents(attention, inner, cache, step)
-    else:
-        change = attend(attention, inner, cache, step)
-    change = _leave(layer, 0, change, step)
+    if mixer is not None:
+        x, inner = _enter(layer, 0, x, change, None if is_shared else mixer.entry, step)
+        change = _leave(layer, 0, mix(mixer, inner, cache, step), step)
+    if feed_forward is None:
+        return x, change
     if layer.parallel:
         attended = change
         if not is_shared:
             _, inner = _enter(layer, 1, x, None, feed_forward.entry, step)
     else:
         x, inner = _enter(layer, 1, x, change, feed_forward.entry, step)
-    if isinstance(feed_forward, JoinedFeedForward):
-        change = feed_joined(feed_forward, inner, x, step)
-    elif isinstance(feed_forward, SparseFeedForward):
-        change = feed_sparse(feed_forward, inner, step.kernels, step.adapters)
-    else:
-        change = feed(feed_forward, inner, step.kernels, step.adapters)
-    change = _leave(layer, 1, change, step)
+    fed = _leave(layer, 1, _feed(feed_forward, inner, x, step), step)
     if layer.per_layer is not None:
-        x = x + change
-        change = _leave(layer, 2, add_input(layer.per_layer, x, step), step)
+        x = x + fed
+        fed = _leave(layer, 2, add_input(layer.per_layer, x, step), step)
     if layer.gain != 1.0:
-        return (x + change) * layer.gain, None
-    return x, attended + change if layer.parallel else change
+        return (x + fed) * layer.gain, None
+    if not layer.parallel:
+        return x, fed
+    assert attended is not None, "both halves are there"
+    return x, attended + fed
+
+
+def _feed(
+    feed_forward: FeedForward | SparseFeedForward | JoinedFeedForward,
+    inner: Any,
+    stream: Tensor,
+    step: StepContext,
+) -> Tensor:
+    if isinstance(feed_forward, JoinedFeedForward):
+        return feed_joined(feed_forward, inner, stream, step)
+    if isinstance(feed_forward, SparseFeedForward):
+        return feed_sparse(feed_forward, inner, step.kernels, step.adapters)
+    return feed(feed_forward, inner, step.kernels, step.adapters)
 
 
 def _advance_sums(layer: Layer, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
@@ -199,9 +249,14 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: AttentionBackend) -> Tensor:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`."""
-        plan = attention.plan(batch.ragged, batch.slots.device)
+        plan, ragged = attention.plan(batch.ragged, batch.slots.device), batch.ragged
         adapters = None if batch.adapters is None else on_device(batch.adapters, self.device)
-        return self.run(batch.token_ids, batch.positions, batch.slots, caches, attention, plan, adapters)
+        states = None
+        if batch.states is not None:
+            states = StateStep.of(batch.states, ragged.query_starts, ragged.context_lens)
+        return self.run(
+            batch.token_ids, batch.positions, batch.slots, caches, attention, plan, adapters, states
+        )
 
     @torch.inference_mode()
     def run(
@@ -213,6 +268,7 @@ class Decoder:
         attention: AttentionBackend,
         attention_plan: Any,
         adapters: Tensor | None = None,
+        states: StateStep | None = None,
     ) -> Tensor:
         """`forward` of tokens [T] whose attention is planned already; on a GPU without a word from the host,
         so that it can be captured (see `captures`). `adapters` [T] are the slots of the rows' adapters.
@@ -232,8 +288,11 @@ class Decoder:
             adapters=None
             if adapters is None
             else adapter_step(self.kernels, adapters, self.num_adapter_slots),
+            states=states,
+            dtype=self.embedding.dtype,
         )
-        x, change = self.embedding.index_select(0, token_ids), None
+        x: Tensor = self.embedding.index_select(0, token_ids)
+        change: Tensor | None = None
         if self.spec.embedding_scale != 1.0:
             x = x * self.record.embedding_scale
         if self.record.positions is not None:
@@ -256,9 +315,11 @@ class Decoder:
     @property
     def captures(self) -> bool:
         """Whether `run` and `logits` of the same number of rows can be captured in a graph: no layer asks the
-        device for anything.
+        device for anything, or the host for where states lie.
         """
-        return all(layer.sparse is None or layer.sparse.together is not None for layer in self.layers)
+        return self.spec.state is None and all(
+            layer.sparse is None or layer.sparse.together is not None for layer in self.layers
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -65,18 +65,23 @@ def _expert(spec: ModelSpec, gate_up: WeightFormat, down: WeightFormat, *biases:
         gate_up=Linear(weight=gate_up, bias=first),
         down=Linear(weight=down, bias=second),
         activation=spec.activation,
+        plain=not spec.gated,
     )
 
 
 def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[FeedForward]]:
-    """Experts whose gate, up and down are three tensors each, named so."""
+    """Experts whose gate (where they have one), up and down are a tensor each, named so."""
 
     def read(weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec) -> list[FeedForward]:
+        if weights.has(f"{prefix}.gate_up_proj"):
+            # Newer checkpoints of the same families.
+            return _stacked_experts(weights, prefix, spec, experts)
         size, hidden = experts.intermediate_size, spec.hidden_size
         found = []
         for index in range(experts.num_experts):
-            gate_name, up_name, down_name = (f"{prefix}.{index}.{name}" for name in names)
-            gate_up = weights.linear([gate_name, up_name], [size, size], hidden)
+            *entering, down_name = (f"{prefix}.{index}.{name}" for name in names)
+            entering = entering if spec.gated else entering[1:]
+            gate_up = weights.linear(entering, [size] * len(entering), hidden)
             found.append(_expert(spec, gate_up, weights.linear([down_name], [hidden], size)))
         return found
 

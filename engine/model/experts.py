@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def experts_together(experts: list[FeedForward], kernels: Kernels) -> ExpertsTogether | None:
-    """The experts as the back end groups them, or None where it cannot."""
+    """The experts as the back end groups them, or None where it cannot: without gates, for example."""
+    if experts[0].plain:
+        return None
     gate_up = kernels.linear.grouped([expert.gate_up.weight for expert in experts])
     if gate_up is None:
         return None

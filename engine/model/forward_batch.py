@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.attention.ragged import RaggedBatch
+from kernels.recurrent.rows import StateRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +27,5 @@ class ForwardBatch:
     ragged: RaggedBatch
     # Slots of the rows' adapters, -1 for the base model; None where all rows are that.
     adapters: NDArray[np.int64] | None = None  # [T]
+    # Where the sequences' states lie; None where the model has none.
+    states: StateRows | None = None

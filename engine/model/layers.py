@@ -25,6 +25,7 @@ from kernels.attention.ragged import AttentionOptions
 from kernels.linear.backends import QuantizingProduct
 from kernels.norm.backends import QuantizingNorm, RowNorm
 from kernels.paged_cache.store import LayerCache
+from kernels.recurrent.reference import StateStep, gated_norm
 from kernels.rope.reference import rotate
 from kernels.rows import QuantizedRows
 from kernels.selection import Kernels
@@ -46,6 +47,10 @@ class StepContext:
     adapters: AdapterStep | None = None
     # What layers read of the second embedding [T, layers, width], where there is one.
     per_layer: Tensor | None = None
+    # Where the sequences' states lie; None where the model has none.
+    states: StateStep | None = None
+    # Type of the stream.
+    dtype: torch.dtype = torch.float32
 
 
 def read_linear(
@@ -153,6 +158,9 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
     if spec.fused_qkv != "none":
         names, outputs = [f"{prefix}.qkv_proj"], [sum(sizes)]
     order = _from_heads(spec).to(weights.device) if spec.fused_qkv == "by_head" else None
+    if spec.attention_gate:
+        outputs = [2 * sizes[0], *sizes[1:]]
+        order = _gates_last(spec).to(weights.device)
     rope = spec.rope_of_layer[index]
     attention = Attention(
         qkv=read_linear(weights, names, outputs, spec.hidden_size, spec.qkv_bias, order),
@@ -171,6 +179,7 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
         interleaved=spec.ropes[rope].interleaved,
         qk_norm="none",
         norm_last=spec.qk_norm_last,
+        gated=spec.attention_gate,
     )
     if spec.qk_norm != "none" and (spec.qk_norm != "unit" or spec.ropes[rope].rotary_dim):
         attention.qk_norm = "full" if spec.qk_norm == "full" else "head"
@@ -195,6 +204,13 @@ def unit_norm(size: int, eps: float, device: torch.device) -> Norm:
     return Norm(weight=torch.ones(size, device=device), eps=eps)
 
 
+def _gates_last(spec: ModelSpec) -> Tensor:
+    """Rows of q, k and v, of which q has each head's gate behind its query: q, k, v, gates."""
+    size, others = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
+    queries, gates = torch.arange(2 * size).view(spec.num_heads, 2, spec.head_dim).unbind(1)
+    return torch.cat((queries.flatten(), torch.arange(2 * size, 2 * size + others), gates.flatten()))
+
+
 def _head_norm(weights: WeightReader, name: str, num_heads: int, *, spec: ModelSpec, size: int) -> Norm:
     """The norm of queries or keys."""
     if spec.qk_norm == "unit":
@@ -214,7 +230,8 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     """x [T, E] -> [T, E]; writes this step's keys and values."""
     kernels, options = step.kernels, attention.options
     norms = attention.q_norm, attention.k_norm
-    q, k, v = torch.split(multiply(attention.qkv, x, step.adapters), list(attention.sizes), dim=-1)
+    sizes = [*attention.sizes, *([attention.sizes[0]] if attention.gated else [])]
+    q, k, v, *gates = torch.split(multiply(attention.qkv, x, step.adapters), sizes, dim=-1)
     if attention.qk_norm == "full":
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))
     q = q.reshape(q.shape[0], attention.num_heads, -1)
@@ -228,7 +245,12 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     if scales is not None:
         q = q * scales[:, None, None].to(q.dtype)
     mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
-    return multiply(attention.output, mixed.flatten(1), step.adapters)
+    mixed = mixed.flatten(1)
+    for gate in gates:
+        mixed = gated_norm(mixed, gate, None, 0.0, size=mixed.shape[1], gate_first=False, kind="sigmoid").to(
+            step.dtype
+        )
+    return multiply(attention.output, mixed, step.adapters)
 
 
 def _turn_and_store(

@@ -118,6 +118,12 @@ class NativeDecoder:
         step.query_starts = _address(ragged.query_starts)
         step.context_lens = _address(ragged.context_lens)
         step.block_tables = _address(ragged.block_tables)
+        states = batch.states
+        if states is not None:
+            step.state_slots = _address(states.slots)
+            step.snapshot_starts = _address(states.snapshot_starts)
+            step.snapshot_rows = _address(states.snapshot_rows)
+            step.snapshot_slots = _address(states.snapshot_slots)
         self._adapter_rows = rows = None if batch.adapters is None else AdapterRows.of(batch.adapters)
         step.num_adapter_blocks = 0
         if rows is not None:

@@ -3,7 +3,7 @@
 The same function serves start-up, admission and `millrace plan` (`python -m engine.model.plan_command
 --config FILE [--json]`).
 
-    total = weights + adapters + workspace + headroom + KV cache (+ what is left unused)
+    total = weights + adapters + workspace + headroom + KV cache + states (+ what is left unused)
 
 Before loading, weights and workspace are predicted. On a GPU both are then measured (runner/cuda/build), and
 the plan is made again with the numbers found.
@@ -17,6 +17,7 @@ the plan is made again with the numbers found.
 - KV cache: `engine.cache.kv_cache_bytes`, or what the above leave of `memory_fraction`. On a CPU the default
   is modest, so that a laptop stays usable: at most a quarter of the free memory, at most
   CPU_CACHE_LIMIT_BYTES, and at least one sequence of max_model_len.
+- states: a part of the cache's bytes, where layers carry a state from token to token (state_memory.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.spec import ModelSpec, TensorHeader
+from engine.model.state_memory import StateRoom, state_room
 from engine.model.weight_memory import (
     WeightCount,
     WeightForm,
@@ -180,6 +182,11 @@ def workspace_bytes(given: PlanInput) -> int:
     # Queries, scores of one chunk of history with their weights, and the weighted values, all float32.
     per_query = spec.num_heads * (2 * spec.query_key_dim + 2 * spec.value_dim + 2 * ATTENTION_CHUNK_TOKENS)
     attention = tokens * per_query * 4
+    # A layer with a state: its projection, what is convolved and what is scanned, all float32.
+    state = spec.state
+    if state is not None:
+        values = state.num_heads * state.value_dim
+        dense += tokens * 4 * (3 * state.channels + 3 * values)
     rows = max(16, num_logit_rows(given.config))
     # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
     sampling = 0 if spec.pooling is not None else rows * spec.vocab_size * (4 + 4 + 8 + 4)
@@ -222,6 +229,8 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
     per_block = per_token * cache.block_size
     sequence_blocks = -(-given.max_model_len // cache.block_size)
+    room = state_room(spec, given.config, per_token)
+    least = sequence_blocks * per_block + room.least_bytes
     left = int(given.available_bytes * cache.memory_fraction) - weights - adapters - workspace - headroom
     wanted = cache.kv_cache_bytes or left
     if spec.bidirectional:
@@ -229,14 +238,16 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         wanted = 2 * per_block * (step_blocks(given.config) + sequence_blocks)
     elif not cache.kv_cache_bytes and given.device == "cpu":
         modest = min(CPU_CACHE_LIMIT_BYTES, given.available_bytes // 4)
-        wanted = min(left, max(modest, sequence_blocks * per_block))
-    if cache.kv_cache_bytes > left >= sequence_blocks * per_block:
+        wanted = min(left, max(modest, sequence_blocks * per_block) + room.least_bytes)
+    if cache.kv_cache_bytes > left >= least:
         raise ConfigError(
             f"engine.cache.kv_cache_bytes = {cache.kv_cache_bytes} ({human(cache.kv_cache_bytes)}) is more "
             f"than the {human(left)} that are left of {human(given.available_bytes)}; "
             "lower it, or set it to 0 to have it chosen"
         )
-    num_blocks = wanted // per_block
+    num_states = room.num_states(wanted - sequence_blocks * per_block)
+    state_bytes = num_states * room.bytes_per_state
+    num_blocks = (wanted - state_bytes) // per_block
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
             f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, slots for "
@@ -244,7 +255,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
             f"leaves {human(max(left, 0))} for the KV cache; {human(max(wanted, 0))} hold "
             f"{max(num_blocks, 0) * cache.block_size} tokens, but one "
             f"sequence of engine.max_model_len = {given.max_model_len} needs "
-            f"{human(sequence_blocks * per_block)}; lower engine.max_model_len or "
+            f"{human(sequence_blocks * per_block)}{_beside(room)}; lower engine.max_model_len or "
             "engine.scheduler.max_num_batched_tokens, or raise engine.cache.kv_cache_bytes or memory_fraction"
         )
     return MemoryPlan(
@@ -258,6 +269,19 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         num_blocks=num_blocks,
         max_model_len=given.max_model_len,
         adapter_bytes=adapters,
+        state_bytes=state_bytes,
+        num_states=num_states,
+        state_interval=room.interval,
+    )
+
+
+def _beside(room: StateRoom) -> str:
+    """What a cache must hold besides keys and values; empty where that is nothing."""
+    if not room.bytes_per_state:
+        return ""
+    return (
+        f" beside {human(room.least_bytes)} for {room.least} states of its layers without attention "
+        "(engine.scheduler.max_num_seqs)"
     )
 
 
@@ -282,6 +306,11 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
             f"engine.quantize = {config.quantize!r}: {folder} is quantized already "
             f"({spec.quantization.method}); set it to off, or give a dense checkpoint"
         )
+    if spec.state is not None and config.speculation.method != "off":
+        raise ConfigError(
+            f"engine.speculation.method = {config.speculation.method!r}: {spec.architecture} has layers "
+            "that carry a state, which cannot go back behind a rejected draft; set it to off"
+        )
     draft = None
     if config.speculation.method == "draft_model":
         draft = _draft_input(config, spec, device)
@@ -303,6 +332,11 @@ def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInp
         raise ConfigError("engine.speculation.method = 'draft_model' needs engine.speculation.draft_model")
     folder = find(path, "engine.speculation.draft_model")
     draft = read_spec(folder)
+    if draft.state is not None:
+        raise ConfigError(
+            f"engine.speculation.draft_model = {path!r}: {draft.architecture} has layers that carry a "
+            "state, and a draft model goes back behind what was rejected; take one that only attends"
+        )
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"engine.speculation.draft_model = {path!r} has {draft.vocab_size} tokens, but the model has "

@@ -155,6 +155,17 @@ def _behind_window(given: PlanInput, plan: MemoryPlan) -> str:
     )
 
 
+def _states(given: PlanInput, plan: MemoryPlan) -> str:
+    """What layers carry from token to token, beside keys and values."""
+    if given.spec.state is None:
+        return "no layer has one"
+    seats = given.config.scheduler.max_num_seqs
+    return (
+        f"{plan.num_states} of {human(given.spec.state.num_bytes)}: {seats} of sequences that run, and "
+        f"copies, one every {plan.state_interval} tokens, from which prompts that begin alike go on"
+    )
+
+
 def quantization_of(given: PlanInput) -> str:
     """How weights are stored: the checkpoint's method, or what is made at load; empty when dense."""
     stored = given.spec.quantization
@@ -186,7 +197,7 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
     table.add_column("size", justify="right")
     table.add_column("what", overflow="fold")
     used = plan.weights_bytes + plan.workspace_bytes + plan.headroom_bytes + plan.kv_cache_bytes
-    used += plan.adapter_bytes
+    used += plan.adapter_bytes + plan.state_bytes
     adapters = given.config.adapters
     rows = [
         (
@@ -209,6 +220,7 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
             f"{plan.capacity_tokens / plan.max_model_len:.1f} sequences of {plan.max_model_len} tokens"
             + _behind_window(given, plan),
         ),
+        ("states", plan.state_bytes, _states(given, plan)),
         ("unused", plan.total_bytes - used, "left to the machine"),
     ]
     for name, size, what in rows:

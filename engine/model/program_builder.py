@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 from engine.model.altup_ops import StreamBuffers, advance, gather, spread
 from engine.model.joined_ops import feed_joined
@@ -16,14 +17,19 @@ from engine.model.records import (
     FeedForward,
     Floats,
     JoinedFeedForward,
+    JointMixer,
     LatentAttention,
     Layer,
     Linear,
+    Mixer,
     ModelRecord,
     Norm,
+    Recurrence,
+    ShortConvolution,
     SparseFeedForward,
 )
 from engine.model.spec import INNER_NORM_EPS
+from engine.model.state_builder import add_convolution, add_gate, add_recurrence
 from kernels.activation.native import KINDS, ActivationArgs
 from kernels.adapters.native import NativeChanges
 from kernels.altup.native import CutOffArgs
@@ -106,20 +112,33 @@ class ProgramBuilder:
         if model.stream_ends is not None:
             self.streams = spread(self, model.stream_ends)
 
-    def layer(self, layer: Layer, cache: Storage) -> None:
+    def mix(self, mixer: Mixer, cache: Any, x: Floats, out: Floats, join: bool) -> None:
+        """Attention, or what is there in its place."""
+        if isinstance(mixer, LatentAttention):
+            self.latent_attention(mixer, cache, x, out, join)
+        elif isinstance(mixer, ShortConvolution):
+            add_convolution(self, mixer, cache, x, out, join)
+        elif isinstance(mixer, Recurrence):
+            add_recurrence(self, mixer, cache, x, out, join)
+        elif isinstance(mixer, JointMixer):
+            self.mix(mixer.recurrence, cache.state, x, out, join)
+            self.mix(mixer.attention, cache.keys, x, out, True)
+        else:
+            self.attention(mixer, cache, x, out, join)
+
+    def layer(self, layer: Layer, cache: Any) -> None:
         """Attention and feed-forward."""
         if self.streams is not None:
             advance(self, layer, cache, self.streams)
             return
-        attention, feed_forward = layer.attention, layer.feed_forward
+        mixer, feed_forward = layer.attention, layer.feed_forward
 
         def attend(x: Floats, out: Floats, join: bool) -> None:
-            if isinstance(attention, LatentAttention):
-                self.latent_attention(attention, cache, x, out, join)
-            else:
-                self.attention(attention, cache, x, out, join)
+            assert mixer is not None, "only then it is called"
+            self.mix(mixer, cache, x, out, join)
 
         def feed(x: Floats, out: Floats, join: bool) -> None:
+            assert feed_forward is not None, "only then it is called"
             if isinstance(feed_forward, JoinedFeedForward):
                 assert not join, "it has a norm behind it"
                 feed_joined(self, feed_forward, x, out)
@@ -140,8 +159,10 @@ class ProgramBuilder:
             attend(first, self.stream, True)
             feed(second, self.stream, True)
             return
-        self.half(layer.before[0], layer.after[0], attend)
-        self.half(layer.before[1], layer.after[1], feed)
+        if mixer is not None:
+            self.half(layer.before[0], layer.after[0], attend)
+        if feed_forward is not None:
+            self.half(layer.before[1], layer.after[1], feed)
         if layer.per_layer is not None:
             assert self.parts is not None, "read when the step began"
             add_input(self, layer.per_layer, self.parts, self.enter(None))
@@ -239,11 +260,14 @@ class ProgramBuilder:
 
     def attention(self, attention: Attention, cache: Storage, x: Floats, out: Floats, join: bool) -> None:
         """Projections, rotation, cache write, attention, output."""
-        qkv = self.buffer("qkv", sum(attention.sizes))
+        width = sum(attention.sizes)
+        qkv = self.buffer("qkv", width + (attention.sizes[0] if attention.gated else 0))
         mixed = self.buffer("mixed", attention.sizes[0])
         self.product(attention.qkv, x, qkv, False)
         self.rotate(attention, describe(cache), qkv)
         self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks)
+        if attention.gated:
+            add_gate(self, mixed, qkv[:, width:])
         self.product(attention.output, mixed, out, join)
 
     def attend(
@@ -427,6 +451,7 @@ class ProgramBuilder:
                 hidden_size=self.spec.hidden_size,
                 intermediate_size=experts.intermediate_size,
                 num_threads=self.num_threads,
+                plain=not self.spec.gated,
             )
         layer = SparseLayer(
             routing=experts,
@@ -436,6 +461,7 @@ class ProgramBuilder:
             activation=feed_forward.activation,
             correction=feed_forward.correction,
             expert_scales=feed_forward.expert_scales,
+            plain=feed_forward.experts[0].plain,
         )
         rows = self.step + NUM_TOKENS
         self.ops += sparse_ops(

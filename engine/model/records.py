@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.model.spec import ExpertSpec, LatentSpec, ModelSpec
+from engine.model.spec import ExpertSpec, LatentSpec, ModelSpec, StateSpec
 from kernels.attention.ragged import AttentionOptions
 from kernels.host import Values
 from kernels.linear.packed import PackedWeight
@@ -82,6 +82,8 @@ class Attention:
     # Norm of values, which has no learned weights.
     v_norm: Norm | None = None
     sinks: Values | None = None  # [H]
+    # Whether `qkv` gives gates, too, behind the values: as many as queries.
+    gated: bool = False
 
     @property
     def stores(self) -> bool:
@@ -127,6 +129,72 @@ class LatentAttention:
 
     # Its input goes to two products.
     entry = None
+
+
+@dataclass(kw_only=True)
+class ShortConvolution:
+    """Two gates and the channels between them: gate (x) convolution (gate (x) channels)."""
+
+    inner: Linear
+    weight: Values  # [W, C]
+    bias: Values | None
+    output: Linear
+
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's input goes to."""
+        return self.inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePlaces:
+    """First elements of the parts of a recurrence's projection, and of those of its channels."""
+
+    channels: int
+    gate: int
+    decays: int
+    # The delta rule's.
+    gains: int = 0
+    queries: int = 0
+    keys: int = 0
+    values: int = 0
+
+
+@dataclass(kw_only=True)
+class Recurrence:
+    """A convolution, a scan over its channels, a gated norm. Its one projection gives channels, gate, decays
+    and gains; the channels are queries, keys and values.
+    """
+
+    spec: StateSpec
+    inner: Linear
+    places: StatePlaces
+    weight: Values  # [W, C]
+    bias: Values | None
+    rate: Values  # [H], negative
+    step_bias: Values  # [H]
+    skip: Values | None  # [H]
+    norm: Values | None
+    output: Linear
+
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's input goes to."""
+        return self.inner
+
+
+@dataclass(kw_only=True)
+class JointMixer:
+    """Attention and a recurrence side by side."""
+
+    attention: Attention
+    recurrence: Recurrence
+
+    # Its input goes to two products.
+    entry = None
+
+
+Mixer = Attention | LatentAttention | ShortConvolution | Recurrence | JointMixer
 
 
 @dataclass(kw_only=True)
@@ -238,12 +306,12 @@ class StreamEnds:
 
 @dataclass(kw_only=True)
 class Layer:
-    """Attention and feed-forward, and the norms before and after each of them; behind both perhaps a
-    per-layer input, with a norm after it.
+    """Attention or what is there in its place, feed-forward, and the norms before and after each of them;
+    behind both perhaps a per-layer input, with a norm after it. Either half may be absent.
     """
 
-    attention: Attention | LatentAttention
-    feed_forward: FeedForward | SparseFeedForward | JoinedFeedForward
+    attention: Mixer | None
+    feed_forward: FeedForward | SparseFeedForward | JoinedFeedForward | None
     before: Sequence[Norm | None]
     after: Sequence[Norm | None]
     # Whether both halves take what the layer was given; without a norm of its own the second takes the
@@ -271,8 +339,10 @@ class Layer:
             fed if isinstance(fed, FeedForward) else fed.dense if isinstance(fed, JoinedFeedForward) else None
         )
         shared = None if self.sparse is None else self.sparse.shared
-        indexer = self.attention.indexer if isinstance(self.attention, LatentAttention) else None
-        for part in (self.attention, indexer, dense, shared, self.per_layer):
+        mixer = self.attention
+        joint = (mixer.attention, mixer.recurrence) if isinstance(mixer, JointMixer) else (mixer,)
+        indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
+        for part in (*joint, indexer, dense, shared, self.per_layer):
             if part is not None:
                 yield from (value for value in vars(part).values() if isinstance(value, Linear))
         if self.altup is not None:
@@ -326,8 +396,9 @@ class ModelRecord:
 
 
 _RECORDS = (
-    *(Linear, Norm, Attention, LatentAttention, FeedForward, SparseFeedForward, JoinedFeedForward),
-    *(Indexer, PerLayerInput, PerLayerTable, AltUp, StreamEnds, Layer, PooledHead, ModelRecord),
+    *(Linear, Norm, Attention, LatentAttention, ShortConvolution, Recurrence, JointMixer),
+    *(FeedForward, SparseFeedForward, JoinedFeedForward, Indexer, PerLayerInput, PerLayerTable),
+    *(AltUp, StreamEnds, Layer, PooledHead, ModelRecord),
 )
 
 

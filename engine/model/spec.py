@@ -18,6 +18,7 @@ from checkpoint.pooling import PoolingFiles
 from engine.model.layer_spec import AltUpSpec, CacheShape, IndexerSpec, LayerHeads, PerLayerSpec
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
+from kernels.recurrent.store import StateShape
 from runtime.errors import ConfigError
 
 # The published models' norms inside latent attention use this, whatever config.json says of the outer ones.
@@ -131,6 +132,52 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     indexer: IndexerSpec | None = None
 
 
+class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that carry a state from token to token (kernels/recurrent): a short convolution alone, or in
+    front of Mamba 2's scan (arXiv 2405.21060) or the gated delta rule (arXiv 2412.06464).
+    """
+
+    kind: Literal["convolution", "mamba2", "delta"]
+    layers: tuple[int, ...]
+    # Inputs that a convolution takes, the token's own included, of so many channels.
+    taps: int
+    channels: int
+    # Heads of values, and of queries and keys that they share; none with a convolution alone.
+    num_heads: int = 0
+    num_groups: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    convolution_bias: bool = False
+    bias: bool = False
+    # How the delta rule's inputs are stored: all that belongs to a group together; part by part; or so, and
+    # each in a tensor and with a convolution of its own.
+    layout: Literal["by_group", "separate", "apart"] = "separate"
+    # Limits of Mamba 2's time steps.
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    # What the delta rule's gains reach.
+    gain_scale: float = 1.0
+    # The norm behind a scan, over so many elements; 0 is none. Its gate comes before or after it.
+    norm_size: int = 0
+    gate_first: bool = False
+    norm_eps: float = 0.0
+
+    @property
+    def shape(self) -> StateShape:
+        """What a sequence keeps in each of the layers."""
+        return StateShape(
+            taps=self.taps,
+            channels=self.channels,
+            num_heads=self.num_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What a sequence keeps in all of the layers."""
+        return len(self.layers) * self.shape.num_bytes
+
+
 class ExpertSpec(Routing, frozen=True, kw_only=True):
     """A sparse feed-forward layer: how its tokens choose experts, and what those are."""
 
@@ -150,6 +197,15 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     layout: Literal["separate", "fused", "mixtral", "gpt_oss", "stacked", "inputs_first"] = "separate"
     # Experts are beside a dense feed-forward, each with norms of its own (Gemma 4); see `joined_experts`.
     joins_dense: bool = False
+
+
+class WeightFactors(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rows of a linear layer are multiplied by when they are read."""
+
+    # End of its name.
+    name: str
+    # (number of rows, factor), from the first on; 0 is all of them.
+    parts: tuple[tuple[int, float], ...]
 
 
 # Looks to the end of what the step computes; beyond any context, and far from what an int64 cannot count.
@@ -237,6 +293,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # the norm takes the place of. "parallel": before each, and both take what the layer was given;
     # "parallel_shared": by one norm.
     norm_placement: Literal["pre", "post", "sandwich", "sum", "parallel", "parallel_shared"] = "pre"
+    # Where that differs in layers with a state.
+    state_norm_placement: Literal["pre"] | None = None
     # A norm of the embedding; and whether there is one behind the last layer, and before the first one's
     # attention.
     embedding_norm: bool = False
@@ -259,8 +317,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     names: TensorNames = TensorNames()
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
+    factors: tuple[WeightFactors, ...] = ()
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
+    state: StateSpec | None = None
+    # Layers that attend, and that have a feed-forward; None is all. Others have a state, or no such half.
+    attention_layers: tuple[int, ...] | None = None
+    feed_forward_layers: tuple[int, ...] | None = None
+    # Whether attention is multiplied by the sigmoid of a gate, which is stored behind each head's query.
+    attention_gate: bool = False
     # How the checkpoint's linear layers are quantized; None where they are not.
     quantization: Scheme | None = None
     # How the model pools what it has read; None where it generates.
@@ -271,10 +336,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     classifier: Literal["bert", "roberta", "modernbert", "score"] = "score"
 
     @property
+    def attending(self) -> tuple[int, ...]:
+        """Layers that store keys and values."""
+        return tuple(range(self.num_layers)) if self.attention_layers is None else self.attention_layers
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """Windows of these."""
+        return tuple(self.windows[layer] for layer in self.attending)
+
+    @property
     def window(self) -> int | None:
         """Tokens that the model looks back on; None when some layer looks at everything."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if windows and len(windows) == len(self.windows) else None
+        windows = [window for window in self.attention_windows if window is not None]
+        return max(windows) if windows and len(windows) == len(self.attending) else None
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Sizes of a layer's attention."""
@@ -324,7 +399,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def cache_shape(self, layer: int) -> CacheShape | None:
         """What a layer stores of each token; None where it has no memory of its own."""
         heads = self.heads_of(layer)
-        if self.cache_source(layer) != layer:
+        if layer not in self.attending or self.cache_source(layer) != layer:
             return None
         if self.latent:
             indexer = self.latent.indexer
@@ -363,7 +438,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Positions that a token looks back on in as many products as all its linear layers have. Layers
         with a window do not count, since theirs do not grow; nor does the head, which few tokens need.
         """
-        num_full = sum(not self.reach_of(layer) for layer in range(self.num_layers))
+        num_full = sum(not self.reach_of(layer) for layer in self.attending)
         looked_at = num_full * self.num_heads * (self.query_key_dim + self.value_dim)
         return sum(map(self._linear_products, range(self.num_layers))) / looked_at if num_full else math.inf
 

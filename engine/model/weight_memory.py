@@ -35,7 +35,7 @@ CODED_BYTES = GGUF_BYTES | {
 # Parts of names of dense weights that are no linear layers, or that need their precision.
 NEVER_QUANTIZED = (
     *("embed_tokens.weight", "embed_positions.weight", "embed_tokens_per_layer.weight", "lm_head.weight"),
-    *(".gate.weight", ".router.", ".shared_experts_gate.weight", ".kv_b_proj.", "_norm.weight"),
+    *(".gate.weight", ".router.", ".shared_experts_gate.weight", ".kv_b_proj.", "_norm.weight", ".conv1d."),
 )
 HEAD = "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"
@@ -43,7 +43,7 @@ EMBEDDING = "model.embed_tokens.weight"
 # Parts of names of tensors with two dimensions that are looked up, or taken apart before they are multiplied.
 NEVER_MULTIPLIED = (
     *("embed_tokens.weight", "embed_positions.weight", "embed_tokens_per_layer.weight"),
-    *("_bias", ".kv_b_proj.", ".sinks"),
+    *("_bias", ".kv_b_proj.", ".sinks", ".conv1d."),
 )
 
 

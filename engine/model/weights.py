@@ -100,6 +100,7 @@ class WeightReader:
             kept = {header.stored_name or name for name, header in self.headers.items()}
             skipped = set(stored) - kept
             _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
+        self._factors = request.spec.factors
         self._inputs_first = request.spec.inputs_first and not is_gguf(folder)
         self._gguf = open_gguf(folder) if is_gguf(folder) else None
         self._block_readers = block_readers(coded=self.keeps_codes)
@@ -247,6 +248,20 @@ class WeightReader:
         return int8_weight(weight.values) if wanted and isinstance(weight, DenseWeight) else weight
 
     def _layer(self, name: str, outputs: int, inputs: int) -> WeightFormat:
+        weight = self._stored_layer(name, outputs, inputs)
+        factors = next((each for each in self._factors if name.endswith(each.name)), None)
+        if factors is None:
+            return weight
+        if not isinstance(weight, DenseWeight):
+            raise CheckpointError(
+                f"{self.folder}: {name} is quantized, and config.json multiplies what it gives; take the "
+                "dense checkpoint, and set engine.quantize if it is to be smaller"
+            )
+        rows = [torch.full((count or outputs, 1), factor) for count, factor in factors.parts]
+        values = weight.values
+        return DenseWeight(values=(values.float() * torch.cat(rows).to(values.device)).to(values.dtype))
+
+    def _stored_layer(self, name: str, outputs: int, inputs: int) -> WeightFormat:
         if self.scheme is not None:
             weight = read_weight(self, name, outputs, inputs, self.scheme)
             if weight is not None:

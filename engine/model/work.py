@@ -35,12 +35,12 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
         multiplied -= spec.per_layer.num_embeddings * spec.num_layers * spec.per_layer.width
     if spec.experts is not None:
         idle = spec.experts.num_experts - spec.experts.num_active
-        per_expert = 3 * spec.hidden_size * spec.experts.intermediate_size
+        per_expert = (3 if spec.gated else 2) * spec.hidden_size * spec.experts.intermediate_size
         multiplied -= len(spec.experts.layers) * idle * per_expert
     return ModelWork(
         flop_per_token=2.0 * multiplied,
         flop_per_position=2.0 * spec.num_heads * _dims_per_position(spec),
-        layers=tuple(Counter(map(spec.reach_of, range(spec.num_layers))).items()),
+        layers=tuple(Counter(map(spec.reach_of, spec.attending)).items()),
         weights_bytes=plan.weights_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
         peak_flop=peak.tflops * _TERA or flop,

@@ -81,7 +81,13 @@ def build(
         "host_blocks": config.cache.host_bytes // (plan.kv_bytes_per_token * plan.block_size),
     }
     ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
-    storage = KvStorage(spec, num_blocks=plan.num_blocks, ahead_blocks=ahead_blocks, **storage_options)
+    storage = KvStorage(
+        spec,
+        num_blocks=plan.num_blocks,
+        ahead_blocks=ahead_blocks,
+        num_states=plan.num_states,
+        **storage_options,
+    )
     draft = _draft_model(given, load, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)

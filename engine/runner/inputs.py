@@ -20,6 +20,7 @@ from engine.types import ScheduledSequence
 from kernels.adapters.rows import NO_ADAPTER
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import on_device
+from kernels.recurrent.rows import StateRows
 
 
 def no_masks() -> None:
@@ -136,6 +137,9 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
             query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
         ),
         adapters=_adapters_of(table, owners, rows.shape[1]),
+        states=None
+        if model.spec.state is None
+        else _states_of(scheduled, table, slots, starts, query_starts),
     )
 
 
@@ -150,6 +154,18 @@ def _in_second(
         for state in states
     ]
     return np.asarray(positions >= np.array(begins, np.int64)[order])
+
+
+def _states_of(
+    scheduled: Sequence[ScheduledSequence],
+    table: SequenceTable,
+    slots: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    query_starts: NDArray[np.int64],
+) -> StateRows:
+    """Where the states of the sequences lie; those in table slots [S]."""
+    snapshots = [sequence.snapshots for sequence in scheduled]
+    return StateRows.of(table.state_slots[slots], starts, query_starts, snapshots)
 
 
 def _adapters_of(table: SequenceTable, owners: NDArray[np.int64], num_rows: int) -> NDArray[np.int64] | None:

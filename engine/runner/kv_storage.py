@@ -1,4 +1,4 @@
-"""The paged cache's tensors, of the size that the plan says, and copies of its blocks."""
+"""The paged cache's tensors, of the size that the plan says, slots of states, and copies of both."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.types import SchedulerOutput
 from kernels.host import Device, HostDevice, Values, address_of, advise, on_device
 from kernels.paged_cache.host import allocate_host_layer
+from kernels.recurrent.store import JointCache, NoCache, allocate_states
 
 # Memory of the cache is had from the system before a step writes there.
 # A page is zeroed when it is first written, and on a virtual machine the host has to find it first: 6 ms
@@ -125,32 +126,46 @@ class KvStorage:
         device: Device,
         host_blocks: int = 0,
         ahead_blocks: int = 0,
+        num_states: int = 0,
     ) -> None:
+        """`num_states`: slots of the layers that have states."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_states = num_states
         self._device = device
-        # HostCache for the native kernels, else LayerCache; one without memory has that of another one.
+        # Keys and values (HostCache for the native kernels, else LayerCache), a StateCache, or both; a layer
+        # without memory of its own has that of another one.
         self.layers: list[Any] = []
         self._tensors: list[Any] = []
+        self._states: list[Any] = []
         for index in range(spec.num_layers):
-            stored = spec.cache_shape(index)
-            if stored is None:
-                self.layers.append(self.layers[spec.cache_source(index)])
-                continue
-            shape = {"num_blocks": num_blocks, "block_size": block_size, **msgspec.structs.asdict(stored)}
-            layer: Any = (
-                allocate_host_layer(**shape, type_name=kv_dtype)
-                if isinstance(device, HostDevice)
-                else _torch_layer(shape, kv_dtype, device)
-            )
-            self.layers.append(layer)
-            self._tensors += layer.tensors()
+            source = spec.cache_source(index)
+            self.layers.append(self.layers[source] if source != index else self._layer(spec, index, kv_dtype))
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
         self._prefault: Prefault | None = None
         if ahead_blocks and device.type == "cpu":
             self._prefault = Prefault(self._tensors, ahead_blocks=ahead_blocks)
+
+    def _layer(self, spec: ModelSpec, index: int, kv_dtype: str) -> Any:
+        """What the layer `index` keeps."""
+        layer: Any = NoCache()
+        stored = spec.cache_shape(index)
+        if stored is not None:
+            shape = {"num_blocks": self.num_blocks, "block_size": self.block_size}
+            shape |= msgspec.structs.asdict(stored)
+            layer = (
+                allocate_host_layer(**shape, type_name=kv_dtype)
+                if isinstance(self._device, HostDevice)
+                else _torch_layer(shape, kv_dtype, self._device)
+            )
+            self._tensors += layer.tensors()
+        if spec.state is None or index not in spec.state.layers:
+            return layer
+        state = allocate_states(spec.state.shape, self.num_states, self._device)
+        self._states += state.tensors()
+        return JointCache(keys=layer, state=state) if index in spec.attending else state
 
     @property
     def spare_slot(self) -> int:
@@ -176,13 +191,9 @@ class KvStorage:
             assert self._transfers is not None, "the scheduler knows of no host tier either"
             self._transfers.apply(plan.offloads, plan.restores)
         if plan.block_copies:
-            index = np.array(plan.block_copies, np.int64).T.copy()
-            for tensor in self._tensors:
-                if isinstance(tensor, np.ndarray):
-                    tensor[index[1]] = tensor[index[0]]
-                else:
-                    sources, targets = on_device(index, tensor.device)
-                    tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+            _copy(self._tensors, plan.block_copies)
+        if plan.state_copies:
+            _copy(self._states, plan.state_copies)
 
     def block_bytes(self) -> BlockBytes:
         """A way to the bytes of single blocks."""
@@ -200,6 +211,17 @@ class KvStorage:
                 torch.cuda.synchronize(self._tensors[0].device)
             self._transfers.close()
             self._transfers = None
+
+
+def _copy(tensors: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
+    """Rows of every tensor, (source, destination); all sources are read first."""
+    index = np.array(pairs, np.int64).T.copy()
+    for tensor in tensors:
+        if isinstance(tensor, np.ndarray):
+            tensor[index[1]] = tensor[index[0]]
+        else:
+            sources, targets = on_device(index, tensor.device)
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
 def _torch_layer(shape: dict[str, int], kv_dtype: str, device: torch.device) -> LayerCache:

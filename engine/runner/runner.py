@@ -139,7 +139,8 @@ class ModelRunner:
                 self._run(plan, step)
         except Exception as error:
             self.executor.raise_if_broken(error)
-            step.error = error
+            cause = error.__cause__ if isinstance(error, StepTooLargeError) else None
+            step.error = cause if isinstance(cause, Exception) else error
 
     def _run(self, plan: SchedulerOutput, step: LaunchedStep) -> None:
         """Apply, inputs, execute; and conclude, unless that has to wait."""
@@ -162,8 +163,10 @@ class ModelRunner:
         if not ahead:
             self._settle()
         sampled = None
+        # States have moved on by then: such a step fails, and its sequences begin anew in smaller ones.
+        tries_again = (StepTooLargeError,) if self.model.spec.state is None else ()
         # The error is dropped before the next attempt, because its traceback keeps tensors alive.
-        with suppress(StepTooLargeError):
+        with suppress(*tries_again):
             sampled = self._compute(sound, ahead=ahead)
         if sampled is None:
             # More is free once the device has nothing else to do.

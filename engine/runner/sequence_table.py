@@ -70,6 +70,8 @@ class SequenceTable:
         self.num_blocks = np.zeros(0, np.int64)  # [N]
         # Slots of their adapters; -1 for the base model.
         self.adapters = np.zeros(0, np.int64)  # [N]
+        # Where their states lie; -1 where the model has none.
+        self.state_slots = np.zeros(0, np.int64)  # [N]
         # Steps that were launched and whose tokens of this slot are not here yet.
         self.num_unread = np.zeros(0, np.int64)  # [N]
         self._free: list[int] = []
@@ -88,6 +90,7 @@ class SequenceTable:
         self.num_tokens[slot] = ids.size
         self.num_blocks[slot] = self.num_unread[slot] = 0
         self.adapters[slot] = new.adapter_slot
+        self.state_slots[slot] = new.state_slot
         self.add_blocks(slot, new.block_ids)
         state.failure = self._problem(new, ids)
         params = SamplingParams(max_tokens=1) if state.failure else new.sampling
@@ -248,7 +251,8 @@ class SequenceTable:
         if not self._free:
             size = self.num_tokens.size
             grown = max(8, 2 * size)
-            for name in ("tokens", "blocks", "num_tokens", "num_blocks", "num_unread", "adapters"):
+            names = ("tokens", "blocks", "num_tokens", "num_blocks", "num_unread", "adapters", "state_slots")
+            for name in names:
                 held = getattr(self, name)
                 setattr(
                     self, name, np.concatenate((held, np.zeros((grown - size, *held.shape[1:]), np.int64)))

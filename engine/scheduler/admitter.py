@@ -105,6 +105,8 @@ class Admitter:
             sequence.awaited = draft.under_way.awaited(sequence, start)
             if sequence.awaited is None:
                 return False
+            if self._state.cache.has_states:
+                sequence.awaited.owner.table.copy_at.add(sequence.awaited.end)
         # Nobody delays it: computing the tokens would take as long.
         sequence.waits_for("", draft.now)
         return True
@@ -146,6 +148,18 @@ class Admitter:
         prefix = self._state.prefixes.cached(sequence)
         return prefix.num_blocks * self._state.cache.block_size, prefix
 
+    def _want_copies(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Where the sequence's state, if it has one, is wanted by others: where the same prompt would begin,
+        and where prompts part that began alike, which shows when more of this one is cached than can be used.
+        """
+        cache = self._state.cache
+        if not cache.has_states:
+            return
+        size = cache.block_size
+        sequence.table.copy_at.add((sequence.num_known - 1) // size * size)
+        if prefix.num_matched > prefix.num_blocks:
+            sequence.table.copy_at.add(prefix.num_matched * size)
+
     def _waited_behind_the_head(self, sequence: Sequence) -> None:
         """What kept the first of the queue kept everybody behind it who had no cause of its own."""
         if not sequence.waiting_for:
@@ -163,7 +177,13 @@ class Admitter:
     def _can_fork(self, draft: PlanDraft, sequence: Sequence) -> bool:
         """Whether an earlier plan has computed the prompt in blocks that the parent still holds."""
         parent = sequence.fork_parent
-        if parent is None or parent.status is not Status.RUNNING or sequence.took.num_preemptions:
+        # A state stands behind the last prompt token, which is to be computed again.
+        if (
+            parent is None
+            or self._state.cache.has_states
+            or parent.status is not Status.RUNNING
+            or sequence.took.num_preemptions
+        ):
             return False
         row = draft.rows.get(parent.sequence_id)
         computed_before = parent.num_computed if row is None else row.start
@@ -248,6 +268,7 @@ class Admitter:
             state.cache.adopt(sequence.table, prefix)
             if state.cache.disk is not None:
                 state.cache.disk.use(sequence.hasher.hashes[: prefix.num_blocks])
+            self._want_copies(sequence, prefix)
             totals = state.totals
             totals.prefix_queried_tokens += sequence.num_known
             totals.prefix_hit_tokens += len(prefix.device_blocks) * state.cache.block_size

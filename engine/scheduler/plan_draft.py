@@ -108,6 +108,7 @@ class RowWriter:
         self._state = state
         self._long_prefill_tokens = state.config.long_prefill_tokens
         self._block_size = state.cache.block_size
+        self._state_interval = state.cache.state_interval
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether so many tokens left to compute make a prompt long."""
@@ -153,6 +154,7 @@ class RowWriter:
             num_expected != start + 1
             or num_expected >= sequence.max_tokens_total
             or not start % self._block_size
+            or (self._state_interval and not num_expected % self._state_interval)
             or not sequence.is_introduced
             or sequence.status is not Status.RUNNING
             or sequence.is_beam
@@ -183,6 +185,7 @@ class RowWriter:
             self._state.adapters.slot_of(request.adapter),
             request.thinking,
             request.pooling,
+            sequence.table.state_slot,
         )
 
     @staticmethod
@@ -219,6 +222,7 @@ class RowWriter:
             is_long=self.is_long(remaining_prefill),
             num_recomputed=num_tokens - fresh,
             num_given_up=num_given_up,
+            snapshots=state.cache.leave_copies(sequence.table, sequence.hasher, start, end),
         )
         if row.is_prefill:
             row.work = state.speed.work(start, num_tokens)

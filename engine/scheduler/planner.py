@@ -91,6 +91,7 @@ class Planner:
                     row.samples,
                     row.draft_token_ids,
                     row.num_given_up,
+                    row.snapshots,
                 )
                 for sequence_id, row in draft.rows.items()
             ),
@@ -99,6 +100,7 @@ class Planner:
             offloads=offloads,
             restores=restores,
             forks=tuple(draft.forks),
+            state_copies=state.cache.drain_state_copies(),
         )
         for sequence in draft.computed_prompts:
             state.release_held(sequence.group, draft.now)

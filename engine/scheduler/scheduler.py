@@ -77,6 +77,9 @@ class Scheduler:
             num_host_blocks=num_host_blocks,
             window=window,
             disk=disk,
+            num_states=memory.num_states,
+            max_num_seqs=config.max_num_seqs,
+            state_interval=memory.state_interval,
         )
         self._model = model
         self._memory = memory

@@ -47,6 +47,8 @@ class Row:
     work: float = 0.0
     # Leading blocks that this row reports to the runner as given up.
     num_given_up: int = 0
+    # Copies of its state that the row leaves on the way.
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -379,7 +381,7 @@ class SchedulerState:
     def _beam(self, candidate: Candidate) -> Sequence:
         parent = candidate.parent
         child = parent.child(next(self.ids), candidate.token_id, candidate.logprob)
-        if parent.status is Status.RUNNING:
+        if parent.status is Status.RUNNING and self.cache.can_share:
             self.cache.share(child.table, parent.table, parent.num_confirmed)
             child.num_computed = child.num_confirmed = parent.num_confirmed
         return child

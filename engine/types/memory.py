@@ -70,6 +70,11 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     # Slots for adapters.
     adapter_bytes: int = 0
+    # Slots for states of sequences that run, and copies of them: all bytes, and how many there are.
+    state_bytes: int = 0
+    num_states: int = 0
+    # Tokens from one copy to the next, which take as many bytes as one.
+    state_interval: int = 0
 
     @property
     def capacity_tokens(self) -> int:

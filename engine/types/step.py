@@ -108,6 +108,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     thinking: ThinkingTags | None = None
     # To a model that pools.
     pooling: PoolingParams | None = None
+    # Where its state lies while it runs; -1 where the model has none.
+    state_slot: int = -1
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -130,14 +132,16 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     # runner must not read them, and puts the spare block (whose id is the number of blocks) in their place.
     # A NewSequence's table names the spare block there already.
     num_given_up: int = 0
+    # (tokens that it holds, slot): copies of the sequence's state that the row leaves on the way, ascending.
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan. Plain data: the same for the real runner, the simulated one and remote workers.
 
-    The runner applies it in this order: releases, new sequences, forks, offloads, restores, block copies,
-    forward. Token ids of running sequences are the runner's own: it appends what it sampled, so that a plan
-    can be made before the previous step's tokens are known.
+    The runner applies it in this order: releases, new sequences, forks, offloads, restores, copies of blocks
+    and states, forward. Token ids of running sequences are the runner's own: it appends what it sampled, so
+    that a plan can be made before the previous step's tokens are known.
     """
 
     step_id: int
@@ -152,6 +156,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     restores: tuple[tuple[int, int], ...] = ()
     # (parent sequence, child sequence): the child starts with a copy of the parent's runner state.
     forks: tuple[tuple[int, int], ...] = ()
+    # (source, destination) slots of states, as they were before the plan.
+    state_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

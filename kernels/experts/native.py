@@ -33,7 +33,9 @@ GROUP_SCORES = {"best": 0, "two_best": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLayer:
-    """Packed weights of one layer: router [X, E], and for each expert [2 I, E] (gates first) and [E, I]."""
+    """Packed weights of one layer: router [X, E], and for each expert [2 I, E] (gates first), or [I, E] where
+    it is `plain`, and [E, I].
+    """
 
     routing: Routing
     router: PackedWeight
@@ -42,6 +44,7 @@ class SparseLayer:
     activation: str
     correction: Values | None = None  # [X] float32, takes part in the choice alone
     expert_scales: Values | None = None  # [X] float32, what their shares are multiplied by
+    plain: bool = False
 
 
 class ExpertBuffers:
@@ -56,7 +59,9 @@ class ExpertBuffers:
         hidden_size: int,
         intermediate_size: int,
         num_threads: int,
+        plain: bool = False,
     ) -> None:
+        """`plain`: experts have no gates."""
         experts, active = routing.num_experts, routing.num_active
         num_places = max_tokens * active
         self.logits = empty((max_tokens, experts))
@@ -66,7 +71,7 @@ class ExpertBuffers:
         self.starts = empty((experts + 1,), np.int64)
         self.places = empty((num_places,), np.int64)
         self.ranks = empty((num_places,), np.int64)
-        self.gate_up = empty((num_places, 2 * intermediate_size))
+        self.gate_up = empty((num_places, (1 if plain else 2) * intermediate_size))
         self.changes = empty((num_places, hidden_size))
         self.router_workspace = make_workspace(library, max_tokens, hidden_size, num_threads)
         widest = -(-max(hidden_size, intermediate_size) // INPUT_MULTIPLE) * INPUT_MULTIPLE
@@ -120,6 +125,7 @@ def sparse_ops(
         width=width,
         out_stride=row_stride(gate_up),
         kind=KINDS[layer.activation],
+        plain=int(layer.plain),
         # The product before is linear: what multiplies its inputs may multiply what it gave.
         factors=shares if routing.weighs_inputs else None,
         places=address_of(buffers.places),

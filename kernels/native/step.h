@@ -1,7 +1,7 @@
 // Values that change from step to step. One Step lives as long as its program; ops hold a pointer to it.
 //
 // Shape letters: T tokens of all sequences on one axis (no padding), S sequences, C block columns, R rows
-// whose logits are wanted, A rows of adapters, B blocks of these.
+// whose logits are wanted, A rows of adapters, B blocks of these, P snapshots of states.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,10 @@ struct Step {
   int64_t num_adapter_blocks;   // B
   const int64_t* adapter_rows;    // [A] index on the token axis, those of one adapter together
   const int64_t* adapter_blocks;  // [B, 3] first place in adapter_rows, number of rows, slot of the adapter
+  const int64_t* state_slots;     // [S] where each sequence's state lies (recurrent/recurrent.h)
+  const int64_t* snapshot_starts;  // [S + 1] first snapshot of each sequence, and the end
+  const int64_t* snapshot_rows;   // [P] index on the token axis of the last token that is in it, ascending
+  const int64_t* snapshot_slots;  // [P] where it goes
 };
 
 }  // namespace millrace

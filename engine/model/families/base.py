@@ -55,7 +55,7 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "norm_eps": config.number("rms_norm_eps", default_eps),
+        "norm_eps": norm_eps(config, default_eps),
         "dtype": checkpoint_dtype(config),
         "tied_embeddings": config.flag("tie_word_embeddings", False),
         "activation": overrides.get("activation") or activation(config),
@@ -67,6 +67,11 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         fields["ropes"] = (config.rope(head_dim),)
     fields |= overrides
     return ModelSpec(**fields, max_positions=fields["ropes"][0].usable_positions)
+
+
+def norm_eps(config: ConfigReader, default: float = 1e-6) -> float:
+    """What norms add to the mean of squares."""
+    return config.number("rms_norm_eps", default)
 
 
 def attention_biases(config: ConfigReader, *, default: bool = False) -> dict[str, bool]:
@@ -104,6 +109,26 @@ def rotating_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     listed = config.numbers("no_rope_layers", num_layers)
     every = config.count("no_rope_layer_interval", 4)
     return tuple(map(bool, listed or [(layer + 1) % every for layer in range(num_layers)]))
+
+
+def mixed_layers(
+    config: ConfigReader, *, default: Sequence[str], state: str, keys: Sequence[str] = ("layer_types",)
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers that attend, and those with a state, which are called `state`; from the first of the `keys` that
+    is there, or else from `default`.
+    """
+    key = next((key for key in keys if config.values.get(key) is not None), "")
+    kinds = config.values[key] if key else list(default)
+    if not isinstance(kinds, list) or len(kinds) != len(default):
+        raise CheckpointError(f"{config.source}: {key} must list {len(default)} layers, got {kinds!r}")
+    attends, states = {"full_attention", "attention"}, {state, "linear_attention", "mamba"}
+    unknown = sorted({str(kind) for kind in kinds} - attends - states)
+    if unknown:
+        raise CheckpointError(f"{config.source}: {key} holds {unknown}, which is not supported")
+    return (
+        tuple(layer for layer, kind in enumerate(kinds) if kind in attends),
+        tuple(layer for layer, kind in enumerate(kinds) if kind in states),
+    )
 
 
 def head_size(config: ConfigReader, default: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Granite 3, and 4 without state-space layers: multipliers of embeddings, scores, half layers and logits;
+"""Granite 3, and 4 with Mamba 2 in some layers: multipliers of embeddings, scores, half layers and logits;
 experts in one tensor, perhaps beside a shared feed-forward.
 """
 
@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 
 from engine.model.config_reader import ConfigReader
+from engine.model.families.bamba import mamba2
 from engine.model.families.base import (
     attention_biases,
     decoder_spec,
     family,
     head_size,
+    mixed_layers,
     some_rotate,
 )
 from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec, TensorNames
@@ -61,20 +63,29 @@ _DENSE = TensorNames(
 
 @family("GraniteMoeHybridForCausalLM")
 def read_hybrid(config: ConfigReader) -> ModelSpec:
-    """Granite 4 whose layers are all attention; without experts the shared feed-forward is the only one."""
-    kinds = config.values.get("layer_types") or config.values.get("layers_block_type") or ["mamba"]
-    others = sorted({str(kind) for kind in kinds} - {"attention", "full_attention"})
-    if others:
-        raise CheckpointError(
-            f"{config.source}: layer_types holds {', '.join(others)}: layers with a state are not supported"
-        )
+    """Granite 4; without experts the shared feed-forward is the only one."""
+    num_layers = config.count("num_hidden_layers")
+    attending, others = mixed_layers(
+        config,
+        default=["mamba"] * num_layers,
+        state="mamba",
+        keys=("layer_types", "layers_block_type"),
+    )
+    if not attending:
+        raise CheckpointError(f"{config.source}: layer_types: no layer attends, which is not supported")
     rope = config.rope(head_size(config))
-    rotates = [config.values.get("position_embedding_type") == "rope"] * config.count("num_hidden_layers")
-    positions = some_rotate(rope, rotates)
+    rotates = [config.values.get("position_embedding_type") == "rope"] * num_layers
+    fields = some_rotate(rope, rotates) | {
+        "state": mamba2(config, others),
+        "attention_layers": attending,
+    }
     if config.integer("num_local_experts", 8):
-        return read_experts(config, **positions)
-    size = config.count("shared_intermediate_size")
-    return _scaled(config, intermediate_size=size, fused_gate_up=True, names=_DENSE, **positions)
+        spec = read_experts(config, **fields)
+    else:
+        size = config.count("shared_intermediate_size")
+        spec = _scaled(config, intermediate_size=size, fused_gate_up=True, names=_DENSE, **fields)
+    names = TensorNames(renamed=(*spec.names.renamed, (r"\.mamba\.", ".state.")))
+    return msgspec.structs.replace(spec, names=names)
 
 
 def _scaled(config: ConfigReader, **fields: Any) -> ModelSpec:

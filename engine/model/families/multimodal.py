@@ -28,6 +28,8 @@ _TEXT_MODELS = {
     "qwen2_5_vl": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
@@ -59,7 +61,7 @@ _PREFIXES = (
     (r"^model\.lm_head\.", "lm_head."),
 )
 _SKIPPED = (
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|"
+    r"mtp\.|(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|"
     r"embed_audio)\."
 )
 WHOLES = (
@@ -73,6 +75,8 @@ WHOLES = (
     "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 )

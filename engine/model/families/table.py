@@ -50,7 +50,11 @@ _WITH: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": {"q_lora_rank": 16},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "Gemma4ForCausalLM": {"num_kv_shared_layers": 2},
-    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 12},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention", "mamba"] * 6},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*-" * 3},
+    "BambaForCausalLM": {"attn_layer_indices": [5, 11]},
+    "Lfm2ForCausalLM": {"full_attn_idxs": [5, 11]},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 6},
 }
 # What some families refuse, or read otherwise.
 _WITHOUT = {
@@ -66,6 +70,11 @@ _PLACEMENTS = {
     "parallel_shared": "one before half layers side by side",
 }
 _QK_NORMS = {"head": "per head", "each": "per head", "full": "over all heads", "unit": "per head"}
+_STATES = {
+    "convolution": "short convolutions",
+    "mamba2": "Mamba 2",
+    "delta": "the gated delta rule",
+}
 HEADINGS = ("architecture", "attention", "norms", "feed-forward", "forms")
 FORM_HEADINGS = ("form", "bits on CPUs", "bits elsewhere")
 # Those that are not of GGUF, with scales of the usual groups; bits are those of weight_memory.
@@ -186,9 +195,26 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
         yield "last layers read earlier keys and values"
     if any(spec.chunks):
         yield "chunks in some layers"
-    sliding = [window is not None for window in spec.windows]
+    sliding = [window is not None for window in spec.attention_windows]
     if any(sliding):
         yield "windows" if all(sliding) else "windows in some layers"
+    if spec.state is not None:
+        beside = " beside it" if set(spec.state.layers) <= set(spec.attending) else " in other layers"
+        yield _STATES[spec.state.kind] + beside
+    if spec.attention_gate:
+        yield "a gate behind it"
+    yield from _positions(spec)
+    if spec.qk_norm != "none":
+        after = " after the rotation" if spec.qk_norm_last else ""
+        what = "queries, keys and values" if spec.value_norm else "queries and keys"
+        yield f"{what} normed {_QK_NORMS[spec.qk_norm]}{after}"
+    if spec.attention_sinks:
+        yield "sinks"
+    if spec.attention_soft_cap is not None:
+        yield "soft cap"
+
+
+def _positions(spec: ModelSpec) -> Iterator[str]:
     if spec.learned_positions:
         yield "learned positions"
     turned = {spec.ropes[each].rotary_dim for each in spec.rope_of_layer}
@@ -198,14 +224,6 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
         yield "no rotation in some layers"
     if not spec.latent and 0 < max(turned) < spec.head_dim:
         yield "partial rotation"
-    if spec.qk_norm != "none":
-        after = " after the rotation" if spec.qk_norm_last else ""
-        what = "queries, keys and values" if spec.value_norm else "queries and keys"
-        yield f"{what} normed {_QK_NORMS[spec.qk_norm]}{after}"
-    if spec.attention_sinks:
-        yield "sinks"
-    if spec.attention_soft_cap is not None:
-        yield "soft cap"
 
 
 def _norms(spec: ModelSpec) -> Iterator[str]:

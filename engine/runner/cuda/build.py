@@ -28,6 +28,7 @@ from kernels.adapters.backends import captures_adapters
 from kernels.attention.backends import AttentionBackend, CapturedAttention
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import on_device
+from kernels.recurrent.rows import StateRows
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def why_not_captured(config: EngineConfig, model: Decoder, attention: AttentionB
     if model.num_adapter_slots and not captures_adapters(model.kernels):
         return "engine.kernels.linear = 'torch' sorts adapters on the host"
     if not model.captures:
-        return "experts of this format are sorted on the host"
+        return "experts of this format are sorted on the host, or states are found there"
     return ""
 
 
@@ -83,7 +84,13 @@ def _largest_step_bytes(given: PlanInput, model: Decoder, attention: AttentionBa
     scheduler, device = given.config.scheduler, model.device
     tokens, size = scheduler.max_num_batched_tokens, given.config.cache.block_size
     storage = KvStorage(
-        model.spec, num_blocks=1, block_size=size, kv_dtype=given.kv_dtype, device=device, host_blocks=0
+        model.spec,
+        num_blocks=1,
+        block_size=size,
+        kv_dtype=given.kv_dtype,
+        device=device,
+        host_blocks=0,
+        num_states=1,
     )
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -130,7 +137,11 @@ def _dummy_step(
         block_tables=np.zeros((num_sequences, -(-int(lengths.max()) // size)), np.int64),
         block_size=size,
     )
-    batch = ForwardBatch(token_ids=ids, positions=padded_positions, slots=slots, ragged=ragged)
+    states = None
+    if model.spec.state is not None:
+        none = np.zeros(num_sequences, np.int64)
+        states = StateRows.of(none, none, starts, [()] * num_sequences)
+    batch = ForwardBatch(token_ids=ids, positions=padded_positions, slots=slots, ragged=ragged, states=states)
     model.forward(batch, storage.layers, attention)
 
 

@@ -96,7 +96,7 @@ class FollowingSteps:
         for each, sequence_id, start in zip(scheduled, last.inputs.ids, last.starts, strict=True):
             if each.sequence_id != sequence_id or each.start != start + ahead:
                 return None
-            if each.num_tokens != 1 or not each.samples or each.draft_token_ids:
+            if each.num_tokens != 1 or not each.samples or each.draft_token_ids or each.snapshots:
                 return None
         return last
 
@@ -110,8 +110,11 @@ def _with_spare_columns(batch: ForwardBatch) -> ForwardBatch:
 
 
 def _is_plain(scheduled: Sequence[ScheduledSequence]) -> bool:
-    """Whether every sequence computes one token and draws the next."""
-    return all(each.num_tokens == 1 and each.samples and not each.draft_token_ids for each in scheduled)
+    """Whether every sequence computes one token and draws the next, and leaves nothing but that."""
+    return all(
+        each.num_tokens == 1 and each.samples and not each.draft_token_ids and not each.snapshots
+        for each in scheduled
+    )
 
 
 # A step as a whole, op by op: forward, scores of prompts, logits of the rows that sample, draw.

@@ -52,6 +52,8 @@ class State:
     choice_index: int
     adapter: str
     table: list[int]
+    # Where its state lies; -1 where sequences have none.
+    slot: int = -1
     # Drafts of its last step that were not accepted.
     num_rejected: int = 0
 
@@ -87,6 +89,8 @@ class CheckedRunner:
         self.adapters = NamesAlone()
         self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
         self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_host_blocks)]
+        # A slot holds the digest of the tokens that its state has taken in.
+        self.slots: dict[int, int] = {}
 
     def launch(self, plan: SchedulerOutput) -> FinishedStep:
         assert plan.num_tokens <= self.max_tokens_per_step
@@ -116,6 +120,7 @@ class CheckedRunner:
                 self._grow(state, row)
                 for position in range(row.start, row.start + row.num_tokens):
                     self._slot(state, position, -1)
+                self.slots.update(dict.fromkeys((state.slot, *(slot for _, slot in row.snapshots)), -1))
             return FinishedStep(StepResult(plan.step_id, (), failure=failure), self)
         results = tuple(self._compute(row) for row in plan.scheduled)
         return FinishedStep(StepResult(plan.step_id, results, self.compute_s), self)
@@ -144,6 +149,7 @@ class CheckedRunner:
             new.choice_index,
             new.adapter,
             list(new.block_ids),
+            new.state_slot,
         )
 
     def _copy(self, plan: SchedulerOutput) -> None:
@@ -157,6 +163,10 @@ class CheckedRunner:
         assert not sources & set(destinations), "a copy reads what another one writes"
         for source, destination in plan.block_copies:
             self.device[destination] = list(self.device[source])
+        into = [destination for _, destination in plan.state_copies]
+        assert len(set(into)) == len(into), "two copies into one slot"
+        # All are read before any is written.
+        self.slots.update({into: self.slots[source] for source, into in plan.state_copies})
 
     def _grow(self, state: State, row: ScheduledSequence) -> None:
         state.table += row.new_block_ids
@@ -185,10 +195,24 @@ class CheckedRunner:
         for position in range(row.start, end):
             self._slot(state, position, state.digest(position, tokens))
         self.num_computed_tokens += row.num_tokens
+        self._move_state(state, row, tokens, end)
         assert row.samples == (end == len(tokens)), "a row samples exactly when it reaches the last token"
         if not row.samples:
             return SequenceResult(row.sequence_id, ())
         return self._sample(row, state)
+
+    def _move_state(self, state: State, row: ScheduledSequence, tokens: list[int], end: int) -> None:
+        if state.slot < 0:
+            assert not row.snapshots, "copies of a state that is not there"
+            return
+        if row.start:
+            expected = state.digest(row.start - 1, tokens)
+            assert self.slots[state.slot] == expected, f"not the state of position {row.start}"
+        for num_tokens, slot in row.snapshots:
+            assert row.start < num_tokens <= end, "a copy is of no token of the row"
+            assert num_tokens % self.block_size == 0, "a copy is not at a block's end"
+            self.slots[slot] = state.digest(num_tokens - 1, tokens)
+        self.slots[state.slot] = state.digest(end - 1, tokens)
 
     def _sample(self, row: ScheduledSequence, state: State) -> SequenceResult:
         prompt = tuple(state.tokens[: state.num_prompt_tokens])

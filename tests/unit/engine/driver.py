@@ -15,7 +15,14 @@ from tests.unit.engine.checked_runner import CheckedRunner, expected_token
 from tests.unit.engine.pretend_disk import PretendDisk
 
 
-def memory_plan(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128) -> MemoryPlan:
+def memory_plan(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 128,
+    *,
+    num_states: int = 0,
+    state_interval: int = 8,
+) -> MemoryPlan:
     """A plan in which only the counts matter."""
     return MemoryPlan(
         total_bytes=num_blocks * block_size,
@@ -27,6 +34,8 @@ def memory_plan(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+        num_states=num_states,
+        state_interval=state_interval if num_states else 0,
     )
 
 

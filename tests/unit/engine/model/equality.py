@@ -44,9 +44,10 @@ def _assert_continues(driver: Driver, known: Job) -> None:
     preempted, as its output is computed as prompt then.
     """
     (resumed,) = driver.run([Job(known.prompt, num_tokens=8, output=known.output[:5], chunk=11)])
-    blocks = driver.take_blocks(32)
-    driver.run([Job(known.prompt[:32], num_tokens=1)], prefix=(blocks, 0))
-    (hit,) = driver.run([Job(known.prompt, num_tokens=8)], prefix=(blocks, 32))
+    blocks, state = driver.take_blocks(32), driver.take_state()
+    copies = {32: state} if state >= 0 else {}
+    driver.run([Job(known.prompt[:32], num_tokens=1, copies=copies)], prefix=(blocks, 0))
+    (hit,) = driver.run([Job(known.prompt, num_tokens=8)], prefix=(blocks, 32), state=state)
     assert resumed.output == hit.output == known.output
 
 

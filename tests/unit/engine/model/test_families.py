@@ -16,6 +16,7 @@ from engine.model.spec import CheckpointError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
 from tests.unit.engine.model.equality import assert_equals_transformers
 from tests.unit.engine.model.gemma_cases import CASES as GEMMA_CASES
+from tests.unit.engine.model.hybrids import HYBRIDS
 from tests.unit.engine.runner.driver import Job, generated, prompt_of
 
 LLAMA3 = {
@@ -410,6 +411,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
     **GEMMA_CASES,
+    **HYBRIDS,
 }
 
 
@@ -460,7 +462,7 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("hunyuan", {"use_cla": True}),
         ("cohere2", {"use_parallel_block": False}),
         ("minimax-m2", {"attn_type_list": [1, 0]}),
-        ("granite-hybrid", {"layer_types": ["attention", "mamba"]}),
+        ("granite-hybrid", {"layer_types": ["attention", "rwkv"]}),
         ("dots1", {"moe_layer_freq": 2}),
         ("starcoder2", {"norm_type": "rms_norm"}),
         ("mistral3-seeing", {"text_config": {"model_type": "mamba"}}),

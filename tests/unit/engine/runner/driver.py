@@ -82,6 +82,8 @@ class Job:
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     speculate: bool = False
     adapter_slot: int = -1
+    # Numbers of tokens after which a copy of its state is left, each with the copy's slot.
+    copies: dict[int, int] = field(default_factory=dict)
     # Filled by the driver.
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -93,7 +95,7 @@ class Job:
     num_accepted: int = 0
 
 
-def new_sequence(sequence_id: int, job: Job, blocks: Iterable[int]) -> NewSequence:
+def new_sequence(sequence_id: int, job: Job, blocks: Iterable[int], state_slot: int = -1) -> NewSequence:
     """A job's sequence as a plan brings it."""
     return NewSequence(
         sequence_id=sequence_id,
@@ -105,6 +107,7 @@ def new_sequence(sequence_id: int, job: Job, blocks: Iterable[int]) -> NewSequen
         adapter="",
         block_ids=tuple(blocks),
         adapter_slot=job.adapter_slot,
+        state_slot=state_slot,
     )
 
 
@@ -116,23 +119,35 @@ class Driver:
         self._ids = iter(range(1, 1 << 30))
         self._steps = iter(range(1 << 30))
         self._free = np.random.default_rng(seed).permutation(runner.storage.num_blocks).tolist()
+        # Slots of states, where the model has some.
+        self._free_states = np.random.default_rng(seed).permutation(runner.storage.num_states).tolist()
 
-    def run(self, jobs: Iterable[Job], *, prefix: tuple[list[int], int] | None = None) -> list[Job]:
-        """Generates; `prefix` is (blocks, computed tokens) that every job's prompt begins with."""
+    def run(
+        self, jobs: Iterable[Job], *, prefix: tuple[list[int], int] | None = None, state: int = -1
+    ) -> list[Job]:
+        """Generates; `prefix` is (blocks, computed tokens) that every job's prompt begins with, and `state`
+        the slot of the state behind it.
+        """
         live: dict[int, tuple[Job, list[int], int]] = {}
         ended: list[int] = []
         jobs = list(jobs)
         new = []
+        slots: dict[int, int] = {}
         for job in jobs:
             sequence_id = next(self._ids)
             shared, computed = prefix or ([], 0)
             own = self.take_blocks(len(job.prompt) + job.num_tokens + 40, len(shared))
             live[sequence_id] = (job, own, computed)
-            new.append(new_sequence(sequence_id, job, [*shared, *own]))
+            slots[sequence_id] = self.take_state()
+            new.append(new_sequence(sequence_id, job, [*shared, *own], slots[sequence_id]))
+        copies = tuple((state, slot) for slot in slots.values() if state >= 0)
         while live or ended:
             scheduled = [self._next(sequence_id, *entry) for sequence_id, entry in live.items()]
-            result = self.step(SchedulerOutput(next(self._steps), tuple(new), tuple(scheduled), tuple(ended)))
-            new, ended = [], []
+            plan = SchedulerOutput(
+                next(self._steps), tuple(new), tuple(scheduled), tuple(ended), state_copies=copies
+            )
+            result = self.step(plan)
+            new, ended, copies = [], [], ()
             found = {outcome.sequence_id: outcome for outcome in result.results}
             for sequence in scheduled:
                 job, own, _ = live[sequence.sequence_id]
@@ -146,6 +161,8 @@ class Driver:
                     del live[sequence.sequence_id]
                     ended.append(sequence.sequence_id)
                     self._free.extend(own)
+                    if slots[sequence.sequence_id] >= 0:
+                        self._free_states.append(slots[sequence.sequence_id])
         assert self.runner.num_states() == 0
         return jobs
 
@@ -160,13 +177,20 @@ class Driver:
         needed = -(-num_tokens // self.runner.storage.block_size) - num_shared
         return [self._free.pop() for _ in range(needed)]
 
+    def take_state(self) -> int:
+        """A slot for a state; -1 where the model has none."""
+        return self._free_states.pop() if self._free_states else -1
+
     def _next(self, sequence_id: int, job: Job, own: list[int], computed: int) -> ScheduledSequence:
         known = len(job.prompt) + len(job.output)
         count = min(known - computed, job.chunk)
         samples = computed + count == known
         drafts = job.drafts.get(len(job.output), ()) if samples else ()
         job.num_steps += 1
-        return ScheduledSequence(sequence_id, computed, count + len(drafts), (), samples, drafts)
+        snapshots = tuple(each for each in job.copies.items() if computed < each[0] <= computed + count)
+        return ScheduledSequence(
+            sequence_id, computed, count + len(drafts), (), samples, drafts, snapshots=snapshots
+        )
 
 
 def _take(job: Job, outcome: SequenceResult) -> None:

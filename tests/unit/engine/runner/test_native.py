@@ -76,6 +76,7 @@ LOWERED: dict[str, tuple[str, dict[str, Any]]] = {
         )
     },
     "gpt2": CASES["gpt2"],
+    **{name: CASES[name] for name in ("lfm2", "qwen3-next", "granite-4", "nemotron-h-moe", "falcon-h1-norm")},
     **{name: (CASES[name][0], CASES[name][1] | WIDE) for name in ("deepseek-v2-groups", "deepseek-v3")},
     # Latent attention in dense layers: queries with and without a rank of their own.
     "latent": ("deepseek_v3", DENSE),
@@ -110,7 +111,13 @@ def test_bfloat16_is_near_float32(family: str, tmp_path: Path) -> None:
         assert_near(job, other, ROUTED_TOLERANCE if "num_experts_per_tok" in changes else BFLOAT16_TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3", "gpt-oss", "llama4", "qwen2-moe", "phi"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("mixtral", "deepseek-v3", "gpt-oss", "llama4", "qwen2-moe", "phi"),
+        *("lfm2", "qwen3-next", "granite-4", "nemotron-h-moe", "falcon-h1-norm"),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_and_latents_do_not_depend_on_the_batch(family: str, dtype: str, tmp_path: Path) -> None:
     """Bit for bit: each prompt alone and whole gives what it gave in chunks among others."""

@@ -30,6 +30,8 @@ FAST = (Phase.explicit, Phase.reuse, Phase.generate)
 
 # Of the model, in tokens; blocks have four. None keeps every block.
 WINDOWS = st.sampled_from((None, 1, 6, 24))
+# Slots for states, of which eight are for sequences that run; none where layers only attend.
+STATES = st.sampled_from((0, 9, 12, 40))
 
 
 class Walk:
@@ -41,7 +43,7 @@ class Walk:
         self.faults = faults
         self.fail_next = False
         self.driver.runner.fault = self._fault
-        if self.random.random() < 0.3:
+        if self.random.random() < 0.3 and not self.driver.memory.num_states:
             self.driver.runner.propose = self._propose
 
     def _fault(self, plan: object) -> str:
@@ -111,6 +113,7 @@ class Walk:
     num_blocks=st.sampled_from((34, 48, 200)),
     num_host_blocks=st.sampled_from((0, 0, 8, 40)),
     window=WINDOWS,
+    num_states=STATES,
 )
 def test_any_walk_keeps_the_books(
     seed: int,
@@ -120,11 +123,12 @@ def test_any_walk_keeps_the_books(
     num_blocks: int,
     num_host_blocks: int,
     window: int | None,
+    num_states: int,
 ) -> None:
     walk = Walk(
         seed,
         faults=False,
-        memory=memory_plan(num_blocks),
+        memory=memory_plan(num_blocks, num_states=num_states),
         overlap=overlap,
         prefix_caching=prefix_caching,
         num_host_blocks=num_host_blocks,
@@ -142,14 +146,20 @@ def test_any_walk_keeps_the_books(
     overlap=st.booleans(),
     num_host_blocks=st.sampled_from((0, 16)),
     window=WINDOWS,
+    num_states=STATES,
 )
 def test_walks_with_failing_steps_end_every_request(
-    seed: int, operations: list[str], overlap: bool, num_host_blocks: int, window: int | None
+    seed: int,
+    operations: list[str],
+    overlap: bool,
+    num_host_blocks: int,
+    window: int | None,
+    num_states: int,
 ) -> None:
     walk = Walk(
         seed,
         faults=True,
-        memory=memory_plan(40),
+        memory=memory_plan(40, num_states=num_states),
         overlap=overlap,
         num_host_blocks=num_host_blocks,
         window=window,
@@ -198,12 +208,14 @@ def test_preemption_storms_are_impossible(
 
 
 @pytest.mark.parametrize(
-    ("num_operations", "overlap", "window"), [(10_000, False, 10), (10_000, True, None), (3000, True, 10)]
+    ("num_operations", "overlap", "window", "num_states"),
+    [(10_000, False, 10, 0), (10_000, True, None, 14), (3000, True, 10, 0)],
 )
 def test_thousands_of_operations_with_failures(
-    num_operations: int, overlap: bool, window: int | None
+    num_operations: int, overlap: bool, window: int | None, num_states: int
 ) -> None:
-    walk = Walk(7, faults=True, memory=memory_plan(60), overlap=overlap, num_host_blocks=20, window=window)
+    memory = memory_plan(60, num_states=num_states)
+    walk = Walk(7, faults=True, memory=memory, overlap=overlap, num_host_blocks=20, window=window)
     for _ in range(num_operations):
         busy = walk.driver.scheduler.num_requests > 40
         walk.operate("step" if busy else walk.random.choice(OPERATIONS))

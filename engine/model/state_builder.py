@@ -1,0 +1,171 @@
+"""Layers with a state as native ops."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+from engine.model.records import Floats, Linear, Recurrence, ShortConvolution
+from kernels.host import address_of, row_stride
+from kernels.recurrent.native import (
+    GATES,
+    SCANS,
+    GatedRowArgs,
+    ScanArgs,
+    ScanInputsArgs,
+    ShortConvolutionArgs,
+)
+from kernels.recurrent.store import StateCache
+
+
+class OpBuilder(Protocol):
+    """What of a ProgramBuilder is asked for here."""
+
+    step: int
+
+    def buffer(self, name: str, width: int) -> Floats:
+        """[max_tokens, width] float32, the same for all layers."""
+
+    def add(self, name: str, args: ctypes.Structure, *keep: object) -> None:
+        """Appends an op; `keep` is what its args point to."""
+
+    def product(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
+        """out (+)= x W^T + b."""
+
+
+def add_convolution(
+    builder: OpBuilder, mixer: ShortConvolution, cache: StateCache, x: Floats, out: Floats, join: bool
+) -> None:
+    """Projection, gated convolution, output."""
+    channels = mixer.weight.shape[1]
+    inner = builder.buffer("state_inner", 3 * channels)
+    mixed = builder.buffer("state_mixed", channels)
+    builder.product(mixer.inner, x, inner, False)
+    args = ShortConvolutionArgs(
+        step=builder.step,
+        x=address_of(inner[:, 2 * channels :]),
+        input_gate=address_of(inner),
+        output_gate=address_of(inner[:, channels:]),
+        out=address_of(mixed),
+        states=address_of(cache.inputs),
+        weight=address_of(mixer.weight),
+        bias=None if mixer.bias is None else address_of(mixer.bias),
+        channels=channels,
+        taps=mixer.weight.shape[0],
+        x_stride=row_stride(inner),
+        activates=0,
+    )
+    builder.add("short_convolution", args, mixer, cache, inner, mixed)
+    builder.product(mixer.output, mixed, out, join)
+
+
+def add_recurrence(
+    builder: OpBuilder, mixer: Recurrence, cache: StateCache, x: Floats, out: Floats, join: bool
+) -> None:
+    """Projection, convolution, scan, gated norm, output."""
+    spec, places = mixer.spec, mixer.places
+    size = spec.num_heads * spec.value_dim
+    inner = builder.buffer("state_inner", mixer.inner.packed.outputs)
+    channels = builder.buffer("state_channels", spec.channels)
+    mixed = builder.buffer("state_mixed", size)
+    builder.product(mixer.inner, x, inner, False)
+    convolution = ShortConvolutionArgs(
+        step=builder.step,
+        x=address_of(inner[:, places.channels :]),
+        weight=address_of(mixer.weight),
+        bias=None if mixer.bias is None else address_of(mixer.bias),
+        out=address_of(channels),
+        states=address_of(cache.inputs),
+        channels=spec.channels,
+        taps=spec.taps,
+        x_stride=row_stride(inner),
+        activates=1,
+    )
+    builder.add("short_convolution", convolution, mixer, cache, inner, channels)
+    _add_scan(builder, mixer, cache, inner, channels, mixed)
+    _add_norm(builder, mixer, inner, mixed)
+    builder.product(mixer.output, mixed, out, join)
+
+
+def _add_norm(builder: OpBuilder, mixer: Recurrence, inner: Floats, mixed: Floats) -> None:
+    """The norm of what was scanned, under the gate in the projection `inner`, in place."""
+    spec, width = mixer.spec, mixed.shape[1]
+    args = GatedRowArgs(
+        step=builder.step,
+        x=address_of(mixed),
+        gate=address_of(inner[:, mixer.places.gate :]),
+        weight=None if mixer.norm is None else address_of(mixer.norm),
+        out=address_of(mixed),
+        width=width,
+        size=spec.norm_size or width,
+        x_stride=row_stride(mixed),
+        gate_stride=row_stride(inner),
+        shares_weight=int(spec.kind == "delta"),
+        gate_first=int(spec.gate_first),
+        gate_kind=GATES["silu"],
+        eps=spec.norm_eps,
+    )
+    builder.add("gated_norm", args, mixer, inner, mixed)
+
+
+def _add_scan(
+    builder: OpBuilder,
+    mixer: Recurrence,
+    cache: StateCache,
+    inner: Floats,
+    channels: Floats,
+    mixed: Floats,
+) -> None:
+    """What the scan takes in, from the projection `inner` and its convolved channels, and the scan."""
+    spec, places = mixer.spec, mixer.places
+    factors = builder.buffer("state_factors", 2 * spec.num_heads)
+    common = {
+        "step": builder.step,
+        "queries": address_of(channels[:, places.queries :]),
+        "keys": address_of(channels[:, places.keys :]),
+        "factors": address_of(factors),
+        "num_heads": spec.num_heads,
+        "num_groups": spec.num_groups,
+        "key_dim": spec.key_dim,
+        "row_stride": row_stride(channels),
+        "kind": SCANS[spec.kind],
+    }
+    inputs = ScanInputsArgs(
+        decays=address_of(inner[:, places.decays :]),
+        gains=address_of(inner[:, places.gains :]) if spec.kind == "delta" else None,
+        rate=address_of(mixer.rate),
+        bias=address_of(mixer.step_bias),
+        input_stride=row_stride(inner),
+        query_scale=spec.key_dim**-0.5,
+        gain_scale=spec.gain_scale,
+        least_step=spec.step_limits[0],
+        largest_step=spec.step_limits[1],
+        **common,
+    )
+    builder.add("scan_inputs", inputs, mixer, inner, channels, factors)
+    scan = ScanArgs(
+        values=address_of(channels[:, places.values :]),
+        skip=None if mixer.skip is None else address_of(mixer.skip),
+        out=address_of(mixed),
+        states=address_of(cache.matrix),
+        value_dim=spec.value_dim,
+        **common,
+    )
+    builder.add("state_scan", scan, mixer, cache, channels, factors, mixed)
+
+
+def add_gate(builder: OpBuilder, mixed: Floats, gates: Floats) -> None:
+    """mixed [T, X] times the sigmoids of gates, in place."""
+    width = mixed.shape[1]
+    args = GatedRowArgs(
+        step=builder.step,
+        x=address_of(mixed),
+        gate=address_of(gates),
+        out=address_of(mixed),
+        width=width,
+        size=width,
+        x_stride=row_stride(mixed),
+        gate_stride=row_stride(gates),
+        gate_kind=GATES["sigmoid"],
+    )
+    builder.add("gated_norm", args, mixed, gates)

@@ -1,0 +1,203 @@
+"""Layers that carry a state from token to token: how their records are read, and how torch computes from
+them.
+
+Families rename what they store to `state.in_proj`, `state.conv1d`, `state.out_proj` and so on.
+
+Shape letters: T tokens, E hidden size, C channels, W taps, H heads of values, G heads of keys, K key dim, V
+value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.model.layers import StepContext, multiply, read_floats, read_linear
+from engine.model.records import Linear, Recurrence, ShortConvolution, StatePlaces
+from engine.model.spec import ModelSpec, StateSpec
+from engine.model.weights import WeightReader
+from kernels.recurrent.reference import (
+    StateStep,
+    delta_factors,
+    gated_norm,
+    mamba2_factors,
+    short_convolution,
+    state_scan,
+    to_length,
+)
+from kernels.recurrent.store import StateCache
+from kernels.rows import QuantizedRows
+
+
+def read_state(weights: WeightReader, prefix: str, spec: ModelSpec) -> ShortConvolution | Recurrence:
+    """The mixer of a layer with a state, whose tensors' names begin with `prefix`."""
+    state, hidden = spec.state, spec.hidden_size
+    assert state is not None, "called for such layers only"
+    taps = _read_taps(weights, prefix, state)
+    bias = None
+    if state.convolution_bias:
+        bias = read_floats(weights, f"{prefix}.conv1d.bias", state.channels)
+    common: dict[str, Any] = {"weight": taps.squeeze(1).T.contiguous(), "bias": bias}
+    inputs = hidden if state.kind == "convolution" else state.num_heads * state.value_dim
+    common["output"] = read_linear(weights, [f"{prefix}.out_proj"], [hidden], inputs, state.bias)
+    if state.kind == "convolution":
+        inner = read_linear(weights, [f"{prefix}.in_proj"], [3 * hidden], hidden, state.bias)
+        return ShortConvolution(inner=inner, **common)
+    read_inner = _read_mamba2_inner if state.kind == "mamba2" else _read_delta_inner
+    inner, places = read_inner(weights, prefix, state, hidden)
+    return Recurrence(
+        spec=state,
+        inner=inner,
+        places=places,
+        rate=-torch.exp(read_floats(weights, f"{prefix}.A_log", state.num_heads)),
+        step_bias=read_floats(weights, f"{prefix}.dt_bias", state.num_heads),
+        skip=read_floats(weights, f"{prefix}.D", state.num_heads) if state.kind == "mamba2" else None,
+        norm=_read_state_norm(weights, f"{prefix}.norm.weight", state) if state.norm_size else None,
+        **common,
+    )
+
+
+def _read_taps(weights: WeightReader, prefix: str, state: StateSpec) -> Tensor:
+    """Weights of the convolution [C, 1, W]; those of queries, keys and values may lie apart."""
+    names = [f"{prefix}.conv1d.weight"]
+    if state.layout == "apart":
+        names = [f"{prefix}.{part}_conv1d.weight" for part in "qkv"]
+    shapes = [weights.shape(name) or () for name in names]
+    sizes = [shape[0] if len(shape) == 3 else 0 for shape in shapes]
+    if sum(sizes) != state.channels:
+        # Only together have they a size that config.json implies: some were saved in equal parts.
+        sizes = [state.channels] * len(names)
+    parts = zip(names, sizes, strict=True)
+    return torch.cat([weights.take(name, (size, 1, state.taps), dtype=torch.float32) for name, size in parts])
+
+
+def _read_state_norm(weights: WeightReader, name: str, state: StateSpec) -> Tensor:
+    """Weights of each element, or, with the delta rule, those that all heads share."""
+    is_shared = state.kind == "delta"
+    return read_floats(weights, name, state.norm_size if is_shared else state.num_heads * state.value_dim)
+
+
+def _read_mamba2_inner(
+    weights: WeightReader, prefix: str, state: StateSpec, hidden: int
+) -> tuple[Linear, StatePlaces]:
+    """Gate, values, keys, queries, time steps."""
+    values, keys = state.num_heads * state.value_dim, state.num_groups * state.key_dim
+    outputs = values + state.channels + state.num_heads
+    places = StatePlaces(
+        gate=0, channels=values, decays=values + state.channels, values=0, keys=values, queries=values + keys
+    )
+    return read_linear(weights, [f"{prefix}.in_proj"], [outputs], hidden, state.bias), places
+
+
+def _read_delta_inner(
+    weights: WeightReader, prefix: str, state: StateSpec, hidden: int
+) -> tuple[Linear, StatePlaces]:
+    """Queries, keys, values, gate, gains, decays."""
+    values, keys, heads = state.num_heads * state.value_dim, state.num_groups * state.key_dim, state.num_heads
+    order = None
+    if state.layout == "by_group":
+        names, outputs = ["in_proj_qkvz", "in_proj_ba"], [2 * keys + 2 * values, 2 * heads]
+        order = _from_groups(state).to(weights.device)
+    elif state.layout == "apart":
+        names = [f"{part}_proj" for part in "qkvgba"]
+        outputs = [keys, keys, values, values, heads, heads]
+    else:
+        names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+        outputs = [state.channels, values, heads, heads]
+    gate = state.channels
+    places = StatePlaces(
+        channels=0,
+        gate=gate,
+        gains=gate + values,
+        decays=gate + values + heads,
+        queries=0,
+        keys=keys,
+        values=2 * keys,
+    )
+    names = [f"{prefix}.{name}" for name in names]
+    return read_linear(weights, names, outputs, hidden, state.bias, order), places
+
+
+def _from_groups(state: StateSpec) -> Tensor:
+    """Rows that are stored group by group: all queries, then all keys and so on."""
+    groups, each = state.num_groups, state.num_heads // state.num_groups
+    values = each * state.value_dim
+    first = torch.arange(groups * (2 * state.key_dim + 2 * values))
+    second = torch.arange(groups * 2 * each) + first.numel()
+    parts = [
+        *torch.split(first.view(groups, -1), [state.key_dim, state.key_dim, values, values], dim=1),
+        *torch.split(second.view(groups, -1), [each, each], dim=1),
+    ]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def convolve(
+    mixer: ShortConvolution, x: Tensor | QuantizedRows, cache: StateCache, step: StepContext
+) -> Tensor:
+    """x [T, E] -> [T, E]; moves the states of this step's sequences on."""
+    assert step.states is not None, "the model has states"
+    first, second, inner = multiply(mixer.inner, x, step.adapters).float().chunk(3, dim=-1)
+    weight, bias = cast("Tensor", mixer.weight), cast("Tensor | None", mixer.bias)
+    mixed = short_convolution(first * inner, weight, bias, cache.inputs, step.states, activates=False)
+    return multiply(mixer.output, (second * mixed).to(step.dtype), step.adapters)
+
+
+def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step: StepContext) -> Tensor:
+    """x [T, E] -> [T, E]; moves the states of this step's sequences on."""
+    assert step.states is not None, "the model has states"
+    spec, places = mixer.spec, mixer.places
+    heads, size = spec.num_heads, spec.num_heads * spec.value_dim
+    projected = multiply(mixer.inner, x, step.adapters).float()
+
+    def part(first: int, count: int) -> Tensor:
+        return projected[:, first : first + count]
+
+    mixed = short_convolution(
+        part(places.channels, spec.channels),
+        cast("Tensor", mixer.weight),
+        cast("Tensor | None", mixer.bias),
+        cache.inputs,
+        step.states,
+        activates=True,
+    )
+    values = mixed[:, places.values : places.values + size].reshape(-1, heads, spec.value_dim)
+    gains = part(places.gains, heads) if spec.kind == "delta" else None
+    out = _scanned(mixer, mixed, values, part(places.decays, heads), gains, cache, step.states)
+    if mixer.skip is not None:
+        out = out + cast("Tensor", mixer.skip)[:, None] * values
+    normed = gated_norm(
+        out.flatten(1),
+        part(places.gate, size),
+        cast("Tensor | None", mixer.norm),
+        spec.norm_eps,
+        size=spec.norm_size or size,
+        gate_first=spec.gate_first,
+        kind="silu",
+    )
+    return multiply(mixer.output, normed.to(step.dtype), step.adapters)
+
+
+def _scanned(
+    mixer: Recurrence,
+    mixed: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    gains: Tensor | None,
+    cache: StateCache,
+    states: StateStep,
+) -> Tensor:
+    """The scan over convolved channels `mixed` [T, C] and values [T, H, V]; decays and gains [T, H]."""
+    spec, places = mixer.spec, mixer.places
+    queries, keys = (
+        mixed[:, first : first + spec.num_groups * spec.key_dim].reshape(-1, spec.num_groups, spec.key_dim)
+        for first in (places.queries, places.keys)
+    )
+    rate, bias = cast("Tensor", mixer.rate), cast("Tensor", mixer.step_bias)
+    if gains is None:
+        decay, gain = mamba2_factors(decays, rate, bias, spec.step_limits)
+    else:
+        queries, keys = to_length(queries, spec.key_dim**-0.5), to_length(keys)
+        decay, gain = delta_factors(decays, gains, rate, bias, spec.gain_scale)
+    return state_scan(queries, keys, values, decay, gain, cache.matrix, states, delta=gains is not None)

@@ -1,0 +1,53 @@
+"""Room for the states of layers that carry one from token to token: a slot for each sequence that runs, and
+copies at block boundaries, from which prompts with the same beginning go on. No torch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.model.spec import ModelSpec
+
+# Keys and values that lie between two copies take so many times a copy's bytes, within limits of tokens.
+INTERVAL_FACTOR = 4
+LEAST_INTERVAL_BLOCKS = 4
+LARGEST_INTERVAL = 2048
+# Copies there are at least, beside the slots of sequences that run.
+LEAST_COPIES = 4
+
+
+class StateRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of all layers together; nothing where the model has no states."""
+
+    bytes_per_state: int = 0
+    # For sequences that run, and the few copies without which nothing could be found again.
+    least: int = 0
+    # Tokens from one copy to the next.
+    interval: int = 0
+
+    @property
+    def least_bytes(self) -> int:
+        """What must be there in any case."""
+        return self.least * self.bytes_per_state
+
+    def num_states(self, cache_bytes: int) -> int:
+        """Slots of a cache of so many bytes, the rest of which is for keys and values."""
+        if not self.bytes_per_state:
+            return 0
+        copies = (cache_bytes - self.least_bytes) // ((1 + INTERVAL_FACTOR) * self.bytes_per_state)
+        return self.least + max(0, copies)
+
+
+def state_room(spec: ModelSpec, config: EngineConfig, kv_bytes_per_token: int) -> StateRoom:
+    """What the states of a model need that stores so many bytes of keys and values for each token."""
+    if spec.state is None:
+        return StateRoom()
+    size, block = spec.state.num_bytes, config.cache.block_size
+    wanted = INTERVAL_FACTOR * size // max(1, kv_bytes_per_token)
+    tokens = min(max(wanted, LEAST_INTERVAL_BLOCKS * block), LARGEST_INTERVAL)
+    return StateRoom(
+        bytes_per_state=size,
+        least=config.scheduler.max_num_seqs + LEAST_COPIES,
+        interval=-(-tokens // block) * block,
+    )

@@ -1,0 +1,13 @@
+"""Args of the native ops for layers with a state (recurrent.h)."""
+
+from __future__ import annotations
+
+from kernels.native.mirror import structure
+
+# Values of ScanKind and RowGate.
+SCANS = {"mamba2": 0, "delta": 1}
+GATES = {"silu": 0, "sigmoid": 1}
+ShortConvolutionArgs = structure("ShortConvolutionArgs")
+ScanInputsArgs = structure("ScanInputsArgs")
+ScanArgs = structure("ScanArgs")
+GatedRowArgs = structure("GatedRowArgs")

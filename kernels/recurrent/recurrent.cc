@@ -1,0 +1,254 @@
+#include "recurrent/recurrent.h"
+
+#include "native/simd.h"
+
+namespace millrace {
+namespace {
+
+// The tokens of one sequence in this step, and where its state is.
+struct Row {
+  int64_t begin, end;
+  int64_t slot;
+  bool is_fresh;
+  int64_t first_snapshot, end_snapshots;
+};
+
+Row row_of(const Step& step, int64_t sequence) {
+  const int64_t begin = step.query_starts[sequence];
+  return {begin,
+          step.query_starts[sequence + 1],
+          step.state_slots[sequence],
+          step.positions[begin] == 0,
+          step.snapshot_starts[sequence],
+          step.snapshot_starts[sequence + 1]};
+}
+
+constexpr int64_t kPiece = 256;
+
+// Channels [from, to) of one sequence.
+void convolve(const ShortConvolutionArgs& args, const Row& row, int64_t from, int64_t to) {
+  const int64_t channels = args.channels, kept = args.taps - 1;
+  float* state = args.states + row.slot * kept * channels;
+  // The input of a token of this row, or one before it, which is a row of the state.
+  const auto input = [&](int64_t token, int64_t i, Mask m) {
+    if (token < row.begin) {
+      return row.is_fresh ? zero() : load(state + (kept + token - row.begin) * channels + i, m);
+    }
+    const Vec x = load(args.x + token * args.x_stride + i, m);
+    return args.input_gate ? mul(x, load(args.input_gate + token * args.x_stride + i, m)) : x;
+  };
+  for (int64_t token = row.begin; token < row.end; ++token) {
+    for (int64_t i = from; i < to; i += kLanes) {
+      const Mask m = first(to - i);
+      Vec sum = args.bias ? load(args.bias + i, m) : zero();
+      for (int64_t tap = 0; tap < args.taps; ++tap) {
+        sum = fma(load(args.weight + tap * channels + i, m), input(token - kept + tap, i, m), sum);
+      }
+      if (args.activates) sum = mul(sum, sigmoid(sum));
+      if (args.output_gate) sum = mul(sum, load(args.output_gate + token * args.x_stride + i, m));
+      store(args.out + token * channels + i, m, sum);
+    }
+  }
+  // A row shorter than the state moves it up; what is read lies behind what is written.
+  const auto keep = [&](float* to_state, int64_t end) {
+    for (int64_t index = 0; index < kept; ++index) {
+      for (int64_t i = from; i < to; i += kLanes) {
+        const Mask m = first(to - i);
+        store(to_state + index * channels + i, m, input(end - kept + index, i, m));
+      }
+    }
+  };
+  for (int64_t each = row.first_snapshot; each < row.end_snapshots; ++each) {
+    keep(args.states + args.step->snapshot_slots[each] * kept * channels, args.step->snapshot_rows[each] + 1);
+  }
+  keep(state, row.end);
+}
+
+float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// x / sqrt(sum x^2 + 1e-6) * scale, in place.
+void to_length(float* x, int64_t width, float scale) {
+  Vec total = zero();
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Vec v = load(x + i, first(width - i));
+    total = fma(v, v, total);
+  }
+  const Vec factor = set1(scale / std::sqrt(sum(total) + 1e-6f));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Mask m = first(width - i);
+    store(x + i, m, mul(load(x + i, m), factor));
+  }
+}
+
+// Vectors of a state's row that are computed together: their chains of additions hide each other's latency.
+constexpr int kStrip = 4;
+
+// Values [from, from + kVectors vectors) of one head, over tokens [begin, end) of a row; `state` [K, V].
+template <int kVectors>
+void scan_strip(const ScanArgs& args, int64_t head, int64_t begin, int64_t end, int64_t from, float* state) {
+  const int64_t keys = args.key_dim, values = args.value_dim;
+  const int64_t group = head / (args.num_heads / args.num_groups);
+  Mask masks[kVectors];
+  for (int v = 0; v < kVectors; ++v) masks[v] = first(values - from - v * kLanes);
+  for (int64_t token = begin; token < end; ++token) {
+    const float* query = args.queries + token * args.row_stride + group * keys;
+    const float* key = args.keys + token * args.row_stride + group * keys;
+    const float* value = args.values + token * args.row_stride + head * values + from;
+    const float* factors = args.factors + 2 * (token * args.num_heads + head);
+    const Vec decay = set1(factors[0]), gain = set1(factors[1]);
+    Vec taken[kVectors], change[kVectors], out[kVectors];
+    for (int v = 0; v < kVectors; ++v) taken[v] = load(value + v * kLanes, masks[v]);
+    if (args.kind == kScanDelta) {
+      Vec known[kVectors];
+      for (int v = 0; v < kVectors; ++v) known[v] = zero();
+      for (int64_t k = 0; k < keys; ++k) {
+        const Vec each = set1(key[k]);
+        for (int v = 0; v < kVectors; ++v) {
+          known[v] = fma(each, load(state + k * values + from + v * kLanes, masks[v]), known[v]);
+        }
+      }
+      for (int v = 0; v < kVectors; ++v) change[v] = mul(gain, fnma(decay, known[v], taken[v]));
+    } else {
+      for (int v = 0; v < kVectors; ++v) change[v] = mul(gain, taken[v]);
+    }
+    for (int v = 0; v < kVectors; ++v) out[v] = zero();
+    for (int64_t k = 0; k < keys; ++k) {
+      const Vec each = set1(key[k]), asked = set1(query[k]);
+      for (int v = 0; v < kVectors; ++v) {
+        float* at = state + k * values + from + v * kLanes;
+        const Vec next = fma(each, change[v], mul(decay, load(at, masks[v])));
+        store(at, masks[v], next);
+        out[v] = fma(asked, next, out[v]);
+      }
+    }
+    float* to = args.out + (token * args.num_heads + head) * values + from;
+    for (int v = 0; v < kVectors; ++v) {
+      store(to + v * kLanes, masks[v], args.skip ? fma(set1(args.skip[head]), taken[v], out[v]) : out[v]);
+    }
+  }
+}
+
+void scan_strip(const ScanArgs& args, int64_t vectors, int64_t head, int64_t begin, int64_t end, int64_t from,
+                float* state) {
+  with_constant<kStrip>(vectors, [&](auto count) {
+    scan_strip<decltype(count)::value>(args, head, begin, end, from, state);
+  });
+}
+
+// One head and one strip of its values, over the whole row; leaves snapshots on the way.
+void scan_row(const ScanArgs& args, const Row& row, int64_t head, int64_t from) {
+  const int64_t keys = args.key_dim, values = args.value_dim;
+  const int64_t width = values - from < kStrip * kLanes ? values - from : kStrip * kLanes;
+  const int64_t vectors = (width + kLanes - 1) / kLanes;
+  const auto state_of = [&](int64_t slot) { return args.states + (slot * args.num_heads + head) * keys * values; };
+  float* state = state_of(row.slot);
+  if (row.is_fresh) {
+    for (int64_t k = 0; k < keys; ++k) std::memset(state + k * values + from, 0, sizeof(float) * width);
+  }
+  int64_t begin = row.begin;
+  for (int64_t each = row.first_snapshot; each < row.end_snapshots; ++each) {
+    const int64_t end = args.step->snapshot_rows[each] + 1;
+    scan_strip(args, vectors, head, begin, end, from, state);
+    float* to = state_of(args.step->snapshot_slots[each]);
+    for (int64_t k = 0; k < keys; ++k) {
+      std::memcpy(to + k * values + from, state + k * values + from, sizeof(float) * width);
+    }
+    begin = end;
+  }
+  scan_strip(args, vectors, head, begin, row.end, from, state);
+}
+
+Vec gate_of(const GatedRowArgs& args, const float* gate, int64_t i, Mask m) {
+  const Vec g = load(gate + i, m), share = sigmoid(g);
+  return args.gate_kind == kGateSilu ? mul(g, share) : share;
+}
+
+void norm_group(const GatedRowArgs& args, int64_t token, int64_t group) {
+  const int64_t size = args.size, at = group * size;
+  const float* x = args.x + token * args.x_stride + at;
+  const float* gate = args.gate + token * args.gate_stride + at;
+  float* out = args.out + token * args.width + at;
+  const auto value = [&](int64_t i, Mask m) {
+    const Vec v = load(x + i, m);
+    return args.gate_first ? mul(v, gate_of(args, gate, i, m)) : v;
+  };
+  Vec scale = set1(1.0f);
+  if (args.weight) {
+    Vec total = zero();
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Mask m = first(size - i);
+      const Vec v = value(i, m);
+      total = select(m, fma(v, v, total), total);
+    }
+    scale = set1(1.0f / std::sqrt(sum(total) / static_cast<float>(size) + args.eps));
+  }
+  const float* weight = args.weight ? args.weight + (args.shares_weight ? 0 : at) : nullptr;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Mask m = first(size - i);
+    Vec v = value(i, m);
+    if (weight) v = mul(mul(v, scale), load(weight + i, m));
+    if (!args.gate_first) v = mul(v, gate_of(args, gate, i, m));
+    store(out + i, m, v);
+  }
+}
+
+}  // namespace
+}  // namespace millrace
+
+using namespace millrace;
+
+extern "C" void short_convolution(const ShortConvolutionArgs& args, int thread, int num_threads) {
+  const int64_t pieces = (args.channels + kPiece - 1) / kPiece;
+  const Range mine = share(args.step->num_sequences * pieces, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t from = unit % pieces * kPiece;
+    const int64_t to = from + kPiece < args.channels ? from + kPiece : args.channels;
+    convolve(args, row_of(*args.step, unit / pieces), from, to);
+  }
+}
+
+extern "C" void scan_inputs(const ScanInputsArgs& args, int thread, int num_threads) {
+  const int64_t groups = args.num_groups, per_group = args.num_heads / groups;
+  const Range mine = share(args.step->num_tokens * groups, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t token = unit / groups, group = unit % groups;
+    const bool is_delta = args.kind == kScanDelta;
+    if (is_delta) {
+      const int64_t at = token * args.row_stride + group * args.key_dim;
+      to_length(args.queries + at, args.key_dim, args.query_scale);
+      to_length(args.keys + at, args.key_dim, 1.0f);
+    }
+    for (int64_t head = group * per_group; head < (group + 1) * per_group; ++head) {
+      float dt = softplus(args.decays[token * args.input_stride + head] + args.bias[head]);
+      float* factors = args.factors + 2 * (token * args.num_heads + head);
+      if (is_delta) {
+        factors[1] = args.gain_scale / (1.0f + std::exp(-args.gains[token * args.input_stride + head]));
+      } else {
+        dt = dt < args.least_step ? args.least_step : dt > args.largest_step ? args.largest_step : dt;
+        factors[1] = dt;
+      }
+      factors[0] = std::exp(args.rate[head] * dt);
+    }
+  }
+}
+
+extern "C" void state_scan(const ScanArgs& args, int thread, int num_threads) {
+  const int64_t strips = (args.value_dim + kStrip * kLanes - 1) / (kStrip * kLanes);
+  const int64_t per_sequence = args.num_heads * strips;
+  const Range mine = share(args.step->num_sequences * per_sequence, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t part = unit % per_sequence;
+    scan_row(args, row_of(*args.step, unit / per_sequence), part / strips, part % strips * kStrip * kLanes);
+  }
+}
+
+extern "C" void gated_norm(const GatedRowArgs& args, int thread, int num_threads) {
+  const int64_t groups = args.width / args.size;
+  const Range mine = share(args.step->num_tokens * groups, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) norm_group(args, unit / groups, unit % groups);
+}
+
+MILLRACE_OP(short_convolution, ShortConvolutionArgs)
+MILLRACE_OP(scan_inputs, ScanInputsArgs)
+MILLRACE_OP(state_scan, ScanArgs)
+MILLRACE_OP(gated_norm, GatedRowArgs)

@@ -1,0 +1,100 @@
+// Layers that carry a state from token to token instead of looking back: a short causal convolution, and a matrix
+// per head that decays and takes in keys and values (Mamba 2's scan, the gated delta rule).
+//
+// A sequence's state lies in a slot of the cache; step->state_slots names it. A row that begins at position 0 begins
+// with zeros, whatever lies there. Beside its own slot a row may leave its state, as it is after some tokens, in
+// others (step->snapshot_rows). Tokens are taken in one by one, so that a result does not depend on where a prompt
+// was cut.
+#pragma once
+
+#include "native/op.h"
+
+namespace millrace {
+
+// Shape letters: T tokens, N slots, C channels, W taps, H heads of values, G heads of keys (H is a multiple of G),
+// K key dim, V value dim.
+
+// out[t, c] = act(bias[c] + sum_j weight[j, c] input[t - W + 1 + j, c]) output_gate[t, c], where the input is
+// x input_gate.
+struct ShortConvolutionArgs {
+  const Step* step;
+  const float* x;            // [T, x_stride]
+  const float* weight;       // [W, C]
+  const float* bias;         // [C] or null
+  const float* input_gate;   // [T, x_stride] or null
+  const float* output_gate;  // [T, x_stride] or null
+  float* out;                // [T, C]
+  float* states;             // [N, W - 1, C] the last inputs, oldest first
+  int64_t channels;
+  int64_t taps;
+  int64_t x_stride;
+  int64_t activates;  // whether act is x sigmoid(x); else it is x
+};
+
+enum ScanKind : int64_t {
+  kScanMamba2 = 0,  // decay = exp(rate dt), gain = dt, where dt = softplus(decays + bias) within its limits
+  kScanDelta = 1,   // decay = exp(rate softplus(decays + bias)), gain = gain_scale sigmoid(gains)
+};
+
+// What a scan takes in, by token and head. With the delta rule, queries and keys are brought to length one, in place,
+// and queries are multiplied by query_scale.
+struct ScanInputsArgs {
+  const Step* step;
+  float* queries;       // [T, row_stride], the first G K
+  float* keys;          // [T, row_stride], the first G K
+  const float* decays;  // [T, input_stride], the first H
+  const float* gains;   // [T, input_stride], the first H; null with Mamba 2
+  const float* rate;    // [H], negative
+  const float* bias;    // [H]
+  float* factors;       // [T, H, 2] decay and gain
+  int64_t num_heads;
+  int64_t num_groups;
+  int64_t key_dim;
+  int64_t row_stride;
+  int64_t input_stride;
+  int64_t kind;  // ScanKind
+  float query_scale;
+  float gain_scale;
+  float least_step, largest_step;  // limits of dt
+};
+
+// state = decay state + key (x) change; out = query . state + skip value, where the change is gain value (Mamba 2), or
+// gain (value - key . decay state) (delta rule).
+struct ScanArgs {
+  const Step* step;
+  const float* queries;  // [T, row_stride], the first G K
+  const float* keys;     // [T, row_stride], the first G K
+  const float* values;   // [T, row_stride], the first H V
+  const float* factors;  // [T, H, 2] decay and gain
+  const float* skip;     // [H] or null
+  float* out;            // [T, H V]
+  float* states;         // [N, H, K, V]
+  int64_t num_heads;
+  int64_t num_groups;
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t row_stride;
+  int64_t kind;  // ScanKind
+};
+
+enum RowGate : int64_t { kGateSilu = 0, kGateSigmoid = 1 };
+
+// out = norm(x) weight act(gate), or norm(x act(gate)) weight with gate_first, per group of `size` elements; without a
+// weight, x act(gate).
+struct GatedRowArgs {
+  const Step* step;
+  const float* x;       // [T, x_stride], the first `width`
+  const float* gate;    // [T, gate_stride], the first `width`
+  const float* weight;  // [width], or [size] that all groups share; or null
+  float* out;           // [T, width]; may be x where that is as wide
+  int64_t width;
+  int64_t size;
+  int64_t x_stride;
+  int64_t gate_stride;
+  int64_t shares_weight;
+  int64_t gate_first;
+  int64_t gate_kind;  // RowGate
+  float eps;
+};
+
+}  // namespace millrace

@@ -1,0 +1,166 @@
+"""Layers with a state in plain torch, token by token: the oracle, and what GPUs compute with.
+
+A state lies in a slot of the cache. Sequences are computed one after another, and their tokens as well, so
+that a result depends neither on the batch nor on where a prompt was cut.
+
+Shape letters: T tokens, C channels, W taps, H heads of values, G heads of keys, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from kernels.recurrent.rows import StateRows
+
+LENGTH_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRow:
+    """The tokens of one sequence in this step, on the token axis."""
+
+    begin: int
+    end: int
+    slot: int
+    is_fresh: bool
+    # (token behind the last one that it holds, slot).
+    snapshots: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateStep:
+    """All sequences of a step, for torch."""
+
+    rows: tuple[SequenceRow, ...]
+
+    @classmethod
+    def of(
+        cls, states: StateRows, query_starts: NDArray[np.int64], context_lens: NDArray[np.int64]
+    ) -> StateStep:
+        """From what the native ops are given, too."""
+        return cls(rows=tuple(_rows(states, query_starts, context_lens)))
+
+
+def _rows(
+    states: StateRows, query_starts: NDArray[np.int64], context_lens: NDArray[np.int64]
+) -> Iterator[SequenceRow]:
+    for index, slot in enumerate(states.slots.tolist()):
+        begin, end = query_starts[index : index + 2].tolist()
+        first, last = states.snapshot_starts[index : index + 2].tolist()
+        yield SequenceRow(
+            begin=begin,
+            end=end,
+            slot=slot,
+            is_fresh=int(context_lens[index]) == end - begin,
+            snapshots=tuple(
+                zip(
+                    (states.snapshot_rows[first:last] + 1).tolist(),
+                    states.snapshot_slots[first:last].tolist(),
+                    strict=True,
+                )
+            ),
+        )
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, step: StateStep, *, activates: bool
+) -> Tensor:
+    """x [T, C] -> [T, C] in float32; weight [W, C] over the last W inputs, bias [C]. `states` [N, W - 1, C]
+    hold those before the step, and then those of its end. Padding rows stay zero.
+    """
+    x, kept = x.float(), weight.shape[0] - 1
+    out = torch.zeros_like(x)
+    for row in step.rows:
+        before = torch.zeros_like(states[row.slot]) if row.is_fresh else states[row.slot]
+        inputs = torch.cat((before, x[row.begin : row.end]))
+        count = row.end - row.begin
+        total = torch.zeros_like(x[row.begin : row.end]) if bias is None else bias.expand(count, -1)
+        for tap in range(kept + 1):
+            total = total + weight[tap] * inputs[tap : tap + count]
+        out[row.begin : row.end] = total * _sigmoid(total) if activates else total
+        for end, slot in (*row.snapshots, (row.end, row.slot)):
+            states[slot] = inputs[end - row.begin : end - row.begin + kept]
+    return out
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    # Fused operations round differently in the tail of a row (kernels/activation/reference.py).
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def mamba2_factors(
+    decays: Tensor, rate: Tensor, bias: Tensor, limits: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Decay and gain [T, H] of Mamba 2 (arXiv 2405.21060) from its time steps [T, H]."""
+    dt = softplus(decays.float() + bias).clamp(*limits)
+    return torch.exp(rate * dt), dt
+
+
+def delta_factors(
+    decays: Tensor, gains: Tensor, rate: Tensor, bias: Tensor, gain_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Decay and gain [T, H] of the gated delta rule (arXiv 2412.06464)."""
+    return torch.exp(rate * softplus(decays.float() + bias)), gain_scale * _sigmoid(gains.float())
+
+
+def to_length(x: Tensor, scale: float = 1.0) -> Tensor:
+    """x [..., K] brought to the length `scale`."""
+    return x * (scale * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPS))
+
+
+def state_scan(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decay: Tensor,
+    gain: Tensor,
+    states: Tensor,
+    step: StateStep,
+    *,
+    delta: bool,
+) -> Tensor:
+    """queries, keys [T, G, K] and values [T, H, V] -> [T, H, V], all in float32; decay and gain [T, H].
+
+    state = decay state + key (x) change, out = query . state; the change is gain value, or with the `delta`
+    rule gain (value - key . decay state). `states` [N, H, K, V] as in `short_convolution`.
+    """
+    num_heads = values.shape[1]
+    queries, keys = (part.repeat_interleave(num_heads // part.shape[1], dim=1) for part in (queries, keys))
+    out = torch.zeros_like(values)
+    for row in step.rows:
+        state = torch.zeros_like(states[row.slot]) if row.is_fresh else states[row.slot].clone()
+        left = dict(row.snapshots)
+        for token in range(row.begin, row.end):
+            key, change = keys[token, :, :, None], values[token, :, None]
+            if delta:
+                change = change - decay[token, :, None, None] * (key * state).sum(1, keepdim=True)
+            change = gain[token, :, None, None] * change
+            state = decay[token, :, None, None] * state + key * change
+            out[token] = (queries[token, :, :, None] * state).sum(1)
+            if token + 1 in left:
+                states[left[token + 1]] = state
+        states[row.slot] = state
+    return out
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, size: int, gate_first: bool, kind: str
+) -> Tensor:
+    """norm(x) weight act(gate), or norm(x act(gate)) weight with `gate_first`, per group of `size` elements
+    of x, gate [T, X], in float32; weight [X], or [size] for all groups; without one, x act(gate).
+    """
+    gate = gate.float()
+    factor = _sigmoid(gate) if kind == "sigmoid" else gate * _sigmoid(gate)
+    x = x.float() * factor if gate_first else x.float()
+    if weight is not None:
+        groups = x.view(x.shape[0], -1, size)
+        groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
+        x = (groups * weight.view(-1, size)).flatten(1)
+    return x if gate_first else x * factor

@@ -1,0 +1,291 @@
+"""Layers with a state: the native ops against their references, over odd sizes; and the same bits wherever a
+prompt is cut, and whoever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.native.library import NativeLibrary, Op, StepStruct
+from kernels.recurrent.native import (
+    GATES,
+    SCANS,
+    GatedRowArgs,
+    ScanArgs,
+    ScanInputsArgs,
+    ShortConvolutionArgs,
+)
+from kernels.recurrent.reference import (
+    StateStep,
+    delta_factors,
+    gated_norm,
+    mamba2_factors,
+    short_convolution,
+    state_scan,
+    to_length,
+)
+from kernels.recurrent.rows import StateRows
+
+NAN = float("nan")
+NUM_SLOTS = 9
+CLOSE = {"atol": 3e-5, "rtol": 3e-5}
+
+
+@dataclass
+class Batch:
+    """Rows of several sequences in one step: tokens already taken in, and those of the step."""
+
+    rows: list[tuple[int, int]]
+    slots: list[int]
+    # Of each row, (tokens that it holds, slot).
+    snapshots: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        starts, counts = np.array(self.rows, np.int64).T.copy()
+        self.query_starts = np.concatenate(([0], np.cumsum(counts)))
+        self.positions = np.concatenate(
+            [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        )
+        self.states = StateRows.of(
+            np.array(self.slots, np.int64),
+            starts,
+            self.query_starts,
+            self.snapshots or [() for _ in self.rows],
+        )
+        self.context_lens = starts + counts
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_starts[-1])
+
+    def reference(self) -> StateStep:
+        return StateStep.of(self.states, self.query_starts, self.context_lens)
+
+    def native(self) -> ctypes.Structure:
+        arrays = {
+            "positions": self.positions,
+            "query_starts": self.query_starts,
+            "state_slots": self.states.slots,
+            "snapshot_starts": self.states.snapshot_starts,
+            "snapshot_rows": self.states.snapshot_rows,
+            "snapshot_slots": self.states.snapshot_slots,
+        }
+        pointers = {name: array.ctypes.data for name, array in arrays.items()}
+        return StepStruct(num_tokens=self.num_tokens, num_sequences=len(self.rows), **pointers)
+
+
+BATCH = Batch(
+    rows=[(0, 5), (7, 1), (3, 17), (0, 1), (4, 2)],
+    slots=[3, 0, 5, 1, 8],
+    snapshots=[((4, 2),), (), ((8, 4), (20, 6)), (), ()],
+)
+
+
+def run(library: NativeLibrary, name: str, args: ctypes.Structure) -> None:
+    library.run([Op(library, name, args)], num_threads=2)
+
+
+def states_of(*sizes: int) -> Tensor:
+    """Random states, with NaN where a sequence begins or a copy goes."""
+    states = torch.randn(NUM_SLOTS, *sizes)
+    states[[3, 1, 2, 4, 6]] = NAN
+    return states
+
+
+def convolved(
+    library: NativeLibrary, batch: Batch, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor
+) -> Tensor:
+    """The native convolution of the last third of x [T, 3 C], between gates; moves `states` on."""
+    channels = weight.shape[1]
+    out, step = torch.full((batch.num_tokens, channels), NAN), batch.native()
+    args = ShortConvolutionArgs(
+        step=ctypes.addressof(step),
+        x=x[:, 2 * channels :].data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        input_gate=x.data_ptr(),
+        output_gate=x[:, channels:].data_ptr(),
+        out=out.data_ptr(),
+        states=states.data_ptr(),
+        channels=channels,
+        taps=weight.shape[0],
+        x_stride=x.stride(0),
+        activates=0 if bias is None else 1,
+    )
+    run(library, "short_convolution", args)
+    return out
+
+
+@pytest.mark.parametrize("channels", [1, 7, 16, 33, 300])
+@pytest.mark.parametrize("taps", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("biased", [False, True])
+def test_short_convolution(native: NativeLibrary, channels: int, taps: int, biased: bool) -> None:
+    torch.manual_seed(channels + taps)
+    x, weight = torch.randn(BATCH.num_tokens, 3 * channels), torch.randn(taps, channels)
+    bias = torch.randn(channels) if biased else None
+    before = states_of(taps - 1, channels)
+    ours, theirs = before.clone(), before.clone()
+    out = convolved(native, BATCH, x, weight, bias, ours)
+    first, second, inner = x.chunk(3, dim=1)
+    expected = short_convolution(first * inner, weight, bias, theirs, BATCH.reference(), activates=biased)
+    torch.testing.assert_close(out, second * expected, **CLOSE)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
+
+
+@dataclass
+class Scan:
+    """Inputs of a scan over a batch."""
+
+    kind: str
+    heads: int
+    groups: int
+    keys: int
+    values: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        self.rows = torch.randn(
+            self.num_tokens, 2 * self.groups * self.keys + self.heads * self.values
+        )  # queries, keys, values
+        self.steps = torch.randn(self.num_tokens, 2 * self.heads)
+        self.rate, self.bias = -torch.rand(self.heads) - 0.05, torch.randn(self.heads)
+        self.skip = torch.randn(self.heads)
+
+    def parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        size = self.groups * self.keys
+        return rows[:, :size], rows[:, size : 2 * size], rows[:, 2 * size :]
+
+    def native(self, library: NativeLibrary, batch: Batch, states: Tensor, chosen: Tensor | None) -> Tensor:
+        """Of the rows chosen from the inputs."""
+        rows, steps = self.rows.clone(), self.steps
+        if chosen is not None:
+            rows, steps = rows[chosen].contiguous(), steps[chosen].contiguous()
+        factors = torch.full((len(rows), self.heads, 2), NAN)
+        out = torch.full((len(rows), self.heads, self.values), NAN)
+        queries, keys, values = self.parts(rows)
+        step = batch.native()
+        shape = {
+            "step": ctypes.addressof(step),
+            "num_heads": self.heads,
+            "num_groups": self.groups,
+            "key_dim": self.keys,
+            "row_stride": rows.stride(0),
+            "kind": SCANS[self.kind],
+            "queries": queries.data_ptr(),
+            "keys": keys.data_ptr(),
+            "factors": factors.data_ptr(),
+        }
+        inputs = ScanInputsArgs(
+            decays=steps.data_ptr(),
+            gains=steps[:, self.heads :].data_ptr() if self.kind == "delta" else None,
+            rate=self.rate.data_ptr(),
+            bias=self.bias.data_ptr(),
+            input_stride=steps.stride(0),
+            query_scale=self.keys**-0.5,
+            gain_scale=2.0,
+            least_step=0.1,
+            largest_step=float("inf"),
+            **shape,
+        )
+        run(library, "scan_inputs", inputs)
+        scan = ScanArgs(
+            values=values.data_ptr(),
+            skip=self.skip.data_ptr() if self.kind == "mamba2" else None,
+            out=out.data_ptr(),
+            states=states.data_ptr(),
+            value_dim=self.values,
+            **shape,
+        )
+        run(library, "state_scan", scan)
+        return out
+
+    def reference(self, batch: Batch, states: Tensor) -> Tensor:
+        flat_queries, flat_keys, flat_values = self.parts(self.rows)
+        queries, keys = (part.unflatten(1, (self.groups, -1)) for part in (flat_queries, flat_keys))
+        values, decays = flat_values.unflatten(1, (self.heads, -1)), self.steps[:, : self.heads]
+        is_delta = self.kind == "delta"
+        if is_delta:
+            queries, keys = to_length(queries, self.keys**-0.5), to_length(keys)
+            gains = self.steps[:, self.heads :]
+            decay, gain = delta_factors(decays, gains, self.rate, self.bias, 2.0)
+        else:
+            decay, gain = mamba2_factors(decays, self.rate, self.bias, (0.1, float("inf")))
+        out = state_scan(queries, keys, values, decay, gain, states, batch.reference(), delta=is_delta)
+        return out if is_delta else out + self.skip[:, None] * values
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "keys", "values"),
+    [(1, 1, 1, 1), (4, 2, 5, 7), (6, 3, 16, 16), (2, 2, 33, 65), (3, 1, 128, 130), (2, 1, 7, 200)],
+)
+@pytest.mark.parametrize("kind", SCANS)
+def test_scan(native: NativeLibrary, kind: str, heads: int, groups: int, keys: int, values: int) -> None:
+    torch.manual_seed(heads + keys + values)
+    scan = Scan(kind, heads, groups, keys, values, BATCH.num_tokens)
+    before = states_of(heads, keys, values)
+    ours, theirs = before.clone(), before.clone()
+    out = scan.native(native, BATCH, ours, None)
+    torch.testing.assert_close(out, scan.reference(BATCH, theirs), **CLOSE)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", SCANS)
+@pytest.mark.parametrize("cut", [1, 6, 16])
+def test_a_prompt_in_pieces_and_alone_has_the_bits_of_the_whole(
+    native: NativeLibrary, kind: str, cut: int
+) -> None:
+    torch.manual_seed(cut)
+    whole = Batch(rows=[(0, 17), (0, 4)], slots=[2, 5], snapshots=[((8, 1),), ()])
+    scan = Scan(kind, 4, 2, 24, 40, whole.num_tokens)
+    states, inputs = torch.full((2, NUM_SLOTS, 4, 24, 40), NAN), torch.full((2, NUM_SLOTS, 3, 48), NAN)
+    x, weight = torch.randn(whole.num_tokens, 3 * 48), torch.randn(4, 48)
+    together = scan.native(native, whole, states[0], None)[:17]
+    convolved_together = convolved(native, whole, x, weight, None, inputs[0])[:17]
+    outs, convolutions = [], []
+    for begin, end in ((0, cut), (cut, 17)):
+        copies = (((8, 1),) if begin < 8 <= end else (),)
+        piece = Batch(rows=[(begin, end - begin)], slots=[2], snapshots=list(copies))
+        chosen = torch.arange(begin, end)
+        outs.append(scan.native(native, piece, states[1], chosen))
+        convolutions.append(convolved(native, piece, x[begin:end].contiguous(), weight, None, inputs[1]))
+    assert torch.equal(torch.cat(outs), together)
+    assert torch.equal(torch.cat(convolutions), convolved_together)
+    for slot in (1, 2):
+        assert torch.equal(states[0, slot], states[1, slot])
+        assert torch.equal(inputs[0, slot], inputs[1, slot])
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 100])
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("weights", ["none", "shared", "own"])
+def test_gated_norm(native: NativeLibrary, size: int, gate_first: bool, kind: str, weights: str) -> None:
+    torch.manual_seed(size)
+    width = 3 * size
+    x, gate = torch.randn(5, width), torch.randn(5, 2 * width)
+    weight = {"none": None, "shared": torch.randn(size), "own": torch.randn(width)}[weights]
+    out, step = torch.full_like(x, NAN), StepStruct(num_tokens=5)
+    args = GatedRowArgs(
+        step=ctypes.addressof(step),
+        x=x.data_ptr(),
+        gate=gate[:, width:].data_ptr(),
+        weight=None if weight is None else weight.data_ptr(),
+        out=out.data_ptr(),
+        width=width,
+        size=size,
+        x_stride=width,
+        gate_stride=2 * width,
+        shares_weight=int(weights == "shared"),
+        gate_first=int(gate_first),
+        gate_kind=GATES[kind],
+        eps=1e-5,
+    )
+    run(native, "gated_norm", args)
+    expected = gated_norm(x, gate[:, width:], weight, 1e-5, size=size, gate_first=gate_first, kind=kind)
+    torch.testing.assert_close(out, expected, **CLOSE)

@@ -1,0 +1,189 @@
+"""Models whose layers carry a state, through the real scheduler and runner: what is found again, forked and
+preempted gives what transformers computes from scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from engine.model.plan import make_plan, plan_input
+from engine.runner.build import build_here
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
+from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
+from tests.unit.engine.driver import Driver
+from tests.unit.engine.model.hybrids import HYBRIDS
+from tests.unit.engine.runner.driver import poison_floats, prompt_of
+
+FAMILIES = ["lfm2", "qwen3.5", "bamba", "falcon-h1"]
+GIB = 1 << 30
+
+
+@contextmanager
+def engine(
+    folder: Path, *, overlap: bool = False, num_blocks: int = 0, native: str = "required", **cache: Any
+) -> Iterator[Driver]:
+    """A scheduler over the real runner of a checkpoint, whose cache begins with NaN."""
+    limits = {"max_num_seqs": 6, "max_num_batched_tokens": 40}
+    if num_blocks:
+        cache["kv_cache_bytes"] = bytes_of(folder, num_blocks, limits)
+    config = EngineConfig(
+        dtype="float32",
+        num_threads=1,
+        native=native,
+        cache=CacheConfig(**({"kv_cache_bytes": 8 << 20} | cache)),
+        scheduler=SchedulerConfig(**limits, long_prefill_tokens=24),
+        max_model_len=128,
+    )
+    runner, memory, _ = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
+    for layer in runner.storage.layers:
+        for tensor in layer.tensors():
+            poison_floats(tensor)
+    assert memory.num_states
+    driver = Driver(
+        memory=memory,
+        overlap=overlap,
+        prefix_caching=config.cache.prefix_caching,
+        num_host_blocks=config.cache.host_bytes // (memory.kv_bytes_per_token * memory.block_size),
+        **limits,
+    )
+    driver.runner = runner
+    with closing(runner):
+        yield driver
+        assert driver.scheduler.num_requests == 0
+        assert driver.runner.num_states() == 0
+
+
+def bytes_of(folder: Path, num_blocks: int, limits: dict[str, int]) -> int:
+    """Bytes of a cache that has about so many blocks, and as few states as there can be."""
+    config = EngineConfig(dtype="float32", max_model_len=128, scheduler=SchedulerConfig(**limits))
+    given = plan_input(config, ModelConfig(path=str(folder)), device="cpu", available_bytes=8 * GIB)
+    plan, state = make_plan(given), given.spec.state
+    assert state is not None
+    return num_blocks * plan.kv_bytes_per_token * plan.block_size + 10 * state.num_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("native", ["required", "off"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_that_begin_alike(family: str, native: str, overlap: bool, tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    shared = prompt_of(43, 199)
+    prompts = [shared, shared, *([*shared[:37], *prompt_of(20, 199, seed=seed)] for seed in (1, 2, 3))]
+    with engine(tmp_path, overlap=overlap, native=native) as driver:
+        requests = []
+        for prompt in prompts:
+            requests.append(driver.submit(prompt, max_tokens=6, temperature=0.0))
+            driver.run()
+        together = [driver.submit(prompt, max_tokens=6, temperature=0.0) for prompt in prompts]
+        driver.run()
+        hits = driver.scheduler.load(driver.now).counters.prefix_hit_tokens
+        assert hits >= 32 + 32 + 5 * 32
+        for request, again, prompt in zip(requests, together, prompts, strict=True):
+            expected = reference_greedy(oracle, prompt, 6)
+            assert driver.tokens(request) == driver.tokens(again) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_preemption_goes_on_where_it_was(family: str, host_bytes: int, tmp_path: Path) -> None:
+    """Twelve blocks for six answers that grow to five blocks each."""
+    oracle = make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    with engine(tmp_path, num_blocks=12, host_bytes=host_bytes) as driver:
+        prompts = [prompt_of(30 + index, 199, seed=index) for index in range(6)]
+        requests = [driver.submit(prompt, max_tokens=40, temperature=0.0) for prompt in prompts]
+        driver.run()
+        assert driver.scheduler.load(driver.now).counters.num_preemptions
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert driver.tokens(request) == reference_greedy(oracle, prompt, 40)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_and_beams_have_states_of_their_own(family: str, tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    prompt = prompt_of(35, 199)
+    answers = []
+    for prefix_caching in (True, False):
+        with engine(tmp_path, prefix_caching=prefix_caching) as driver:
+            drawn = driver.submit(prompt, max_tokens=12, n=3, seed=4)
+            beams = driver.submit(prompt, max_tokens=12, n=3, best_of=3, beam_width=3, temperature=0.0)
+            greedy = driver.submit(prompt, max_tokens=12, temperature=0.0)
+            driver.run()
+            answers.append(
+                [driver.tokens(request, choice) for request in (drawn, beams) for choice in range(3)]
+            )
+            assert driver.tokens(greedy) == reference_greedy(oracle, prompt, 12)
+    assert answers[0] == answers[1]
+    assert len({tuple(tokens) for tokens in answers[0]}) == 6
+
+
+def test_another_engines_answer_is_gone_on_with(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, HYBRIDS["qwen3.5"][0], **HYBRIDS["qwen3.5"][1])
+    prompt = prompt_of(21, 199)
+    expected = reference_greedy(oracle, prompt, 20)
+    with engine(tmp_path) as driver:
+        request = driver.submit(prompt, max_tokens=20, temperature=0.0, output_token_ids=tuple(expected[:13]))
+        driver.run()
+        assert driver.tokens(request) == expected[13:]
+
+
+def test_the_plan_counts_states_and_what_is_allocated_is_what_it_says(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, HYBRIDS["falcon-h1"][0], **HYBRIDS["falcon-h1"][1])
+    config = EngineConfig(
+        cache=CacheConfig(kv_cache_bytes=4 << 20), scheduler=SchedulerConfig(max_num_seqs=5)
+    )
+    runner, plan, _ = build_here(config, ModelConfig(path=str(tmp_path)), lambda phase, part: None)
+    with closing(runner):
+        layers = runner.storage.layers
+        assert sum(part.nbytes for layer in layers for part in layer.state.tensors()) == plan.state_bytes
+        kept = sum(part[:-1].nbytes for layer in layers for part in layer.keys.tensors())
+        assert kept == plan.kv_cache_bytes
+    assert plan.num_states > 5 + 4
+    assert 0 <= (4 << 20) - plan.kv_cache_bytes - plan.state_bytes < plan.kv_bytes_per_token * plan.block_size
+    assert plan.state_interval % plan.block_size == 0
+
+
+def test_too_little_memory_for_states_is_said(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, HYBRIDS["lfm2"][0], **HYBRIDS["lfm2"][1])
+    config = EngineConfig(
+        cache=CacheConfig(kv_cache_bytes=1 << 20), scheduler=SchedulerConfig(max_num_seqs=2000)
+    )
+    given = plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB)
+    with pytest.raises(ConfigError, match=r"2004 states of its layers .*engine\.scheduler\.max_num_seqs"):
+        make_plan(given)
+
+
+def test_drafts_are_refused_by_name(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, HYBRIDS["lfm2"][0], **HYBRIDS["lfm2"][1])
+    config = EngineConfig(speculation=SpeculationConfig(method="ngram"))
+    with pytest.raises(
+        ConfigError, match=r"engine\.speculation\.method = 'ngram': Lfm2ForCausalLM has layers"
+    ):
+        plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen3.5", {"linear_num_value_heads": 5}),
+        ("bamba", {"mamba_d_head": 13}),
+        ("bamba", {"time_step_limit": [2.0, 1.0]}),
+        ("falcon-h1", {"attention_bias": True}),
+        ("falcon-h1", {"ssm_multipliers": [1.0]}),
+        ("nemotron-h-moe", {"moe_latent_size": 8}),
+        ("olmo-hybrid", {"layer_types": ["linear_attention"] * 4}),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_name(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    edit_config(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=next(iter(keys))):
+        plan_input(EngineConfig(), ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB)
