@@ -198,7 +198,7 @@ def _feed(
 def _advance_sums(layer: Layer, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
     """A layer whose norms take the place of the stream."""
     attention, feed_forward = layer.attention, layer.feed_forward
-    assert not isinstance(attention, LatentAttention), "an encoder's"
+    assert isinstance(attention, Attention), "an encoder's"
     assert isinstance(feed_forward, FeedForward), "an encoder's"
     after = [norm for norm in layer.after if norm is not None]
     x = normed(after[0], x + attend(attention, x, cache, step), step.kernels)
