@@ -28,7 +28,7 @@ BITSANDBYTES_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map"
 _KINDS = ("nf4", "fp4")
 
 
-class TensorSource(Protocol):
+class FourBitSource(Protocol):
     """Where readers find tensors; see `stored.TensorSource`."""
 
     dtype: torch.dtype
@@ -62,7 +62,7 @@ def mxfp4_weight(blocks: Tensor, scales: Tensor, *, coded: bool) -> CodedWeight 
 
 
 def nvfp4_weight(
-    source: TensorSource, name: str, outputs: int, inputs: int, packed: str, factor: float
+    source: FourBitSource, name: str, outputs: int, inputs: int, packed: str, factor: float
 ) -> WeightFormat:
     """The layer `name`: uint8 [N, K/2] at its part `packed`, weight_scale float8_e4m3 [N, K/16]; numbers are
     fp4 times that scale times `factor`.
@@ -82,7 +82,7 @@ def nvfp4_weight(
     return _served(source, weight)
 
 
-def factor_of(source: TensorSource, name: str) -> float:
+def factor_of(source: FourBitSource, name: str) -> float:
     """The number in a tensor of one element. Raises ConfigError where it is no scale."""
     value = source.stored(name).flatten()
     if value.numel() != 1 or not float(value.float()) > 0:
@@ -90,7 +90,7 @@ def factor_of(source: TensorSource, name: str) -> float:
     return float(value.float())
 
 
-def bitsandbytes_weight(source: TensorSource, name: str, outputs: int, inputs: int) -> WeightFormat:
+def bitsandbytes_weight(source: FourBitSource, name: str, outputs: int, inputs: int) -> WeightFormat:
     """weight uint8 [N * K / 2, 1] (even inputs in the high four bits), absmax [N * G], quant_map [16]; with
     nested absmax levels of 8 bits, nested_quant_map [256] and nested_absmax for some of them each.
     """
@@ -118,7 +118,7 @@ def bitsandbytes_weight(source: TensorSource, name: str, outputs: int, inputs: i
     return _served(source, FloatCodedWeight(codes=codes, book=book, scale=absmax.view(outputs, -1)))
 
 
-def _quant_state(source: TensorSource, stem: str) -> tuple[dict[str, Any], str]:
+def _quant_state(source: FourBitSource, stem: str) -> tuple[dict[str, Any], str]:
     """What bitsandbytes says of a weight, and the tensor that says so."""
     names = [f"{stem}.quant_state.bitsandbytes__{kind}" for kind in _KINDS]
     found = next((name for name in names if source.has(name)), None)
@@ -136,7 +136,7 @@ def _quant_state(source: TensorSource, stem: str) -> tuple[dict[str, Any], str]:
     return state, found
 
 
-def _absmax(source: TensorSource, stem: str, state: dict[str, Any], count: int) -> Tensor:
+def _absmax(source: FourBitSource, stem: str, state: dict[str, Any], count: int) -> Tensor:
     """What each block's codes are multiplied by [count], in float32."""
     absmax = source.stored(f"{stem}.absmax", (count,))
     if absmax.dtype != torch.uint8:
@@ -156,7 +156,7 @@ def _pairs(data: Tensor) -> Tensor:
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
 
 
-def _served(source: TensorSource, weight: CodedWeight | FloatCodedWeight) -> WeightFormat:
+def _served(source: FourBitSource, weight: CodedWeight | FloatCodedWeight) -> WeightFormat:
     if source.keeps_codes:
         return weight
     return DenseWeight(values=weight.dequantize().to(source.dtype))
