@@ -128,7 +128,7 @@ class Calibration:
             linear.product = _Watch(linear.product)
             watched.append((linear, linear.product))
         x, change = advance(layer, self.x, None, cache, self.step)
-        self.x = x + change
+        self.x = x if change is None else x + change
         for linear, watch in watched:
             assert isinstance(linear.weight, DenseWeight), "dense until it is calibrated"
             linear.weight = quantize(linear.weight.values, self.config, watch.range)

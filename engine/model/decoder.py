@@ -193,19 +193,22 @@ class Decoder:
             if adapters is None
             else adapter_step(self.kernels, adapters, self.num_adapter_slots),
         )
-        x, change = self.embedding.index_select(0, token_ids), None
-        if self.spec.embedding_scale != 1.0:
-            x = x * self.record.embedding_scale
-        if self.record.positions is not None:
-            x = x + cast("Tensor", self.record.positions).index_select(0, positions).to(x.dtype)
-        if self.record.embedding_norm is not None:
-            x = normed(self.record.embedding_norm, x, self.kernels)
+        x, change = self._embedded(token_ids, positions), None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, change = advance(layer, x, change, cache, step)
         x = x if change is None else x + change
         if self.spec.pooling is None or self.record.norm is None:
             return x
         return normed(self.record.norm, x, self.kernels)
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [T] -> [T, E]."""
+        record, x = self.record, self.embedding.index_select(0, token_ids)
+        if self.spec.embedding_scale != 1.0:
+            x = x * record.embedding_scale
+        if record.positions is not None:
+            x = x + cast("Tensor", record.positions).index_select(0, positions).to(x.dtype)
+        return x if record.embedding_norm is None else normed(record.embedding_norm, x, self.kernels)
 
     @property
     def captures(self) -> bool:

@@ -194,9 +194,7 @@ def _plan_tiles(
     view: tuple[int | None, int],
     device: torch.device,
 ) -> _TilePlan:
-    """Tiles of `size` tokens for the sequences `chosen`, all arrays at once; `view` is window and view
-    ahead.
-    """
+    """Tiles of `size` tokens for the sequences `chosen`, all arrays at once; `view`: window, view ahead."""
     window, ahead = view
     lens = batch.query_lens[chosen]
     per_sequence = -(-lens // size)
@@ -220,16 +218,8 @@ def _plan_tiles(
     chunks = []
     for step in range(int(num_chunks[0])):
         active = int(np.searchsorted(-num_chunks, -step, side="left"))
-        chunks.append(
-            _plan_chunk(
-                batch,
-                owner[:active],
-                (positions[:active], seen[:active]),
-                first[:active] + step,
-                window,
-                device,
-            )
-        )
+        rows = positions[:active], seen[:active]
+        chunks.append(_plan_chunk(batch, owner[:active], rows, first[:active] + step, window, device))
     return _TilePlan(tile_tokens=size, tokens=torch.from_numpy(tokens.ravel()).to(device), chunks=chunks)
 
 
