@@ -63,3 +63,19 @@ def test_blocks_before_the_window_may_hold_anything(name: str, dtype: torch.dtyp
     tolerance = 2e-2 if (name, dtype) == ("native", torch.int8) else 3e-6
     found = replace(step, tables=cut).run(BACKENDS[name])
     torch.testing.assert_close(found, step.run(ReferenceAttention), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in backends_to_test() if name != "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "ahead"), [(None, 1 << 40), (21, 20), (300, 299), (1, 0), (5, 600)])
+@pytest.mark.parametrize("heads", [(4, 4, 12), (6, 2, 32)])
+def test_queries_may_look_ahead_to_the_end_of_their_own_text(
+    name: str, dtype: torch.dtype, window: int | None, ahead: int, heads: tuple[int, int, int]
+) -> None:
+    lengths = [1, 2, 5, 16, 17, 130, 255, 256, 257, 600]
+    step = draw(lengths, lengths, heads, dtype=dtype, padding=-sum(lengths) % 16, window=window, ahead=ahead)
+    tolerance = 2e-2 if dtype is torch.bfloat16 and name == "native" else 3e-6
+    found = step.run(BACKENDS[name])[: sum(lengths)]
+    torch.testing.assert_close(
+        found, step.run(ReferenceAttention)[: sum(lengths)], atol=tolerance, rtol=tolerance
+    )
