@@ -27,8 +27,12 @@ _KINDS: dict[str, Kind] = {
 }
 _OTHER_MODES = ("pooling_mode_mean_sqrt_len_tokens",)
 # The newer form, one name.
-_MODES: dict[str, Kind] = {"lasttoken": "last", "weightedmean": "weighted"} | {
-    kind: kind for kind in ("cls", "mean", "max")
+_MODES: dict[str, Kind] = {
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "lasttoken": "last",
+    "weightedmean": "weighted",
 }
 _CLASSIFIER = "ForSequenceClassification"
 # Architectures that are read in one go and have no head that generates.

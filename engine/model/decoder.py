@@ -291,16 +291,8 @@ class Decoder:
             states=states,
             dtype=self.embedding.dtype,
         )
-        x: Tensor = self.embedding.index_select(0, token_ids)
         change: Tensor | None = None
-        if self.spec.embedding_scale != 1.0:
-            x = x * self.record.embedding_scale
-        if self.record.positions is not None:
-            x = x + cast("Tensor", self.record.positions).index_select(0, positions).to(x.dtype)
-        if self.record.per_layer is not None:
-            step.per_layer = inputs_of(self.record.per_layer, token_ids, x, self.kernels)
-        if self.record.embedding_norm is not None:
-            x = normed(self.record.embedding_norm, x, self.kernels)
+        x = self._embedded(token_ids, positions, step)
         if self.record.stream_ends is not None:
             x = spread(self.record.stream_ends, x)
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -311,6 +303,17 @@ class Decoder:
         if self.spec.pooling is None or self.record.norm is None:
             return x
         return normed(self.record.norm, x, self.kernels)
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """Tokens [T] -> [T, E]; the step gets what layers read of a second embedding, if there is one."""
+        record, x = self.record, self.embedding.index_select(0, token_ids)
+        if self.spec.embedding_scale != 1.0:
+            x = x * record.embedding_scale
+        if record.positions is not None:
+            x = x + cast("Tensor", record.positions).index_select(0, positions).to(x.dtype)
+        if record.per_layer is not None:
+            step.per_layer = inputs_of(record.per_layer, token_ids, x, self.kernels)
+        return x if record.embedding_norm is None else normed(record.embedding_norm, x, self.kernels)
 
     @property
     def captures(self) -> bool:

@@ -7,6 +7,7 @@ Shape letters: S texts, E hidden size, O outputs, I inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def _softmax(x: Floats) -> Floats:
     return np.asarray(weights / weights.sum(-1, keepdims=True), np.float32)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "none": lambda x: x,
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, 0.0),
@@ -117,11 +118,11 @@ def apply_heads(heads: list[PooledHead], x: Floats) -> Floats:
         if head.norm is not None:
             centred = x - x.mean(-1, keepdims=True)
             scale = 1.0 / np.sqrt((centred * centred).mean(-1, keepdims=True) + head.norm.eps)
-            x = centred * scale * np.asarray(head.norm.weight)
+            x = np.asarray(centred * scale * np.asarray(head.norm.weight), np.float32)
     return x
 
 
 def normalized(x: Floats) -> Floats:
     """Rows [S, O] of length one; a row of zeros stays."""
     length: NDArray[np.float32] = np.sqrt((x * x).sum(-1, keepdims=True))
-    return x / np.maximum(length, 1e-12)
+    return np.asarray(x / np.maximum(length, 1e-12), np.float32)

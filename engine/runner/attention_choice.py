@@ -26,15 +26,8 @@ def attention_of(
 
     Raises ConfigError when the name is unknown, or flash-attn is asked for and cannot serve.
     """
-    asked = config.attention_backend
     served = config.max_model_len or spec.max_positions
-    if spec.bidirectional:
-        if asked not in ("auto", *LOOK_AHEAD):
-            raise ConfigError(
-                f"engine.attention_backend = {asked!r} looks back alone, and {spec.architecture} "
-                f"looks ahead as well; set it to auto, or one of {', '.join(LOOK_AHEAD)}"
-            )
-        asked = "torch" if asked == "auto" else asked
+    asked = _looking_ahead(config, spec) if spec.bidirectional else config.attention_backend
     available = available_backends()
     facts = AttentionFacts(
         dtype=dtype,
@@ -62,3 +55,14 @@ def attention_of(
         _log.info("attention: %s (%s)", choice.name, choice.why)
     backend: AttentionBackend = torch_attention(spec, available[choice.name])
     return backend
+
+
+def _looking_ahead(config: EngineConfig, spec: ModelSpec) -> str:
+    """The back end of an encoder. Raises ConfigError for one whose queries look back alone."""
+    asked = config.attention_backend
+    if asked not in ("auto", *LOOK_AHEAD):
+        raise ConfigError(
+            f"engine.attention_backend = {asked!r} looks back alone, and {spec.architecture} looks ahead as "
+            f"well; set it to auto, or one of {', '.join(LOOK_AHEAD)}"
+        )
+    return "torch" if asked == "auto" else asked

@@ -44,9 +44,9 @@ class Pooler:
         pooled = np.stack([cast("Floats", inputs.states[index].pooled) for index in ended])
         lengths = inputs.ends[ended].astype(np.float32)[:, None]
         if self.files.kind == "mean":
-            pooled = pooled / lengths
+            pooled = np.asarray(pooled / lengths, np.float32)
         elif self.files.kind == "weighted":
-            pooled = pooled / (lengths * (lengths + 1.0) / 2.0)
+            pooled = np.asarray(pooled / (lengths * (lengths + 1.0) / 2.0), np.float32)
         outputs = apply_heads(self._heads, np.asarray(pooled, np.float32))
         return [
             self._result(inputs.ids[index], inputs.states[index].pooling, row)

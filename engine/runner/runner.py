@@ -88,7 +88,7 @@ class ModelRunner:
         self.storage = storage
         self.grammar = grammar
         if self.model.spec.pooling is not None:
-            table.pooler = Pooler(self.model.record)
+            table.pool = Pooler(self.model.record).take
         self.proposer = proposer
         self._speculates = proposer.config.method != "off"
         # Where the model has slots, who builds the runner says so.

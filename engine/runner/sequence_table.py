@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,8 @@ from engine.runner.speculation.economics import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
 from engine.sampling.thinking import ThinkingMatcher
-from engine.types import NewSequence, SamplingParams
+from engine.types import NewSequence, SamplingParams, SequenceResult
 from kernels.host import Device
-
-if TYPE_CHECKING:
-    from engine.runner.pooling import Pooler
 
 
 @dataclass(kw_only=True)
@@ -59,8 +56,8 @@ class SequenceTable:
         self.max_model_len = max_model_len
         self.grammar = grammar
         self.sampling = SamplingTable(vocab_size, device)
-        # Of a model that pools; who builds the runner sets it.
-        self.pooler: Pooler | None = None
+        # From a step and its hidden states to outputs, of a model that pools.
+        self.pool: Callable[[Any, Any], list[SequenceResult]] | None = None
         self.states: dict[int, SequenceState] = {}
         # Those of them that think on a budget.
         self.thinking: dict[int, SequenceState] = {}

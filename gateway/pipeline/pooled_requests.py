@@ -5,7 +5,7 @@ to scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
+from math import fsum, sqrt
 from operator import mul
 from typing import NamedTuple
 
@@ -112,4 +112,4 @@ def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _product(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(map(mul, one, other))
+    return fsum(map(mul, one, other))

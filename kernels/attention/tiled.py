@@ -214,16 +214,8 @@ def _plan_tiles(
     chunks = []
     for step in range(int(num_chunks[0])):
         active = int(np.searchsorted(-num_chunks, -step, side="left"))
-        chunks.append(
-            _plan_chunk(
-                batch,
-                owner[:active],
-                (positions[:active], seen[:active]),
-                first[:active] + step,
-                reach,
-                device,
-            )
-        )
+        rows = positions[:active], seen[:active]
+        chunks.append(_plan_chunk(batch, owner[:active], rows, first[:active] + step, reach, device))
     return TilePlan(tile_tokens=size, tokens=torch.from_numpy(tokens.ravel()).to(device), chunks=chunks)
 
 

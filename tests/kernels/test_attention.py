@@ -71,3 +71,19 @@ def test_queries_stay_in_their_chunk(chunk: int, window: int | None) -> None:
     step = draw([5, 130, 700], [1, 40, 333], chunk=chunk, window=window)
     compare(TILED, step, 2e-6)
     assert_bits_in_any_mix(TILED, draw(PROMPTS, heads=(4, 2, 32), chunk=chunk, window=window), padding=16)
+
+
+@pytest.mark.parametrize("name", [name for name in backends_to_test() if name != "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "ahead"), [(None, 1 << 40), (21, 20), (300, 299), (1, 0), (5, 600)])
+@pytest.mark.parametrize("heads", [(4, 4, 12), (6, 2, 32)])
+def test_queries_may_look_ahead_to_the_end_of_their_own_text(
+    name: str, dtype: torch.dtype, window: int | None, ahead: int, heads: tuple[int, int, int]
+) -> None:
+    lengths = [1, 2, 5, 16, 17, 130, 255, 256, 257, 600]
+    step = draw(lengths, lengths, heads, dtype=dtype, padding=-sum(lengths) % 16, window=window, ahead=ahead)
+    tolerance = 2e-2 if dtype is torch.bfloat16 and name == "native" else 3e-6
+    found = step.run(BACKENDS[name])[: sum(lengths)]
+    torch.testing.assert_close(
+        found, step.run(ReferenceAttention)[: sum(lengths)], atol=tolerance, rtol=tolerance
+    )

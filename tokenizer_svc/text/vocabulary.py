@@ -58,11 +58,9 @@ def build_vocabulary(
         for text, token_id in ids.items():
             tokens[token_id] = text.encode() if text in added else _byte_level_bytes(text, table)
     elif kinds == {"WordPiece"}:
-        # Words begin with a space of their own; what goes on with one says so.
         prefix, kind = steps[0].get("prefix", "##"), DecoderKind.METASPACE
         for text, token_id in ids.items():
-            is_whole = token_id in special or text in added
-            tokens[token_id] = (text if is_whole else _word_piece(text, prefix)).encode()
+            tokens[token_id] = (text if text in added else _word_piece(text, prefix)).encode()
     elif replaced := _replacements(steps):
         byte_fallback = "ByteFallback" in kinds
         for text, token_id in ids.items():
@@ -133,6 +131,7 @@ def _spaces_in_front(steps: list[dict[str, Any]]) -> DecoderKind:
 
 
 def _word_piece(text: str, prefix: str) -> str:
+    # Words begin with a space of their own; what goes on with one says so.
     return text.removeprefix(prefix) if text.startswith(prefix) else f" {text}"
 
 

@@ -23,17 +23,19 @@ _NAMES = TensorNames(
         (r"\.mlp\.fc2\.", ".mlp.down_proj."),
     ),
 )
+_OFF = (
+    *("prenorm", "rotary_emb_interleaved", "use_rms_norm", "parallel_block"),
+    *("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"),
+)
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
 
 
 @family("NomicBertModel")
 def read(config: ConfigReader) -> ModelSpec:
     """The published models' switches; others are refused by name."""
-    config.require("prenorm", False, False)
-    config.require("rotary_emb_interleaved", False, False)
-    config.require("rotary_emb_scale_base", None, None)
-    for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm", "parallel_block"):
+    for name in _OFF:
         config.require(name, False, False)
+    config.require("rotary_emb_scale_base", None, None)
     config = config.aliased(
         hidden_size="n_embd",
         num_hidden_layers="n_layer",

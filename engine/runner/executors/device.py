@@ -79,7 +79,7 @@ class DeviceExecutor(Executor):
     def runs_ahead(self, scheduled: Sequence[ScheduledSequence]) -> bool:
         """Whether nothing in the step needs tokens on the host before its forward."""
         table = self.table
-        if table.pooler is not None:
+        if table.pool is not None:
             return False
         captured: bool | None = None
         someone_drafts = bool(table.unread_drafts.any())

@@ -127,9 +127,9 @@ def compute_step(
     assert inputs.batch is not None, "prepared as a whole"
     began_s = time.monotonic()
     hidden = model.forward(inputs.batch, storage.layers, attention)
-    if table.pooler is not None:
+    if table.pool is not None:
         step = Sampled(inputs=inputs, rows=no_rows(), began_s=began_s, forwarded_s=time.monotonic())
-        step.pooled = table.pooler.take(inputs, hidden)
+        step.pooled = table.pool(inputs, hidden)
         return step
     step = Sampled(inputs=inputs, rows=logit_rows(inputs), began_s=began_s, forwarded_s=time.monotonic())
     step.scores = prompt_logprobs(inputs, hidden, model, table)
