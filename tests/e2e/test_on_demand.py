@@ -106,9 +106,7 @@ def test_an_engine_killed_in_the_middle_of_its_load_costs_nobody_an_answer(model
 
 
 def test_an_unknown_model_is_refused_by_its_name(models: Stack) -> None:
-    with pytest.raises(
-        openai.NotFoundError, match="'yellow' is not served here; available: red"
-    ):
+    with pytest.raises(openai.NotFoundError, match="'yellow' is not served here; available: red"):
         ask(models, "yellow")
 
 
