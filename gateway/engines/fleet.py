@@ -38,7 +38,7 @@ _ADDRESS = re.compile(r"unix:\S+|(?:dns:/*)?(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]
 # Whoever writes a file in place has been through with it for at least this long.
 _SETTLED_S = 0.05
 # All that stands in a file where it is meant that no engine runs: models may be loaded on demand.
-NO_ENGINES = "# none"
+NO_ENGINES = "# no engine runs now"
 
 
 def lookup_of(discovery: str, static: Sequence[str]) -> Lookup:

@@ -23,7 +23,7 @@ from services.supervisor.config import Options
 MODELS_FILE = "models.json"
 ENGINES_FILE = "engines"
 # What stands there while none runs: an empty file would be one that is being written.
-NO_ENGINES = "# none"
+NO_ENGINES = "# no engine runs now"
 # Options that speak of one model.
 _OF_ONE = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser")
 

