@@ -91,14 +91,14 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Group:
+class Bracketed:
     """Alternatives in brackets; optional ones where the brackets are square."""
 
     inner: Choice
     is_optional: bool = False
 
 
-Atom: TypeAlias = Text | Pattern | Name | Group
+Atom: TypeAlias = Text | Pattern | Name | Bracketed
 
 
 @dataclass(frozen=True)
@@ -129,16 +129,16 @@ class Definition:
 
 
 @dataclass(frozen=True)
-class Source:
+class LarkSource:
     """A grammar: its definitions, those of `common` among them, and what may stand between lexemes."""
 
     definitions: tuple[Definition, ...]
     ignored: tuple[Choice, ...] = ()
 
 
-def read_lark(text: str) -> Source:
+def read_lark(text: str) -> LarkSource:
     """The grammar; raises NotWritable."""
-    return _Reader(text).source()
+    return _LarkReader(text).source()
 
 
 _Kind = Literal["skip", "newline", "string", "regex", "rule", "terminal", "number", "directive", "special",
@@ -146,28 +146,28 @@ _Kind = Literal["skip", "newline", "string", "regex", "rule", "terminal", "numbe
 
 
 @dataclass(frozen=True)
-class _Token:
+class _LarkToken:
     kind: str
     text: str
 
 
-def _tokens(text: str) -> Iterator[_Token]:
+def _tokens(text: str) -> Iterator[_LarkToken]:
     for found in _TOKEN.finditer(text):
         kind = str(found.lastgroup)
         if kind != "skip":
-            yield _Token(kind, found[0])
-    yield _Token("newline", "\n")
-    yield _Token("end", "")
+            yield _LarkToken(kind, found[0])
+    yield _LarkToken("newline", "\n")
+    yield _LarkToken("end", "")
 
 
 @dataclass
-class _Reader:
+class _LarkReader:
     text: str
     place: int = 0
     depth: int = 0
-    tokens: list[_Token] = field(default_factory=list)
+    tokens: list[_LarkToken] = field(default_factory=list)
 
-    def source(self) -> Source:
+    def source(self) -> LarkSource:
         self.tokens = list(_tokens(self.text))
         definitions: list[Definition] = []
         ignored: list[Choice] = []
@@ -183,13 +183,13 @@ class _Reader:
                 definitions += self._imported()
             else:
                 raise NotWritable(f"{token.text[:20]!r} is not led inside of a call")
-        return Source(tuple(definitions), tuple(ignored))
+        return LarkSource(tuple(definitions), tuple(ignored))
 
     @property
-    def _now(self) -> _Token:
+    def _now(self) -> _LarkToken:
         return self.tokens[min(self.place, len(self.tokens) - 1)]
 
-    def _take(self) -> _Token:
+    def _take(self) -> _LarkToken:
         token = self._now
         self.place += 1
         return token
@@ -239,7 +239,7 @@ class _Reader:
         if self._now.kind == "number":
             return self._take().text
         atom = self._atom()
-        if isinstance(atom, Group):
+        if isinstance(atom, Bracketed):
             raise NotWritable("a group as an attribute's value is not led inside of a call")
         return atom
 
@@ -310,17 +310,17 @@ class _Reader:
                 return self._group("]" if token.text == "[" else ")")
         raise NotWritable(f"{token.text[:20]!r} is not led inside of a call")
 
-    def _group(self, close: str) -> Group:
+    def _group(self, close: str) -> Bracketed:
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise NotWritable(f"it is nested deeper than {_MAX_DEPTH} levels")
         inner = self._choice()
         self._expect(close)
         self.depth -= 1
-        return Group(inner, is_optional=close == "]")
+        return Bracketed(inner, is_optional=close == "]")
 
     @staticmethod
-    def _name(token: _Token) -> Name:
+    def _name(token: _LarkToken) -> Name:
         return Name(token.text.lstrip("!?"), is_rule=token.kind == "rule")
 
 

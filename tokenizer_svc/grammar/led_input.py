@@ -17,9 +17,9 @@ import llguidance
 from tokenizer_svc.grammar.input_alphabets import Alphabet, AsItIs, InJson, first_bytes, second_bytes
 from tokenizer_svc.grammar.lark_source import (
     Atom,
+    Bracketed,
     Choice,
     Definition,
-    Group,
     Item,
     Name,
     NotWritable,
@@ -130,7 +130,7 @@ class LedInput:
 
         def inside(choice: Choice) -> Iterator[Atom]:
             for atom in _atoms_in(choice):
-                if isinstance(atom, Group):
+                if isinstance(atom, Bracketed):
                     yield from inside(atom.inner)
                 elif atom not in self._kept:
                     yield atom
@@ -171,7 +171,7 @@ class LedInput:
 
     def _item(self, item: Item, *, in_rule: bool, skips: bool) -> str:
         atom = item.atom
-        if isinstance(atom, Group):
+        if isinstance(atom, Bracketed):
             opens, closes = "[]" if atom.is_optional else "()"
             written = f"{opens}{self._choice(atom.inner, in_rule=in_rule, skips=skips)}{closes}"
         elif isinstance(atom, Name) and atom.is_rule and (atom in self._kept or not in_rule):
@@ -190,7 +190,7 @@ class LedInput:
                 return self._alphabet.pattern(atom)
             case Name():
                 return self._name(atom)
-            case Group():
+            case Bracketed():
                 return f"({self._choice(atom.inner)})"
 
     def _lexeme(self, atom: Atom) -> str:
@@ -261,7 +261,7 @@ def _atoms_in(choice: Choice) -> Iterator[Atom]:
 
 def _names_in(choice: Choice) -> Iterator[Name]:
     for atom in _atoms_in(choice):
-        if isinstance(atom, Group):
+        if isinstance(atom, Bracketed):
             yield from _names_in(atom.inner)
         elif isinstance(atom, Name):
             yield atom
