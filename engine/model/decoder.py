@@ -216,7 +216,15 @@ class Decoder:
             if adapters is None
             else adapter_step(self.kernels, adapters, self.num_adapter_slots),
         )
-        x, change = self.embedding.index_select(0, token_ids), None
+        x, change = self._embedded(token_ids, positions, step), None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, change = advance(layer, x, change, cache, step)
+        x = x if change is None else x + change
+        return x if self.record.stream_ends is None else gathered(self.record.stream_ends, x)
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """The stream [T, E] before the first layer, or several [A, T, E]."""
+        x = self.embedding.index_select(0, token_ids)
         if self.spec.embedding_scale != 1.0:
             x = x * self.record.embedding_scale
         if self.record.positions is not None:
@@ -225,10 +233,7 @@ class Decoder:
             step.per_layer = inputs_of(self.record.per_layer, token_ids, x, self.kernels)
         if self.record.stream_ends is not None:
             x = spread(self.record.stream_ends, x)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, change = advance(layer, x, change, cache, step)
-        x = x if change is None else x + change
-        return x if self.record.stream_ends is None else gathered(self.record.stream_ends, x)
+        return x
 
     @property
     def captures(self) -> bool:
