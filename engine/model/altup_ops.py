@@ -5,11 +5,10 @@ Shape letters: T tokens, E hidden size, A streams.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from engine.model.layer_spec import SUM_SCALE
+from engine.model.ops_builder import OpsBuilder
 from engine.model.per_layer_ops import add_input
 from engine.model.records import AltUp, Attention, FeedForward, Floats, Layer, Linear, Norm, StreamEnds
 from kernels.altup.native import AltUpCorrectArgs, AltUpPredictArgs, MagnitudeArgs, StreamMeanArgs
@@ -17,21 +16,18 @@ from kernels.host import Values, address_of, empty
 from kernels.norm.native import NormArgs, norm_op
 from kernels.paged_cache.native import Storage
 
-if TYPE_CHECKING:
-    from engine.model.program_builder import ProgramBuilder
-
 
 class StreamBuffers:
     """The streams [A, T, E], and what a layer predicts of them."""
 
-    def __init__(self, builder: ProgramBuilder, num_streams: int) -> None:
+    def __init__(self, builder: OpsBuilder, num_streams: int) -> None:
         shape = (num_streams, *builder.stream.shape)
         self.streams: Floats = empty(shape)
         self.predicted: Floats = empty(shape)
         self.stride = int(np.prod(shape[1:]))
 
 
-def spread(builder: ProgramBuilder, ends: StreamEnds) -> StreamBuffers:
+def spread(builder: OpsBuilder, ends: StreamEnds) -> StreamBuffers:
     """The streams that the embeddings in the builder's stream become."""
     buffers = StreamBuffers(builder, 1 + len(ends.outward))
     first, *others = buffers.streams
@@ -41,7 +37,7 @@ def spread(builder: ProgramBuilder, ends: StreamEnds) -> StreamBuffers:
     return buffers
 
 
-def gather(builder: ProgramBuilder, ends: StreamEnds, buffers: StreamBuffers) -> None:
+def gather(builder: OpsBuilder, ends: StreamEnds, buffers: StreamBuffers) -> None:
     """The streams' mean in the builder's stream."""
     first, *others = buffers.streams
     for linear, stream, target in zip(ends.inward, others, buffers.predicted, strict=False):
@@ -58,7 +54,7 @@ def gather(builder: ProgramBuilder, ends: StreamEnds, buffers: StreamBuffers) ->
     builder.add("stream_mean", args, buffers)
 
 
-def advance(builder: ProgramBuilder, layer: Layer, cache: Storage, buffers: StreamBuffers) -> None:
+def advance(builder: OpsBuilder, layer: Layer, cache: Storage, buffers: StreamBuffers) -> None:
     """The streams after a layer, of which the builder's stream holds the active one meanwhile."""
     altup, attention, feed_forward = layer.altup, layer.attention, layer.feed_forward
     assert altup is not None, "called for layers that have streams"
@@ -84,7 +80,7 @@ def advance(builder: ProgramBuilder, layer: Layer, cache: Storage, buffers: Stre
         _norm(builder, other, change=change, change_norm=layer.after[2], residual=other)
 
 
-def _beside(builder: ProgramBuilder, altup: AltUp, x: Floats) -> Floats:
+def _beside(builder: OpsBuilder, altup: AltUp, x: Floats) -> Floats:
     """x and its normed product of low rank, added."""
     low = builder.buffer("laurel_low", altup.left.packed.outputs)
     product, beside = (builder.buffer(name, x.shape[1]) for name in ("laurel_product", "laurel"))
@@ -94,7 +90,7 @@ def _beside(builder: ProgramBuilder, altup: AltUp, x: Floats) -> Floats:
     return beside
 
 
-def _route(builder: ProgramBuilder, altup: AltUp, x: Floats) -> Floats:
+def _route(builder: OpsBuilder, altup: AltUp, x: Floats) -> Floats:
     """The router's answer to x [T, E], before its tanh: [T, A]."""
     normed = builder.buffer("asked", x.shape[1])
     _norm(builder, x, norm=altup.router_norm, out=normed)
@@ -103,7 +99,7 @@ def _route(builder: ProgramBuilder, altup: AltUp, x: Floats) -> Floats:
     return routed
 
 
-def _predict(builder: ProgramBuilder, altup: AltUp, buffers: StreamBuffers) -> None:
+def _predict(builder: OpsBuilder, altup: AltUp, buffers: StreamBuffers) -> None:
     routed = _route(builder, altup, buffers.streams[altup.active])
     args = AltUpPredictArgs(
         step=builder.step,
@@ -120,7 +116,7 @@ def _predict(builder: ProgramBuilder, altup: AltUp, buffers: StreamBuffers) -> N
     builder.add("altup_predict", args, buffers, altup, routed)
 
 
-def _correct(builder: ProgramBuilder, altup: AltUp, buffers: StreamBuffers) -> Floats:
+def _correct(builder: OpsBuilder, altup: AltUp, buffers: StreamBuffers) -> Floats:
     """By the builder's stream; returns the active one, as the gate takes it."""
     active = builder.buffer("active", builder.stream.shape[1])
     routed = _route(builder, altup, builder.stream)
@@ -142,7 +138,7 @@ def _correct(builder: ProgramBuilder, altup: AltUp, buffers: StreamBuffers) -> F
     return active
 
 
-def _scaled_product(builder: ProgramBuilder, linear: Linear, x: Floats, out: Floats, like: Floats) -> None:
+def _scaled_product(builder: OpsBuilder, linear: Linear, x: Floats, out: Floats, like: Floats) -> None:
     builder.product(linear, x, out, False)
     args = MagnitudeArgs(
         step=builder.step, x=address_of(out), like=address_of(like), width=builder.stream.shape[1]
@@ -151,7 +147,7 @@ def _scaled_product(builder: ProgramBuilder, linear: Linear, x: Floats, out: Flo
 
 
 def _norm(
-    builder: ProgramBuilder,
+    builder: OpsBuilder,
     x: Floats,
     *,
     change: Values | None = None,
@@ -161,7 +157,7 @@ def _norm(
     norm: Norm | None = None,
     out: Values | None = None,
 ) -> None:
-    """See RmsNormArgs."""
+    """A norm as kernels/norm/norm.h has it."""
     either = norm or change_norm
     args = NormArgs(
         step=builder.step,

@@ -293,8 +293,6 @@ class Decoder:
         )
         change: Tensor | None = None
         x = self._embedded(token_ids, positions, step)
-        if self.record.stream_ends is not None:
-            x = spread(self.record.stream_ends, x)
         for layer, cache in zip(self.layers, caches, strict=True):
             x, change = advance(layer, x, change, cache, step)
         x = x if change is None else x + change
@@ -305,7 +303,7 @@ class Decoder:
         return normed(self.record.norm, x, self.kernels)
 
     def _embedded(self, token_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """Tokens [T] -> [T, E]; the step gets what layers read of a second embedding, if there is one."""
+        """The stream [T, E] before the first layer, or several [A, T, E]."""
         record, x = self.record, self.embedding.index_select(0, token_ids)
         if self.spec.embedding_scale != 1.0:
             x = x * record.embedding_scale
@@ -313,7 +311,9 @@ class Decoder:
             x = x + cast("Tensor", record.positions).index_select(0, positions).to(x.dtype)
         if record.per_layer is not None:
             step.per_layer = inputs_of(record.per_layer, token_ids, x, self.kernels)
-        return x if record.embedding_norm is None else normed(record.embedding_norm, x, self.kernels)
+        if record.embedding_norm is not None:
+            x = normed(record.embedding_norm, x, self.kernels)
+        return x if record.stream_ends is None else spread(record.stream_ends, x)
 
     @property
     def captures(self) -> bool:

@@ -5,17 +5,13 @@ Shape letters: T tokens, E hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from engine.model.ops_builder import OpsBuilder
 from engine.model.records import Floats, JoinedFeedForward, Norm
 from kernels.host import address_of
 from kernels.norm.native import NormArgs, norm_op
 
-if TYPE_CHECKING:
-    from engine.model.program_builder import ProgramBuilder
 
-
-def feed_joined(builder: ProgramBuilder, joined: JoinedFeedForward, x: Floats, out: Floats) -> None:
+def feed_joined(builder: OpsBuilder, joined: JoinedFeedForward, x: Floats, out: Floats) -> None:
     """out [T, E] from x [T, E], which the dense feed-forward takes, and from the stream."""
     sparse = builder.buffer("sparse_change", out.shape[1])
     builder.feed_forward(joined.dense, x, out, False)
@@ -26,7 +22,7 @@ def feed_joined(builder: ProgramBuilder, joined: JoinedFeedForward, x: Floats, o
         _add_normed(builder, norm, out, change)
 
 
-def _add_normed(builder: ProgramBuilder, norm: Norm, out: Floats, change: Floats | None) -> None:
+def _add_normed(builder: OpsBuilder, norm: Norm, out: Floats, change: Floats | None) -> None:
     """The norm of out [T, E] in its place; or that of a change added to it."""
     args = NormArgs(step=builder.step, x=address_of(out), width=out.shape[1], eps=norm.eps)
     if change is None:

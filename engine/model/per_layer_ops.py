@@ -5,20 +5,16 @@ Shape letters: T tokens, L layers, P elements that each layer reads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from engine.model.layer_spec import SUM_SCALE
+from engine.model.ops_builder import OpsBuilder
 from engine.model.records import Floats, PerLayerInput, PerLayerTable
 from kernels.activation.native import KINDS, ActivationArgs
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from kernels.host import Values, address_of, row_stride
 from kernels.per_layer.native import PerLayerArgs
 
-if TYPE_CHECKING:
-    from engine.model.program_builder import ProgramBuilder
 
-
-def read_rows(builder: ProgramBuilder, given: PerLayerTable) -> Values:
+def read_rows(builder: OpsBuilder, given: PerLayerTable) -> Values:
     """What the layers read [T, L * P], once the stream holds the tokens' embeddings."""
     width = given.table.shape[1]
     rows, projected = builder.buffer("per_layer", width), builder.buffer("per_layer_projected", width)
@@ -48,7 +44,7 @@ def read_rows(builder: ProgramBuilder, given: PerLayerTable) -> Values:
     return rows
 
 
-def add_input(builder: ProgramBuilder, given: PerLayerInput, rows: Values, stream: Floats) -> None:
+def add_input(builder: OpsBuilder, given: PerLayerInput, rows: Values, stream: Floats) -> None:
     """A layer's own part of `rows` [T, L * P], gated by the stream [T, E], in the builder's "change"."""
     width = given.projection.packed.inputs
     gate = builder.buffer("per_layer_gate", width)
