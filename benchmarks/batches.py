@@ -30,7 +30,7 @@ from benchmarks.engine.report import options
 from benchmarks.stack import RunningStack, running_stack, write_result
 from gateway.batches.lines import LineIndex, index_lines
 from gateway.batches.spool import Spool, Written
-from gateway.batches.types import Outcome
+from gateway.batches.types import LineOutcome
 
 CONFIG = """
 [tiers.interactive]
@@ -154,7 +154,7 @@ def _steps(num_lines: int) -> dict[str, float]:
 def _answer_all(folder: Path, spool: Spool) -> None:
     index, results = LineIndex(folder / "index", spool.is_done), list[Written]()
     while (entry := index.next()) is not None:
-        results.append(Written(entry.position, Outcome.SUCCEEDED, 0, b"x" * 400 + b"\n"))
+        results.append(Written(entry.position, LineOutcome.SUCCEEDED, 0, b"x" * 400 + b"\n"))
         if len(results) == _TOGETHER:
             spool.commit(results)
             results.clear()

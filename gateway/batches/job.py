@@ -36,7 +36,7 @@ from gateway.batches.lines import (
 )
 from gateway.batches.spool import NAMES, Spool, SpoolBusy, Written
 from gateway.batches.store import BatchLease, BatchLeaseLost, BatchStore, StoredFile
-from gateway.batches.types import BatchStatus, LineResult, Outcome, Problem, ResultForm
+from gateway.batches.types import BatchStatus, LineOutcome, LineResult, Problem, ResultForm
 from gateway.config import BatchesConfig
 from gateway.http.errors import unexpected
 
@@ -148,7 +148,7 @@ class BatchJob:
             _log.exception("line %d of batch %s failed", entry.line, self.lease.batch.id)
             error = unexpected()
             if not self._is_tried_again(entry, error):
-                failed = LineResult(custom_id=None, line=entry.line, outcome=Outcome.ERRORED, error=error)
+                failed = LineResult(custom_id=None, line=entry.line, outcome=LineOutcome.ERRORED, error=error)
                 self._put(entry, failed)
             return None
         finally:
@@ -168,7 +168,7 @@ class BatchJob:
             line = _request(data, entry, batch.endpoint, parts.max_line_bytes)
         except MillraceError as error:
             named = name_of(data)
-            failed = LineResult(custom_id=named, line=entry.line, outcome=Outcome.ERRORED, error=error)
+            failed = LineResult(custom_id=named, line=entry.line, outcome=LineOutcome.ERRORED, error=error)
             self._put(entry, failed)
             return 0.0
         answer = await parts.ask(self.lease, entry.line, bytes(line.body))
@@ -179,7 +179,7 @@ class BatchJob:
             LineResult(
                 custom_id=line.custom_id,
                 line=entry.line,
-                outcome=Outcome.SUCCEEDED if answer.status < 400 else Outcome.ERRORED,
+                outcome=LineOutcome.SUCCEEDED if answer.status < 400 else LineOutcome.ERRORED,
                 request_id=answer.request_id,
                 status=answer.status,
                 body=answer.body,
@@ -278,12 +278,12 @@ class BatchJob:
         )
         batch.detail = ""
         await self._save()
-        left = Outcome.CANCELLED if self.lease.cancelled_unix_s else Outcome.EXPIRED
+        left = LineOutcome.CANCELLED if self.lease.cancelled_unix_s else LineOutcome.EXPIRED
         has_left = batch.num_answered < batch.num_lines
         if has_left:
             await self._write_rest(left)
         await self._writing(self._publish)
-        ended = BatchStatus.CANCELLED if left is Outcome.CANCELLED else BatchStatus.EXPIRED
+        ended = BatchStatus.CANCELLED if left is LineOutcome.CANCELLED else BatchStatus.EXPIRED
         # One whose end was asked for when all was done already is complete.
         batch.status = ended if has_left or batch.counts[left] else BatchStatus.COMPLETED
         batch.ended_unix_s = self._now_s()
@@ -366,10 +366,10 @@ class BatchJob:
             problem = f"{free} bytes are free, fewer than gateway.batches.min_free_bytes = {least}"
             raise OSError(next(iter(FULL)), problem)
 
-    async def _write_rest(self, outcome: Outcome) -> None:
+    async def _write_rest(self, outcome: LineOutcome) -> None:
         """A result for every line that will not be answered."""
         assert self._spool is not None, "it was open until now"
-        with_what = cancelled_error() if outcome is Outcome.CANCELLED else expired_error(self.lease.batch)
+        with_what = cancelled_error() if outcome is LineOutcome.CANCELLED else expired_error(self.lease.batch)
         index = LineIndex(self._folder / "index", self._spool.is_done)
         try:
             while some := await self._parts.call(self._rest, index, outcome, with_what):
@@ -379,7 +379,7 @@ class BatchJob:
         finally:
             index.close()
 
-    def _rest(self, index: LineIndex, outcome: Outcome, error: MillraceError) -> list[Written]:
+    def _rest(self, index: LineIndex, outcome: LineOutcome, error: MillraceError) -> list[Written]:
         some: list[Written] = []
         while len(some) < _TOGETHER and (entry := index.next()) is not None:
             named = None

@@ -13,7 +13,7 @@ from contract.errors import MillraceError
 from gateway.batches.job import BatchJob, JobParts
 from gateway.batches.lines import LineEntry
 from gateway.batches.shares import FairShares, LineWindow
-from gateway.batches.types import Batch
+from gateway.batches.types import RequestBatch
 
 _log = logging.getLogger(__name__)
 # How often it is looked whether lines may begin, when nothing else says so.
@@ -96,12 +96,12 @@ class BatchRunner:
         """Something changed: a batch may be there, or a line may begin."""
         self._changed.set()
 
-    def live(self, tenant: str, id_: str) -> Batch | None:
+    def live(self, tenant: str, id_: str) -> RequestBatch | None:
         """A batch as it is now, where this gateway runs it."""
         job = self._jobs.get(id_)
         return job.lease.batch if job is not None and job.tenant == tenant and not job.is_lost else None
 
-    def cancel(self, tenant: str, batch: Batch) -> None:
+    def cancel(self, tenant: str, batch: RequestBatch) -> None:
         """Lets no further line of a batch begin where this gateway runs it; others learn it by the row."""
         job = self._jobs.get(batch.id)
         if job is not None and job.tenant == tenant:

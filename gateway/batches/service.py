@@ -24,7 +24,7 @@ from gateway.batches.runner import BatchRunner, surroundings_of
 from gateway.batches.shares import LineWindow
 from gateway.batches.store import BatchLease, BatchStore, StoredFile, not_found
 from gateway.batches.tables import MAX_FILENAME, open_tables
-from gateway.batches.types import Batch, ResultForm
+from gateway.batches.types import RequestBatch, ResultForm
 from gateway.config import BatchesConfig
 from gateway.http.exchange import Exchange, Handler
 from gateway.pipeline.pipeline import Pipeline
@@ -241,7 +241,7 @@ class Batches:
 
     # Batches.
 
-    async def create(self, identity: Identity, batch: Batch) -> Batch:
+    async def create(self, identity: Identity, batch: RequestBatch) -> RequestBatch:
         """Takes a batch, which begins when somebody runs it; raises STORE_FULL."""
         await self.call(self.store.create, identity.tenant, batch)
         return batch
@@ -255,13 +255,13 @@ class Batches:
         input_file_id: str,
         window: str,
         metadata: dict[str, str],
-    ) -> Batch:
+    ) -> RequestBatch:
         """A batch of a caller's; raises INVALID_ARGUMENT for an endpoint or a window that cannot be meant."""
         if endpoint not in self.endpoints:
             raise invalid("endpoint", f"{endpoint[:80]!r} is not one of {', '.join(self.endpoints)}")
         now_s = self.store.now_ms() // 1000
         tier = self._pipeline().tiers.left_over.name
-        return Batch(
+        return RequestBatch(
             id=f"batch_{secrets.token_hex(16)}",
             api=api,
             endpoint=endpoint,
@@ -273,19 +273,19 @@ class Batches:
             deadline_unix_s=now_s + window_s(window),
         )
 
-    async def get(self, tenant: str, api: str, id_: str) -> Batch:
+    async def get(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Raises STORED_NOT_FOUND."""
         batch = await self.call(self.store.get, tenant, api, id_)
         return self._live(tenant, batch)
 
     async def page(
         self, tenant: str, api: str, *, limit: int, order: str = "desc", after: str = ""
-    ) -> tuple[list[Batch], bool]:
+    ) -> tuple[list[RequestBatch], bool]:
         """See BatchStore.page."""
         batches, more = await self.call(self.store.page, tenant, api, limit=limit, order=order, after=after)
         return [self._live(tenant, each) for each in batches], more
 
-    def _live(self, tenant: str, batch: Batch) -> Batch:
+    def _live(self, tenant: str, batch: RequestBatch) -> RequestBatch:
         """The batch as it is, where this gateway runs it: a row is a second old, or the database full."""
         live = self._runner.live(tenant, batch.id) if batch.is_open else None
         if live is None:
@@ -296,7 +296,7 @@ class Batches:
             cancelling_unix_s=batch.cancelling_unix_s,
         )
 
-    async def cancel(self, tenant: str, api: str, id_: str) -> Batch:
+    async def cancel(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Asks for its end; raises STORED_NOT_FOUND."""
         batch = await self.call(self.store.cancel, tenant, api, id_)
         self._runner.cancel(tenant, batch)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from gateway.batches.types import Outcome
+from gateway.batches.types import LineOutcome
 
 # Position of a line, its file, what became of it, where its result ends in the file; and a checksum of these.
 _RECORD = struct.Struct("<IBBQ")
@@ -34,7 +34,7 @@ class Written:
     """A result to be written."""
 
     position: int
-    outcome: Outcome
+    outcome: LineOutcome
     # Index in NAMES.
     file: int
     data: bytes
@@ -48,7 +48,7 @@ class Spool:
         self.folder = folder
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._files: list[int] = []
-        self.counts = [0] * len(Outcome)
+        self.counts = [0] * len(LineOutcome)
         self.ends = [0, 0]
         self._done = bytearray((num_lines + 7) // 8)
         try:

@@ -17,11 +17,11 @@ from sqlalchemy import Connection, Engine, Row, delete, func, insert, select, up
 
 from contract.errors import MillraceError, Reason
 from gateway.batches.tables import BATCHES, FILES, MAX_ID
-from gateway.batches.types import Batch, BatchStatus
+from gateway.batches.types import BatchStatus, RequestBatch
 from gateway.config import BatchesConfig
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Batch).decode
+_decode = msgspec.json.Decoder(RequestBatch).decode
 _RUNNING = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 
@@ -44,7 +44,7 @@ class BatchLease(msgspec.Struct):
     """A batch that a gateway runs; `owner` is a name of this time that it is run, like no other."""
 
     tenant: str
-    batch: Batch
+    batch: RequestBatch
     owner: str
     # When somebody asked for its end, seconds since the Unix epoch; 0 as long as nobody did.
     cancelled_unix_s: int = 0
@@ -171,7 +171,7 @@ class BatchStore:
 
     # Batches.
 
-    def create(self, tenant: str, batch: Batch) -> None:
+    def create(self, tenant: str, batch: RequestBatch) -> None:
         """Adds a batch, which waits for whoever runs it; raises STORE_FULL."""
         with self._writing() as connection:
             num_open = connection.scalar(
@@ -197,7 +197,7 @@ class BatchStore:
                 )
             )
 
-    def get(self, tenant: str, api: str, id_: str) -> Batch:
+    def get(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Raises STORED_NOT_FOUND."""
         with self.engine.connect() as connection:
             return _batch(self._row(connection, tenant, api, id_))
@@ -211,13 +211,13 @@ class BatchStore:
 
     def page(
         self, tenant: str, api: str, *, limit: int, order: str = "desc", after: str = ""
-    ) -> tuple[list[Batch], bool]:
+    ) -> tuple[list[RequestBatch], bool]:
         """Batches behind the one named `after`, and whether there are more; raises STORED_NOT_FOUND."""
         query = select(BATCHES).where(BATCHES.c.tenant == tenant, BATCHES.c.api == api)
         rows, more = self._page(BATCHES, query, tenant, limit=limit, order=order, after=after)
         return [_batch(row) for row in rows], more
 
-    def cancel(self, tenant: str, api: str, id_: str) -> Batch:
+    def cancel(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Asks for its end, whoever runs it; one that has ended stays as it is. Raises STORED_NOT_FOUND."""
         with self._writing() as connection:
             row = self._row(connection, tenant, api, id_)
@@ -228,7 +228,7 @@ class BatchStore:
                 row = self._row(connection, tenant, api, id_)
         return _batch(row)
 
-    def delete_batch(self, tenant: str, api: str, id_: str) -> Batch:
+    def delete_batch(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Forgets a batch that has ended; raises STORED_NOT_FOUND, and INVALID_ARGUMENT for an open one."""
         with self._writing() as connection:
             row = self._row(connection, tenant, api, id_)
@@ -332,7 +332,7 @@ def _file(row: Row[Any]) -> StoredFile:
     return StoredFile(**{name: getattr(row, name) for name in StoredFile.__struct_fields__})
 
 
-def _batch(row: Row[Any]) -> Batch:
+def _batch(row: Row[Any]) -> RequestBatch:
     """As it is shown: its end may have been asked for since it was written."""
     batch = _decode(row.body)
     if row.cancelled_unix_s and batch.is_open:

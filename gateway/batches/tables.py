@@ -45,7 +45,7 @@ BATCHES = Table(
     # Who runs it, and until when without a sign of life.
     Column("owner", String(MAX_ID), nullable=False),
     Column("lease_until_unix_ms", BigInteger, nullable=False),
-    # JSON of a Batch. Whoever runs it writes it, and nobody else.
+    # JSON of a RequestBatch. Whoever runs it writes it, and nobody else.
     Column("body", LargeBinary, nullable=False),
 )
 

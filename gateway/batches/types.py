@@ -25,7 +25,7 @@ class BatchStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Outcome(IntEnum):
+class LineOutcome(IntEnum):
     """What became of a line; the numbers stand in files."""
 
     SUCCEEDED = 0
@@ -43,7 +43,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     line: int = 0
 
 
-class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RequestBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A batch. Moments are seconds since the Unix epoch, 0 for what has not been."""
 
     id: str
@@ -66,8 +66,8 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
     # It is completed, failed, expired or cancelled.
     ended_unix_s: int = 0
     num_lines: int = 0
-    # Lines by what became of them, in the order of Outcome.
-    counts: list[int] = msgspec.field(default_factory=lambda: [0] * len(Outcome))
+    # Lines by what became of them, in the order of LineOutcome.
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * len(LineOutcome))
     output_file_id: str = ""
     error_file_id: str = ""
     problems: list[Problem] = []
@@ -94,7 +94,7 @@ class LineResult(msgspec.Struct, frozen=True, kw_only=True):
     custom_id: str | None
     # Its number in the input, from 1.
     line: int
-    outcome: Outcome
+    outcome: LineOutcome
     request_id: str = ""
     status: int = 0
     body: bytes = b""
@@ -104,7 +104,7 @@ class LineResult(msgspec.Struct, frozen=True, kw_only=True):
 class ResultForm(Protocol):
     """How an API writes results."""
 
-    def write(self, batch: Batch, result: LineResult) -> bytes:
+    def write(self, batch: RequestBatch, result: LineResult) -> bytes:
         """The result as a line, its end included."""
         ...
 

@@ -12,7 +12,7 @@ from contract.errors import MillraceError, Reason, invalid
 from gateway.batches.content import Upload, disk_full
 from gateway.batches.lines import MAX_CUSTOM_ID
 from gateway.batches.service import Batches
-from gateway.batches.types import Batch, LineResult, Outcome, ResultForm
+from gateway.batches.types import LineOutcome, LineResult, RequestBatch, ResultForm
 from gateway.faces.anthropic.errors import ERRORS
 from gateway.faces.queries import Query, dispatch
 from gateway.http.body import decode
@@ -31,10 +31,10 @@ _MAX_PAGE, _PAGE = 1000, 20
 _WRITTEN_TOGETHER = 256
 _encode = msgspec.json.Encoder().encode
 _TYPES = {
-    Outcome.SUCCEEDED: "succeeded",
-    Outcome.ERRORED: "errored",
-    Outcome.CANCELLED: "canceled",
-    Outcome.EXPIRED: "expired",
+    LineOutcome.SUCCEEDED: "succeeded",
+    LineOutcome.ERRORED: "errored",
+    LineOutcome.CANCELLED: "canceled",
+    LineOutcome.EXPIRED: "expired",
 }
 
 
@@ -119,7 +119,7 @@ class MessageBatchEndpoints:
     async def _get(self, exchange: Exchange, id_: str) -> None:
         await exchange.respond(200, _encode(_object(exchange, await self._find(exchange, id_))))
 
-    async def _find(self, exchange: Exchange, id_: str) -> Batch:
+    async def _find(self, exchange: Exchange, id_: str) -> RequestBatch:
         Query(exchange, ())
         return await self._batches.get(exchange.verified_caller.identity.tenant, API, _own(id_))
 
@@ -181,7 +181,7 @@ def _own(id_: str) -> str:
     return _OWN_PREFIX + id_.removeprefix(_PREFIX) if id_ else ""
 
 
-def _object(exchange: Exchange, batch: Batch) -> dict[str, Any]:
+def _object(exchange: Exchange, batch: RequestBatch) -> dict[str, Any]:
     """A batch as the API writes it; `status_detail` is beyond it: what holds the batch up, for people."""
     id_ = _PREFIX + batch.id.removeprefix(_OWN_PREFIX)
     status = "ended"
@@ -218,12 +218,12 @@ def _moment(unix_s: int) -> str | None:
 class AnthropicResults(ResultForm):
     """Results as Anthropic writes them, all in one file."""
 
-    def write(self, batch: Batch, result: LineResult) -> bytes:
+    def write(self, batch: RequestBatch, result: LineResult) -> bytes:
         """See ResultForm."""
         told: dict[str, Any] = {"type": _TYPES[result.outcome]}
-        if result.outcome is Outcome.SUCCEEDED:
+        if result.outcome is LineOutcome.SUCCEEDED:
             told["message"] = msgspec.Raw(result.body)
-        elif result.outcome is Outcome.ERRORED:
+        elif result.outcome is LineOutcome.ERRORED:
             told["error"] = msgspec.Raw(result.body) if result.body else _error_body(result)
         return _encode({"custom_id": result.custom_id, "result": told}) + b"\n"
 

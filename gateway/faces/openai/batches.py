@@ -10,7 +10,7 @@ import msgspec
 
 from contract.errors import invalid
 from gateway.batches.service import Batches
-from gateway.batches.types import Batch, BatchStatus, LineResult, Outcome, ResultForm
+from gateway.batches.types import BatchStatus, LineOutcome, LineResult, RequestBatch, ResultForm
 from gateway.faces.bodies import read
 from gateway.faces.openai.files import BATCH, BATCH_OUTPUT, check_kept, listing, visible_file
 from gateway.faces.queries import Query, dispatch
@@ -42,7 +42,7 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 _DECODER = msgspec.json.Decoder(BatchBody)
 # The API's own words for lines that nobody began.
-_CODES = {Outcome.CANCELLED: "batch_cancelled", Outcome.EXPIRED: "batch_expired"}
+_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
 
 
 class BatchEndpoints:
@@ -102,7 +102,7 @@ def _check(body: BatchBody) -> None:
         check_kept("output_expires_after.seconds", body.output_expires_after.seconds)
 
 
-def batch_object(batch: Batch) -> dict[str, Any]:
+def batch_object(batch: RequestBatch) -> dict[str, Any]:
     """A batch as the API writes it; `status_detail` is beyond it: what holds the batch up, for people."""
     ended = batch.ended_unix_s
     return {
@@ -131,8 +131,8 @@ def batch_object(batch: Batch) -> dict[str, Any]:
         },
         "request_counts": {
             "total": batch.num_lines,
-            "completed": batch.counts[Outcome.SUCCEEDED],
-            "failed": batch.counts[Outcome.ERRORED],
+            "completed": batch.counts[LineOutcome.SUCCEEDED],
+            "failed": batch.counts[LineOutcome.ERRORED],
         },
         "metadata": batch.metadata or None,
         "status_detail": batch.detail or None,
@@ -151,7 +151,7 @@ def _problem(problem: Any) -> dict[str, Any]:
 class OpenAiResults(ResultForm):
     """Results as OpenAI writes them: answers in one file, everything else in another."""
 
-    def write(self, batch: Batch, result: LineResult) -> bytes:
+    def write(self, batch: RequestBatch, result: LineResult) -> bytes:
         """See ResultForm."""
         name = hashlib.blake2b(f"{batch.id}/{result.line}".encode(), digest_size=12).hexdigest()
         response = None
@@ -179,7 +179,7 @@ class OpenAiResults(ResultForm):
 
     def is_error(self, result: LineResult) -> bool:
         """See ResultForm."""
-        return result.outcome is not Outcome.SUCCEEDED
+        return result.outcome is not LineOutcome.SUCCEEDED
 
     def purposes(self) -> Sequence[str]:
         """See ResultForm."""

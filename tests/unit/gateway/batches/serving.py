@@ -83,7 +83,7 @@ async def create(stack: Deployment, data: bytes, *, tenant: str = "acme", **body
     return dict(await ok(stack, "POST", "batches", tenant=tenant, json=asked))
 
 
-async def until(seen: Callable[[], Awaitable[Any]], limit_s: float = 15.0) -> Any:
+async def until(seen: Callable[[], Awaitable[Any]], limit_s: float = 60.0) -> Any:
     async with asyncio.timeout(limit_s):
         while not (found := await seen()):
             await asyncio.sleep(0.02)

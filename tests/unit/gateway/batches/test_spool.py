@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from gateway.batches.spool import _SIZE, Spool, SpoolBusy, Written
-from gateway.batches.types import Outcome
+from gateway.batches.types import LineOutcome
 
 
-def written(position: int, text: bytes, *, file: int = 0, outcome: Outcome = Outcome.SUCCEEDED) -> Written:
+def written(
+    position: int, text: bytes, *, file: int = 0, outcome: LineOutcome = LineOutcome.SUCCEEDED
+) -> Written:
     return Written(position, outcome, file, text + b"\n")
 
 
 def test_results_are_there_for_whoever_goes_on(tmp_path: Path) -> None:
     with Spool(tmp_path, 5) as spool:
-        spool.commit([written(3, b"three"), written(0, b"zero", file=1, outcome=Outcome.ERRORED)])
+        spool.commit([written(3, b"three"), written(0, b"zero", file=1, outcome=LineOutcome.ERRORED)])
         spool.commit([written(4, b"four")])
     with Spool(tmp_path, 5) as spool:
         assert [spool.is_done(each) for each in range(5)] == [True, False, False, True, True]
