@@ -297,6 +297,21 @@ def num_scratch_blocks(config: EngineConfig) -> int:
     return config.scheduler.max_num_seqs * per_sequence
 
 
+def _check_states(spec: ModelSpec, config: EngineConfig) -> None:
+    """Refuses what states cannot follow."""
+    what = f"{spec.architecture} has layers that carry a state, which"
+    if config.speculation.method != "off":
+        raise ConfigError(
+            f"engine.speculation.method = {config.speculation.method!r}: {what} cannot go back behind a "
+            "rejected draft; set it to off"
+        )
+    if config.cache.disk_path:
+        raise ConfigError(
+            f"engine.cache.disk_path = {config.cache.disk_path!r}: {what} is not written beside blocks; set "
+            'it to ""'
+        )
+
+
 def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
     """Reads a checkpoint's `config.json` and headers. Raises CheckpointError."""
     folder = find(model.path)
@@ -306,11 +321,8 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
             f"engine.quantize = {config.quantize!r}: {folder} is quantized already "
             f"({spec.quantization.method}); set it to off, or give a dense checkpoint"
         )
-    if spec.state is not None and config.speculation.method != "off":
-        raise ConfigError(
-            f"engine.speculation.method = {config.speculation.method!r}: {spec.architecture} has layers "
-            "that carry a state, which cannot go back behind a rejected draft; set it to off"
-        )
+    if spec.state is not None:
+        _check_states(spec, config)
     draft = None
     if config.speculation.method == "draft_model":
         draft = _draft_input(config, spec, device)

@@ -159,12 +159,24 @@ def test_too_little_memory_for_states_is_said(tmp_path: Path) -> None:
         make_plan(given)
 
 
-def test_drafts_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            EngineConfig(speculation=SpeculationConfig(method="ngram")),
+            r"engine\.speculation\.method = 'ngram': Lfm2ForCausalLM has layers",
+        ),
+        (
+            EngineConfig(cache=CacheConfig(disk_path="/kept")),
+            r"engine\.cache\.disk_path = '/kept': Lfm2ForCausalLM has layers",
+        ),
+    ],
+)
+def test_what_states_cannot_follow_is_refused_by_name(
+    config: EngineConfig, said: str, tmp_path: Path
+) -> None:
     make_checkpoint(tmp_path, HYBRIDS["lfm2"][0], **HYBRIDS["lfm2"][1])
-    config = EngineConfig(speculation=SpeculationConfig(method="ngram"))
-    with pytest.raises(
-        ConfigError, match=r"engine\.speculation\.method = 'ngram': Lfm2ForCausalLM has layers"
-    ):
+    with pytest.raises(ConfigError, match=said):
         plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB)
 
 
