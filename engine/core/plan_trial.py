@@ -56,8 +56,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     def planned_bytes(self) -> int:
         """What the plan sets apart, its headroom included."""
         plan = self.plan
-        parts = plan.weights_bytes + plan.adapter_bytes + plan.workspace_bytes + plan.kv_cache_bytes
-        return parts + plan.headroom_bytes
+        weights = plan.weights_bytes + plan.adapter_bytes
+        return weights + plan.workspace_bytes + plan.headroom_bytes + self.planned_cache_bytes
+
+    @property
+    def planned_cache_bytes(self) -> int:
+        """Those for keys and values, and for states."""
+        return self.plan.kv_cache_bytes + self.plan.state_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -80,6 +85,10 @@ def worst_steps(config: EngineConfig, memory: MemoryPlan, facts: ModelFacts) -> 
     num_most = min(scheduler.max_num_seqs, memory.num_blocks)
     each = min(longest, memory.num_blocks // num_most * memory.block_size)
     chunk = min(scheduler.max_num_batched_tokens, longest)
+    if facts.tasks:
+        # Requests to a model that pools end with their prompts.
+        short = max(1, chunk // num_most)
+        return list(dict.fromkeys([(1, chunk, chunk), (min(num_most, chunk // short), short, short)]))
     found = [(1, longest, chunk), (num_full, longest, 1), (num_most, each, 1)]
     return [kind for kind in dict.fromkeys(found) if kind[0] and kind[1]]
 
@@ -93,6 +102,9 @@ def drive(runner: Runner, config: EngineConfig, memory: MemoryPlan, facts: Model
     zeros = bytes(blocks.num_bytes)
     for block_id in range(memory.num_blocks):
         blocks.write(block_id, zeros)
+    # Slots of states are touched as well.
+    copies = tuple((0, slot) for slot in range(1, memory.num_states))
+    runner.launch(SchedulerOutput(0, state_copies=copies)).wait()
     ids = iter(range(1, 1 << 62))
     for number, kind in enumerate(worst_steps(config, memory, facts)):
         for plan in _plans(number * (NUM_STEPS + 1) + 1, kind, memory, facts, ids):
@@ -108,9 +120,10 @@ def _plans(
     """Steps of one kind, and the end of their sequences."""
     count, num_tokens, num_computed = kind
     # The last tokens are those that the steps draw.
-    known = max(1, num_tokens - NUM_STEPS + 1)
+    num_steps = 1 if facts.tasks else NUM_STEPS
+    known = max(1, num_tokens - num_steps + 1)
     num_computed = min(num_computed, known)
-    size = -(-min(known + NUM_STEPS, num_tokens) // memory.block_size)
+    size = -(-min(known + num_steps, num_tokens) // memory.block_size)
     tokens = tuple(position % facts.vocab_size for position in range(known))
     new = tuple(
         NewSequence(
@@ -122,10 +135,11 @@ def _plans(
             grammar=None,
             adapter="",
             block_ids=tuple(range(each * size, (each + 1) * size)),
+            state_slot=each if memory.num_states else -1,
         )
         for each in range(count)
     )
-    for step in range(min(NUM_STEPS, num_tokens - known + 1)):
+    for step in range(min(num_steps, num_tokens - known + 1)):
         start = known + step - (num_computed if step == 0 else 1)
         rows = tuple(
             ScheduledSequence(each.sequence_id, start, known + step - start, (), True) for each in new
@@ -151,6 +165,13 @@ def _measured(config_path: Path | None) -> Trial:
         watch.start()
         drive(runner, config, memory, facts)
         used = watch.use(memory, memory.num_blocks)
+        if facts.device == "cpu":
+            # An accelerator's were allocated with the blocks.
+            used = MemoryUse(
+                weights_bytes=used.weights_bytes,
+                kv_cache_bytes=used.kv_cache_bytes + memory.state_bytes,
+                workspace_bytes=max(0, used.workspace_bytes - memory.state_bytes),
+            )
     finally:
         runner.close()
     return Trial(plan=memory, used=used, steps=tuple(worst_steps(config, memory, facts)))
@@ -213,7 +234,8 @@ def _print(trial: Trial) -> None:
     )
     table.add_row("workspace", human(plan.workspace_bytes), human(used.workspace_bytes))
     table.add_row("headroom", human(plan.headroom_bytes), "")
-    table.add_row("KV cache", human(plan.kv_cache_bytes), human(used.kv_cache_bytes))
+    cache = "KV cache, states" if plan.state_bytes else "KV cache"
+    table.add_row(cache, human(trial.planned_cache_bytes), human(used.kv_cache_bytes))
     table.add_section()
     table.add_row("peak", human(trial.planned_bytes), human(trial.used_bytes))
     console = Console()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core.plan_trial import Trial, worst_steps
 from engine.types import MemoryPlan, MemoryUse, ModelFacts
+from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import memory_plan
+from tests.unit.engine.model.hybrids import HYBRIDS
+from tests.unit.engine.pooled_checkpoints import pooled_checkpoint
 
 
 def tried(path: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -21,6 +25,7 @@ def tried(path: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+NANO = Path("models/millrace-nano")
 MODEL = '[model]\npath = "models/millrace-nano"\n'
 
 
@@ -36,6 +41,37 @@ def test_the_peak_is_within_the_plan(tmp_path: Path) -> None:
     assert trial["peak_bytes"] <= trial["planned_bytes"]
     assert [1, 4096, 1024] in trial["steps"]
     assert [2, 4096, 1] in trial["steps"]
+
+
+def test_states_are_tried_with_the_blocks(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, HYBRIDS["qwen3.5"][0], **HYBRIDS["qwen3.5"][1], vocab_size=nano_vocabulary())
+    found = tried(tmp_path, model_beside(tmp_path), "--json")
+    assert found.returncode == 0, found.stderr
+    trial = json.loads(found.stdout)
+    plan, used = trial["plan"], trial["used"]
+    assert plan["state_bytes"] > 0
+    blocks = plan["num_blocks"] * plan["block_size"] * plan["kv_bytes_per_token"]
+    assert used["kv_cache_bytes"] == blocks + plan["state_bytes"]
+    assert trial["peak_bytes"] <= trial["planned_bytes"]
+
+
+def test_a_model_that_pools_is_tried_with_whole_texts(tmp_path: Path) -> None:
+    pooled_checkpoint(tmp_path, "bert", pooling="mean", vocab_size=nano_vocabulary())
+    found = tried(tmp_path, model_beside(tmp_path), "--json")
+    assert found.returncode == 0, found.stderr
+    assert all(computed == length for _, length, computed in json.loads(found.stdout)["steps"])
+
+
+def nano_vocabulary() -> int:
+    """Ids of the bundled tokenizer."""
+    return int(json.loads((NANO / "config.json").read_text())["vocab_size"])
+
+
+def model_beside(folder: Path) -> str:
+    """The configuration of the checkpoint in a folder, which gets the bundled tokenizer."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(NANO / name, folder / name)
+    return f'[model]\npath = "{folder}"\n[engine.cache]\nkv_cache_bytes = {16 << 20}\n'
 
 
 @pytest.mark.parametrize(
