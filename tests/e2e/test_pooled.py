@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,37 @@ def test_ids_and_base64_are_taken_and_given(served: Served) -> None:
         answer = served.post("/v1/embeddings", model="embed", input=given, encoding_format="base64").json()
         packed = base64.b64decode(answer["data"][0]["embedding"])
         np.testing.assert_array_equal(np.frombuffer(packed, "<f4"), np.float32(text))
+
+
+def test_a_batch_of_embeddings_is_answered_line_by_line(served: Served) -> None:
+    lines = [
+        {
+            "custom_id": text,
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": {"model": "embed", "input": text},
+        }
+        for text in TEXTS
+    ]
+    lines.append(lines[0] | {"custom_id": "chat", "body": {"model": "chat", "input": "hello"}})
+    data = "\n".join(map(json.dumps, lines)).encode()
+    with served.stack.openai() as client:
+        file = client.files.create(file=("texts.jsonl", data), purpose="batch")
+        made = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+        )
+        assert eventually(lambda: client.batches.retrieve(made.id).status == "completed")
+        done = client.batches.retrieve(made.id)
+        assert done.output_file_id is not None
+        assert done.error_file_id is not None
+        found = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+        (error,) = client.files.content(done.error_file_id).text.splitlines()
+    assert sorted(each["custom_id"] for each in found) == sorted(TEXTS)
+    for each in found:
+        (embedding,) = each["response"]["body"]["data"]
+        expected = served.expected(each["custom_id"])
+        assert cosine(np.array(embedding["embedding"]), expected) >= 1 - 1e-6
+    assert json.loads(error)["response"]["status_code"] == 400
 
 
 def test_documents_are_ordered_as_the_cross_encoder_says(served: Served) -> None:
