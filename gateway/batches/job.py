@@ -108,6 +108,8 @@ class BatchJob:
         # Lines to be tried again, and tries of those that failed.
         self._again: deque[LineEntry] = deque()
         self._tries: dict[int, int] = {}
+        # Lines that were taken and have not come to their end; of those that have begun, the tasks.
+        self._num_taken = 0
         self._under_way: set[asyncio.Task[Any]] = set()
         self._results: list[Written] = []
         # Monotonic moments: no line begins before the first; the last sign of life; its own beginning.
@@ -129,9 +131,11 @@ class BatchJob:
     def take(self) -> LineEntry | None:
         """The next line; None where there is none after all."""
         if self._again:
-            return self._again.popleft()
-        entry = None if self._index is None else self._index.next()
-        self._is_through = entry is None
+            entry: LineEntry | None = self._again.popleft()
+        else:
+            entry = None if self._index is None else self._index.next()
+            self._is_through = entry is None
+        self._num_taken += entry is not None
         return entry
 
     async def answer(self, entry: LineEntry) -> float | None:
@@ -153,6 +157,7 @@ class BatchJob:
             return None
         finally:
             self._under_way.discard(task)
+            self._num_taken -= 1
 
     def stop(self) -> None:
         """Lets no further line begin, ends those under way, and leaves the batch to others."""
@@ -266,7 +271,7 @@ class BatchJob:
         if now_s - self._saved_s > self._beat_s:
             await self._save()
             self._tell_reach(self._own_rate())
-        if self._under_way or self._results:
+        if self._num_taken or self._results:
             return False
         return self._is_ending or (self._is_through and not self._again)
 
