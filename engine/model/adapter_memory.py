@@ -29,29 +29,8 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
     hidden = spec.hidden_size
     if spec.state is not None and index in spec.state.layers:
         yield from _of_state(spec.state, hidden)
-    if index not in spec.attending:
-        pass
-    elif spec.latent is not None:
-        latent, inputs = spec.latent, hidden
-        if latent.query_rank:
-            yield hidden, [latent.query_rank]
-            inputs = latent.query_rank
-        yield inputs, [spec.num_heads * (latent.nope_dim + latent.rope_dim)]
-        yield hidden, [latent.kv_rank + latent.rope_dim]
-        yield spec.num_heads * latent.value_dim, [hidden]
-        if latent.indexer is not None:
-            indexer = latent.indexer
-            yield latent.query_rank, [indexer.num_heads * indexer.head_dim]
-            yield hidden, [indexer.head_dim]
-            yield hidden, [indexer.num_heads]
-    else:
-        heads = spec.heads_of(index)
-        queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        sizes = [queries] if heads.cache_of is not None else [queries, keys]
-        sizes += [keys] * (len(sizes) > 1 and not heads.values_of_keys)
-        if spec.fused_qkv != "by_head" and not spec.attention_gate:
-            yield hidden, sizes if spec.fused_qkv == "none" else [sum(sizes)]
-        yield queries, [hidden]
+    if index in spec.attending:
+        yield from _of_attention(spec, index)
     if spec.feed_forward_layers is not None and index not in spec.feed_forward_layers:
         return
     experts, size = spec.experts, spec.intermediate_size_of(index)
@@ -67,6 +46,32 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
     if spec.altup is not None:
         yield hidden, [spec.altup.laurel_rank]
         yield spec.altup.laurel_rank, [hidden]
+
+
+def _of_attention(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
+    """The same of attention."""
+    hidden = spec.hidden_size
+    if spec.latent is not None:
+        latent, inputs = spec.latent, hidden
+        if latent.query_rank:
+            yield hidden, [latent.query_rank]
+            inputs = latent.query_rank
+        yield inputs, [spec.num_heads * (latent.nope_dim + latent.rope_dim)]
+        yield hidden, [latent.kv_rank + latent.rope_dim]
+        yield spec.num_heads * latent.value_dim, [hidden]
+        if latent.indexer is not None:
+            indexer = latent.indexer
+            yield latent.query_rank, [indexer.num_heads * indexer.head_dim]
+            yield hidden, [indexer.head_dim]
+            yield hidden, [indexer.num_heads]
+        return
+    heads = spec.heads_of(index)
+    queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    sizes = [queries] if heads.cache_of is not None else [queries, keys]
+    sizes += [keys] * (len(sizes) > 1 and not heads.values_of_keys)
+    if spec.fused_qkv != "by_head" and not spec.attention_gate:
+        yield hidden, sizes if spec.fused_qkv == "none" else [sum(sizes)]
+    yield queries, [hidden]
 
 
 def _of_state(state: StateSpec, hidden: int) -> Iterator[tuple[int, list[int]]]:

@@ -295,7 +295,10 @@ class Decoder:
         x = self._embedded(token_ids, positions, step)
         for layer, cache in zip(self.layers, caches, strict=True):
             x, change = advance(layer, x, change, cache, step)
-        x = x if change is None else x + change
+        return self._left(x if change is None else x + change)
+
+    def _left(self, x: Tensor) -> Tensor:
+        """What the last layer leaves, as one stream [T, E]; as it is pooled, where it is."""
         if self.record.stream_ends is not None:
             x = gathered(self.record.stream_ends, x)
         if self.spec.pooling is None or self.record.norm is None:

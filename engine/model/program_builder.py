@@ -126,6 +126,22 @@ class ProgramBuilder:
         else:
             self.attention(mixer, cache, x, out, join)
 
+    def feed(
+        self,
+        feed_forward: FeedForward | SparseFeedForward | JoinedFeedForward,
+        x: Floats,
+        out: Floats,
+        join: bool,
+    ) -> None:
+        """A feed-forward of any kind."""
+        if isinstance(feed_forward, JoinedFeedForward):
+            assert not join, "it has a norm behind it"
+            feed_joined(self, feed_forward, x, out)
+        elif isinstance(feed_forward, SparseFeedForward):
+            self.sparse_feed_forward(feed_forward, x, out, join)
+        else:
+            self.feed_forward(feed_forward, x, out, join)
+
     def layer(self, layer: Layer, cache: Any) -> None:
         """Attention and feed-forward."""
         if self.streams is not None:
@@ -139,13 +155,7 @@ class ProgramBuilder:
 
         def feed(x: Floats, out: Floats, join: bool) -> None:
             assert feed_forward is not None, "only then it is called"
-            if isinstance(feed_forward, JoinedFeedForward):
-                assert not join, "it has a norm behind it"
-                feed_joined(self, feed_forward, x, out)
-            elif isinstance(feed_forward, SparseFeedForward):
-                self.sparse_feed_forward(feed_forward, x, out, join)
-            else:
-                self.feed_forward(feed_forward, x, out, join)
+            self.feed(feed_forward, x, out, join)
 
         if layer.of_sums:
             for compute, norm in zip((attend, feed), layer.after, strict=True):

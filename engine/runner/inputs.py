@@ -137,9 +137,7 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
             query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
         ),
         adapters=_adapters_of(table, owners, rows.shape[1]),
-        states=None
-        if model.spec.state is None
-        else _states_of(scheduled, table, slots, starts, query_starts),
+        states=_states_of(scheduled, table, slots, starts, query_starts) if model.spec.state else None,
     )
 
 

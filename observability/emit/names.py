@@ -339,9 +339,7 @@ GEN_AI_TPOT = histogram(
     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
 ACTIVE_STREAMS = gauge("millrace_active_requests{tier}", "{request}", "Requests in the gateway now.")
-OPEN_SOCKETS = gauge(
-    "millrace_open_websockets", "{connection}", "WebSockets that are open at the gateway now."
-)
+OPEN_SOCKETS = gauge("millrace_open_websockets", "{connection}", "WebSockets that are open now.")
 SOCKET_ENDS = counter(
     "millrace_websockets_ended_total{reason=client|lifetime|restart|failed|refused}",
     "{connection}",
@@ -534,9 +532,7 @@ DISK_BLOCKS = counter(
     "Blocks of the prefix cache on disk: written, read, found damaged, given away before they were written, "
     "refused by the system, removed to keep the bound.",
 )
-DISK_BYTES = gauge(
-    "millrace_engine_disk_bytes", "By", "What the folder of the prefix cache on disk holds, of all models."
-)
+DISK_BYTES = gauge("millrace_engine_disk_bytes", "By", "What `engine.cache.disk_path` holds, of all models.")
 DRAFTED = counter("millrace_engine_drafted_tokens_total", "{token}", "Tokens proposed by drafts.")
 ACCEPTED = counter("millrace_engine_accepted_tokens_total", "{token}", "Proposed tokens kept.")
 GRAMMAR_SECONDS = counter("millrace_engine_grammar_seconds_total", "s", "Time spent on grammar masks.")
