@@ -317,9 +317,9 @@ async def test_large_bodies_are_refused_by_declaration_and_by_content(stack: Dep
 
 
 async def test_wrong_paths_and_methods(stack: Deployment) -> None:
-    response = await stack.http.post("/v1/embeddings", json={})
+    response = await stack.http.post("/v1/moderations", json={})
     assert response.status_code == 404
-    assert "embeddings" in response.json()["error"]["message"]
+    assert "moderation" in response.json()["error"]["message"]
     response = await stack.http.get(CHAT)
     assert response.status_code == 405
     assert response.headers["allow"]

@@ -168,9 +168,9 @@ async def test_what_has_no_effect_is_listed_in_a_header(field: str) -> None:
         assert field in response.headers["x-millrace-warning"]
 
 
-async def test_embeddings_are_refused_by_name() -> None:
+async def test_embeddings_of_a_model_that_generates_are_refused_with_the_remedy() -> None:
     async with sdk() as (client, _):
-        with pytest.raises(openai.NotFoundError, match="embeddings"):
+        with pytest.raises(openai.BadRequestError, match="cannot embed"):
             await client.embeddings.create(model="tiny", input="x")
 
 

@@ -165,7 +165,7 @@ async def test_paths_that_are_not_served_wait_and_failures_of_this_side_do_not(
 
     async with deployed() as stack:
         monkeypatch.setattr(stack.gateway._intake.refusals, "throttle", turn)
-        assert (await stack.http.post("/v1/embeddings", json={})).status_code == 404
+        assert (await stack.http.post("/v1/moderations", json={})).status_code == 404
         assert (await stack.http.get("/v1/chat/completions")).status_code == 405
         assert told == ["acme", "acme"]
         stack.gateway._pipeline.draining = True
