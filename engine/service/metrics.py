@@ -301,9 +301,9 @@ class EngineMetrics:
             more = getattr(counters, name) - getattr(before, name)
             if more:
                 self.metrics.add(metric, more, **labels)
+        self.metrics.set(names.DISK_BYTES, 0 if counters.disk is None else counters.disk.num_bytes)
         if counters.disk is None:
             return
-        self.metrics.set(names.DISK_BYTES, counters.disk.num_bytes)
         earlier = before.disk or DiskCounters()
         for event in names.DISK_BLOCKS.values["event"]:
             more = getattr(counters.disk, f"num_{event}") - getattr(earlier, f"num_{event}")

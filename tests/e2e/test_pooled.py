@@ -235,17 +235,17 @@ def test_tasks_are_listed_and_tokens_are_in_the_ledger(served: Served) -> None:
     with served.stack.openai() as client:
         tasks = {model.id: model.model_dump()["tasks"] for model in client.models.list().data}
         assert tasks["embed"] == ["embed"]
-        before = _booked(served.stack)
-        usage = client.embeddings.create(model="embed", input=TEXTS).usage
+        named = {"x-client-request-id": "booked"}
+        usage = client.embeddings.create(model="embed", input=TEXTS, extra_headers=named).usage
         with pytest.raises(openai.BadRequestError):
-            client.embeddings.create(model="chat", input=TEXTS)
-    expected = before[0] + usage.prompt_tokens, before[1] + 2000 * usage.prompt_tokens
-    assert eventually(lambda: _booked(served.stack) == expected), (_booked(served.stack), expected)
+            client.embeddings.create(model="chat", input=TEXTS, extra_headers=named)
+    expected = usage.prompt_tokens, 2000 * usage.prompt_tokens
+    assert eventually(lambda: _booked(served.stack, "booked") == expected), _booked(served.stack, "booked")
 
 
-def _booked(stack: Stack) -> tuple[int, int]:
-    """Prompt tokens of the embeddings' model in the ledger, and what they cost in billionths."""
+def _booked(stack: Stack, client_request_id: str) -> tuple[int, int]:
+    """Prompt tokens of a request in the ledger, an entry for each text, and their cost in billionths."""
     with open_ledger(f"sqlite:///{stack.directory}/ledger.sqlite").connect() as connection:
         rows = list(connection.execute(select(REQUESTS)).mappings())
-    booked = [row for row in rows if row["model"] == "embed" and row["outcome"] == "stop"]
+    booked = [row for row in rows if row["client_request_id"] == client_request_id]
     return sum(row["prompt_tokens"] for row in booked), sum(row["cost_nanos"] for row in booked)

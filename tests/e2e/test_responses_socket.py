@@ -167,7 +167,7 @@ session.on('remoteSettings', settings => {
     [
         ("websocket", "", "200"),
         ("websocket", "mr-nobody", "401"),
-        ("connect-udp", "", "403"),
+        ("connect-udp", "", "404"),
         ("", "", "404"),
     ],
 )
