@@ -124,6 +124,6 @@ await works("responses over a WebSocket", async () => {
   }
   socket.close();
 });
-await refused("embeddings", is(OpenAI.NotFoundError), "embeddings", () =>
+await refused("embeddings of a model that generates", is(OpenAI.BadRequestError), "cannot embed", () =>
   client.embeddings.create({ model, input: "hi" }),
 );

@@ -99,6 +99,6 @@ await refused("wrong key", is(401), "invalid_api_key", () => ask({ model: provid
 await refused("too many requests", is(429), "rate_limit_exceeded", async () => {
   for (let time = 0; time < 2; time++) await ask({ model: provider(report.limitedKey)(report.model) });
 });
-await refused("embeddings", is(404), "embeddings", () =>
+await refused("embeddings of a model that generates", is(400), "cannot embed", () =>
   embed({ model: provider(report.apiKey).embeddingModel(report.model), value: "hi", maxRetries: 0 }),
 );

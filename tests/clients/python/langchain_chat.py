@@ -94,7 +94,7 @@ with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):
 with works("responses"):
     speaks_responses = ChatOpenAI(model=MODEL, api_key=API_KEY, use_responses_api=True, **OPTIONS)
     assert speaks_responses.invoke(QUESTION).content
-with refused("embeddings", openai.NotFoundError, "embeddings"):
+with refused("embeddings of a model that generates", openai.BadRequestError, "cannot embed"):
     OpenAIEmbeddings(
         model=MODEL, base_url=BASE_URL, api_key=API_KEY, check_embedding_ctx_length=False, max_retries=0
     ).embed_query("hi")

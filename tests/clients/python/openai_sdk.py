@@ -120,7 +120,7 @@ with works("responses over a WebSocket"):
             assert ended.response.output_text, ended
             assert ended.response.previous_response_id == last
             last = ended.response.id
-with refused("embeddings", openai.NotFoundError, "embeddings"):
+with refused("embeddings of a model that generates", openai.BadRequestError, "cannot embed"):
     client.embeddings.create(model=MODEL, input="hi")
 with refused("custom tools", openai.BadRequestError, "tools[0].type"):
     client.chat.completions.create(tools=[{"type": "custom", "custom": {"name": "f"}}], **ASKED)
