@@ -30,13 +30,13 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.peers import llama_cpp, openvino, transformers, vllm_cpu
-from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
+from benchmarks.peers.checkpoints import GGUF_FILE, SHAPES, make_checkpoint
 from benchmarks.peers.levels import explanation, hold_this_process
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS, Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.roofline import Machine, measure_machine
 from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
-from benchmarks.peers.tables import OURS, Measured, Run, table
+from benchmarks.peers.tables import OF_THE_FILE, OURS, Measured, Run, table
 from runtime.errors import ConfigError
 from services.bench.client import BenchTarget
 from services.bench.records import RequestRecord, Targets
@@ -53,6 +53,7 @@ PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
     "transformers": transformers.prepare,
     "llama.cpp-q8_0": partial(llama_cpp.prepare, kind="q8_0"),
     "llama.cpp-q4_K": partial(llama_cpp.prepare, kind="q4_K"),
+    "llama.cpp-file": partial(llama_cpp.prepare, kind="file"),
 }
 
 
@@ -206,7 +207,8 @@ def main() -> None:
     servers: dict[str, Callable[[], AbstractContextManager[Server]]] = {}
     for precision in arguments.ours:
         name = f"millrace-{precision}"
-        servers[name] = partial(millrace, name, checkpoint, folder / f"{name}.log", OURS[precision][0])
+        path = checkpoint / GGUF_FILE if precision in OF_THE_FILE else checkpoint
+        servers[name] = partial(millrace, name, path, folder / f"{name}.log", OURS[precision][0])
     for name, _, tree in (each.partition("=") for each in arguments.checkouts):
         servers[name] = partial(
             millrace, name, checkpoint, folder / f"{name}.log", OURS["bf16"][0], Path(tree).resolve()

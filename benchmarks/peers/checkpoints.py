@@ -1,20 +1,23 @@
-"""Checkpoints with random weights in the shapes that are compared, for speed alone.
+"""Checkpoints that are compared: random weights in two shapes, for speed alone, and SmolLM2 as it is.
 
-Rows of the vocabulary beyond the tokenizer's are zero, so that a greedy answer never leaves the tokens that
-have text; they are read and multiplied all the same. Needs transformers, which is a dependency of the checks.
+Random ones: rows of the vocabulary beyond the tokenizer's are zero, so that a greedy answer never leaves the
+tokens that have text; they are read and multiplied all the same. Needs transformers, which is a dependency
+of the checks.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sysconfig
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.environments import made_whole
+from benchmarks.peers.environments import environment, made_whole
+from checkpoint.known import fetched
 
 TOKENIZER_SIZE = 32_000
 SEED = 0
@@ -54,7 +57,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 4096,
     },
+    # The known model: real weights in 4 bits, as a GGUF file beside the same numbers in Hugging Face format.
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 49_152,
+    },
 }
+KNOWN = "smollm2-135m"
+# The file of `KNOWN`, in its folder.
+GGUF_FILE = "model.gguf"
+_READ_GGUF = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, file = sys.argv[1:]
+AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16)
+model.hf_quantizer = None
+if hasattr(model.config, "quantization_config"):
+    del model.config.quantization_config
+model.save_pretrained(folder)
+"""
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
@@ -63,8 +92,19 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     if not (directory / "model.safetensors").exists():
         shutil.rmtree(directory, ignore_errors=True)
         with made_whole(directory) as partial:
-            _write_checkpoint(name, partial)
+            write = _write_known if name == KNOWN else _write_checkpoint
+            write(name, partial)
     return directory
+
+
+def _write_known(name: str, directory: Path) -> None:
+    """The fetched file, and what transformers reads in it: for servers that read no GGUF."""
+    directory.mkdir(parents=True)
+    shutil.copyfile(fetched(name, "--checkpoint"), directory / GGUF_FILE)
+    # In an environment of its own: transformers wants accelerate for such files, which no test needs.
+    packages = ("transformers==5.23.0", "gguf", "accelerate", "sentencepiece")
+    home = environment(directory.parent, "gguf", packages)
+    subprocess.run([str(home / "bin/python"), "-c", _READ_GGUF, str(directory), GGUF_FILE], check=True)
 
 
 def _write_checkpoint(name: str, directory: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.peers.checkpoints import GGUF_FILE
 from benchmarks.peers.environments import environment, made_whole
 from benchmarks.peers.levels import held
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS
@@ -31,12 +32,15 @@ CONVERT = (
 
 def prepare(folder: Path, checkpoint: Path, kind: str) -> Callable[[int], Launch]:
     """Builds the server, for the level that is forced if there is one, and converts the checkpoint to `kind`
-    (bf16, q8_0, or one of `QUANTIZED`); the way to start it.
+    (bf16, q8_0, or one of `QUANTIZED`), or serves its own GGUF file ("file"); the way to start it.
     """
     home = environment(folder, "llamacpp", ("cmake", "ninja", "transformers", "sentencepiece", "gguf"))
     source = _source(folder, home)
     server = _build(source, home)
-    model = _converted(folder, checkpoint, "bf16" if kind in QUANTIZED else kind, source, home)
+    if kind == "file":
+        model = checkpoint / GGUF_FILE
+    else:
+        model = _converted(folder, checkpoint, "bf16" if kind in QUANTIZED else kind, source, home)
     if kind in QUANTIZED:
         model = _quantized(folder, checkpoint, kind, model, server)
     cores = str(psutil.cpu_count())

@@ -41,4 +41,8 @@ LOADS = {
 }
 
 # Loads of each checkpoint; the small one shows what a framework costs per step.
-DEFAULT_LOADS = {"qwen3-0.6b": ("1", "8", "32", "prefix"), "llama-40m": ("1", "32", "64")}
+DEFAULT_LOADS = {
+    "qwen3-0.6b": ("1", "8", "32", "prefix"),
+    "llama-40m": ("1", "32", "64"),
+    "smollm2-135m": ("1", "8", "32", "prefix"),
+}

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "linear/gemm_coded.h"
@@ -320,6 +321,12 @@ inline void coded_panel(const Rows& rows, int64_t first_row, int64_t num_rows, c
   WideRows some{static_cast<const WideRow*>(rows.data) + first_row * rows.stride, rows.stride, weight.padded_inputs,
                 rows.scales + first_row * blocks.count, rows.sums + first_row * blocks.count, blocks.count};
   const int32_t middle = weight.codebook ? 128 : static_cast<int32_t>(weight.code_zero);
+#if defined(TILE_LOAD)
+  // Few rows do not fill tiles; sums are exact, so that both ways give the same bits.
+  const bool short_tiles = num_rows > kFewRows && fills_short_tiles(group / 4);
+  std::optional<ShortTiles> tiles;
+  if (short_tiles) tiles.emplace(group / 4);
+#endif
   for (int64_t begin = 0; begin < weight.inputs; begin += kBlockInputs) {
     const int64_t whole = std::min(kBlockInputs, weight.padded_inputs - begin);
     const int64_t count = std::min(kBlockInputs, weight.inputs - begin), size = std::min(group, kBlockInputs);
@@ -332,6 +339,12 @@ inline void coded_panel(const Rows& rows, int64_t first_row, int64_t num_rows, c
       const BlockScales by{scratch.scales + at / size * width,
                            weight.minimums ? scratch.minimums + at / size * width : nullptr, middle};
       const char* here = reinterpret_cast<const char*>(codes) + at * width * bits / 8;
+#if defined(TILE_LOAD)
+      if (short_tiles)
+        multiply_short(some, num_rows, scratch.levels + at * width, width, by, totals, begin + at == 0, scratch.sums,
+                       here + std::max(kFarAhead, bytes), fetch.next ? bytes : 0);
+      else
+#endif
       multiply_wide(some, num_rows, scratch.levels + at * width, width, inputs / 4, by, totals, begin + at == 0,
                     scratch.sums, here + std::max(num_rows <= kFewRows ? kAhead : kFarAhead, bytes),
                     fetch.next ? bytes : 0);

@@ -262,6 +262,87 @@ inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* pa
 }
 #endif
 
+#if defined(TILE_LOAD)
+// Fours of inputs that fill half a tile's depth, or a quarter: groups of 32 inputs, and of 16.
+inline bool fills_short_tiles(int64_t groups) { return groups == kTile / 2 || groups == kTile / 4; }
+
+// Tiles as deep as one such group, until the end of the scope; tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns.
+class ShortTiles {
+ public:
+  explicit ShortTiles(int64_t groups) {
+    TileShape shapes[8];
+    shapes[4].row_bytes = shapes[5].row_bytes = 4 * groups;
+    shapes[6].rows = shapes[7].rows = groups;
+    TileShapes::set(shapes);
+  }
+  ~ShortTiles() {
+    const TileShape whole[8];
+    TileShapes::set(whole);
+  }
+  ShortTiles(const ShortTiles&) = delete;
+  ShortTiles& operator=(const ShortTiles&) = delete;
+};
+
+// Exact sums of upper and lower halves of up to 16 rows, [kTile, 32] each and `lower` behind: adds them, scaled, to 16
+// columns of totals, in the order of wide_tile's operations.
+inline void add_short_sums(const WideRows& rows, int64_t num_rows, const int32_t* sums, const BlockScales& by,
+                           float* totals, bool first) {
+  constexpr int64_t kStride = 2 * kTile, kLower = kTile * kStride;
+  const Vec scale = by.scales ? load(by.scales) : set1(1.0f);
+  const Vec least = by.minimums ? load(by.minimums) : zero();
+  for (int64_t m = 0; m < num_rows; ++m, sums += kStride, totals += kPanel) {
+    const int32_t row_sum = rows.sums[m * rows.per_row];
+    const float row_scale = rows.scales[m * rows.per_row];
+    const uint32_t less = static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(by.middle - ByteKind::kFlip);
+    const Ints low = sub(load_ints(sums + kLower), set1_int(static_cast<int32_t>(less)));
+    const Vec value = to_floats(add(byte_up(load_ints(sums)), low));
+    Vec total = fma(value, mul(set1(row_scale), scale), first ? zero() : load(totals));
+    if (by.minimums) total = fma(set1(row_scale * static_cast<float>(row_sum)), least, total);
+    store(totals, total);
+  }
+}
+
+// Like `multiply_wide`, for a group that fills ShortTiles of its depth.
+inline void multiply_short(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width,
+                           const BlockScales& by, float* totals, bool first, int32_t* sums, const char* next,
+                           int64_t bytes) {
+  constexpr int64_t kStride = 2 * kTile;
+  const int64_t line = width * 4;
+  int32_t* lower = sums + kTile * kStride;
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, kSecondCache);
+  for (int64_t row = 0; row < num_rows; row += kTile) {
+    const WideRows some = rows.from(row);
+    const int64_t height = std::min(kTile, num_rows - row);
+    TILE_LOAD(4, some.data, some.stride);
+    TILE_LOAD(5, some.data + some.low, some.stride);
+    for (int64_t column = 0; column < width; column += 2 * kTile) {
+      const bool two = column + kTile < width;
+      const uint8_t* weights = panel + column * 4;
+      TILE_LOAD(6, weights, line);
+      TILE_ZERO(0);
+      TILE_ZERO(2);
+      TILE_DOT_BYTES(0, 4, 6);
+      TILE_DOT_BYTES(2, 5, 6);
+      if (two) {
+        TILE_LOAD(7, weights + 64, line);
+        TILE_ZERO(1);
+        TILE_ZERO(3);
+        TILE_DOT_BYTES(1, 4, 7);
+        TILE_DOT_BYTES(3, 5, 7);
+        TILE_STORE(1, sums + kTile, kStride * 4);
+        TILE_STORE(3, lower + kTile, kStride * 4);
+      }
+      TILE_STORE(0, sums, kStride * 4);
+      TILE_STORE(2, lower, kStride * 4);
+      for (int64_t at = column; at < std::min(column + kStride, width); at += kTile)
+        add_short_sums(some, height, sums + at - column,
+                       {by.scales ? by.scales + at : nullptr, by.minimums ? by.minimums + at : nullptr, by.middle},
+                       totals + row * kPanel + at, first);
+    }
+  }
+}
+#endif
+
 // One block of inputs of num_rows rows: adds its scaled products to totals [num_rows, kPanel]. `sums` has room for a
 // tile. `bytes` from `next` on are asked for meanwhile.
 inline void multiply_wide(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width,
