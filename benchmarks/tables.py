@@ -56,12 +56,13 @@ fall short, is in [benchmarks](benchmarks.md). Shared machines vary: ratios with
 """
 _BESIDE = """## Beside other servers on a CPU
 
-`python -m benchmarks.peers` runs other servers in turn with ours: same checkpoint (of random weights, but for
-SmolLM2), same client, greedy, 256 tokens in and 128 out ("prefix": 1,024 shared and 64 own in, 32 out, 16 at
-a time). Ours is the whole stack behind Envoy, theirs the bare server. The load's number is how many requests run at a time.
-"Of roofline" is the share of what the machine's measured read bandwidth and rates of multiplication allow at
-the checkpoint's two bytes a bfloat16 weight, "as read" that at the 12 bits in which they lie on processors
-that multiply float16 or have AVX2 alone, "torch's" that of torch's bfloat16 product.
+`python -m benchmarks.peers` runs other servers in turn with ours: same checkpoint (of random weights, but
+for SmolLM2), same client, greedy, 256 tokens in and 128 out ("prefix": 1,024 shared and 64 own in, 32
+out, 16 at a time). Ours is the whole stack behind Envoy, theirs the bare server. The load's number is how
+many requests run at a time. "Of roofline" is the share of what the machine's measured read bandwidth and
+rates of multiplication allow at the checkpoint's two bytes a bfloat16 weight, "as read" that at the 12
+bits in which they lie on processors that multiply float16 or have AVX2 alone, "torch's" that of torch's
+bfloat16 product.
 """
 
 
