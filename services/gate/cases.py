@@ -36,18 +36,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(asked).hexdigest()[:32]
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class ToolInvocation(msgspec.Struct, frozen=True, array_like=True):
     """One tool call; arguments as the model wrote them."""
 
     name: str
     arguments: str
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a server said. Log-probabilities are natural ones, one for each of `tokens`."""
 
     text: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolInvocation, ...] = ()
     tokens: tuple[str, ...] = ()
     logprobs: tuple[float, ...] = ()
     # Why there is none: the server's refusal.
@@ -60,9 +60,9 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """A case as both servers answered it; `control` is the baseline's second answer, where there is one."""
 
     case: Case
-    baseline: Answer
-    candidate: Answer
-    control: Answer | None = None
+    baseline: ServerAnswer
+    candidate: ServerAnswer
+    control: ServerAnswer | None = None
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from runtime.errors import ConfigError
-from services.gate.cases import CHAT, COMPLETIONS, Answer, Call, Case
+from services.gate.cases import CHAT, COMPLETIONS, Case, ServerAnswer, ToolInvocation
 
 # How often, and how long in seconds, a server that is away or busy is asked again.
 _TRIES = 6
@@ -40,7 +40,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.url}#{self.model}"
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
+class ServerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What a server says of itself and its model; of equal identities kept answers may be used again."""
 
     model: str
@@ -81,15 +81,15 @@ class GateClient:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def answer(self, case: Case) -> Answer:
+    async def answer(self, case: Case) -> ServerAnswer:
         """What the server says; raises ConfigError when it does not answer at all."""
         status, body = await self._ask(case.path, case.body)
         if status != 200:
-            return Answer(refusal=_problem(status, body))
+            return ServerAnswer(refusal=_problem(status, body))
         try:
             return _read_chat(body) if case.path == CHAT else _read_echo(body, case.body["prompt"])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            return Answer(refusal=f"its answer is not of OpenAI's form: {error!r}")
+            return ServerAnswer(refusal=f"its answer is not of OpenAI's form: {error!r}")
 
     async def says_yes(self, question: str) -> bool:
         """Of a judge: whether its answer begins with yes."""
@@ -99,7 +99,7 @@ class GateClient:
             raise ConfigError(f"judge {self.endpoint.named}: {_problem(status, found)}")
         return _read_chat(found).text.strip().lower().startswith("yes")
 
-    async def identify(self) -> Identity:
+    async def identify(self) -> ServerIdentity:
         """Asks the server what it is and can; raises ConfigError where it cannot be asked at all."""
         card = await self._card()
         self.endpoint = Endpoint(url=self.endpoint.url, model=str(card["id"]), api_key=self.endpoint.api_key)
@@ -116,7 +116,7 @@ class GateClient:
         known = (self.endpoint.url, parts, token_ids, token_texts, greedy)
         told = msgspec.json.encode(known, order="deterministic")
         num_tokens = (counted[1].get("usage") or {}).get("prompt_tokens") or len(_HAY) / 4
-        return Identity(
+        return ServerIdentity(
             model=str(card["id"]),
             window=int(card.get("max_model_len") or _USUAL_WINDOW),
             token_ids=token_ids,
@@ -196,20 +196,20 @@ def _problem(status: int, body: dict[str, Any]) -> str:
     return f"{status}: {told}" if told else f"it answered with status {status}"
 
 
-def _read_chat(body: dict[str, Any]) -> Answer:
+def _read_chat(body: dict[str, Any]) -> ServerAnswer:
     choice = body["choices"][0]
     message = choice["message"]
     content = (choice.get("logprobs") or {}).get("content") or ()
     calls = [each["function"] for each in message.get("tool_calls") or ()]
-    return Answer(
+    return ServerAnswer(
         text=message.get("content") or "",
-        calls=tuple(Call(each["name"], each.get("arguments") or "") for each in calls),
+        calls=tuple(ToolInvocation(each["name"], each.get("arguments") or "") for each in calls),
         tokens=tuple(each["token"] for each in content),
         logprobs=tuple(float(each["logprob"]) for each in content),
     )
 
 
-def _read_echo(body: dict[str, Any], prompt: str) -> Answer:
+def _read_echo(body: dict[str, Any], prompt: str) -> ServerAnswer:
     """Tokens of the prompt but its first, which has no log-probability."""
     found = body["choices"][0]["logprobs"]
     offsets = found.get("text_offset") or ()
@@ -223,12 +223,12 @@ def _read_echo(body: dict[str, Any], prompt: str) -> Answer:
     ]
     if not known or len(known) < count - 1:
         raise ValueError("its echo has no log-probabilities")
-    return Answer(
+    return ServerAnswer(
         tokens=tuple(token for token, _ in known), logprobs=tuple(float(value) for _, value in known)
     )
 
 
-def _read_echo_or_none(status: int, body: dict[str, Any]) -> Answer | None:
+def _read_echo_or_none(status: int, body: dict[str, Any]) -> ServerAnswer | None:
     try:
         return _read_echo(body, TOKENIZER_PROBE) if status == 200 else None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):

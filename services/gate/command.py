@@ -21,9 +21,9 @@ from services.cli.temporary import temporary_stack
 from services.gate import page, report
 from services.gate.cases import LayerName
 from services.gate.client import Endpoint, GateClient
-from services.gate.run import Comparison, Gate
+from services.gate.run import Comparison, GateRun
 from services.gate.suite import read_suite
-from services.gate.verdict import EXIT_STATUS, Verdict
+from services.gate.verdict import EXIT_STATUS, GateVerdict
 from services.supervisor.config import state_directory
 
 _notes = Console(stderr=True, highlight=False)
@@ -79,7 +79,7 @@ def gate(options: GateOptions) -> None:
             candidate = stacks.enter_context(
                 _endpoint("--candidate", options.candidate, options.candidate_key)
             )
-            run = Gate(
+            run = GateRun(
                 suite,
                 suite_folder=options.suite.parent if options.suite else Path(),
                 folder=options.cache or state_directory() / "gate",
@@ -129,12 +129,12 @@ async def _serves(target: ServerTarget, model: str) -> bool:
         return model in [card["id"] for card in await client.cards()]
 
 
-async def _compare(run: Gate, baseline: Endpoint, candidate: Endpoint) -> Comparison:
+async def _compare(run: GateRun, baseline: Endpoint, candidate: Endpoint) -> Comparison:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_notes, transient=True) as progress:
         tasks: dict[LayerName, TaskID] = {}
 
-        def advance(layer: LayerName, done: int, total: int, verdict: Verdict) -> None:
+        def advance(layer: LayerName, done: int, total: int, verdict: GateVerdict) -> None:
             if layer not in tasks:
                 tasks[layer] = progress.add_task(layer, total=total)
             progress.update(tasks[layer], completed=done, description=f"{layer}: {verdict}")

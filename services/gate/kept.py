@@ -8,12 +8,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from services.gate.cases import Answer
+from services.gate.cases import ServerAnswer
 
 
-class _Line(msgspec.Struct, frozen=True, array_like=True):
+class _KeptLine(msgspec.Struct, frozen=True, array_like=True):
     key: str
-    answer: Answer
+    answer: ServerAnswer
 
 
 class KeptAnswers:
@@ -26,10 +26,10 @@ class KeptAnswers:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         whole = 0
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, ServerAnswer] = {}
         for line, end in _lines(path):
             try:
-                found = msgspec.json.decode(line, type=_Line)
+                found = msgspec.json.decode(line, type=_KeptLine)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 break
             self._answers[found.key] = found.answer
@@ -41,14 +41,14 @@ class KeptAnswers:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def get(self, key: str) -> Answer | None:
+    def get(self, key: str) -> ServerAnswer | None:
         """The answer to what `key` names."""
         return self._answers.get(key)
 
-    def put(self, key: str, answer: Answer) -> None:
+    def put(self, key: str, answer: ServerAnswer) -> None:
         """Keeps an answer; it is on its way to the disk when this returns."""
         self._answers[key] = answer
-        self._file.write(msgspec.json.encode(_Line(key, answer)) + b"\n")
+        self._file.write(msgspec.json.encode(_KeptLine(key, answer)) + b"\n")
         self._file.flush()
 
     def close(self, *, delete: bool = False) -> None:

@@ -7,9 +7,9 @@ from html import escape
 
 from services.gate.report import UNITS, told
 from services.gate.run import Comparison
-from services.gate.verdict import Cell, LayerResult, Verdict
+from services.gate.verdict import Cell, GateVerdict, LayerResult
 
-_COLOURS = {Verdict.WORSE: "#b3261e", Verdict.NOT_WORSE: "#1b6e3a", Verdict.NOT_ENOUGH: "#8a6100"}
+_COLOURS = {GateVerdict.WORSE: "#b3261e", GateVerdict.NOT_WORSE: "#1b6e3a", GateVerdict.NOT_ENOUGH: "#8a6100"}
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">

@@ -14,18 +14,18 @@ from rich.text import Text
 
 from runtime.errors import ConfigError
 from services.gate.run import Comparison
-from services.gate.verdict import Cell, LayerResult, Verdict
+from services.gate.verdict import Cell, GateVerdict, LayerResult
 
-STYLES = {Verdict.WORSE: "red", Verdict.NOT_WORSE: "green", Verdict.NOT_ENOUGH: "yellow"}
+STYLES = {GateVerdict.WORSE: "red", GateVerdict.NOT_WORSE: "green", GateVerdict.NOT_ENOUGH: "yellow"}
 UNITS = {"tokens": "distance", "intrinsic": "nats/token"}
 
 
 def told(result: LayerResult) -> str:
     """The verdict of a layer in words."""
     match result.verdict:
-        case Verdict.WORSE:
+        case GateVerdict.WORSE:
             return f"worse by {result.difference:.3g}"
-        case Verdict.NOT_WORSE:
+        case GateVerdict.NOT_WORSE:
             return f"not worse by more than {result.delta:g}"
     if result.more_needed is None:
         return "not enough cases yet: too close to tell by such cases"
@@ -96,7 +96,7 @@ def to_junit(comparison: Comparison) -> bytes:
     counts = {"failure": 0, "error": 0, "skipped": 0}
     for each in comparison.layers:
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name=each.layer)
-        kind = {Verdict.WORSE: "failure", Verdict.NOT_ENOUGH: "error"}.get(each.verdict, "")
+        kind = {GateVerdict.WORSE: "failure", GateVerdict.NOT_ENOUGH: "error"}.get(each.verdict, "")
         if kind and not each.decides:
             kind = "skipped"
         if kind:

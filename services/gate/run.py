@@ -11,13 +11,13 @@ import msgspec
 
 from runtime.errors import ConfigError
 from services.gate import suite as suites
-from services.gate.cases import Answer, Case, LayerName, Pair, Scored
-from services.gate.client import Endpoint, GateClient, Identity
+from services.gate.cases import Case, LayerName, Pair, Scored, ServerAnswer
+from services.gate.client import Endpoint, GateClient, ServerIdentity
 from services.gate.kept import KeptAnswers
 from services.gate.sandbox import Sandbox
 from services.gate.scoring import Scorer
 from services.gate.suite import Suite
-from services.gate.verdict import LayerResult, Verdict, differences_of, judge_layer, overall, rule_of
+from services.gate.verdict import GateVerdict, LayerResult, differences_of, judge_layer, overall, rule_of
 
 # Cases between looks. Looking costs nothing; asking together keeps servers busy.
 ROUND = 20
@@ -27,14 +27,14 @@ _JUDGING = (
 )
 
 # Layer, cases asked, cases there are, and the verdict so far.
-Progress = Callable[[LayerName, int, int, Verdict], None]
+Progress = Callable[[LayerName, int, int, GateVerdict], None]
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One server of a comparison, as the report names it."""
 
     url: str
-    identity: Identity
+    identity: ServerIdentity
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,11 +44,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     suite_digest: str
     baseline: Side
     candidate: Side
-    verdict: Verdict
+    verdict: GateVerdict
     layers: tuple[LayerResult, ...]
 
 
-class Gate:
+class GateRun:
     """One run. What was asked of the baseline is kept in `folder`; of the candidate until the run is over."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Gate:
             layers=tuple(results),
         )
 
-    def _kept(self, digest: str, identity: Identity, role: str) -> KeptAnswers:
+    def _kept(self, digest: str, identity: ServerIdentity, role: str) -> KeptAnswers:
         path = self._folder / f"{digest}-{identity.digest}-{role}.jsonl"
         if self._fresh:
             path.unlink(missing_ok=True)
@@ -123,7 +123,7 @@ class _Asked:
     def __init__(self, client: GateClient, kept: KeptAnswers) -> None:
         self.client, self.kept = client, kept
 
-    async def answer(self, case: Case, repetition: int, judge: GateClient) -> Answer:
+    async def answer(self, case: Case, repetition: int, judge: GateClient) -> ServerAnswer:
         key = case.key(repetition) + (f":{case.id}" if case.check == "judge" else "")
         found = self.kept.get(key)
         if found is not None:
@@ -161,7 +161,7 @@ class _Rounds:
             scored += [self._scorer.score(pair) for pair in pairs]
             verdict = rule.decide(differences_of(scored))
             progress(name, len(scored), len(own), verdict)
-            if verdict is not Verdict.NOT_ENOUGH and not self._all_cases:
+            if verdict is not GateVerdict.NOT_ENOUGH and not self._all_cases:
                 break
         return judge_layer(name, scored, self._suite, two_sided=two_sided)
 
@@ -194,7 +194,7 @@ def _rounds(cases: Sequence[Case]) -> list[list[Case]]:
     return found
 
 
-def check_comparable(suite: Suite, baseline: Identity, candidate: Identity) -> None:
+def check_comparable(suite: Suite, baseline: ServerIdentity, candidate: ServerIdentity) -> None:
     """Raises ConfigError that names what differs: no verdict could be given."""
     names = suite.layers()
     for role, identity in (("baseline", baseline), ("candidate", candidate)):
@@ -212,7 +212,7 @@ def check_comparable(suite: Suite, baseline: Identity, candidate: Identity) -> N
         _check_tokenizers(baseline, candidate, " and ".join(f"[{name}]" for name in by_tokens))
 
 
-def _check_tokenizers(baseline: Identity, candidate: Identity, tables: str) -> None:
+def _check_tokenizers(baseline: ServerIdentity, candidate: ServerIdentity, tables: str) -> None:
     both = f"{baseline.model} and {candidate.model}"
     for ours, theirs in (
         (baseline.token_ids, candidate.token_ids),

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jsonschema_rs
 
-from services.gate.cases import Answer, Case, Pair, Scored
+from services.gate.cases import Case, Pair, Scored, ServerAnswer
 from services.gate.language import language_of
 
 # Nats a token by which perplexities differ before the difference counts in full: bets need bounds, and a
@@ -84,7 +84,7 @@ class Scorer:
             candidate_text=_shown(pair.candidate),
         )
 
-    def _checked(self, case: Case, answer: Answer) -> float:
+    def _checked(self, case: Case, answer: ServerAnswer) -> float:
         if answer.refusal:
             return 0.0
         if case.check == "code":
@@ -93,7 +93,7 @@ class Scorer:
         return float(_CHECKS[case.check](case, answer))
 
 
-def _distance(baseline: Answer, other: Answer) -> float:
+def _distance(baseline: ServerAnswer, other: ServerAnswer) -> float:
     """0 where tokens and log-probabilities are equal: half of it is the share of the answer after the first
     token that differs, half how far the log-probabilities before it are apart.
     """
@@ -113,7 +113,7 @@ def _distance(baseline: Answer, other: Answer) -> float:
     return (apart + (math.fsum(gaps) / len(gaps) if gaps else apart)) / 2
 
 
-def _surprisal(answer: Answer) -> float:
+def _surprisal(answer: ServerAnswer) -> float:
     """Mean of minus the log-probability of what was drawn, in [0, 1]."""
     if answer.refusal or not answer.logprobs:
         return 1.0
@@ -126,14 +126,14 @@ def _perplexity(pair: Pair) -> Scored:
     return Scored(case=pair.case, baseline=ours, candidate=theirs, difference=difference)
 
 
-def nats_per_token(answer: Answer) -> float:
+def nats_per_token(answer: ServerAnswer) -> float:
     """Mean negative log-probability of a text's tokens, but its first."""
     if answer.refusal or not answer.logprobs:
         return 20.0
     return -math.fsum(answer.logprobs) / len(answer.logprobs)
 
 
-def _shown(answer: Answer) -> str:
+def _shown(answer: ServerAnswer) -> str:
     said = answer.text or " ".join(f"{call.name}({call.arguments})" for call in answer.calls)
     return (f"refused: {answer.refusal}" if answer.refusal else said)[:500]
 
@@ -146,20 +146,20 @@ def _program(text: str) -> str:
     return found.group(1) if found else text
 
 
-def _exact(case: Case, answer: Answer) -> bool:
+def _exact(case: Case, answer: ServerAnswer) -> bool:
     return answer.text.strip() == str(case.answer).strip()
 
 
-def _contains(case: Case, answer: Answer) -> bool:
+def _contains(case: Case, answer: ServerAnswer) -> bool:
     texts: Sequence[str] = case.answer if isinstance(case.answer, list) else [case.answer]
     return all(each in answer.text for each in texts)
 
 
-def _regex(case: Case, answer: Answer) -> bool:
+def _regex(case: Case, answer: ServerAnswer) -> bool:
     return bool(re.search(case.answer, answer.text))
 
 
-def _format(case: Case, answer: Answer) -> bool:
+def _format(case: Case, answer: ServerAnswer) -> bool:
     return re.fullmatch(case.answer, answer.text) is not None
 
 
@@ -169,14 +169,14 @@ def parsed(text: str) -> Any:
     return json.loads(found.group(1) if found else text)
 
 
-def _json(case: Case, answer: Answer) -> bool:
+def _json(case: Case, answer: ServerAnswer) -> bool:
     try:
         return bool(parsed(answer.text) == case.answer)
     except (ValueError, RecursionError):
         return False
 
 
-def _numeric(case: Case, answer: Answer) -> bool:
+def _numeric(case: Case, answer: ServerAnswer) -> bool:
     """The last number of the answer is the right one."""
     numbers = _NUMBER.findall(answer.text)
     if not numbers:
@@ -185,14 +185,14 @@ def _numeric(case: Case, answer: Answer) -> bool:
     return bool(error <= case.tolerance + 1e-9 * abs(case.answer))
 
 
-def _schema(case: Case, answer: Answer) -> bool:
+def _schema(case: Case, answer: ServerAnswer) -> bool:
     try:
         return bool(jsonschema_rs.is_valid(case.answer, json.loads(answer.text)))
     except (ValueError, RecursionError):
         return False
 
 
-def _tool(case: Case, answer: Answer) -> float:
+def _tool(case: Case, answer: ServerAnswer) -> float:
     """1 for the right call, or rightly none; 1/2 for the right tool with valid arguments of another value."""
     if case.answer is None:
         return float(not answer.calls)
@@ -210,21 +210,21 @@ def _tool(case: Case, answer: Answer) -> float:
     return 1.0 if is_right else 0.5
 
 
-def _refusal(case: Case, answer: Answer) -> bool:
+def _refusal(case: Case, answer: ServerAnswer) -> bool:
     return bool(case.answer) == bool(_REFUSES.search(answer.text))
 
 
-def _language(case: Case, answer: Answer) -> bool:
+def _language(case: Case, answer: ServerAnswer) -> bool:
     return bool(language_of(answer.text) == case.answer)
 
 
-def _needle(case: Case, answer: Answer) -> float:
+def _needle(case: Case, answer: ServerAnswer) -> float:
     """The share of what was hidden that the answer has."""
     numbers = set(re.findall(r"\d+", answer.text))
     return sum(each in numbers for each in case.answer) / len(case.answer)
 
 
-_CHECKS: Mapping[str, Callable[[Case, Answer], float]] = {
+_CHECKS: Mapping[str, Callable[[Case, ServerAnswer], float]] = {
     "exact": _exact,
     "contains": _contains,
     "regex": _regex,

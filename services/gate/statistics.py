@@ -30,7 +30,7 @@ MOST_TIMES = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class MeanBounds:
     """Bounds of a mean that hold at every look."""
 
     lower: float
@@ -56,9 +56,9 @@ def evidence_below(differences: Differences, mean: float = 0.0, *, times: float 
     return evidence_above(-differences, -mean, times=times)
 
 
-def interval(differences: Differences, alpha: float) -> Interval:
+def interval(differences: Differences, alpha: float) -> MeanBounds:
     """Bounds of the mean, each of which fails at any look with probability `alpha` at most."""
-    return Interval(lower=_lower(differences, alpha), upper=-_lower(-differences, alpha))
+    return MeanBounds(lower=_lower(differences, alpha), upper=-_lower(-differences, alpha))
 
 
 def _lower(differences: Differences, alpha: float) -> float:
@@ -73,17 +73,19 @@ def _lower(differences: Differences, alpha: float) -> float:
     return low
 
 
-def bootstrap(differences: Differences, *, level: float = 0.95, draws: int = 2000, seed: int = 0) -> Interval:
+def bootstrap(
+    differences: Differences, *, level: float = 0.95, draws: int = 2000, seed: int = 0
+) -> MeanBounds:
     """Percentile interval of the mean over questions drawn anew with replacement (Efron 1979).
 
     It is for a fixed number of cases, and is told, not decided by.
     """
     if not len(differences):
-        return Interval(lower=-1.0, upper=1.0)
+        return MeanBounds(lower=-1.0, upper=1.0)
     random = np.random.default_rng(seed)
     picks = random.integers(0, len(differences), size=(draws, len(differences)))
     low, high = np.quantile(differences[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
-    return Interval(lower=float(low), upper=float(high))
+    return MeanBounds(lower=float(low), upper=float(high))
 
 
 def mcnemar(baseline: Sequence[float], candidate: Sequence[float]) -> float:

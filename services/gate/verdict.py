@@ -20,7 +20,7 @@ _TELLING_SCORE = 0.1
 _BINARY = ("task", "structure", "long_context", "behaviour")
 
 
-class Verdict(StrEnum):
+class GateVerdict(StrEnum):
     """Of a layer, or of all."""
 
     WORSE = "worse"
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
     NOT_ENOUGH = "not enough cases yet"
 
 
-EXIT_STATUS = {Verdict.NOT_WORSE: 0, Verdict.WORSE: 1, Verdict.NOT_ENOUGH: 3}
+EXIT_STATUS = {GateVerdict.NOT_WORSE: 0, GateVerdict.WORSE: 1, GateVerdict.NOT_ENOUGH: 3}
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class LayerResult(msgspec.Struct, frozen=True, kw_only=True):
     """One layer. Differences are in the layer's unit: scores from 0 to 1, or nats a token (intrinsic)."""
 
     layer: LayerName
-    verdict: Verdict
+    verdict: GateVerdict
     decides: bool
     delta: float
     # How much better the baseline is: the mean over questions, and bounds that hold at every look.
@@ -70,7 +70,7 @@ class LayerResult(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[Scored, ...] = ()
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class LayerRule(msgspec.Struct, frozen=True, kw_only=True):
     """When a layer is decided. Bounds are in units of the differences."""
 
     delta: float
@@ -80,7 +80,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     # Whether a difference in either direction is worse.
     two_sided: bool = False
 
-    def decide(self, differences: Differences) -> Verdict:
+    def decide(self, differences: Differences) -> GateVerdict:
         """The verdict on the differences of questions [n] so far."""
         towards = differences
         if self.two_sided and len(differences) and differences.mean() < 0:
@@ -88,17 +88,17 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         alarm = self.alarm / (2 if self.two_sided else 1)
         is_large = len(differences) > 0 and float(towards.mean()) >= self.delta
         if is_large and statistics.evidence_above(towards) >= math.log(1 / alarm):
-            return Verdict.WORSE
+            return GateVerdict.WORSE
         # In both directions, if either counts.
         sides = (differences, -differences) if self.two_sided else (differences,)
         evidence = min(statistics.evidence_below(side, self.delta) for side in sides)
-        return Verdict.NOT_WORSE if evidence >= math.log(1 / self.miss) else Verdict.NOT_ENOUGH
+        return GateVerdict.NOT_WORSE if evidence >= math.log(1 / self.miss) else GateVerdict.NOT_ENOUGH
 
 
-def rule_of(layer: LayerName, suite: Suite, *, two_sided: bool = False) -> Rule:
+def rule_of(layer: LayerName, suite: Suite, *, two_sided: bool = False) -> LayerRule:
     """The rule of a layer: those that decide share the suite's rate of false alarms."""
     delta = suite.delta(layer) / (INTRINSIC_SCALE if layer == "intrinsic" else 1.0)
-    return Rule(delta=min(delta, 0.999), alarm=suite.alarm(), miss=suite.miss, two_sided=two_sided)
+    return LayerRule(delta=min(delta, 0.999), alarm=suite.alarm(), miss=suite.miss, two_sided=two_sided)
 
 
 def judge_layer(
@@ -130,7 +130,7 @@ def judge_layer(
         candidate=_mean(theirs),
         num_cases=len(scored),
         num_questions=len(differences),
-        more_needed=more if verdict is Verdict.NOT_ENOUGH else None,
+        more_needed=more if verdict is GateVerdict.NOT_ENOUGH else None,
         note=_note(layer, ours, two_sided),
         cells=_cells(scored),
         lost=_lost(scored),
@@ -144,11 +144,11 @@ def differences_of(scored: Sequence[Scored]) -> Differences:
     )
 
 
-def overall(results: Sequence[LayerResult]) -> Verdict:
+def overall(results: Sequence[LayerResult]) -> GateVerdict:
     """Worse if any layer that decides is; not worse only if all of them are not."""
     verdicts = {each.verdict for each in results if each.decides}
-    order = (Verdict.WORSE, Verdict.NOT_ENOUGH)
-    return next((each for each in order if each in verdicts), Verdict.NOT_WORSE)
+    order = (GateVerdict.WORSE, GateVerdict.NOT_ENOUGH)
+    return next((each for each in order if each in verdicts), GateVerdict.NOT_WORSE)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,12 +8,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from services.gate.cases import CHAT, Answer, Case, LayerName, Pair
+from services.gate.cases import CHAT, Case, LayerName, Pair, ServerAnswer
 from services.gate.run import ROUND
 from services.gate.scoring import Scorer
 from services.gate.statistics import Differences
 from services.gate.suite import read_suite
-from services.gate.verdict import Verdict, rule_of
+from services.gate.verdict import GateVerdict, rule_of
 from tests.unit.services.gate.toy import Spoiled, ToyModel
 
 SUITE = read_suite(None)
@@ -23,13 +23,13 @@ POOL = 1500
 NUM_TOKENS = 32
 
 
-def _looked_at(layer: LayerName, differences: Differences, *, two_sided: bool = False) -> Verdict:
+def _looked_at(layer: LayerName, differences: Differences, *, two_sided: bool = False) -> GateVerdict:
     """As the gate looks: after every round, until it is decided."""
     rule = rule_of(layer, SUITE, two_sided=two_sided)
-    verdict = Verdict.NOT_ENOUGH
+    verdict = GateVerdict.NOT_ENOUGH
     for end in range(ROUND, len(differences) + 1, ROUND):
         verdict = rule.decide(differences[:end])
-        if verdict is not Verdict.NOT_ENOUGH:
+        if verdict is not GateVerdict.NOT_ENOUGH:
             break
     return verdict
 
@@ -44,7 +44,7 @@ def _case(layer: LayerName, check: str) -> Case:
 
 
 def _scores(
-    layer: LayerName, check: str, answers: Sequence[Sequence[Answer]], *, seeds_hold: bool = True
+    layer: LayerName, check: str, answers: Sequence[Sequence[ServerAnswer]], *, seeds_hold: bool = True
 ) -> Differences:
     scorer = Scorer(seeds_hold=seeds_hold)
     case = _case(layer, check)
@@ -54,7 +54,7 @@ def _scores(
 
 
 @cache
-def _answers(spoiled: Spoiled, run: int, *, seeds_from: int = 0) -> list[Answer]:
+def _answers(spoiled: Spoiled, run: int, *, seeds_from: int = 0) -> list[ServerAnswer]:
     prompts = [f"question {index}" for index in range(POOL)]
     seeds = range(seeds_from, seeds_from + POOL)
     return ToyModel(spoiled).answers(prompts, list(seeds), NUM_TOKENS, run)
@@ -92,14 +92,14 @@ def test_what_is_broken_is_found_by_its_tokens(name: str) -> None:
     """In at least 99 of 100 releases, within 300 answers."""
     pool = _token_differences(BROKEN[name])
     verdicts = [_looked_at("tokens", each) for each in _releases(pool, 100)]
-    assert verdicts.count(Verdict.WORSE) >= 99
+    assert verdicts.count(GateVerdict.WORSE) >= 99
 
 
 @pytest.mark.parametrize("name", [name for name in BROKEN if name not in ("template", "temperature")])
 def test_what_is_broken_is_found_by_its_perplexity(name: str) -> None:
     """But what is outside of the model."""
     verdicts = [_looked_at("intrinsic", each) for each in _releases(_text_differences(BROKEN[name]), 100)]
-    assert verdicts.count(Verdict.WORSE) >= 99
+    assert verdicts.count(GateVerdict.WORSE) >= 99
 
 
 def test_where_seeds_are_not_kept_a_temperature_is_found_by_how_probable_answers_are() -> None:
@@ -108,7 +108,7 @@ def test_where_seeds_are_not_kept_a_temperature_is_found_by_how_probable_answers
     answers = [_answers(each, 7, seeds_from=begin) for each, begin in sets]
     pool = _scores("tokens", "tokens", answers, seeds_hold=False)
     verdicts = [_looked_at("tokens", each, two_sided=True) for each in _releases(pool, 100)]
-    assert verdicts.count(Verdict.WORSE) >= 99
+    assert verdicts.count(GateVerdict.WORSE) >= 99
 
 
 def _lost(random: np.random.Generator, count: int, share: float) -> Differences:
@@ -132,7 +132,7 @@ def _lost(random: np.random.Generator, count: int, share: float) -> Differences:
 def test_schemas_ignored_and_needles_lost_are_found(layer: LayerName, share: float) -> None:
     releases = (_lost(np.random.default_rng(seed), MOST_ANSWERS, share) for seed in range(100))
     verdicts = [_looked_at(layer, each) for each in releases]
-    assert verdicts.count(Verdict.WORSE) >= 99
+    assert verdicts.count(GateVerdict.WORSE) >= 99
 
 
 def test_identical_deployments_are_called_worse_in_one_of_a_hundred_releases_at_most() -> None:
@@ -162,7 +162,7 @@ def test_identical_deployments_are_called_worse_in_one_of_a_hundred_releases_at_
                 # Right in seven of ten, each on its own: as far apart as equal servers can be.
                 ours, theirs = (random.random(120) < 0.7 for _ in range(2))
                 some = ours.astype(float) - theirs
-            if _looked_at(layer, some) is Verdict.WORSE:
+            if _looked_at(layer, some) is GateVerdict.WORSE:
                 alarms += 1
                 break
     assert alarms <= 3
@@ -171,5 +171,5 @@ def test_identical_deployments_are_called_worse_in_one_of_a_hundred_releases_at_
 def test_equal_deployments_end_with_a_verdict() -> None:
     """Where greedy answers are equal, the default suite has cases enough."""
     for layer in SUITE.layers():
-        assert _looked_at(layer, np.zeros(120 if layer != "intrinsic" else 60)) is Verdict.NOT_WORSE
-    assert _looked_at("tokens", _token_differences(Spoiled())[:120]) is Verdict.NOT_WORSE
+        assert _looked_at(layer, np.zeros(120 if layer != "intrinsic" else 60)) is GateVerdict.NOT_WORSE
+    assert _looked_at("tokens", _token_differences(Spoiled())[:120]) is GateVerdict.NOT_WORSE

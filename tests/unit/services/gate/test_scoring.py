@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from runtime.errors import ConfigError
-from services.gate.cases import CHAT, Answer, Call, Case, Pair
+from services.gate.cases import CHAT, Case, Pair, ServerAnswer, ToolInvocation
 from services.gate.language import language_of
 from services.gate.sandbox import Sandbox
 from services.gate.scoring import Scorer
@@ -31,7 +31,7 @@ TOOLS = [
 RIGHT_CALL = {"name": "set_timer", "arguments": {"minutes": 5}}
 
 
-def score(check: str, wanted: Any, answer: Answer, **more: Any) -> float:
+def score(check: str, wanted: Any, answer: ServerAnswer, **more: Any) -> float:
     """The candidate's score, beside a baseline that was refused."""
     case = Case(
         id="x",
@@ -43,7 +43,7 @@ def score(check: str, wanted: Any, answer: Answer, **more: Any) -> float:
         answer=wanted,
         **more,
     )
-    pair = Pair(case=case, baseline=Answer(refusal="400"), candidate=answer)
+    pair = Pair(case=case, baseline=ServerAnswer(refusal="400"), candidate=answer)
     found = Scorer(seeds_hold=True).score(pair)
     assert found.baseline == 0.0
     assert found.difference == -found.candidate
@@ -79,12 +79,12 @@ def score(check: str, wanted: Any, answer: Answer, **more: Any) -> float:
     ],
 )
 def test_checks(check: str, wanted: Any, text: str, expected: float) -> None:
-    assert score(check, wanted, Answer(text=text)) == expected
+    assert score(check, wanted, ServerAnswer(text=text)) == expected
 
 
 def test_a_number_may_be_off_by_its_tolerance() -> None:
-    assert score("numeric", 10, Answer(text="10.4"), tolerance=0.5) == 1.0
-    assert score("numeric", 10, Answer(text="10.6"), tolerance=0.5) == 0.0
+    assert score("numeric", 10, ServerAnswer(text="10.4"), tolerance=0.5) == 1.0
+    assert score("numeric", 10, ServerAnswer(text="10.6"), tolerance=0.5) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_a_number_may_be_off_by_its_tolerance() -> None:
     ],
 )
 def test_calls(calls: list[tuple[str, str]], expected: float) -> None:
-    answer = Answer(calls=tuple(Call(*each) for each in calls))
+    answer = ServerAnswer(calls=tuple(ToolInvocation(*each) for each in calls))
     assert score("tool", RIGHT_CALL, answer) == expected
     assert score("tool", None, answer) == float(not calls)
 
 
 def test_what_is_refused_is_lost() -> None:
-    assert score("refusal", True, Answer(text="I cannot", refusal="500: broken")) == 0.0
+    assert score("refusal", True, ServerAnswer(text="I cannot", refusal="500: broken")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def _tokens_case() -> Case:
 
 
 def test_tokens_are_compared_with_what_the_baseline_does_itself() -> None:
-    first = Answer(tokens=("a", "b", "c", "d"), logprobs=(-1.0,) * 4)
-    other = Answer(tokens=("a", "b", "x", "y"), logprobs=(-1.0,) * 4)
+    first = ServerAnswer(tokens=("a", "b", "c", "d"), logprobs=(-1.0,) * 4)
+    other = ServerAnswer(tokens=("a", "b", "x", "y"), logprobs=(-1.0,) * 4)
 
-    def difference(control: Answer, candidate: Answer) -> float:
+    def difference(control: ServerAnswer, candidate: ServerAnswer) -> float:
         pair = Pair(case=_tokens_case(), baseline=first, candidate=candidate, control=control)
         return Scorer(seeds_hold=True).score(pair).difference
 
@@ -139,8 +139,8 @@ def test_tokens_are_compared_with_what_the_baseline_does_itself() -> None:
     assert difference(first, other) == 0.25
     assert difference(other, other) == 0.0
     assert difference(other, first) == -0.25
-    assert difference(first, Answer(refusal="500")) == 1.0
-    off = Answer(tokens=first.tokens, logprobs=(-1.05,) * 4)
+    assert difference(first, ServerAnswer(refusal="500")) == 1.0
+    off = ServerAnswer(tokens=first.tokens, logprobs=(-1.05,) * 4)
     assert difference(first, off) == pytest.approx(0.25)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.gate import statistics
 from services.gate.suite import TokensLayer, read_suite
-from services.gate.verdict import Rule, Verdict
+from services.gate.verdict import GateVerdict, LayerRule
 
 
 def _differences(mean: float, count: int, seed: int) -> statistics.Differences:
@@ -55,7 +55,7 @@ def test_bounds_hold_the_mean(mean: float) -> None:
 
 def test_bounds_of_nothing_are_everything() -> None:
     empty = np.array([])
-    assert statistics.interval(empty, 0.05) == statistics.Interval(lower=-1.0, upper=1.0)
+    assert statistics.interval(empty, 0.05) == statistics.MeanBounds(lower=-1.0, upper=1.0)
     assert statistics.evidence_above(empty) == 0.0
 
 
@@ -84,26 +84,26 @@ def test_answers_of_one_question_are_one_piece_of_evidence() -> None:
 
 
 def test_so_many_more_are_enough() -> None:
-    rule = Rule(delta=0.05, alarm=0.01, miss=0.05)
+    rule = LayerRule(delta=0.05, alarm=0.01, miss=0.05)
     differences = np.zeros(30)
-    assert rule.decide(differences) is Verdict.NOT_ENOUGH
+    assert rule.decide(differences) is GateVerdict.NOT_ENOUGH
     more = statistics.more_needed(differences, rule.delta, rule.alarm, rule.miss)
     assert more is not None
-    assert rule.decide(np.zeros(30 + more)) is Verdict.NOT_WORSE
-    assert rule.decide(np.zeros(30 + more - 2)) is Verdict.NOT_ENOUGH
+    assert rule.decide(np.zeros(30 + more)) is GateVerdict.NOT_WORSE
+    assert rule.decide(np.zeros(30 + more - 2)) is GateVerdict.NOT_ENOUGH
 
 
 def test_a_small_loss_that_is_certain_is_not_worse_by_more_than_delta() -> None:
     random = np.random.default_rng(0)
     differences = random.choice([1.0, 0.0], size=20_000, p=[0.02, 0.98])
     assert statistics.interval(differences, 0.01).lower > 0
-    assert Rule(delta=0.05, alarm=0.01, miss=0.05).decide(differences) is Verdict.NOT_WORSE
+    assert LayerRule(delta=0.05, alarm=0.01, miss=0.05).decide(differences) is GateVerdict.NOT_WORSE
 
 
 def test_where_either_direction_counts_a_gain_is_worse() -> None:
     gains = -np.ones(40) * 0.5
-    assert Rule(delta=0.05, alarm=0.01, miss=0.05).decide(gains) is Verdict.NOT_WORSE
-    assert Rule(delta=0.05, alarm=0.01, miss=0.05, two_sided=True).decide(gains) is Verdict.WORSE
+    assert LayerRule(delta=0.05, alarm=0.01, miss=0.05).decide(gains) is GateVerdict.NOT_WORSE
+    assert LayerRule(delta=0.05, alarm=0.01, miss=0.05, two_sided=True).decide(gains) is GateVerdict.WORSE
 
 
 def test_layers_share_what_false_alarms_there_may_be() -> None:

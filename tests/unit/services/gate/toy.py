@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gate.cases import Answer
+from services.gate.cases import ServerAnswer
 
 VOCABULARY = 48
 _WORDS = [f" w{index}" for index in range(VOCABULARY)]
@@ -68,7 +68,7 @@ class ToyModel:
         num_tokens: int,
         run: int,
         temperature: float = 1.0,
-    ) -> list[Answer]:
+    ) -> list[ServerAnswer]:
         """An answer for each prompt and seed; `run` numbers the errors of this computation."""
         noise = np.random.default_rng(run)
         state = np.array([self._begin(prompt) for prompt in prompts])
@@ -85,7 +85,7 @@ class ToyModel:
             state = 0.8 * state + np.eye(VOCABULARY)[last]
         return [_answer(*row) for row in zip(tokens, logprobs, strict=True)]
 
-    def echoed(self, texts: Sequence[Sequence[int]], run: int) -> list[Answer]:
+    def echoed(self, texts: Sequence[Sequence[int]], run: int) -> list[ServerAnswer]:
         """Log-probabilities of given texts of equal length, but of their first tokens."""
         noise, ids = np.random.default_rng(run), np.array(texts)
         state = np.zeros((len(ids), VOCABULARY))
@@ -114,9 +114,9 @@ def ids_of(text: str) -> list[int]:
     ]
 
 
-def _answer(tokens: Any, logprobs: Any) -> Answer:
+def _answer(tokens: Any, logprobs: Any) -> ServerAnswer:
     words = tuple(_WORDS[token] for token in tokens)
-    return Answer(text="".join(words), tokens=words, logprobs=tuple(float(each) for each in logprobs))
+    return ServerAnswer(text="".join(words), tokens=words, logprobs=tuple(float(each) for each in logprobs))
 
 
 def _log_softmax(logits: _Logits) -> _Logits:
