@@ -23,6 +23,7 @@ from services.cli import owners
 from services.cli.batch import app as batch_app
 from services.cli.options import flattened
 from services.cli.target import find_target
+from services.gate.command import gate
 from services.supervisor.config import BUNDLED_MODEL, Options
 
 # Not loaded by the supervisor, which asks nothing of a model.
@@ -60,6 +61,7 @@ schema_app = typer.Typer(help="Response formats.", no_args_is_help=True)
 app.add_typer(schema_app, name="schema")
 app.add_typer(bench_app, name="bench")
 app.add_typer(batch_app, name="batch")
+app.command()(gate)
 
 _out = Console(highlight=False)
 _notes = Console(stderr=True, highlight=False)

@@ -1,0 +1,151 @@
+"""`millrace gate`: the command line of the quality gate."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from runtime.errors import ConfigError, described
+from services.cli.options import flattened
+from services.cli.target import ServerTarget, find_target, running_stack
+from services.cli.temporary import temporary_stack
+from services.gate import page, report
+from services.gate.cases import LayerName
+from services.gate.client import Endpoint, GateClient
+from services.gate.run import Comparison, GateRun
+from services.gate.suite import read_suite
+from services.gate.verdict import EXIT_STATUS, GateVerdict
+from services.supervisor.config import state_directory
+
+_notes = Console(stderr=True, highlight=False)
+_SERVER_HELP = (
+    "URL (http://host:port, with #MODEL for one of several), a model of the running stack, or a checkpoint "
+    "to serve meanwhile, as `up --model` takes it."
+)
+_URL = re.compile(r"(https?://|[\w.-]+:\d+(?:$|#|/))")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    """What a comparison is asked for."""
+
+    baseline: Annotated[str, typer.Option(help=f"What is good: {_SERVER_HELP}")]
+    candidate: Annotated[str, typer.Option(help="What is judged, named in the same ways.")]
+    suite: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="suite.toml; all six layers, generated, when left out."
+        ),
+    ] = None
+    candidate_key: Annotated[
+        str, typer.Option(help="API key of the candidate, where it is not that of MILLRACE_API_KEY.")
+    ] = ""
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None
+    junit: Annotated[Path | None, typer.Option(help="Write a JUnit file here.")] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page here, one file that loads nothing.")] = None
+    cache: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Where answers are kept; gate/ of the state directory."),
+    ] = None
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at a time, of each server.")] = 8
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ask the baseline anew, and begin anew.")] = False
+    all_cases: Annotated[
+        bool, typer.Option("--all-cases", help="Ask all cases, though a layer is decided before.")
+    ] = False
+
+
+@flattened
+def gate(options: GateOptions) -> None:
+    """Judge whether a candidate's answers are worse than a baseline's.
+
+    Ends with 0 if they are not worse, 1 if they are, 2 where nothing can be compared, 3 when more cases are
+    needed. Interrupted, the same command goes on.
+    """
+    console = Console(highlight=False)
+    try:
+        suite = read_suite(options.suite)
+        report.check_writable(options.json_file, options.junit, options.html)
+        with ExitStack() as stacks:
+            baseline = stacks.enter_context(_endpoint("--baseline", options.baseline, ""))
+            candidate = stacks.enter_context(
+                _endpoint("--candidate", options.candidate, options.candidate_key)
+            )
+            run = GateRun(
+                suite,
+                suite_folder=options.suite.parent if options.suite else Path(),
+                folder=options.cache or state_directory() / "gate",
+                concurrency=options.concurrency,
+                fresh=options.fresh,
+                all_cases=options.all_cases,
+            )
+            found = asyncio.run(_compare(run, baseline, candidate))
+        report.show(found, console)
+        _write(options, found)
+    except (ConfigError, OSError) as error:
+        told = described(error) if isinstance(error, OSError) else str(error)
+        _notes.print(f"millrace: {told}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        _notes.print("interrupted; the same command goes on", markup=False)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        # Python would end with 1, which says that the candidate is worse.
+        _notes.print_exception()
+        raise typer.Exit(2) from error
+    raise typer.Exit(EXIT_STATUS[found.verdict])
+
+
+@contextmanager
+def _endpoint(option: str, named: str, key: str) -> Iterator[Endpoint]:
+    """What `--baseline` or `--candidate` names, served as long as it is needed. Raises ConfigError."""
+    address, _, model = named.partition("#")
+    if _URL.match(address):
+        yield _of(find_target(address), model, key)
+        return
+    stack = running_stack()
+    if not Path(named).exists() and stack is not None and asyncio.run(_serves(find_target(), named)):
+        yield _of(find_target(), named, key)
+        return
+    _notes.print(f"{option}: starting a stack that serves {named}", markup=False, soft_wrap=True)
+    with temporary_stack(named) as target:
+        yield _of(target, "", "")
+
+
+def _of(target: ServerTarget, model: str, key: str) -> Endpoint:
+    return Endpoint(url=target.url, model=model, api_key=key or target.api_key)
+
+
+async def _serves(target: ServerTarget, model: str) -> bool:
+    async with GateClient(_of(target, "", "")) as client:
+        return model in [card["id"] for card in await client.cards()]
+
+
+async def _compare(run: GateRun, baseline: Endpoint, candidate: Endpoint) -> Comparison:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_notes, transient=True) as progress:
+        tasks: dict[LayerName, TaskID] = {}
+
+        def advance(layer: LayerName, done: int, total: int, verdict: GateVerdict) -> None:
+            if layer not in tasks:
+                tasks[layer] = progress.add_task(layer, total=total)
+            progress.update(tasks[layer], completed=done, description=f"{layer}: {verdict}")
+
+        return await run.compare(baseline, candidate, advance)
+
+
+def _write(options: GateOptions, found: Comparison) -> None:
+    if options.json_file is not None:
+        report.write(options.json_file, report.to_json(found))
+    if options.junit is not None:
+        report.write(options.junit, report.to_junit(found))
+    if options.html is not None:
+        report.write(options.html, page.to_html(found).encode())

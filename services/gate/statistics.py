@@ -1,0 +1,132 @@
+"""Tests on paired differences that may be looked at after every case, and what is told beside them.
+
+A difference is of one question: how much better the baseline did than the candidate, in [-1, 1]. Questions
+are independent, answers within one are not, so a question's answers are averaged before they come here.
+
+The decision is a bet (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting",
+JRSS-B 2024): someone who starts with 1 and stakes a share c of it on every difference being above m has, if
+the mean is at most m, wealth whose expectation never exceeds 1. By Ville's inequality it ever reaches 1/alpha
+with probability alpha at most: looking after each case, and stopping when it is decided, cost nothing. Shares
+are mixed, which needs no tuning and makes the wealth the same in whatever order differences came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Differences: TypeAlias = NDArray[np.float64]
+
+# Stakes, from those for small effects to nearly everything; the same weight each.
+_STAKES = np.array([*(2.0**-power for power in range(7, 0, -1)), 0.7, 0.85, 0.95, 0.99])
+_BISECTIONS = 40
+# No more cases than so many times those there are: a forecast beyond is none.
+MOST_TIMES = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanBounds:
+    """Bounds of a mean that hold at every look."""
+
+    lower: float
+    upper: float
+
+
+def evidence_above(differences: Differences, mean: float = 0.0, *, times: float = 1.0) -> float:
+    """Logarithm of the wealth of betting that the mean of `differences` [n] is above `mean`.
+
+    At log(1/alpha) that is shown at level alpha. `times` forecasts: as if so many times the cases had come.
+    """
+    if not len(differences):
+        return 0.0
+    gain = (1.0 + differences) / (1.0 + mean) - 1.0
+    values, counts = np.unique(gain, return_counts=True)
+    wealth = np.log1p(_STAKES[:, None] * values[None, :]) @ (counts * times)
+    top = float(np.max(wealth))
+    return top + math.log(float(np.mean(np.exp(wealth - top))))
+
+
+def evidence_below(differences: Differences, mean: float = 0.0, *, times: float = 1.0) -> float:
+    """As `evidence_above`, of the mean being below `mean`."""
+    return evidence_above(-differences, -mean, times=times)
+
+
+def interval(differences: Differences, alpha: float) -> MeanBounds:
+    """Bounds of the mean, each of which fails at any look with probability `alpha` at most."""
+    return MeanBounds(lower=_lower(differences, alpha), upper=-_lower(-differences, alpha))
+
+
+def _lower(differences: Differences, alpha: float) -> float:
+    limit = math.log(1.0 / alpha)
+    low, high = -1.0 + 1e-9, float(np.mean(differences)) if len(differences) else 0.0
+    if not len(differences) or evidence_above(differences, low) < limit:
+        return -1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        # Wealth falls as the mean that it is bet against rises.
+        low, high = (middle, high) if evidence_above(differences, middle) >= limit else (low, middle)
+    return low
+
+
+def bootstrap(
+    differences: Differences, *, level: float = 0.95, draws: int = 2000, seed: int = 0
+) -> MeanBounds:
+    """Percentile interval of the mean over questions drawn anew with replacement (Efron 1979).
+
+    It is for a fixed number of cases, and is told, not decided by.
+    """
+    if not len(differences):
+        return MeanBounds(lower=-1.0, upper=1.0)
+    random = np.random.default_rng(seed)
+    picks = random.integers(0, len(differences), size=(draws, len(differences)))
+    low, high = np.quantile(differences[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return MeanBounds(lower=float(low), upper=float(high))
+
+
+def mcnemar(baseline: Sequence[float], candidate: Sequence[float]) -> float:
+    """McNemar's exact test, one-sided: how probable so many losses are among the pairs that differ, were
+    losing and winning equally probable (McNemar 1947, exact form). Scores of at least 1/2 count as right.
+    """
+    pairs = [(ours >= 0.5, theirs >= 0.5) for ours, theirs in zip(baseline, candidate, strict=True)]
+    lost = sum(ours and not theirs for ours, theirs in pairs)
+    won = sum(theirs and not ours for ours, theirs in pairs)
+    total = lost + won
+    # Sums of integers: 2.0 ** total has no room for many pairs.
+    return sum(math.comb(total, count) for count in range(lost, total + 1)) / (1 << total)
+
+
+def more_needed(differences: Differences, delta: float, alarm: float, miss: float) -> int | None:
+    """How many more questions would decide if they came as those so far; None if MOST_TIMES as many would
+    not.
+    """
+    num = len(differences)
+    if not num:
+        return None
+
+    def decided(times: float) -> bool:
+        not_worse = evidence_below(differences, delta, times=times) >= math.log(1 / miss)
+        loses = float(np.mean(differences)) >= delta
+        worse = loses and evidence_above(differences, times=times) >= math.log(1 / alarm)
+        return not_worse or worse
+
+    if not decided(MOST_TIMES):
+        return None
+    low, high = 1.0, float(MOST_TIMES)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if decided(middle) else (middle, high)
+    return max(math.ceil(num * high) - num, 1)
+
+
+def by_question(questions: Sequence[str], differences: Sequence[float]) -> Differences:
+    """Means of each question's differences, in the order in which questions first came."""
+    groups: dict[str, list[float]] = {}
+    for question, difference in zip(questions, differences, strict=True):
+        groups.setdefault(question, []).append(difference)
+    means: Any = [math.fsum(each) / len(each) for each in groups.values()]
+    return np.array(means, dtype=np.float64)

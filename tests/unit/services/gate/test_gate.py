@@ -1,0 +1,242 @@
+"""`millrace gate` between servers over real sockets: verdicts, exit status, reports, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli.app import app
+from services.gate import client, run
+from tests.unit.services.gate.toy import Spoiled, ToyServer, serving
+
+ALL = "[tokens]\n[intrinsic]\n[task]\n[structure]\n[long_context]\n[behaviour]\n"
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Compares two servers by a suite; what the command printed and wrote."""
+    monkeypatch.setattr(client, "_PAUSE_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as servers:
+
+        def compare(baseline: ToyServer, candidate: ToyServer, suite: str = ALL, *more: str) -> Any:
+            for each in (baseline, candidate):
+                if not each.url:
+                    servers.enter_context(serving(each))
+            (tmp_path / "suite.toml").write_text(suite)
+            arguments = ["gate", "--baseline", baseline.url, "--candidate", candidate.url]
+            files = [
+                "--suite",
+                "suite.toml",
+                "--json",
+                "out.json",
+                "--junit",
+                "out.xml",
+                "--html",
+                "out.html",
+            ]
+            return CliRunner().invoke(app, [*arguments, *files, *more])
+
+        yield compare
+
+
+def layers(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    found = json.loads((tmp_path / "out.json").read_text())
+    return {each["layer"]: each for each in found["layers"]}
+
+
+def test_identical_deployments_are_not_worse(gate: Any, tmp_path: Path) -> None:
+    baseline, candidate = ToyServer(), ToyServer()
+    result = gate(baseline, candidate)
+    assert result.exit_code == 0, result.output
+    assert {each["verdict"] for each in layers(tmp_path).values()} == {"not worse"}
+    assert len(layers(tmp_path)) == 6
+    # Decided early: not all cases of each layer were asked.
+    assert len(candidate.asked) < 600
+
+
+def test_the_default_suite_needs_no_file(gate: Any, tmp_path: Path) -> None:
+    with serving(ToyServer()) as server:
+        result = CliRunner().invoke(
+            app, ["gate", "--baseline", server.url, "--candidate", f"{server.url}#toy"]
+        )
+    assert result.exit_code == 0, result.output
+    assert "not worse" in result.output
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "layer"),
+    [
+        (Spoiled(weight_steps=2.0), "intrinsic"),
+        (Spoiled(temperature=1.1), "tokens"),
+        (Spoiled(template="<|user|>"), "tokens"),
+        (Spoiled(ignores_schemas=True), "structure"),
+        (Spoiled(loses_middle=True), "long_context"),
+    ],
+)
+def test_what_is_broken_is_worse_in_its_layer(
+    gate: Any, tmp_path: Path, spoiled: Spoiled, layer: str
+) -> None:
+    result = gate(ToyServer(), ToyServer(spoiled=spoiled), f"[{layer}]\n")
+    assert result.exit_code == 1, result.output
+    assert layers(tmp_path)[layer]["verdict"] == "worse"
+    assert "worse" in result.output
+
+
+def test_needles_lost_in_the_middle_show_in_the_heat_map(gate: Any, tmp_path: Path) -> None:
+    result = gate(
+        ToyServer(), ToyServer(spoiled=Spoiled(loses_middle=True)), "[long_context]\n", "--all-cases"
+    )
+    cells = layers(tmp_path)["long_context"]["cells"]
+    by_depth = {
+        depth: [cell["candidate"] for cell in cells if cell["depth"] == depth] for depth in (0.0, 0.5, 1.0)
+    }
+    assert (by_depth[0.0], by_depth[1.0]) == ([1.0] * 3, [1.0] * 3)
+    assert max(by_depth[0.5]) < 0.4
+    assert "50%" in result.output
+    assert "<svg" in (tmp_path / "out.html").read_text()
+
+
+def test_where_seeds_are_not_kept_equal_servers_are_not_worse(gate: Any, tmp_path: Path) -> None:
+    suite = "[tokens]\ndelta = 0.2\ncases = 300\n"
+    result = gate(ToyServer(keeps_seeds=False), ToyServer(keeps_seeds=False), suite)
+    assert result.exit_code == 0, result.output
+    assert "equal seeds" in layers(tmp_path)["tokens"]["note"]
+
+
+def test_too_few_cases_say_how_many_more(gate: Any, tmp_path: Path) -> None:
+    result = gate(ToyServer(), ToyServer(), "[task]\ncases = 20\n")
+    assert result.exit_code == 3, result.output
+    more = layers(tmp_path)["task"]["more_needed"]
+    assert f"about {more} more" in result.output
+    assert gate(ToyServer(), ToyServer(), f"[task]\ncases = {20 + more}\n").exit_code == 0
+
+
+def test_a_layer_that_does_not_decide_is_told(gate: Any, tmp_path: Path) -> None:
+    suite = "[task]\n[tokens]\ndecides = false\n"
+    result = gate(ToyServer(), ToyServer(spoiled=Spoiled(temperature=1.5)), suite)
+    assert result.exit_code == 0, result.output
+    assert layers(tmp_path)["tokens"]["verdict"] == "worse"
+    cases = {case.get("name"): case for case in ElementTree.parse(tmp_path / "out.xml").iter("testcase")}
+    assert cases["tokens"].find("skipped") is not None
+
+
+# --- what cannot be compared ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("candidate", "named"),
+    [
+        (ToyServer(splits_otherwise=True), "tokenizers of toy and toy differ"),
+        (ToyServer(has_echo=False), "leave out [intrinsic]"),
+        (ToyServer(dies_after=0), "does not answer"),
+    ],
+)
+def test_what_cannot_be_compared_gets_no_verdict(
+    gate: Any, tmp_path: Path, candidate: ToyServer, named: str
+) -> None:
+    result = gate(ToyServer(), candidate)
+    assert result.exit_code == 2
+    assert named in " ".join(result.output.split())
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_suite_that_is_wrong_gets_no_verdict(gate: Any, tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi", "check": "exact"}\n')
+    baseline = ToyServer()
+    result = gate(baseline, ToyServer(), "[task]\nfile = 'tasks.jsonl'\n")
+    assert result.exit_code == 2
+    assert "tasks.jsonl:1: the case has no answer" in " ".join(result.output.split())
+    result = gate(baseline, ToyServer(), "[task]\nextra = 1\n")
+    assert (result.exit_code, "extra" in result.output) == (2, True)
+
+
+def test_an_unknown_model_is_named(gate: Any, tmp_path: Path) -> None:
+    with serving(ToyServer()) as server:
+        arguments = ["gate", "--baseline", server.url, "--candidate", f"{server.url}#other"]
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "has no model 'other'; it has toy" in " ".join(result.output.split())
+
+
+def test_what_nobody_foresaw_is_no_verdict(gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(run, "judge_layer", fail)
+    assert gate(ToyServer(), ToyServer(), "[task]\n").exit_code == 2
+
+
+# --- what is kept -----------------------------------------------------------------------------------------
+
+
+def _chats(server: ToyServer) -> int:
+    """Requests of cases: those that identify a server are few."""
+    return sum("number" in str(body) or "What is" in str(body) for body in server.asked)
+
+
+def test_a_baseline_is_asked_once(gate: Any, tmp_path: Path) -> None:
+    baseline, candidate = ToyServer(), ToyServer()
+    for _ in range(2):
+        assert gate(baseline, candidate, "[long_context]\n").exit_code == 0
+    assert _chats(candidate) == 2 * _chats(baseline)
+    assert gate(baseline, candidate, "[long_context]\n", "--fresh").exit_code == 0
+    assert 2 * _chats(candidate) == 3 * _chats(baseline)
+    assert not list(tmp_path.glob(".millrace/gate/*candidate*"))
+
+
+def test_an_interrupted_run_goes_on(gate: Any, tmp_path: Path) -> None:
+    baseline, candidate = ToyServer(), ToyServer(dies_after=60)
+    result = gate(baseline, candidate, "[long_context]\n")
+    assert result.exit_code == 2
+    assert "does not answer" in result.output
+    done = _chats(candidate)
+    assert done > 20
+    # As a crash leaves it: the last line is cut.
+    (kept,) = tmp_path.glob(".millrace/gate/*candidate*")
+    kept.write_bytes(kept.read_bytes()[:-20])
+    candidate.dies_after = 10**9
+    assert gate(baseline, candidate, "[long_context]\n").exit_code == 0
+    whole = ToyServer()
+    assert gate(ToyServer(), whole, "[long_context]\n").exit_code == 0
+    # One is asked twice for the cut, and up to eight that were on their way.
+    assert 0 < _chats(candidate) - _chats(whole) <= 9
+
+
+# --- reports ----------------------------------------------------------------------------------------------
+
+
+def test_reports(gate: Any, tmp_path: Path) -> None:
+    gate(ToyServer(), ToyServer(spoiled=Spoiled(ignores_schemas=True)), "[task]\n[structure]\n")
+    suite = ElementTree.parse(tmp_path / "out.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "1", "0")
+    page = (tmp_path / "out.html").read_text()
+    assert "http" not in page.replace(
+        json.loads((tmp_path / "out.json").read_text())["baseline"]["url"], ""
+    ).replace(json.loads((tmp_path / "out.json").read_text())["candidate"]["url"], "").replace(
+        "http-equiv", ""
+    )
+    # What the model wrote is text.
+    assert "Here you are: { it is }" in page
+    _Balanced().feed(page)
+
+
+class _Balanced(HTMLParser):
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert tag not in ("script", "link", "img", "iframe")
+
+
+def test_a_report_without_a_place_is_refused_before_anything_is_asked(gate: Any) -> None:
+    baseline = ToyServer()
+    result = gate(baseline, ToyServer(), "[task]\n", "--json", "no/such/out.json")
+    assert result.exit_code == 2
+    assert "no/such/out.json" in " ".join(result.output.split())
+    assert baseline.asked == []
