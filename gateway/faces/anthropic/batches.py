@@ -79,10 +79,8 @@ class MessageBatchEndpoints:
             finally:
                 await batches.call(upload.discard)
         except OSError as error:
-            raise disk_full(error, batches.storage.folder) from error
-        batch = batches.new(
-            identity, api=API, endpoint=MESSAGES, input_file_id=file.id, window=_WINDOW, metadata={}
-        )
+            raise disk_full(error, batches.folder) from error
+        batch = batches.new(identity, api=API, endpoint=MESSAGES, file=file, window=_WINDOW, metadata={})
         batch.num_lines = len(body.requests)
         try:
             await batches.create(identity, batch)

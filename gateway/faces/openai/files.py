@@ -40,7 +40,7 @@ class FileEndpoints:
         try:
             upload = await batches.call(batches.begin_upload)
         except OSError as error:
-            raise disk_full(error, batches.storage.folder) from error
+            raise disk_full(error, batches.folder) from error
         try:
             filename, fields = await self._receive(exchange, upload)
             purpose, kept_s = _purpose(fields), _kept_s(fields)
