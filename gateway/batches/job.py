@@ -36,6 +36,8 @@ from gateway.batches.store import BatchLease, BatchLeaseLost, BatchStore, Stored
 from gateway.batches.types import BatchStatus, LineOutcome, LineResult, Problem, ResultForm
 from gateway.config import BatchesConfig
 from gateway.http.errors import unexpected
+from observability.emit import names
+from observability.emit.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 # How often results are written down; a killed gateway's lines since then are computed again.
@@ -62,6 +64,7 @@ class JobParts:
 
     store: BatchStore
     storage: ContentStorage
+    metrics: Metrics
     # None where what is written now is not encrypted.
     keys: ContentKeys | None
     # Where they keep what they need until they end: a folder for each, below it.
@@ -114,6 +117,13 @@ class BatchJob:
         self._stopping = self.is_lost = False
 
     # For the runner.
+
+    @property
+    def state(self) -> str:
+        """Its status, or that it is cancelled or paused, as operators are told it."""
+        if self._pause:
+            return "paused"
+        return BatchStatus.CANCELLING if self.lease.cancelled_unix_s else self.lease.batch.status
 
     def wants(self, now_s: float) -> bool:
         """Whether a line of it may begin."""
@@ -291,8 +301,7 @@ class BatchJob:
         batch.ended_unix_s = self._now_s()
         batch.cancelling_unix_s = self.lease.cancelled_unix_s
         await self._save()
-        self._close()
-        await self._parts.call(shutil.rmtree, self._folder, ignore_errors=True)
+        await self._clear()
 
     async def _fail(self, problems: tuple[Problem, ...]) -> None:
         batch = self.lease.batch
@@ -303,6 +312,11 @@ class BatchJob:
         except BatchLeaseLost:
             self.is_lost = True
             return
+        await self._clear()
+
+    async def _clear(self) -> None:
+        """It has ended, and its results are where they stay."""
+        self._parts.metrics.add(names.BATCHES_ENDED, status=self.lease.batch.status)
         self._close()
         await self._parts.call(shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -313,8 +327,7 @@ class BatchJob:
         batch, call, store = self.lease.batch, self._parts.call, self._parts.store
         try:
             if self._spool is not None and self._results:
-                await call(self._spool.commit, self._results)
-                self._count()
+                await call(self._put_down, self._results)
             self._close()
             batch.num_takes = 0
             await call(store.save, self.lease)
@@ -382,10 +395,18 @@ class BatchJob:
             await self._writing(self._commit, results)
 
     def _commit(self, results: list[Written]) -> None:
-        assert self._spool is not None, "results come after it is open"
         self._breathe(0)
         self._check_room()
+        self._put_down(results)
+
+    def _put_down(self, results: list[Written]) -> None:
+        assert self._spool is not None, "results come after it is open"
+        before = list(self._spool.counts)
         self._spool.commit(results)
+        for outcome in LineOutcome:
+            if num := self._spool.counts[outcome] - before[outcome]:
+                told = {"tenant": self.tenant, "outcome": outcome.name.lower()}
+                self._parts.metrics.add(names.BATCH_LINES, num, **told)
         self._count()
 
     def _check_room(self) -> None:

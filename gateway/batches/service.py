@@ -29,6 +29,8 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.store.threads import WaitingThreads
 from gateway.types.error_form import ErrorForms
 from gateway.types.request import Identity
+from observability.emit import names
+from observability.emit.metrics import Metrics
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Batches:
         max_line_bytes: int,
         error_forms: ErrorForms,
         forms: Mapping[str, ResultForm],
+        metrics: Metrics,
     ) -> None:
         self.config = config
         self.store = store
@@ -67,6 +70,7 @@ class Batches:
         self._storage, self._keys = storage, keys
         self._uploads, self._work = self.folder / "uploads", self.folder / "work"
         self._pipeline = pipeline
+        self._metrics = metrics
         self._error_forms = error_forms
         what = "the database of files and batches"
         self._threads = WaitingThreads("batches", _THREADS, database=what)
@@ -83,6 +87,7 @@ class Batches:
             config=config,
             max_line_bytes=max_line_bytes,
             forms=dict(forms),
+            metrics=metrics,
             call=self.call,
             transfer=self._transfers.call,
             ask=self._ask,
@@ -105,6 +110,7 @@ class Batches:
         max_line_bytes: int,
         error_forms: ErrorForms,
         forms: Mapping[str, ResultForm],
+        metrics: Metrics,
     ) -> Batches | None:
         """Files and batches as they are configured, None where they are not. Raises ConfigError."""
         if not config.directory:
@@ -125,6 +131,7 @@ class Batches:
                 max_line_bytes=max_line_bytes,
                 error_forms=error_forms,
                 forms=forms,
+                metrics=metrics,
             )
         except OSError as error:
             raise ConfigError(f"gateway.batches.directory: {error}") from error
@@ -329,6 +336,8 @@ class Batches:
             try:
                 while await self._transfers.call(self.sweep):
                     pass
+                used = await self.call(self.store.used_bytes)
+                self._metrics.set(names.BATCH_FILE_BYTES, used)
             except (MillraceError, OSError) as error:
                 _log.error("files that have expired cannot be removed, will retry: %s", error)
             await asyncio.sleep(self.config.sweep_interval_s)

@@ -439,3 +439,35 @@ async def test_full_disk_pauses_the_batch_and_it_goes_on(tmp_path: Path) -> None
         found = await results(stack, batch["output_file_id"])
     assert sorted(int(each["custom_id"]) for each in found) == list(range(30))
     assert len(ledger_rows(tmp_path)) == 30
+
+
+async def test_operators_see_what_becomes_of_batches(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    async with serving(tmp_path, engine, max_in_flight=1, sweep_interval_s=0.05) as stack:
+        gate = _after(engine, 2)
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(4)), b"{no json"))
+
+        async def told(*lines: str) -> bool:
+            exposed = (await stack.http.get("/metrics")).text
+            return all(line in exposed.splitlines() for line in lines)
+
+        size = (await ok(stack, "GET", f"files/{batch['input_file_id']}"))["bytes"]
+        await until(
+            lambda: told(
+                'millrace_batches_running{status="in_progress"} 1.0',
+                "millrace_batches_oldest_waiting_seconds 0.0",
+                "millrace_batch_lines_running 1.0",
+                f"millrace_batch_file_bytes {float(size)}",
+                'millrace_batches_ended_total{status="completed"} 0.0',
+            )
+        )
+        gate.set()
+        await ended(stack, batch)
+        await until(
+            lambda: told(
+                'millrace_batches_running{status="in_progress"} 0.0',
+                'millrace_batch_lines_total{outcome="succeeded",tenant="acme"} 4.0',
+                'millrace_batch_lines_total{outcome="errored",tenant="acme"} 1.0',
+                'millrace_batches_ended_total{status="completed"} 1.0',
+            )
+        )
