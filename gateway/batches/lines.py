@@ -225,9 +225,10 @@ def _judge(
 
 
 def _is_object(data: bytes | None, told: Problem) -> bool:
-    """Whether a faulty line is one of JSONL all the same."""
-    is_json = told.code != Reason.MALFORMED_BODY.openai_code
-    return is_json and data is not None and data.lstrip().startswith(b"{")
+    """Whether a faulty line is one of JSONL all the same, or may be one that is too long to be read."""
+    if data is None:
+        return True
+    return told.code != Reason.MALFORMED_BODY.openai_code and data.lstrip().startswith(b"{")
 
 
 def _problem(error: MillraceError, number: int) -> Problem:

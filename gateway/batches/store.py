@@ -62,7 +62,7 @@ def not_found(kind: str, id_: str, field: str = "") -> MillraceError:
     """In the same words whether it is another tenant's, was deleted, has expired or never was."""
     return MillraceError(
         Reason.STORED_NOT_FOUND,
-        f"no such {kind}: {id_[:MAX_ID]!r}; {kind}s are kept by tenant and for a limited time",
+        f"no such {kind}: {id_[:MAX_ID]!r}; it is kept by tenant and for a limited time",
         field=field,
     )
 
