@@ -83,6 +83,10 @@ class JobParts:
     wake: Callable[[], None]
 
 
+class _NeverRead(Exception):
+    """Its end came before its input could be read."""
+
+
 class _Stopped(Exception):
     """The gateway leaves it to others."""
 
@@ -232,6 +236,11 @@ class BatchJob:
             await self._leave()
         except BadInput as error:
             await self._fail(error.problems)
+        except _NeverRead:
+            is_cancelled = bool(self.lease.cancelled_unix_s)
+            status = BatchStatus.CANCELLED if is_cancelled else BatchStatus.EXPIRED
+            problem = f"the batch {'was' if is_cancelled else 'has'} {status} before its input could be read"
+            await self._fail((Problem(f"batch_{status}", problem, "input_file_id"),), status)
         except FileNotFoundError:
             message = "the input file is not there any more; upload it again"
             await self._fail((Problem("invalid_input_file", message, "input_file_id"),))
@@ -303,9 +312,10 @@ class BatchJob:
         await self._save()
         await self._clear()
 
-    async def _fail(self, problems: tuple[Problem, ...]) -> None:
+    async def _fail(self, problems: tuple[Problem, ...], status: BatchStatus = BatchStatus.FAILED) -> None:
         batch = self.lease.batch
-        batch.status, batch.problems, batch.detail = BatchStatus.FAILED, list(problems), ""
+        batch.status, batch.problems, batch.detail = status, list(problems), ""
+        batch.cancelling_unix_s = self.lease.cancelled_unix_s
         batch.ended_unix_s = self._now_s()
         try:
             await self._save()
@@ -514,6 +524,8 @@ class BatchJob:
                 return done
             if self._stopping:
                 raise _Stopped
+            if self._index is None and self._is_ending and not self.lease.batch.num_answered:
+                raise _NeverRead
 
     async def _wait(self, problem: str) -> None:
         """Says what holds it up, and waits for a moment."""

@@ -183,6 +183,27 @@ async def test_storage_that_is_away_pauses_a_batch_and_refuses_uploads(
         assert file["id"] not in bucket.objects
 
 
+async def test_a_batch_that_waits_for_its_input_can_be_cancelled(
+    tmp_path: Path, bucket: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.batches.objects._RETRIES", 0)
+    async with serving(tmp_path, s3=bucket.settings()) as stack:
+        file = (await upload(stack, jsonl(request("a")))).json()
+        bucket.fails = lambda method, path: 503
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = await ok(stack, "POST", "batches", json=asked)
+
+        async def told() -> Any:
+            return (await ok(stack, "GET", f"batches/{batch['id']}"))["status_detail"]
+
+        await until(told)
+        await ok(stack, "POST", f"batches/{batch['id']}/cancel")
+        batch = await ended(stack, batch)
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("cancelled", "batch_cancelled")
+    assert batch["cancelled_at"] is not None
+    assert batch["cancelling_at"] is not None
+
+
 async def test_input_that_is_gone_from_the_storage_fails_the_batch(
     tmp_path: Path, bucket: ObjectServer
 ) -> None:
