@@ -103,7 +103,10 @@ class BatchRunner:
     def live(self, tenant: str, id_: str) -> RequestBatch | None:
         """A batch as it is now, where this gateway runs it."""
         job = self._jobs.get(id_)
-        return job.lease.batch if job is not None and job.tenant == tenant and not job.is_lost else None
+        if job is None or job.tenant != tenant or job.is_lost:
+            return None
+        # Its end is told once everybody knows of it by the row.
+        return job.lease.batch if job.lease.batch.is_open else None
 
     def cancel(self, tenant: str, batch: RequestBatch) -> None:
         """Lets no further line of a batch begin where this gateway runs it; others learn it by the row."""
