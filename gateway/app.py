@@ -114,6 +114,7 @@ class Gateway:
                 openai_batches.API: openai_batches.OpenAiResults(),
                 message_batches.API: message_batches.AnthropicResults(),
             },
+            metrics=metrics,
         )
         self.http = self._build_http()
         self._add_servicers()

@@ -79,26 +79,65 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def secrets(self) -> tuple[str, ...]:
         """The keys, the one that encrypts first; raises ConfigError for none, or too short a one."""
-        lines = [self.key]
-        if self.key_file:
+        return _secrets("gateway.store", self.key, self.key_file)
+
+
+def _secrets(table: str, key: str, key_file: str) -> tuple[str, ...]:
+    lines = [key]
+    if key_file:
+        try:
+            lines = Path(key_file).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ConfigError(f"{table}.key_file: {error}") from error
+    keys = tuple(filter(None, map(str.strip, lines)))
+    if not keys or any(len(key) < _MIN_STORE_KEY for key in keys):
+        raise ConfigError(
+            f"{table}.key: what is stored is encrypted with a key of at least "
+            f"{_MIN_STORE_KEY} characters; put one into the file {table}.key_file "
+            "(openssl rand -base64 32), the same for every gateway"
+        )
+    return keys
+
+
+class ObjectStorageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.batches.s3]`: files in object storage that speaks S3's protocol."""
+
+    # "" keeps files in the directory, where what is under way is in any case.
+    bucket: str = ""
+    # Objects' names begin with it.
+    prefix: str = ""
+    # URL of the storage, http:// for one without TLS; "" is AWS's own of the region.
+    endpoint: str = ""
+    region: str = ""
+    # Both, or a file with each on a line of its own, which wins. Without them they are looked for as AWS's
+    # own programs do: environment, web identity, the machine's role.
+    access_key_id: str = ""
+    secret_access_key: str = ""
+    credentials_file: str = ""
+
+    def credentials(self) -> dict[str, str]:
+        """Those that are configured, none where AWS's own way finds them; raises ConfigError."""
+        lines = [self.access_key_id, self.secret_access_key]
+        if self.credentials_file:
             try:
-                lines = Path(self.key_file).read_text(encoding="utf-8").splitlines()
+                lines = Path(self.credentials_file).read_text(encoding="utf-8").split()
             except OSError as error:
-                raise ConfigError(f"gateway.store.key_file: {error}") from error
-        keys = tuple(filter(None, map(str.strip, lines)))
-        if not keys or any(len(key) < _MIN_STORE_KEY for key in keys):
+                raise ConfigError(f"gateway.batches.s3.credentials_file: {error}") from error
+        if not any(lines):
+            return {}
+        if len(lines) != 2 or not all(lines):
             raise ConfigError(
-                "gateway.store.key: what is stored is encrypted with a key of at least "
-                f"{_MIN_STORE_KEY} characters; put one into the file gateway.store.key_file "
-                "(openssl rand -base64 32), the same for every gateway"
+                "gateway.batches.s3.access_key_id: an id and its secret_access_key go together; give both, "
+                "or name a credentials_file with each on a line of its own"
             )
-        return keys
+        return {"access_key_id": lines[0], "secret_access_key": lines[1]}
 
 
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway.batches]`: `/v1/files` and `/v1/batches`, whose lines run in what capacity is left."""
 
-    # Folder of the files, the same for all gateways; "" serves neither files nor batches.
+    # Folder of the files and of what is under way, the same for all gateways; "" serves neither files nor
+    # batches.
     directory: str = ""
     # SQLAlchemy URL of what is known of them, the same for all gateways; "" is an SQLite file in the folder.
     url: str = ""
@@ -119,6 +158,15 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sweep_interval_s: PositiveFloat = 60.0
     # A batch whose gateway has not written for so long is gone on with by another one.
     lease_s: Annotated[float, msgspec.Meta(ge=0.5)] = 10.0
+    # Key that files, results and what batches say of themselves are encrypted with, of the form of
+    # gateway.store.key; "" leaves them plain.
+    key: str = ""
+    key_file: str = ""
+    s3: ObjectStorageConfig = ObjectStorageConfig()
+
+    def secrets(self) -> tuple[str, ...]:
+        """The keys, the one that encrypts first, none where nothing is encrypted; raises ConfigError."""
+        return _secrets("gateway.batches", self.key, self.key_file) if self.key or self.key_file else ()
 
 
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

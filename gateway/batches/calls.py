@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from contract.errors import MillraceError
+from contract.errors import MillraceError, Reason
 from gateway.auth.verifier import Arrival, CallerVerifier
+from gateway.batches.types import RequestBatch
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange, Handler
 from gateway.intake.intake import LARGE_BYTES, Intake
@@ -25,6 +26,13 @@ from gateway.types.error_form import ErrorForm
 from gateway.types.request import Caller, Identity
 
 _log = logging.getLogger(__name__)
+
+
+class _Used(msgspec.Struct):
+    usage: Any = None
+
+
+_usage = msgspec.json.Decoder(_Used)
 
 
 class LineAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +91,35 @@ async def answered(
 
 def _refused(form: ErrorForm, error: MillraceError, id_: str) -> LineAnswer:
     return LineAnswer(request_id=id_, status=form.status(error), body=form.body(error, id_), error=error)
+
+
+def cancelled_error() -> MillraceError:
+    """Of a line that a cancelled batch has not begun."""
+    return MillraceError(Reason.CANCELLED, "the batch was cancelled before this line was answered")
+
+
+def expired_error(batch: RequestBatch) -> MillraceError:
+    """Of a line whose batch has run out of time."""
+    return MillraceError(
+        Reason.DEADLINE_EXCEEDED,
+        f"the completion_window of {batch.completion_window} ended before this line was answered; send it "
+        "again",
+    )
+
+
+def tokens_of(body: bytes) -> float:
+    """What a line took by its answer's own words, of whichever API; at least 1."""
+    try:
+        usage = _usage.decode(body).usage
+    except msgspec.MsgspecError:
+        return 1.0
+    if not isinstance(usage, dict):
+        return 1.0
+    total = usage.get("total_tokens")
+    if not isinstance(total, int):
+        counts = [each for name, each in usage.items() if name.endswith("_tokens")]
+        total = sum(each for each in counts if isinstance(each, int))
+    return float(max(1, total))
 
 
 class _NoConnection:

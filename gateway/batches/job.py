@@ -11,34 +11,33 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, BinaryIO
 
 from contract.errors import MillraceError, Reason
-from gateway.batches.calls import LineAnswer
-from gateway.batches.content import FULL, ContentStorage, free_bytes, make_private
+from gateway.batches.calls import LineAnswer, cancelled_error, expired_error, tokens_of
+from gateway.batches.content import FULL, ContentStorage, free_bytes, make_private, write_file
 from gateway.batches.lines import (
     BadInput,
     Fault,
     LineEntry,
     LineIndex,
-    check_line,
-    duplicate,
     index_lines,
     name_of,
     read_line,
-    too_long,
+    request_of,
 )
+from gateway.batches.sealed import ContentKeys, SealingPieces, needed, open_sealed
 from gateway.batches.spool import NAMES, Spool, SpoolBusy, Written
 from gateway.batches.store import BatchLease, BatchLeaseLost, BatchStore, StoredFile
 from gateway.batches.types import BatchStatus, LineOutcome, LineResult, Problem, ResultForm
 from gateway.config import BatchesConfig
 from gateway.http.errors import unexpected
+from observability.emit import names
+from observability.emit.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 # How often results are written down; a killed gateway's lines since then are computed again.
@@ -59,32 +58,33 @@ _ENOUGH_LINES = 20
 _TOGETHER = 256
 
 
-class _Used(msgspec.Struct):
-    usage: Any = None
-
-
-_usage = msgspec.json.Decoder(_Used)
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobParts:
     """What batches have in common."""
 
     store: BatchStore
     storage: ContentStorage
+    metrics: Metrics
+    # None where what is written now is not encrypted.
+    keys: ContentKeys | None
     # Where they keep what they need until they end: a folder for each, below it.
     folder: Path
     config: BatchesConfig
     max_line_bytes: int
     forms: dict[str, ResultForm]
-    # Has a thread call what waits for disks and databases.
+    # Have a thread call what waits for disks and databases, and what waits for where files are stored.
     call: Callable[..., Awaitable[Any]]
+    transfer: Callable[..., Awaitable[Any]]
     # Answers the body of a line of a batch.
     ask: Callable[[BatchLease, int, bytes], Awaitable[LineAnswer]]
     # Lines a second that a batch may expect before it has measured; 0 where nobody has.
     usual_rate: Callable[[], float]
     # Something changed that a runner may have waited for.
     wake: Callable[[], None]
+
+
+class _NeverRead(Exception):
+    """Its end came before its input could be read."""
 
 
 class _Stopped(Exception):
@@ -121,6 +121,13 @@ class BatchJob:
         self._stopping = self.is_lost = False
 
     # For the runner.
+
+    @property
+    def state(self) -> str:
+        """Its status, or that it is cancelled or paused, as operators are told it."""
+        if self._pause:
+            return "paused"
+        return BatchStatus.CANCELLING if self.lease.cancelled_unix_s else self.lease.batch.status
 
     def wants(self, now_s: float) -> bool:
         """Whether a line of it may begin."""
@@ -168,9 +175,9 @@ class BatchJob:
 
     async def _answer(self, entry: LineEntry) -> float | None:
         parts, batch = self._parts, self.lease.batch
-        data = b"" if entry.fault is Fault.TOO_LONG else await parts.call(read_line, self._source, entry)
+        data = b"" if entry.fault is Fault.TOO_LONG else await parts.call(self._read, entry)
         try:
-            line = _request(data, entry, batch.endpoint, parts.max_line_bytes)
+            line = request_of(data, entry, batch.endpoint, parts.max_line_bytes)
         except MillraceError as error:
             named = name_of(data)
             failed = LineResult(custom_id=named, line=entry.line, outcome=LineOutcome.ERRORED, error=error)
@@ -229,9 +236,19 @@ class BatchJob:
             await self._leave()
         except BadInput as error:
             await self._fail(error.problems)
+        except _NeverRead:
+            is_cancelled = bool(self.lease.cancelled_unix_s)
+            status = BatchStatus.CANCELLED if is_cancelled else BatchStatus.EXPIRED
+            problem = f"the batch {'was' if is_cancelled else 'has'} {status} before its input could be read"
+            await self._fail((Problem(f"batch_{status}", problem, "input_file_id"),), status)
         except FileNotFoundError:
             message = "the input file is not there any more; upload it again"
             await self._fail((Problem("invalid_input_file", message, "input_file_id"),))
+        except MillraceError as error:
+            if error.retry_after_s is not None:
+                # It passes.
+                raise
+            await self._fail((Problem(error.reason.openai_code, error.message, error.field),))
         finally:
             self._close()
             self._parts.wake()
@@ -243,11 +260,10 @@ class BatchJob:
         if batch.num_takes > _MAX_TAKES:
             message = f"{_MAX_TAKES} gateways were lost under it; send its lines in smaller batches"
             raise BadInput(Problem("gateways_lost", message))
-        self._source = await parts.call(parts.storage.fetch, batch.input_file_id)
-        await parts.call(make_private, self._folder)
+        await self._writing(self._prepare, call=parts.transfer)
         if not await parts.call((self._folder / "index").exists):
             batch.num_lines = await self._writing(self._read_input)
-        self._spool = await parts.call(Spool, self._folder, batch.num_lines)
+        self._spool = await self._writing(self._open_spool)
         self._index = LineIndex(self._folder / "index", self._spool.is_done)
         if batch.status is BatchStatus.VALIDATING:
             batch.status, batch.in_progress_unix_s = BatchStatus.IN_PROGRESS, self._now_s()
@@ -287,25 +303,30 @@ class BatchJob:
         has_left = batch.num_answered < batch.num_lines
         if has_left:
             await self._write_rest(left)
-        await self._writing(self._publish)
+        await self._writing(self._publish, call=self._parts.transfer)
         ended = BatchStatus.CANCELLED if left is LineOutcome.CANCELLED else BatchStatus.EXPIRED
         # One whose end was asked for when all was done already is complete.
         batch.status = ended if has_left or batch.counts[left] else BatchStatus.COMPLETED
         batch.ended_unix_s = self._now_s()
         batch.cancelling_unix_s = self.lease.cancelled_unix_s
         await self._save()
-        self._close()
-        await self._parts.call(shutil.rmtree, self._folder, ignore_errors=True)
+        await self._clear()
 
-    async def _fail(self, problems: tuple[Problem, ...]) -> None:
+    async def _fail(self, problems: tuple[Problem, ...], status: BatchStatus = BatchStatus.FAILED) -> None:
         batch = self.lease.batch
-        batch.status, batch.problems, batch.detail = BatchStatus.FAILED, list(problems), ""
+        batch.status, batch.problems, batch.detail = status, list(problems), ""
+        batch.cancelling_unix_s = self.lease.cancelled_unix_s
         batch.ended_unix_s = self._now_s()
         try:
             await self._save()
         except BatchLeaseLost:
             self.is_lost = True
             return
+        await self._clear()
+
+    async def _clear(self) -> None:
+        """It has ended, and its results are where they stay."""
+        self._parts.metrics.add(names.BATCHES_ENDED, status=self.lease.batch.status)
         self._close()
         await self._parts.call(shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -316,8 +337,7 @@ class BatchJob:
         batch, call, store = self.lease.batch, self._parts.call, self._parts.store
         try:
             if self._spool is not None and self._results:
-                await call(self._spool.commit, self._results)
-                self._count()
+                await call(self._put_down, self._results)
             self._close()
             batch.num_takes = 0
             await call(store.save, self.lease)
@@ -335,16 +355,37 @@ class BatchJob:
 
     # What is on the disk.
 
+    def _prepare(self) -> None:
+        batch, parts = self.lease.batch, self._parts
+        make_private(self._folder)
+        self._source = parts.storage.fetch(batch.input_file_id, self._folder, self._beat)
+
+    def _open(self) -> BinaryIO:
+        """Its input, to be read as it was sent."""
+        batch = self.lease.batch
+        if not batch.is_input_sealed:
+            return self._source.open("rb")
+        return open_sealed(self._source, needed(self._parts.keys).of(batch.input_file_id))
+
+    def _read(self, entry: LineEntry) -> bytes:
+        with self._open() as source:
+            return read_line(source, entry)
+
     def _read_input(self) -> int:
-        config = self._parts.config
-        return index_lines(
-            self._source,
-            self._folder,
-            self.lease.batch.endpoint,
-            max_lines=config.max_lines,
-            max_line_bytes=self._parts.max_line_bytes,
-            goes_on=self._breathe,
-        )
+        with self._open() as source:
+            return index_lines(
+                source,
+                self._folder,
+                self.lease.batch.endpoint,
+                max_lines=self._parts.config.max_lines,
+                max_line_bytes=self._parts.max_line_bytes,
+                goes_on=self._breathe,
+            )
+
+    def _open_spool(self) -> Spool:
+        batch = self.lease.batch
+        seal = needed(self._parts.keys).of(batch.id) if batch.is_sealed else None
+        return Spool(self._folder, batch.num_lines, seal)
 
     def _breathe(self, num_done: int) -> bool:
         """In a thread that is long at work: the lease is renewed."""
@@ -353,16 +394,29 @@ class BatchJob:
             self._parts.store.save(self.lease)
         return not self._stopping
 
+    def _beat(self) -> None:
+        """The same for the storage of files; raises InterruptedError."""
+        if not self._breathe(0):
+            raise InterruptedError
+
     async def _flush(self) -> None:
         results, self._results = self._results, []
         if results:
             await self._writing(self._commit, results)
 
     def _commit(self, results: list[Written]) -> None:
-        assert self._spool is not None, "results come after it is open"
         self._breathe(0)
         self._check_room()
+        self._put_down(results)
+
+    def _put_down(self, results: list[Written]) -> None:
+        assert self._spool is not None, "results come after it is open"
+        before = list(self._spool.counts)
         self._spool.commit(results)
+        for outcome in LineOutcome:
+            if num := self._spool.counts[outcome] - before[outcome]:
+                told = {"tenant": self.tenant, "outcome": outcome.name.lower()}
+                self._parts.metrics.add(names.BATCH_LINES, num, **told)
         self._count()
 
     def _check_room(self) -> None:
@@ -389,7 +443,7 @@ class BatchJob:
         while len(some) < _TOGETHER and (entry := index.next()) is not None:
             named = None
             if entry.fault is not Fault.TOO_LONG:
-                named = name_of(read_line(self._source, entry))
+                named = name_of(self._read(entry))
             result = LineResult(custom_id=named, line=entry.line, outcome=outcome, error=error)
             some.append(self._written(entry, result))
         return some
@@ -402,10 +456,12 @@ class BatchJob:
         kept_ms = batch.output_kept_s * 1000 or round(self._parts.config.retention_days * 86_400_000)
         ids = ["", ""]
         for file, (name, purpose) in enumerate(zip(NAMES, self._form.purposes(), strict=True)):
-            num_bytes = self._spool.ends[file]
-            if num_bytes:
+            if self._spool.ends[file]:
                 id_ = ids[file] = f"file-{batch.id.rpartition('_')[2]}-{name}"
-                self._parts.storage.publish(id_, self._folder / name)
+                source, num_bytes = self._folder / name, self._spool.ends[file]
+                if batch.is_sealed:
+                    source, num_bytes = self._seal_results(file, id_)
+                self._parts.storage.publish(id_, source, self._beat)
                 store.add_file(
                     self.lease.tenant,
                     StoredFile(
@@ -413,6 +469,7 @@ class BatchJob:
                         purpose=purpose,
                         filename=f"{batch.id}_{name}.jsonl",
                         num_bytes=num_bytes,
+                        is_sealed=batch.is_sealed,
                         created_unix_ms=now_ms,
                         expires_unix_ms=now_ms + kept_ms,
                     ),
@@ -420,20 +477,45 @@ class BatchJob:
                 )
         batch.output_file_id, batch.error_file_id = ids
 
-    async def _writing(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Has a thread write; where there is no room, says so, and does it again when there may be some."""
+    def _seal_results(self, file: int, id_: str) -> tuple[Path, int]:
+        """Results as a file that can be read anywhere in it: where it is, and what it has of bytes unsealed.
+        Until now each was encrypted by itself.
+        """
+        assert self._spool is not None, "it was open until now"
+        self._check_room()
+        sealing, num_bytes = SealingPieces(needed(self._parts.keys).of(id_)), 0
+        results = self._spool.results(file)
+
+        def pieces() -> Iterator[bytes]:
+            nonlocal num_bytes
+            for each in results:
+                num_bytes += len(each)
+                yield sealing.take(each)
+            yield sealing.end()
+
+        path = self._folder / f"{NAMES[file]}.whole"
+        write_file(path, pieces(), self._beat)
+        return path, num_bytes
+
+    async def _writing(
+        self, work: Callable[..., Any], *arguments: Any, call: Callable[..., Awaitable[Any]] | None = None
+    ) -> Any:
+        """Has a thread write; where that cannot be now, says so, and does it again when it may be."""
         while True:
             try:
-                done = await self._parts.call(work, *arguments)
+                done = await (call or self._parts.call)(work, *arguments)
             except InterruptedError as error:
                 raise _Stopped from error
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                await self._wait_for_room(error)
+                problem = f"the disk of gateway.batches.directory is full ({error.strerror})"
+                await self._wait(f"{problem}; it goes on when there is room")
             except MillraceError as error:
-                # The database cannot be used; that is in the log.
-                await asyncio.sleep(error.retry_after_s or _RETRY_S)
+                if error.retry_after_s is None and self._now_s() >= self.lease.batch.deadline_unix_s:
+                    raise
+                # Also what cannot be decrypted: its key may be missing by mistake.
+                await self._wait(error.message)
             else:
                 if self._pause:
                     _log.warning("batch %s goes on", self.lease.batch.id)
@@ -442,15 +524,14 @@ class BatchJob:
                 return done
             if self._stopping:
                 raise _Stopped
+            if self._index is None and self._is_ending and not self.lease.batch.num_answered:
+                raise _NeverRead
 
-    async def _wait_for_room(self, error: OSError) -> None:
-        if not self._pause:
-            _log.error("batch %s pauses, %s is full: %s", self.lease.batch.id, self._folder, error)
-            self._pause = (
-                f"paused: the disk of gateway.batches.directory is full ({error.strerror}); it goes on when "
-                "there is room"
-            )
-            self.lease.batch.detail = self._pause
+    async def _wait(self, problem: str) -> None:
+        """Says what holds it up, and waits for a moment."""
+        if self._pause != f"paused: {problem}":
+            _log.error("batch %s pauses: %s", self.lease.batch.id, problem)
+            self._pause = self.lease.batch.detail = f"paused: {problem}"
         # The database may be on the same disk.
         with suppress(MillraceError):
             await self._save()
@@ -510,42 +591,3 @@ class BatchJob:
 
 def _hours(seconds: float) -> str:
     return f"{max(0.0, seconds) / 3600:.1f} h"
-
-
-def _request(data: bytes, entry: LineEntry, endpoint: str, max_line_bytes: int) -> Any:
-    """A line as a request; raises what keeps it from being one."""
-    if entry.fault is Fault.TOO_LONG:
-        raise too_long(max_line_bytes)
-    line = check_line(data, endpoint)
-    if entry.fault is Fault.DUPLICATE:
-        raise duplicate(line.custom_id, entry.first_line)
-    return line
-
-
-def cancelled_error() -> MillraceError:
-    """Of a line that a cancelled batch has not begun."""
-    return MillraceError(Reason.CANCELLED, "the batch was cancelled before this line was answered")
-
-
-def expired_error(batch: Any) -> MillraceError:
-    """Of a line whose batch has run out of time."""
-    return MillraceError(
-        Reason.DEADLINE_EXCEEDED,
-        f"the completion_window of {batch.completion_window} ended before this line was answered; send it "
-        "again",
-    )
-
-
-def tokens_of(body: bytes) -> float:
-    """What a line took by its answer's own words, of whichever API; at least 1."""
-    try:
-        usage = _usage.decode(body).usage
-    except msgspec.MsgspecError:
-        return 1.0
-    if not isinstance(usage, dict):
-        return 1.0
-    total = usage.get("total_tokens")
-    if not isinstance(total, int):
-        counts = [each for name, each in usage.items() if name.endswith("_tokens")]
-        total = sum(each for each in counts if isinstance(each, int))
-    return float(max(1, total))

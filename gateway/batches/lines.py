@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import sqlite3
 import struct
 from collections.abc import Callable, Iterator
@@ -121,6 +122,8 @@ class LineIds:
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         self._path = path
+        # A table that a killed process leaves says nothing of names that could be guessed.
+        self._secret = secrets.token_bytes(16)
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         for pragma in ("journal_mode=OFF", "synchronous=OFF", f"cache_size=-{_IDS_CACHE_KIB}"):
             self._database.execute(f"PRAGMA {pragma}")
@@ -129,7 +132,8 @@ class LineIds:
 
     def first_line(self, custom_id: str, line: int) -> int:
         """The earlier line with this id; 0 where this is the first. Raises OSError for a full disk."""
-        key = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        name = custom_id.encode("utf-8", "surrogatepass")
+        key = hashlib.blake2b(name, digest_size=16, key=self._secret).digest()
         try:
             added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?)", (key, line))
             if added.rowcount:
@@ -154,7 +158,7 @@ class BadInput(Exception):
 
 
 def index_lines(
-    source: Path,
+    source: BinaryIO,
     folder: Path,
     endpoint: str,
     *,
@@ -170,9 +174,9 @@ def index_lines(
     part, faulty, num_good = folder / "index.part", list[Problem](), 0
     ids = LineIds(folder / "ids")
     try:
-        with source.open("rb") as file, part.open("wb") as index:
+        with part.open("wb") as index:
             num_entries = 0
-            for number, offset, data, length in _lines(file, max_line_bytes):
+            for number, offset, data, length in _lines(source, max_line_bytes):
                 if num_entries == max_lines:
                     raise BadInput(_too_many(max_lines, number))
                 if num_entries % _IDS_TOGETHER == 0 and not goes_on(num_entries):
@@ -221,9 +225,10 @@ def _judge(
 
 
 def _is_object(data: bytes | None, told: Problem) -> bool:
-    """Whether a faulty line is one of JSONL all the same."""
-    is_json = told.code != Reason.MALFORMED_BODY.openai_code
-    return is_json and data is not None and data.lstrip().startswith(b"{")
+    """Whether a faulty line is one of JSONL all the same, or may be one that is too long to be read."""
+    if data is None:
+        return True
+    return told.code != Reason.MALFORMED_BODY.openai_code and data.lstrip().startswith(b"{")
 
 
 def _problem(error: MillraceError, number: int) -> Problem:
@@ -244,19 +249,28 @@ def duplicate(custom_id: str, first_line: int) -> MillraceError:
     return invalid("custom_id", f"{custom_id!r} is that of line {first_line}, too; every line needs its own")
 
 
+def request_of(data: bytes, entry: LineEntry, endpoint: str, max_line_bytes: int) -> LineBody:
+    """A line as a request; raises what keeps it from being one, by its entry, too."""
+    if entry.fault is Fault.TOO_LONG:
+        raise too_long(max_line_bytes)
+    line = check_line(data, endpoint)
+    if entry.fault is Fault.DUPLICATE:
+        raise duplicate(line.custom_id, entry.first_line)
+    return line
+
+
 def _lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, int, bytes | None, int]]:
     """Number, offset, bytes and length of each line that is no white space; no bytes of too long ones."""
     number = offset = 0
     while data := file.readline(max_bytes + 1):
         number += 1
         length, is_long = len(data), len(data.rstrip(b"\r\n")) > max_bytes
-        while not data.endswith(b"\n") and (data := file.readline(_SKIP_BYTES)):
-            length, is_long = length + len(data), True
+        rest = data
+        while not rest.endswith(b"\n") and (rest := file.readline(_SKIP_BYTES)):
+            length, is_long = length + len(rest), is_long or rest != b"\n"
         if is_long:
             yield number, offset, None, length
         else:
-            file.seek(offset)
-            data = file.read(length)
             # Some editors put a mark before a text.
             text = data.removeprefix(b"\xef\xbb\xbf") if number == 1 else data
             if text.strip():
@@ -296,8 +310,7 @@ class LineIndex:
         self._file.close()
 
 
-def read_line(path: Path, entry: LineEntry) -> bytes:
+def read_line(source: BinaryIO, entry: LineEntry) -> bytes:
     """The bytes of a line; raises OSError."""
-    with path.open("rb") as file:
-        file.seek(entry.offset)
-        return file.read(entry.length)
+    source.seek(entry.offset)
+    return source.read(entry.length)

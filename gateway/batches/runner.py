@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from gateway.batches.job import BatchJob, JobParts
 from gateway.batches.lines import LineEntry
 from gateway.batches.shares import FairShares, LineWindow
 from gateway.batches.types import RequestBatch
+from observability.emit import names
 
 _log = logging.getLogger(__name__)
 # How often it is looked whether lines may begin, when nothing else says so.
@@ -78,6 +80,8 @@ class BatchRunner:
 
     def start(self) -> None:
         """Begins to look for batches."""
+        self._parts.metrics.begin(names.BATCHES_ENDED)
+        self._parts.metrics.set_function(names.BATCH_LINES_RUNNING, lambda: float(len(self._lines)))
         self._loops = [
             asyncio.create_task(self._keep_taking(), name="take batches"),
             asyncio.create_task(self._keep_beginning(), name="begin lines"),
@@ -99,7 +103,10 @@ class BatchRunner:
     def live(self, tenant: str, id_: str) -> RequestBatch | None:
         """A batch as it is now, where this gateway runs it."""
         job = self._jobs.get(id_)
-        return job.lease.batch if job is not None and job.tenant == tenant and not job.is_lost else None
+        if job is None or job.tenant != tenant or job.is_lost:
+            return None
+        # Its end is told once everybody knows of it by the row.
+        return job.lease.batch if job.lease.batch.is_open else None
 
     def cancel(self, tenant: str, batch: RequestBatch) -> None:
         """Lets no further line of a batch begin where this gateway runs it; others learn it by the row."""
@@ -125,12 +132,22 @@ class BatchRunner:
                 if room > 0 and not self._surroundings().draining:
                     for lease in await self._parts.call(self._parts.store.take, room):
                         self._begin(BatchJob(lease, self._parts))
+                await self._tell()
             except MillraceError:
                 # Nothing is served yet, or the database cannot be used: that is in the log.
                 pass
             except Exception:
                 _log.exception("batches cannot be taken, will retry")
             await asyncio.sleep(min(_TAKE_S, self._parts.config.lease_s / 4))
+
+    async def _tell(self) -> None:
+        """Writes what operators see."""
+        store, metrics = self._parts.store, self._parts.metrics
+        running = Counter(job.state for job in self._jobs.values())
+        for status in names.BATCHES_RUNNING.values["status"]:
+            metrics.set(names.BATCHES_RUNNING, running[status], status=status)
+        since_ms = await self._parts.call(store.waiting_since_ms)
+        metrics.set(names.BATCHES_OLDEST, (store.now_ms() - since_ms) / 1000 if since_ms else 0.0)
 
     def _begin(self, job: BatchJob) -> None:
         id_ = job.lease.batch.id

@@ -7,20 +7,18 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from msgspec.structs import replace
-from sqlalchemy.exc import SQLAlchemyError
 
 from contract.errors import MillraceError, Reason, invalid
 from gateway.batches.calls import LineAnswer, answered, caller_of
-from gateway.batches.content import DirectoryStorage, Upload, disk_full
+from gateway.batches.content import ContentStorage, DirectoryStorage, Upload, disk_full
 from gateway.batches.job import JobParts
+from gateway.batches.objects import BucketStorage
 from gateway.batches.runner import BatchRunner, surroundings_of
+from gateway.batches.sealed import ContentKeys, needed, opened
 from gateway.batches.shares import LineWindow
 from gateway.batches.store import BatchLease, BatchStore, StoredFile, not_found
 from gateway.batches.tables import MAX_FILENAME, open_tables
@@ -28,24 +26,26 @@ from gateway.batches.types import RequestBatch, ResultForm
 from gateway.config import BatchesConfig
 from gateway.http.exchange import Exchange, Handler
 from gateway.pipeline.pipeline import Pipeline
+from gateway.store.threads import WaitingThreads
 from gateway.types.error_form import ErrorForms
 from gateway.types.request import Identity
+from observability.emit import names
+from observability.emit.metrics import Metrics
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _THREADS = 8
+# Uploads to, and downloads from, where files are stored, at a time; what runs must not wait for them.
+_TRANSFERS = 4
 # What is removed in one transaction.
 _SWEPT_TOGETHER = 100
-# Pieces of uploads that nobody completes, and files that no row names, are deleted after so long.
+# Uploads that nobody completes are deleted after so long.
 _ABANDONED_S = 24 * 3600.0
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([mhd])", re.ASCII)
 _UNITS = {"m": 60, "h": 3600, "d": 86_400}
 _MIN_WINDOW_S, _MAX_WINDOW_S = 60, 30 * 86_400
 # Seconds for which a client may have its files kept.
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 86_400
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
 class Batches:
@@ -55,31 +55,41 @@ class Batches:
         self,
         config: BatchesConfig,
         store: BatchStore,
+        storage: ContentStorage,
+        keys: ContentKeys | None,
         pipeline: Callable[[], Pipeline],
         *,
         max_line_bytes: int,
         error_forms: ErrorForms,
         forms: Mapping[str, ResultForm],
+        metrics: Metrics,
     ) -> None:
         self.config = config
         self.store = store
-        folder = Path(config.directory)
-        self.storage = DirectoryStorage(folder / "files")
-        self._uploads, self._work = folder / "uploads", folder / "work"
+        self.folder = Path(config.directory)
+        self._storage, self._keys = storage, keys
+        self._uploads, self._work = self.folder / "uploads", self.folder / "work"
         self._pipeline = pipeline
+        self._metrics = metrics
         self._error_forms = error_forms
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="batches")
+        what = "the database of files and batches"
+        self._threads = WaitingThreads("batches", _THREADS, database=what)
+        self._transfers = WaitingThreads("files", _TRANSFERS, database=what)
+        self.call = self._threads.call
         # Handlers by the paths that lines may name.
         self.endpoints: Mapping[str, Handler] = {}
         self._sweeping: asyncio.Task[None] | None = None
         parts = JobParts(
             store=store,
-            storage=self.storage,
+            storage=storage,
+            keys=keys,
             folder=self._work,
             config=config,
             max_line_bytes=max_line_bytes,
             forms=dict(forms),
+            metrics=metrics,
             call=self.call,
+            transfer=self._transfers.call,
             ask=self._ask,
             usual_rate=self._usual_rate,
             wake=self._wake,
@@ -100,16 +110,28 @@ class Batches:
         max_line_bytes: int,
         error_forms: ErrorForms,
         forms: Mapping[str, ResultForm],
+        metrics: Metrics,
     ) -> Batches | None:
         """Files and batches as they are configured, None where they are not. Raises ConfigError."""
         if not config.directory:
             return None
-        folder = Path(config.directory)
+        folder, secrets_ = Path(config.directory), config.secrets()
+        keys = ContentKeys(secrets_) if secrets_ else None
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            store = BatchStore(open_tables(config.url or f"sqlite:///{folder / 'batches.sqlite'}"), config)
+            tables = open_tables(config.url or f"sqlite:///{folder / 'batches.sqlite'}")
+            store = BatchStore(tables, config, None if keys is None else keys.of_rows())
+            storage = BucketStorage(config.s3) if config.s3.bucket else DirectoryStorage(folder / "files")
             return cls(
-                config, store, pipeline, max_line_bytes=max_line_bytes, error_forms=error_forms, forms=forms
+                config,
+                store,
+                storage,
+                keys,
+                pipeline,
+                max_line_bytes=max_line_bytes,
+                error_forms=error_forms,
+                forms=forms,
+                metrics=metrics,
             )
         except OSError as error:
             raise ConfigError(f"gateway.batches.directory: {error}") from error
@@ -125,7 +147,8 @@ class Batches:
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
         await self._runner.close()
-        await asyncio.to_thread(self._threads.shutdown)
+        await self._transfers.close()
+        await self._threads.close()
         self.store.engine.dispose()
 
     def _usual_rate(self) -> float:
@@ -136,24 +159,6 @@ class Batches:
 
     def _weight(self, tenant: str) -> float:
         return self._pipeline().tiers.tenant_weight(tenant)
-
-    async def call(
-        self,
-        function: Callable[Parameters, Result],
-        *arguments: Parameters.args,
-        **named: Parameters.kwargs,
-    ) -> Result:
-        """Has a thread call what waits for disk or database; raises what it raises, and STORE_UNAVAILABLE."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, partial(function, *arguments, **named))
-        except SQLAlchemyError as error:
-            _log.error("batches: %s", str(error).splitlines()[0])
-            raise MillraceError(
-                Reason.STORE_UNAVAILABLE,
-                "the database of files and batches cannot be used now; try again",
-                retry_after_s=1.0,
-            ) from error
 
     async def _ask(self, lease: BatchLease, line: int, body: bytes) -> LineAnswer:
         batch, pipeline = lease.batch, self._pipeline()
@@ -166,7 +171,7 @@ class Batches:
 
     def begin_upload(self) -> Upload:
         """A file that comes piece by piece; for a thread."""
-        return Upload(self._uploads)
+        return Upload(self._uploads, self._keys)
 
     async def write(self, upload: Upload, piece: bytes) -> None:
         """Appends a piece; raises STORE_UNAVAILABLE where the disk is full."""
@@ -184,15 +189,16 @@ class Batches:
         now_ms = self.store.now_ms()
         kept_ms = kept_s * 1000 or round(self.config.retention_days * 86_400_000)
         file = StoredFile(
-            id=f"file-{secrets.token_hex(16)}",
+            id=upload.id,
             purpose=purpose,
             filename=filename[:MAX_FILENAME],
             num_bytes=upload.num_bytes,
+            is_sealed=upload.is_sealed,
             created_unix_ms=now_ms,
             expires_unix_ms=now_ms + kept_ms,
         )
         try:
-            await self.call(self._keep, tenant, upload, file)
+            await self._transfers.call(self._keep, tenant, upload, file)
         except OSError as error:
             raise disk_full(error, self._uploads) from error
         return file
@@ -200,26 +206,33 @@ class Batches:
     def _keep(self, tenant: str, upload: Upload, file: StoredFile) -> None:
         self.store.check_room(tenant, file.num_bytes)
         upload.complete()
-        self.storage.publish(file.id, upload.path)
+        self._storage.publish(file.id, upload.path, lambda: None)
         try:
             self.store.add_file(tenant, file)
         except BaseException:
-            self.storage.delete(file.id)
+            self._storage.delete(file.id)
             raise
 
     async def delete_file(self, tenant: str, id_: str) -> None:
-        """Removes a file; raises as `BatchStore.delete_file`."""
+        """Removes a file; raises as `BatchStore.delete_file`. What cannot be removed now is swept later."""
         await self.call(self.store.delete_file, tenant, id_)
-        await self.call(self.storage.delete, id_)
+        try:
+            await self._transfers.call(self.store.forget, tenant, id_, self._storage.delete)
+        except (MillraceError, OSError) as error:
+            _log.warning("the content of %s is removed later: %s", id_, error)
 
     async def content(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
         """The bytes of a file; raises STORED_NOT_FOUND before the first where they are gone."""
         try:
-            pieces = await self.call(self.storage.pieces, file.id)
+            pieces = await self._transfers.call(self._pieces, file)
         except FileNotFoundError as error:
             raise not_found("file", file.id) from error
-        while piece := await self.call(next, pieces, b""):
+        while piece := await self._transfers.call(next, pieces, b""):
             yield piece
+
+    def _pieces(self, file: StoredFile) -> Iterator[bytes]:
+        pieces = self._storage.pieces(file.id)
+        return opened(pieces, needed(self._keys).of(file.id)) if file.is_sealed else pieces
 
     async def send(self, exchange: Exchange, file: StoredFile, content_type: str) -> None:
         """Answers with the bytes of a file, as fast as the client reads; raises STORED_NOT_FOUND."""
@@ -252,7 +265,7 @@ class Batches:
         *,
         api: str,
         endpoint: str,
-        input_file_id: str,
+        file: StoredFile,
         window: str,
         metadata: dict[str, str],
     ) -> RequestBatch:
@@ -265,7 +278,9 @@ class Batches:
             id=f"batch_{secrets.token_hex(16)}",
             api=api,
             endpoint=endpoint,
-            input_file_id=input_file_id,
+            input_file_id=file.id,
+            is_input_sealed=file.is_sealed,
+            is_sealed=self._keys is not None,
             identity=replace(identity, tier=tier, in_batch=True, deadline_unix_ms=None),
             completion_window=window,
             metadata=metadata,
@@ -319,23 +334,23 @@ class Batches:
     async def _keep_sweeping(self) -> None:
         while True:
             try:
-                while await self.call(self.sweep):
+                while await self._transfers.call(self.sweep):
                     pass
+                used = await self.call(self.store.used_bytes)
+                self._metrics.set(names.BATCH_FILE_BYTES, used)
             except (MillraceError, OSError) as error:
                 _log.error("files that have expired cannot be removed, will retry: %s", error)
             await asyncio.sleep(self.config.sweep_interval_s)
 
     def sweep(self) -> int:
-        """Removes some of what has expired, and of what nobody knows any more; how much it was."""
-        files, num_batches = self.store.sweep(_SWEPT_TOGETHER)
-        for id_ in files:
-            self.storage.delete(id_)
+        """Removes some of what has expired, and uploads that nobody completes; how much it was."""
+        num_removed = self.store.sweep(_SWEPT_TOGETHER, self._storage.delete)
         old_s = time.time() - _ABANDONED_S
         if self._uploads.is_dir():
             for path in self._uploads.iterdir():
                 if path.stat().st_ctime < old_s:
                     path.unlink(missing_ok=True)
-        return len(files) + num_batches
+        return num_removed
 
 
 def window_s(window: str) -> int:

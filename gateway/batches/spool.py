@@ -10,18 +10,21 @@ import fcntl
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from gateway.batches.types import LineOutcome
+from gateway.store.seal import RowSeal, SealBroken
 
 # Position of a line, its file, what became of it, where its result ends in the file; and a checksum of these.
 _RECORD = struct.Struct("<IBBQ")
 _SUM = struct.Struct("<I")
 _SIZE = _RECORD.size + _SUM.size
 _READ_TOGETHER = 4096
+# Length of an encrypted result, before it.
+_LENGTH = struct.Struct("<I")
 NAMES = ("output", "errors")
 
 
@@ -43,9 +46,12 @@ class Written:
 class Spool:
     """The results of one batch. Not for the event loop."""
 
-    def __init__(self, folder: Path, num_lines: int) -> None:
-        """Raises SpoolBusy while another process has it open, and OSError."""
+    def __init__(self, folder: Path, num_lines: int, seal: RowSeal | None = None) -> None:
+        """Results are encrypted where there is a `seal`. Raises SpoolBusy while another process has it open,
+        and OSError.
+        """
         self.folder = folder
+        self._seal = seal
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._files: list[int] = []
         self.counts = [0] * len(LineOutcome)
@@ -111,8 +117,9 @@ class Spool:
         ends, records = list(self.ends), list[tuple[int, int, int, int]]()
         pieces: list[list[bytes]] = [[], []]
         for result in fresh.values():
-            pieces[result.file].append(result.data)
-            ends[result.file] += len(result.data)
+            data = self._kept(result, ends[result.file])
+            pieces[result.file].append(data)
+            ends[result.file] += len(data)
             records.append((result.position, result.file, result.outcome, ends[result.file]))
         *files, progress = self._files
         try:
@@ -132,9 +139,33 @@ class Spool:
         for record in records:
             self._note(*record)
 
+    def _kept(self, result: Written, start: int) -> bytes:
+        """A result as it stands in its file from `start` on, and may be read nowhere else."""
+        if self._seal is None:
+            return result.data
+        sealed = self._seal.seal(_place(result.file, start), result.data)
+        return _LENGTH.pack(len(sealed)) + sealed
+
+    def results(self, file: int) -> Iterator[bytes]:
+        """The results of one of NAMES, decrypted, in the order in which they came; raises SealBroken."""
+        assert self._seal is not None, "a plain file is what it is"
+        start = 0
+        with (self.folder / NAMES[file]).open("rb") as source:
+            while start < self.ends[file]:
+                head = source.read(_LENGTH.size)
+                sealed = source.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
+                yield self._seal.open(_place(file, start), sealed)
+                start += _LENGTH.size + len(sealed)
+        if start != self.ends[file]:
+            raise SealBroken(f"{source.name} was altered")
+
 
 def _write_at(file: int, data: bytes, offset: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
+
+
+def _place(file: int, start: int) -> str:
+    return f"{NAMES[file]}/{start}"

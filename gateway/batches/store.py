@@ -6,6 +6,7 @@ the event loop.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,16 @@ from contract.errors import MillraceError, Reason
 from gateway.batches.tables import BATCHES, FILES, MAX_ID
 from gateway.batches.types import BatchStatus, RequestBatch
 from gateway.config import BatchesConfig
+from gateway.store.seal import RowSeal, SealBroken
 
+_log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(RequestBatch).decode
 _RUNNING = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+# When a file expired that was deleted; 0 is never.
+_LONG_AGO = 1
+# Before an encrypted row; JSON does not begin with it.
+_SEALED = b"\0"
 
 
 class BatchLeaseLost(Exception):
@@ -36,6 +43,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
     filename: str
     num_bytes: int
+    is_sealed: bool = False
     created_unix_ms: int
     expires_unix_ms: int = 0
 
@@ -54,7 +62,7 @@ def not_found(kind: str, id_: str, field: str = "") -> MillraceError:
     """In the same words whether it is another tenant's, was deleted, has expired or never was."""
     return MillraceError(
         Reason.STORED_NOT_FOUND,
-        f"no such {kind}: {id_[:MAX_ID]!r}; {kind}s are kept by tenant and for a limited time",
+        f"no such {kind}: {id_[:MAX_ID]!r}; it is kept by tenant and for a limited time",
         field=field,
     )
 
@@ -62,9 +70,16 @@ def not_found(kind: str, id_: str, field: str = "") -> MillraceError:
 class BatchStore:
     """Files and batches of one deployment."""
 
-    def __init__(self, engine: Engine, config: BatchesConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: BatchesConfig,
+        seal: RowSeal | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.engine = engine
         self.config = config
+        self._seal = seal
         self._clock = clock
 
     def now_ms(self) -> int:
@@ -78,6 +93,21 @@ class BatchStore:
                 # One that had read before could not take the lock.
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             yield connection
+
+    def _encoded(self, tenant: str, batch: RequestBatch) -> bytes:
+        plain = _encode(batch)
+        if self._seal is None:
+            return plain
+        return _SEALED + self._seal.seal(_place(tenant, batch.id), plain)
+
+    def _decoded(self, row: Row[Any]) -> RequestBatch:
+        """Raises SealBroken."""
+        body = bytes(row.body)
+        if body.startswith(_SEALED):
+            if self._seal is None:
+                raise SealBroken("batches are encrypted, and gateway.batches.key_file names no key")
+            body = self._seal.open(_place(row.tenant, row.id), body.removeprefix(_SEALED))
+        return _decode(body)
 
     # Files.
 
@@ -128,7 +158,9 @@ class BatchStore:
         return [_file(row) for row in rows], more
 
     def delete_file(self, tenant: str, id_: str) -> None:
-        """Forgets a file; raises STORED_NOT_FOUND, and INVALID_ARGUMENT for the input of an open batch."""
+        """Lets nobody see a file any more, which `forget` then removes; raises STORED_NOT_FOUND, and
+        INVALID_ARGUMENT for the input of an open batch.
+        """
         with self._writing() as connection:
             user = connection.scalar(
                 select(BATCHES.c.id).where(
@@ -141,11 +173,19 @@ class BatchStore:
                     f"file_id: {user} reads this file and has not ended; cancel it first, or wait",
                     field="file_id",
                 )
-            gone = connection.execute(
-                delete(FILES).where(FILES.c.tenant == tenant, FILES.c.id == id_[:MAX_ID])
-            )
+            own = (*self._alive(tenant), FILES.c.id == id_[:MAX_ID])
+            gone = connection.execute(update(FILES).where(*own).values(expires_unix_ms=_LONG_AGO))
             if not gone.rowcount:
                 raise not_found("file", id_)
+
+    def forget(self, tenant: str, id_: str, drop: Callable[[str], None]) -> None:
+        """Has `drop` remove the content of a file that nobody sees any more, and then forgets the file: where
+        that is not possible now, it is known later, too.
+        """
+        drop(id_)
+        with self._writing() as connection:
+            own = (FILES.c.tenant == tenant, FILES.c.id == id_)
+            connection.execute(delete(FILES).where(*own, FILES.c.expires_unix_ms <= self.now_ms()))
 
     def _alive(self, tenant: str) -> tuple[Any, ...]:
         lasts = (FILES.c.expires_unix_ms == 0) | (FILES.c.expires_unix_ms > self.now_ms())
@@ -193,14 +233,14 @@ class BatchStore:
                     cancelled_unix_s=0,
                     owner="",
                     lease_until_unix_ms=0,
-                    body=_encode(batch),
+                    body=self._encoded(tenant, batch),
                 )
             )
 
     def get(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Raises STORED_NOT_FOUND."""
         with self.engine.connect() as connection:
-            return _batch(self._row(connection, tenant, api, id_))
+            return self._shown(self._row(connection, tenant, api, id_))
 
     def _row(self, connection: Connection, tenant: str, api: str, id_: str) -> Row[Any]:
         own = (BATCHES.c.tenant == tenant, BATCHES.c.api == api, BATCHES.c.id == id_[:MAX_ID])
@@ -215,7 +255,7 @@ class BatchStore:
         """Batches behind the one named `after`, and whether there are more; raises STORED_NOT_FOUND."""
         query = select(BATCHES).where(BATCHES.c.tenant == tenant, BATCHES.c.api == api)
         rows, more = self._page(BATCHES, query, tenant, limit=limit, order=order, after=after)
-        return [_batch(row) for row in rows], more
+        return [self._shown(row) for row in rows], more
 
     def cancel(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Asks for its end, whoever runs it; one that has ended stays as it is. Raises STORED_NOT_FOUND."""
@@ -226,7 +266,7 @@ class BatchStore:
                 now_s = self.now_ms() // 1000
                 connection.execute(update(BATCHES).where(*own).values(cancelled_unix_s=now_s))
                 row = self._row(connection, tenant, api, id_)
-        return _batch(row)
+        return self._shown(row)
 
     def delete_batch(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Forgets a batch that has ended; raises STORED_NOT_FOUND, and INVALID_ARGUMENT for an open one."""
@@ -236,7 +276,16 @@ class BatchStore:
                 message = f"batch_id: {row.id} has not ended; cancel it first, or wait"
                 raise MillraceError(Reason.INVALID_ARGUMENT, message, field="batch_id")
             connection.execute(delete(BATCHES).where(BATCHES.c.tenant == tenant, BATCHES.c.id == row.id))
-        return _batch(row)
+        return self._shown(row)
+
+    def _shown(self, row: Row[Any]) -> RequestBatch:
+        """As it is shown: its end may have been asked for since it was written."""
+        batch = self._decoded(row)
+        if row.cancelled_unix_s and batch.is_open:
+            batch.cancelling_unix_s = row.cancelled_unix_s
+            if batch.status in _RUNNING:
+                batch.status = BatchStatus.CANCELLING
+        return batch
 
     # Leases.
 
@@ -258,7 +307,12 @@ class BatchStore:
             values = {"owner": owner, "lease_until_unix_ms": self._until()}
             with self._writing() as connection:
                 if connection.execute(mine.values(values)).rowcount:
-                    batch = _decode(row.body)
+                    try:
+                        batch = self._decoded(row)
+                    except SealBroken as error:
+                        # Others run meanwhile; this one is tried again when its lease has run out.
+                        _log.error("batch %s cannot be run: %s", row.id, error)
+                        continue
                     taken.append(BatchLease(row.tenant, batch, owner, row.cancelled_unix_s))
         return taken
 
@@ -271,7 +325,7 @@ class BatchStore:
         with self._writing() as connection:
             renewed = update(BATCHES).where(*own, columns.owner == lease.owner)
             values = {
-                "body": _encode(batch),
+                "body": self._encoded(lease.tenant, batch),
                 "is_open": int(batch.is_open),
                 "lease_until_unix_ms": self._until(),
             }
@@ -292,32 +346,42 @@ class BatchStore:
 
     # What has expired.
 
-    def sweep(self, limit: int) -> tuple[Sequence[str], int]:
-        """Forgets some of what has expired: ids of files, whose content is to be deleted, and how many
-        batches.
-        """
-        old = self.now_ms() - round(self.config.retention_days * 86_400_000)
-        in_use = select(BATCHES.c.input_file_id).where(BATCHES.c.is_open == 1)
+    def sweep(self, limit: int, drop: Callable[[str], None]) -> int:
+        """Forgets some of what has expired, files when `drop` has removed their content; how much it was."""
+        now, in_use = self.now_ms(), select(BATCHES.c.input_file_id).where(BATCHES.c.is_open == 1)
         due = select(FILES.c.tenant, FILES.c.id).where(
-            FILES.c.expires_unix_ms > 0, FILES.c.expires_unix_ms <= self.now_ms(), FILES.c.id.not_in(in_use)
+            FILES.c.expires_unix_ms > 0, FILES.c.expires_unix_ms <= now, FILES.c.id.not_in(in_use)
         )
+        old = now - round(self.config.retention_days * 86_400_000)
         ended = select(BATCHES.c.tenant, BATCHES.c.id).where(
             BATCHES.c.is_open == 0, BATCHES.c.created_unix_ms <= old
         )
-        gone: dict[Any, list[str]] = {FILES: [], BATCHES: []}
-        for table, query in ((FILES, due), (BATCHES, ended)):
-            with self.engine.connect() as connection:
-                rows = connection.execute(query.limit(limit)).all()
-            with self._writing() as connection:
-                for tenant, id_ in rows:
-                    connection.execute(delete(table).where(table.c.tenant == tenant, table.c.id == id_))
-                    gone[table].append(id_)
-        return gone[FILES], len(gone[BATCHES])
-
-    def known_files(self, ids: Sequence[str]) -> set[str]:
-        """Which of these files anybody has."""
         with self.engine.connect() as connection:
-            return set(connection.scalars(select(FILES.c.id).where(FILES.c.id.in_(ids))))
+            files = connection.execute(due.limit(limit)).all()
+            batches = connection.execute(ended.limit(limit)).all()
+        for tenant, id_ in files:
+            self.forget(tenant, id_, drop)
+        with self._writing() as connection:
+            for tenant, id_ in batches:
+                own = (BATCHES.c.tenant == tenant, BATCHES.c.id == id_)
+                connection.execute(delete(BATCHES).where(*own))
+        return len(files) + len(batches)
+
+    # What operators are told.
+
+    def waiting_since_ms(self) -> int:
+        """When the oldest batch was created that nobody runs; 0 where there is none."""
+        columns = BATCHES.c
+        oldest = select(func.min(columns.created_unix_ms)).where(
+            columns.is_open == 1, columns.lease_until_unix_ms < self.now_ms()
+        )
+        with self.engine.connect() as connection:
+            return int(connection.scalar(oldest) or 0)
+
+    def used_bytes(self) -> int:
+        """Bytes of all files of all tenants, as their clients see them."""
+        with self.engine.connect() as connection:
+            return int(connection.scalar(select(func.coalesce(func.sum(FILES.c.num_bytes), 0))) or 0)
 
 
 def _full(problem: str, key: str) -> MillraceError:
@@ -332,11 +396,5 @@ def _file(row: Row[Any]) -> StoredFile:
     return StoredFile(**{name: getattr(row, name) for name in StoredFile.__struct_fields__})
 
 
-def _batch(row: Row[Any]) -> RequestBatch:
-    """As it is shown: its end may have been asked for since it was written."""
-    batch = _decode(row.body)
-    if row.cancelled_unix_s and batch.is_open:
-        batch.cancelling_unix_s = row.cancelled_unix_s
-        if batch.status in _RUNNING:
-            batch.status = BatchStatus.CANCELLING
-    return batch
+def _place(tenant: str, id_: str) -> str:
+    return f"batch/{tenant}/{id_}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Engine, Integer, LargeBinary, MetaData, String, Table
+from sqlalchemy import BigInteger, Boolean, Column, Engine, Integer, LargeBinary, MetaData, String, Table
 
 from gateway.database import open_database
 
@@ -25,7 +25,9 @@ FILES = Table(
     *_keys(),
     Column("purpose", String(32), nullable=False),
     Column("filename", String(MAX_FILENAME), nullable=False),
+    # As the client sees it; encrypted it is more.
     Column("num_bytes", BigInteger, nullable=False),
+    Column("is_sealed", Boolean, nullable=False),
     Column("created_unix_ms", BigInteger, nullable=False, index=True),
     # 0 where it is kept until it is deleted.
     Column("expires_unix_ms", BigInteger, nullable=False, index=True),
@@ -45,7 +47,7 @@ BATCHES = Table(
     # Who runs it, and until when without a sign of life.
     Column("owner", String(MAX_ID), nullable=False),
     Column("lease_until_unix_ms", BigInteger, nullable=False),
-    # JSON of a RequestBatch. Whoever runs it writes it, and nobody else.
+    # JSON of a RequestBatch, encrypted where there is a key. Whoever runs it writes it, and nobody else.
     Column("body", LargeBinary, nullable=False),
 )
 

@@ -73,6 +73,9 @@ class RequestBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     problems: list[Problem] = []
     # Gateways that took it since a line was answered last.
     num_takes: int = 0
+    # Whether its input and its results are encrypted, since when they were begun.
+    is_input_sealed: bool = False
+    is_sealed: bool = False
     # What holds it up, or that its window is out of reach; for people.
     detail: str = ""
 

@@ -9,7 +9,7 @@ from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.http import parse_options_header
 from werkzeug.sansio.multipart import Data, Epilogue, Field, File, MultipartDecoder, NeedData
 
-from contract.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason, invalid
 from gateway.http.exchange import Exchange
 
 _TYPE = "multipart/form-data"
@@ -28,8 +28,8 @@ class FormPiece(msgspec.Struct, frozen=True):
 
 
 async def form_pieces(exchange: Exchange) -> AsyncIterator[FormPiece]:
-    """The parts of a form in their order, each in one or more pieces. Raises MALFORMED_BODY where it is none,
-    or ends too early, and as `Exchange.body_pieces` does.
+    """The parts of a form in their order, each in one or more pieces. Raises INVALID_ARGUMENT for one that is
+    there twice, MALFORMED_BODY where it is no form or ends too early, and as `Exchange.body_pieces` does.
     """
     kind, options = parse_options_header(exchange.header(b"content-type"))
     boundary = options.get("boundary", "")
@@ -39,11 +39,15 @@ async def form_pieces(exchange: Exchange) -> AsyncIterator[FormPiece]:
         boundary.encode("latin-1", "replace"), max_form_memory_size=_MAX_HELD_BYTES, max_parts=_MAX_PARTS
     )
     part: Field | File | None = None
+    names: set[str] = set()
     async for body in exchange.body_pieces():
         for start in range(0, len(body), _PIECE_BYTES):
             for event in _events(decoder, body[start : start + _PIECE_BYTES]):
                 if isinstance(event, Field | File):
+                    if event.name in names:
+                        raise invalid(str(event.name)[:80], "the form has it twice; send it once")
                     part = event
+                    names.add(event.name)
                 elif isinstance(event, Data) and part is not None:
                     filename = part.filename if isinstance(part, File) else None
                     yield FormPiece(part.name or "", filename, event.data)

@@ -1,4 +1,4 @@
-"""Encrypts what is stored: AES-256-GCM by a key of the deployment, bound to the row that it stands in."""
+"""Encrypts what is stored: AES-256-GCM by a key of the deployment, bound to the place that it stands at."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ OVERHEAD_BYTES = _NAME_BYTES + _NONCE_BYTES + 16
 
 
 class SealBroken(Exception):
-    """A row was written with a key that is not here, or was altered, or stands where it was not written."""
+    """What is stored was written with a key that is not here, was altered, or stands elsewhere."""
 
 
 class RowSeal:
     """Seals with the first key, and opens what any of them has sealed."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        """`keys` are texts of any form; what encrypts is derived from them by HKDF (RFC 5869)."""
-        derived = [
-            HKDF(SHA256(), 32, salt=None, info=b"millrace stored state").derive(key.encode()) for key in keys
-        ]
+    def __init__(
+        self, keys: Sequence[str], *, what: str = "stored state", setting: str = "gateway.store.key_file"
+    ) -> None:
+        """`keys` are texts of any form; what encrypts is derived from them by HKDF (RFC 5869), another key
+        for whatever is named otherwise by `what`. `setting` is named where a key is missing.
+        """
+        self._what, self._setting = what, setting
+        info = f"millrace {what}".encode()
+        derived = [HKDF(SHA256(), 32, salt=None, info=info).derive(key.encode()) for key in keys]
         self._ciphers = {_name(key): AESGCM(key) for key in derived}
         self._first = _name(derived[0])
 
@@ -42,14 +46,14 @@ class RowSeal:
         cipher = self._ciphers.get(sealed[:_NAME_BYTES])
         if cipher is None:
             raise SealBroken(
-                "stored state was written with a key that gateway.store.key_file does not have; "
+                f"{self._what} was written with a key that {self._setting} does not have; "
                 "add the old key on a line below the new one"
             )
         nonce, text = sealed[_NAME_BYTES : _NAME_BYTES + _NONCE_BYTES], sealed[_NAME_BYTES + _NONCE_BYTES :]
         try:
             return cipher.decrypt(nonce, text, place.encode())
-        except InvalidTag as error:
-            raise SealBroken("a row of stored state was altered, or belongs elsewhere") from error
+        except (InvalidTag, ValueError) as error:
+            raise SealBroken(f"a piece of {self._what} was altered, cut, or belongs elsewhere") from error
 
 
 def _name(key: bytes) -> bytes:

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from sqlalchemy import Select, delete, select
-from sqlalchemy.exc import SQLAlchemyError
 
-from contract.errors import MillraceError, Reason, unsupported
+from contract.errors import MillraceError, unsupported
 from gateway.config import StoreConfig
 from gateway.settings import ANY_TENANT
 from gateway.store.background import BackgroundStore
 from gateway.store.conversations import ConversationStore
 from gateway.store.database import StoreDatabase
 from gateway.store.responses import ResponseStore
-from gateway.store.seal import RowSeal, SealBroken
+from gateway.store.seal import RowSeal
 from gateway.store.tables import CONVERSATIONS, RESPONSES, USED, open_store
+from gateway.store.threads import WaitingThreads
 
-_log = logging.getLogger(__name__)
 # Calls that wait for the database at a time; others wait for one of them.
 _THREADS = 4
 # What is removed in one transaction, so that others need not wait for long.
 _SWEPT_TOGETHER = 100
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
 class Store:
@@ -38,7 +30,13 @@ class Store:
     def __init__(self, config: StoreConfig, database: StoreDatabase) -> None:
         self.config = config
         self._database = database
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
+        self._threads = WaitingThreads(
+            "store",
+            _THREADS,
+            database="the database of stored responses",
+            remedy="try again, or send store false",
+        )
+        self.call = self._threads.call
         self.responses = ResponseStore(database)
         self.conversations = ConversationStore(database)
         self.background = BackgroundStore(database, self.responses, config.lease_s)
@@ -62,29 +60,6 @@ class Store:
         """Whether a tenant's state is kept."""
         return ANY_TENANT in self.config.tenants or tenant in self.config.tenants
 
-    async def call(
-        self,
-        function: Callable[Parameters, Result],
-        *arguments: Parameters.args,
-        **named: Parameters.kwargs,
-    ) -> Result:
-        """Has a thread call what waits for the database; raises what it raises, and STORE_UNAVAILABLE."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, partial(function, *arguments, **named))
-        except SQLAlchemyError as error:
-            _log.error("stored state: %s", str(error).splitlines()[0])
-            raise MillraceError(
-                Reason.STORE_UNAVAILABLE,
-                "the database of stored responses cannot be used now; try again, or send store false",
-                retry_after_s=1.0,
-            ) from error
-        except SealBroken as error:
-            _log.error("stored state: %s", error)
-            raise MillraceError(
-                Reason.INTERNAL, "what is stored under this id cannot be read; the operator's log says why"
-            ) from error
-
     def start(self) -> None:
         """Begins to remove what has expired."""
         self._sweeping = asyncio.create_task(self._keep_sweeping(), name="sweep store")
@@ -94,7 +69,7 @@ class Store:
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
-        await asyncio.to_thread(self._threads.shutdown)
+        await self._threads.close()
         self._database.engine.dispose()
 
     async def _keep_sweeping(self) -> None:

@@ -8,71 +8,18 @@ The list is kept in one file, longer than others, because it is looked up rather
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
-from typing import Literal, NewType, Self, TypeAlias
+from typing import Self
 
-# Plain strings at run time: encoders are fast for those.
-SpanName = NewType("SpanName", str)
-Attribute = NewType("Attribute", str)
-# Meanings of all declared spans and attributes, by name.
-SPANS: dict[str, str] = {}
-ATTRIBUTES: dict[str, str] = {}
+from observability.emit import declare
 
-
-def span(name: str, meaning: str) -> SpanName:
-    """Declares a span; ours begin with the service that makes them."""
-    SPANS[name] = meaning
-    return SpanName(name)
-
-
-def attribute(key: str, unit: str, meaning: str) -> Attribute:
-    """Declares a span attribute. `unit` is "" for text, else the number's (UCUM-like: ms, s, {token})."""
-    ATTRIBUTES[key] = f"{meaning} [{unit}]" if unit else meaning
-    return Attribute(key)
-
-
-Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric family as Prometheus sees it. `name` is the exposed name, suffixes included; `values` are
-    those of labels that have no others.
-    """
-
-    name: str
-    kind: Kind
-    unit: str
-    meaning: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-
-
-METRICS: dict[str, Metric] = {}
-
-
-def _metric(kind: Kind, series: str, unit: str, meaning: str, buckets: tuple[float, ...] = ()) -> Metric:
-    """Declares a metric; `series` is its name and its labels as Prometheus writes them, name{label,label}, a
-    label with all its values where they are known: name{label=one|other}.
-    """
-    name, _, listed = series.rstrip("}").partition("{")
-    pairs = [each.partition("=")[::2] for each in listed.split(",")] if listed else []
-    values = {label: tuple(known.split("|")) for label, known in pairs if known}
-    if name in METRICS:
-        raise ValueError(f"{name} is declared twice")
-    if (kind == "counter") != name.endswith("_total"):
-        raise ValueError(f"{name}: counters, and only counters, end in _total")
-    if (kind == "histogram") != bool(buckets):
-        raise ValueError(f"{name}: histograms, and only histograms, have buckets")
-    METRICS[name] = Metric(name, kind, unit, meaning, tuple(label for label, _ in pairs), buckets, values)
-    return METRICS[name]
-
-
-counter, gauge = partial(_metric, "counter"), partial(_metric, "gauge")
-histogram = partial(_metric, "histogram")
+# Others know these by this file.
+Attribute = declare.Attribute
+Metric = declare.Metric
+SpanName = declare.SpanName
+ATTRIBUTES, METRICS, SPANS = declare.ATTRIBUTES, declare.METRICS, declare.SPANS
+attribute, span = declare.attribute, declare.span
+counter, gauge, histogram = declare.counter, declare.gauge, declare.histogram
 
 # --- Services (service.name of the trace resource) ---------------------------------------------------------
 ENVOY = "envoy"
@@ -425,6 +372,30 @@ GUIDED_OUTPUTS = counter(
     "Guided requests that succeeded; valid is inferred from their end (no limit cut them), as each token was "
     "allowed by the grammar. Only where a schema is not wholly enforced, the text is checked.",
 )
+
+# Files and batches. What the database tells, every gateway tells: its highest value counts.
+BATCHES_RUNNING = gauge(
+    "millrace_batches_running{status=validating|in_progress|cancelling|finalizing|paused}",
+    "{batch}",
+    "Batches that this gateway runs, by status; paused ones wait for room, database or object storage.",
+)
+BATCHES_ENDED = counter(
+    "millrace_batches_ended_total{status=completed|failed|expired|cancelled}",
+    "{batch}",
+    "Batches that ended, by how.",
+)
+BATCHES_OLDEST = gauge(
+    "millrace_batches_oldest_waiting_seconds", "s", "Age of the oldest batch that no gateway runs; 0 without."
+)
+BATCH_LINES = counter(
+    "millrace_batch_lines_total{tenant,outcome=succeeded|errored|cancelled|expired}",
+    "{line}",
+    "Lines of batches that came to their end, by what became of them.",
+)
+BATCH_LINES_RUNNING = gauge(
+    "millrace_batch_lines_running", "{line}", "Lines of batches that are under way in this gateway."
+)
+BATCH_FILE_BYTES = gauge("millrace_batch_file_bytes", "By", "Bytes of all files, as clients see them.")
 
 # Tokenizer service.
 TOKENIZER_STAGE_SECONDS = histogram(

@@ -26,7 +26,8 @@ _COMMANDS = {"engine.core.plan_trial", "engine.model.families.table", "engine.mo
 # torch is installed by each Dockerfile itself, from the index that fits its device.
 _BY_DOCKERFILE = {"torch"}
 # What another library looks for by name: the driver that a database's URL asks for, uvicorn's parser of HTTP.
-_BY_NAME = {"httptools", "psycopg"}
+# And what is imported where a setting asks for it: the client of object storage.
+_BY_NAME = {"httptools", "psycopg", "obstore"}
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:

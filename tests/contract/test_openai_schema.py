@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,7 +26,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.auth.authorizer import AUTHORIZE_PREFIX
+from gateway.faces.anthropic import batches_openapi as message_batches
 from gateway.faces.anthropic import openapi as anthropic
+from gateway.faces.openai import batches_openapi as batches
 from gateway.faces.openai.openapi import EXAMPLES, document
 from gateway.faces.pooled import openapi as pooled
 from gateway.faces.responses import openapi as responses
@@ -37,8 +40,14 @@ from tests.unit.gateway.rig.deployment import deployed, signed_context
 HEADERS = {CONTEXT_HEADER: signed_context()}
 
 
+def tables(folder: Path) -> dict[str, Any]:
+    """A gateway that serves all that there is a document of."""
+    batches_ = {"directory": str(folder), "max_files": 100_000, "max_batches": 100_000}
+    return {"gateway": {"admin_tenants": ["acme"], "batches": batches_}}
+
+
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A gateway on a thread of its own: schemathesis calls block."""
     started: list[str] = []
     ready = threading.Event()
@@ -46,7 +55,7 @@ def address() -> Iterator[str]:
     done = asyncio.Event()
 
     async def serve() -> None:
-        async with deployed(tables={"gateway": {"admin_tenants": ["acme"]}}) as stack:
+        async with deployed(tables=tables(tmp_path_factory.mktemp("batches"))) as stack:
             started.append(f"http://127.0.0.1:{stack.gateway.http.port}")
             ready.set()
             await done.wait()
@@ -75,6 +84,8 @@ DOCUMENTS = {
     anthropic.PATH: msgspec.json.decode(anthropic.document())["paths"],
     responses.PATH: msgspec.json.decode(responses.document())["paths"],
     pooled.PATH: msgspec.json.decode(pooled.document())["paths"],
+    batches.PATH: msgspec.json.decode(batches.document())["paths"],
+    message_batches.PATH: msgspec.json.decode(message_batches.document())["paths"],
 }
 PATHS = {path: operations for paths in DOCUMENTS.values() for path, operations in paths.items()}
 OPERATIONS = [(method, path) for path, operations in PATHS.items() for method in operations]
@@ -105,8 +116,8 @@ def test_nothing_undocumented_is_answered(address: str, method: str, path: str, 
 NOT_FOR_CLIENTS = {("get", "/metrics"), ("", AUTHORIZE_PREFIX)}
 
 
-async def test_the_documents_list_every_route_and_no_other() -> None:
-    async with deployed() as stack:
+async def test_the_documents_list_every_route_and_no_other(tmp_path: Path) -> None:
+    async with deployed(tables=tables(tmp_path)) as stack:
         application = stack.gateway.http._application._handler
         assert isinstance(application, Application)
         served = {(method.lower(), path) for method, path in application._routes}

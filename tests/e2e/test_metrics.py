@@ -80,6 +80,17 @@ def _drive_simulated(stack: Stack) -> None:
                 break
 
 
+def _run_a_batch(stack: Stack) -> None:
+    body = {"model": stack.model, "prompt": [300], "max_tokens": 2}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    with stack.openai() as client:
+        file = client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        assert eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+
+
 def _lose_the_engine(stack: Stack) -> None:
     # A stream whose engine ends is continued, or counted as not; the engine comes back.
     with stack.openai() as client:
@@ -172,6 +183,7 @@ def test_no_declared_metric_is_without_a_producer(stack: Stack, tight: Stack) ->
     _drive_guided(stack)
     _call_a_tool(stack)
     _drive_simulated(tight)
+    _run_a_batch(tight)
     before = _written(tight)
     _lose_the_engine(tight)
     assert eventually(lambda: names.RESUBMISSIONS.name in _written_by_gateways(tight))

@@ -27,7 +27,7 @@ _PREFIX, _OWN_PREFIX = "msgbatch_", "batch_"
 # Files behind batches, which no API shows as files.
 _INPUT, _OUTPUT = "messages_input", "messages_output"
 _WINDOW = "24h"
-_MAX_PAGE, _PAGE = 1000, 20
+MAX_PAGE, _PAGE = 1000, 20
 _WRITTEN_TOGETHER = 256
 _encode = msgspec.json.Encoder().encode
 _TYPES = {
@@ -79,10 +79,8 @@ class MessageBatchEndpoints:
             finally:
                 await batches.call(upload.discard)
         except OSError as error:
-            raise disk_full(error, batches.storage.folder) from error
-        batch = batches.new(
-            identity, api=API, endpoint=MESSAGES, input_file_id=file.id, window=_WINDOW, metadata={}
-        )
+            raise disk_full(error, batches.folder) from error
+        batch = batches.new(identity, api=API, endpoint=MESSAGES, file=file, window=_WINDOW, metadata={})
         batch.num_lines = len(body.requests)
         try:
             await batches.create(identity, batch)
@@ -94,7 +92,7 @@ class MessageBatchEndpoints:
     async def list(self, exchange: Exchange) -> None:
         """GET /v1/messages/batches."""
         query = Query(exchange, ("limit", "before_id", "after_id"))
-        limit = query.number("limit", _PAGE, most=_MAX_PAGE)
+        limit = query.number("limit", _PAGE, most=MAX_PAGE)
         before, after = _own(query.text("before_id")), _own(query.text("after_id"))
         if before and after:
             raise invalid("before_id", "give either before_id or after_id")

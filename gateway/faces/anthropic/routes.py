@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from gateway.batches.service import Batches
-from gateway.faces.anthropic import openapi
+from gateway.faces.anthropic import batches_openapi, openapi
 from gateway.faces.anthropic.batches import BATCHES, MESSAGES, MessageBatchEndpoints
 from gateway.faces.anthropic.endpoints import MODELS_PATH, MessagesEndpoints
 from gateway.http.application import Routes
@@ -44,7 +44,13 @@ def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
 def batch_routes(pipeline: Callable[[], Pipeline], batches: Batches) -> Routes:
     """Batches of messages."""
     endpoints = MessageBatchEndpoints(batches, lambda: pipeline().intake)
+    schema = batches_openapi.document()
+
+    async def describe(exchange: Exchange) -> None:
+        await exchange.respond(200, schema)
+
     return Routes(
         exact={("POST", BATCHES): endpoints.create, ("GET", BATCHES): endpoints.list},
         below={f"{BATCHES}/": ("", endpoints.handle)},
+        public={("GET", batches_openapi.PATH): describe},
     )

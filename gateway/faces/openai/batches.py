@@ -63,7 +63,7 @@ class BatchEndpoints:
             identity,
             api=API,
             endpoint=body.endpoint,
-            input_file_id=file.id,
+            file=file,
             window=body.completion_window,
             metadata=body.metadata or {},
         )

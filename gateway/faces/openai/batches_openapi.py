@@ -93,6 +93,10 @@ _FORM = {
         "expires_after[seconds]": _KEPT,
     },
     "required": ["file", "purpose"],
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
     "additionalProperties": False,
 }
 _AFTER = {"after": TEXT}

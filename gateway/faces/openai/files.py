@@ -40,7 +40,7 @@ class FileEndpoints:
         try:
             upload = await batches.call(batches.begin_upload)
         except OSError as error:
-            raise disk_full(error, batches.storage.folder) from error
+            raise disk_full(error, batches.folder) from error
         try:
             filename, fields = await self._receive(exchange, upload)
             purpose, kept_s = _purpose(fields), _kept_s(fields)
@@ -81,11 +81,11 @@ class FileEndpoints:
         query = Query(exchange, (*PAGE, "purpose"))
         purpose = query.text("purpose")
         purposes = (purpose,) if purpose else PURPOSES
+        page = query.page(otherwise=MAX_PAGE, most=MAX_PAGE)
         files: Sequence[StoredFile] = ()
         more = False
         if set(purposes) <= set(PURPOSES):
             store, tenant = self._batches.store, exchange.verified_caller.identity.tenant
-            page = query.page(otherwise=MAX_PAGE, most=MAX_PAGE)
             files, more = await self._batches.call(store.files, tenant, purposes, **page)
         await exchange.respond(200, _encode(listing([file_object(each) for each in files], more)))
 

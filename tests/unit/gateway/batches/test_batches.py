@@ -439,3 +439,61 @@ async def test_full_disk_pauses_the_batch_and_it_goes_on(tmp_path: Path) -> None
         found = await results(stack, batch["output_file_id"])
     assert sorted(int(each["custom_id"]) for each in found) == list(range(30))
     assert len(ledger_rows(tmp_path)) == 30
+
+
+async def test_operators_see_what_becomes_of_batches(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    async with serving(tmp_path, engine, max_in_flight=1, sweep_interval_s=0.05) as stack:
+        gate = _after(engine, 2)
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(4)), b"{no json"))
+
+        async def told(*lines: str) -> bool:
+            exposed = (await stack.http.get("/metrics")).text
+            return all(line in exposed.splitlines() for line in lines)
+
+        size = (await ok(stack, "GET", f"files/{batch['input_file_id']}"))["bytes"]
+        await until(
+            lambda: told(
+                'millrace_batches_running{status="in_progress"} 1.0',
+                "millrace_batches_oldest_waiting_seconds 0.0",
+                "millrace_batch_lines_running 1.0",
+                f"millrace_batch_file_bytes {float(size)}",
+                'millrace_batches_ended_total{status="completed"} 0.0',
+            )
+        )
+        gate.set()
+        await ended(stack, batch)
+        await until(
+            lambda: told(
+                'millrace_batches_running{status="in_progress"} 0.0',
+                'millrace_batch_lines_total{outcome="succeeded",tenant="acme"} 4.0',
+                'millrace_batch_lines_total{outcome="errored",tenant="acme"} 1.0',
+                'millrace_batches_ended_total{status="completed"} 1.0',
+            )
+        )
+
+
+async def test_a_line_that_is_too_long_is_an_error_line_though_it_is_the_only_one(tmp_path: Path) -> None:
+    async with serving(tmp_path, tables={"gateway": {"max_body_bytes": 4096}}) as stack:
+        batch = await ended(stack, await create(stack, jsonl(request("long", "x" * 5000))))
+        (line,) = await results(stack, batch["error_file_id"])
+    assert (batch["status"], batch["request_counts"]["failed"]) == ("completed", 1)
+    assert (line["error"]["code"], line["error"]["line"]) == ("request_too_large", 1)
+
+
+async def test_two_files_in_one_form_are_refused_by_their_name(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stack:
+        files = [("file", ("a", b"1")), ("file", ("b", b"2"))]
+        refused = await call(stack, "POST", "files", files=files, data={"purpose": "batch"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file")
+        assert not list((tmp_path / "batches" / "uploads").iterdir())
+
+
+async def test_input_whose_content_is_gone_fails_the_batch_by_its_field(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stack:
+        file = (await upload(stack, jsonl(request("a")))).json()
+        (tmp_path / "batches" / "files" / file["id"]).unlink()
+        assert (await call(stack, "GET", f"files/{file['id']}/content")).status_code == 404
+        asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        batch = await ended(stack, await ok(stack, "POST", "batches", json=asked))
+    assert (batch["status"], batch["errors"]["data"][0]["param"]) == ("failed", "input_file_id")

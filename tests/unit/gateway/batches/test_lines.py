@@ -22,7 +22,8 @@ def line(name: str = "a", **more: Any) -> bytes:
 def indexed(folder: Path, data: bytes, *, max_lines: int = 100, max_line_bytes: int = 1000) -> list[Any]:
     source = folder / "input"
     source.write_bytes(data)
-    num = index_lines(source, folder, URL, max_lines=max_lines, max_line_bytes=max_line_bytes)
+    with source.open("rb") as file:
+        num = index_lines(file, folder, URL, max_lines=max_lines, max_line_bytes=max_line_bytes)
     index, found = LineIndex(folder / "index", lambda position: False), []
     while (entry := index.next()) is not None:
         found.append(entry)
@@ -36,7 +37,8 @@ def test_lines_are_found_again_where_they_stand(tmp_path: Path) -> None:
     data = b"\xef\xbb\xbf" + line("a") + b"\n\n  \r\n" + line("\u00e9") + b"\r\n" + line("c")
     entries = indexed(tmp_path, data)
     assert [(each.line, each.fault) for each in entries] == [(1, 0), (4, 0), (5, 0)]
-    names = [check_line(read_line(tmp_path / "input", each), URL).custom_id for each in entries]
+    with (tmp_path / "input").open("rb") as source:
+        names = [check_line(read_line(source, each), URL).custom_id for each in entries]
     assert names == ["a", "\u00e9", "c"]
 
 
@@ -54,7 +56,8 @@ def test_each_fault_is_a_lines_own(tmp_path: Path) -> None:
         Fault.NONE,
     ]
     assert entries[2].first_line == 1
-    assert read_line(tmp_path / "input", entries[5]) == line("d")
+    with (tmp_path / "input").open("rb") as source:
+        assert read_line(source, entries[5]) == line("d")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,8 @@ def test_memory_does_not_grow_with_lines(tmp_path: Path) -> None:
         source.write_bytes(data)
         del data
         tracemalloc.start()
-        index_lines(source, tmp_path, URL, max_lines=10**6, max_line_bytes=1000)
+        with source.open("rb") as file:
+            index_lines(file, tmp_path, URL, max_lines=10**6, max_line_bytes=1000)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 100_000, peaks
