@@ -138,7 +138,7 @@ def _beside(row: Row, machine: Machine, given: PlanInput, headers: Mapping[str, 
     }
 
 
-def _op_rows(bench: Bench, work: str, run: Callable[[], object], count: Callable[[int], bool]) -> list[Row]:
+def _op_rows(work: str, run: Callable[[], object], count: Callable[[int], bool]) -> list[Row]:
     """Milliseconds of each op, over all forwards of `run` whose number of tokens counts; per forward where
     they decode.
     """
@@ -189,7 +189,8 @@ def _prefix_rows(bench: Bench, asked: argparse.Namespace) -> list[Row]:
 
 def _asked() -> argparse.Namespace:
     parser = options(__doc__)
-    parser.add_argument("--checkpoint", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES, reverse=True))
+    names = sorted(SHAPES, reverse=True)
+    parser.add_argument("--checkpoint", nargs="+", choices=names, default=names)
     parser.add_argument("--ours", choices=sorted(OURS), default="bf16")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--prompts", nargs="*", type=int, default=[512, 2048])
@@ -221,10 +222,11 @@ def _measure(name: str, asked: argparse.Namespace, tell: Callable[..., None]) ->
         tell(name, steps[-1])
         before = after
     for count in asked.prompts:
-        ops += _op_rows(bench, f"prompt of {count}", partial(bench.run, 1, count, 1), lambda tokens: tokens > 1)
+        whole = partial(bench.run, 1, count, 1)
+        ops += _op_rows(f"prompt of {count}", whole, partial(int.__lt__, 1))
     for count in asked.rows:
         decode = partial(bench.run, count, asked.context, 12)
-        ops += _op_rows(bench, f"step of {count}", decode, partial(int.__eq__, count))
+        ops += _op_rows(f"step of {count}", decode, partial(int.__eq__, count))
     prefixes = _prefix_rows(bench, asked) if asked.prefix else []
     notes = f"{name}, {asked.ours}, level {bench.level}, {os.cpu_count()} CPUs"
     tables = {

@@ -1,0 +1,433 @@
+"""Layers with a state on a GPU. Each token is taken in as it comes, by one program for a few values of a head
+whose part of the state stays in its registers (as flash-linear-attention's fused_recurrent_gated_delta_rule),
+so that neither the batch nor a cut of the prompt changes a bit.
+
+Shape letters: S sequences, T tokens of all of them, C channels, W taps, H heads of values, G heads of keys,
+K key dim, V value dim, N slots, P snapshots, X elements of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.host import on_device
+from kernels.recurrent.backends import ScanInputs, ScanWeights
+from kernels.recurrent.rows import StateRows
+
+_CHANNELS = 256
+# Elements of a state that a program of one warp holds, and values at most.
+_STATE_ELEMENTS, _VALUES = 1024, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTable:
+    """Where the states of a step lie, on the device."""
+
+    slots: Tensor  # [S] int64
+    starts: Tensor  # [S + 1] int64, on the token axis
+    fresh: Tensor  # [S] int64, whether it begins with zeros
+    snapshot_starts: Tensor  # [S + 1] int64
+    snapshot_rows: Tensor  # [P] int64, index of the last token that each holds
+    snapshot_slots: Tensor  # [P] int64
+    owners: Tensor  # [T] int64, the sequence of each row; -1 is padding
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x) without loss where that is small: it is u log(w) / (w - 1), w being 1 + u rounded."""
+    small = tl.exp(-tl.abs(x))
+    rounded = 1.0 + small
+    beyond = tl.where(rounded == 1.0, small, tl.log(rounded) * small / tl.maximum(rounded - 1.0, 1e-30))
+    return tl.maximum(x, 0.0) + beyond
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def short_convolution_kernel(
+    x,
+    weight,
+    bias,
+    states,
+    out,
+    slots,
+    starts,
+    fresh,
+    owners,
+    x_stride,
+    channels,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
+):
+    """One program for some channels of a token; reads states as they were before the step."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(owners + token)
+    # Channels that are read: of padding none, of its state none where it begins with zeros.
+    num_live = tl.where(row >= 0, channels, 0)
+    row = tl.maximum(row, 0)
+    num_kept = tl.where(tl.load(fresh + row) == 0, num_live, 0)
+    begin = tl.load(starts + row)
+    state = states + tl.load(slots + row) * (TAPS - 1) * channels
+    total = tl.zeros((BLOCK,), tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=channel < num_live, other=0.0)
+    for tap in tl.static_range(TAPS):
+        source = token - (TAPS - 1) + tap
+        num_new = tl.where(source >= begin, num_live, 0)
+        num_old = tl.where(source >= begin, 0, num_kept)
+        new = tl.load(x + source * x_stride + channel, mask=channel < num_new, other=0.0)
+        place = TAPS - 1 + source - begin
+        old = tl.load(state + place * channels + channel, mask=channel < num_old, other=0.0)
+        factor = tl.load(weight + tap * channels + channel, mask=channel < num_live, other=0.0)
+        total += factor * tl.where(source >= begin, new.to(tl.float32), old)
+    if ACTIVATES:
+        total = total * _sigmoid(total)
+    tl.store(out + token * channels + channel, total, mask=channel < channels)
+
+
+@triton.jit
+def keep_inputs_kernel(
+    x,
+    states,
+    slots,
+    starts,
+    fresh,
+    snapshot_starts,
+    snapshot_rows,
+    snapshot_slots,
+    x_stride,
+    channels,
+    KEPT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for some channels of a sequence: leaves the last inputs in its slot, and in those of
+    snapshots. A row shorter than the state moves it up, so all is read before anything of it is written.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    index = tl.arange(0, ROWS)[:, None]
+    inside = (channel < channels) & (index < KEPT)
+    begin, row_end = tl.load(starts + row), tl.load(starts + row + 1)
+    own = tl.load(slots + row)
+    num_kept = tl.where(tl.load(fresh + row) == 0, channels, 0)
+    first, last = tl.load(snapshot_starts + row), tl.load(snapshot_starts + row + 1)
+    for each in range(first, last + 1):
+        is_copy = each < last
+        end = tl.load(snapshot_rows + each, mask=is_copy, other=0) + 1
+        end = tl.where(is_copy, end, row_end)
+        slot = tl.load(snapshot_slots + each, mask=is_copy, other=0)
+        slot = tl.where(is_copy, slot, own)
+        source = end - KEPT + index
+        in_step = source >= begin
+        new = tl.load(x + source * x_stride + channel, mask=inside & in_step, other=0.0).to(tl.float32)
+        old_at = states + (own * KEPT + KEPT + source - begin) * channels + channel
+        old = tl.load(old_at, mask=inside & (channel < num_kept) & (source < begin), other=0.0)
+        tl.debug_barrier()
+        tl.store(
+            states + (slot * KEPT + index) * channels + channel, tl.where(in_step, new, old), mask=inside
+        )
+
+
+@triton.jit
+def state_scan_kernel(
+    queries,
+    keys,
+    values,
+    decays,
+    gains,
+    rate,
+    bias,
+    skip,
+    states,
+    out,
+    slots,
+    starts,
+    fresh,
+    snapshot_starts,
+    snapshot_rows,
+    snapshot_slots,
+    query_stride,
+    key_stride,
+    value_stride,
+    decay_stride,
+    gain_stride,
+    num_heads,
+    heads_per_group,
+    key_dim,
+    value_dim,
+    query_scale,
+    gain_scale,
+    least,
+    largest,
+    DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """One program for some values of a head of a sequence, token by token."""
+    row = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = tl.program_id(0) % num_heads
+    k, v = tl.arange(0, KEYS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    has_key, has_value = k < key_dim, v < value_dim
+    inside = has_key[:, None] & has_value[None, :]
+    place = k[:, None] * value_dim + v[None, :]
+    own = tl.load(slots + row)
+    matrix = key_dim * value_dim
+    # A sequence that begins reads no keys of its state.
+    num_keys = tl.where(tl.load(fresh + row) == 0, key_dim, 0)
+    kept = (k < num_keys)[:, None] & has_value[None, :]
+    state = tl.load(states + (own * num_heads + head) * matrix + place, mask=kept, other=0.0)
+    speed, shift = tl.load(rate + head), tl.load(bias + head)
+    passed = 0.0
+    if HAS_SKIP:
+        passed = tl.load(skip + head)
+    query_at = queries + (head // heads_per_group) * key_dim + k
+    key_at = keys + (head // heads_per_group) * key_dim + k
+    value_at = values + head * value_dim + v
+    begin, row_end = tl.load(starts + row), tl.load(starts + row + 1)
+    first, last = tl.load(snapshot_starts + row), tl.load(snapshot_starts + row + 1)
+    for each in range(first, last + 1):
+        is_copy = each < last
+        end = tl.load(snapshot_rows + each, mask=is_copy, other=0) + 1
+        end = tl.where(is_copy, end, row_end)
+        slot = tl.load(snapshot_slots + each, mask=is_copy, other=0)
+        slot = tl.where(is_copy, slot, own)
+        for token in range(begin, end):
+            query = tl.load(query_at + token * query_stride, mask=has_key, other=0.0)
+            key = tl.load(key_at + token * key_stride, mask=has_key, other=0.0)
+            value = tl.load(value_at + token * value_stride, mask=has_value, other=0.0)
+            step = _softplus(tl.load(decays + token * decay_stride + head) + shift)
+            if DELTA:
+                query = query * (query_scale / tl.sqrt(tl.sum(query * query, axis=0) + 1e-6))
+                key = key * (1.0 / tl.sqrt(tl.sum(key * key, axis=0) + 1e-6))
+                decay = tl.exp(speed * step)
+                known = tl.sum(key[:, None] * state, axis=0)
+                gain = gain_scale * _sigmoid(tl.load(gains + token * gain_stride + head))
+                change = gain * (value - decay * known)
+            else:
+                step = tl.minimum(tl.maximum(step, least), largest)
+                decay = tl.exp(speed * step)
+                change = step * value
+            state = decay * state + key[:, None] * change[None, :]
+            result = tl.sum(query[:, None] * state, axis=0)
+            if HAS_SKIP:
+                result += passed * value
+            tl.store(out + (token * num_heads + head) * value_dim + v, result, mask=has_value)
+        tl.store(states + (slot * num_heads + head) * matrix + place, state, mask=inside)
+        begin = end
+
+
+@triton.jit
+def gated_norm_kernel(
+    x,
+    gate,
+    weight,
+    out,
+    x_stride,
+    gate_stride,
+    size,
+    num_groups,
+    weight_stride,
+    eps,
+    BLOCK: tl.constexpr,
+    NORMS: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """One program for a group of a token."""
+    token = (tl.program_id(0) // num_groups).to(tl.int64)
+    group = tl.program_id(0) % num_groups
+    offset = tl.arange(0, BLOCK)
+    inside = offset < size
+    column = group * size + offset
+    value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    opened = tl.load(gate + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    factor = _sigmoid(opened)
+    if SILU:
+        factor = opened * factor
+    if GATE_FIRST:
+        value = value * factor
+    if NORMS:
+        value = value * (1.0 / tl.sqrt(tl.sum(value * value, axis=0) / size + eps))
+        value = value * tl.load(weight + group * weight_stride + offset, mask=inside, other=0.0)
+    if not GATE_FIRST:
+        value = value * factor
+    tl.store(out + token * size * num_groups + column, value, mask=inside)
+
+
+class TritonRecurrent:
+    """See RecurrentBackend. Nothing waits for the host, which says once a step where states lie."""
+
+    def place(
+        self,
+        states: StateRows,
+        query_starts: NDArray[np.int64],
+        context_lens: NDArray[np.int64],
+        num_rows: int,
+        device: torch.device,
+    ) -> StateTable:
+        """One copy to the device."""
+        lengths = np.diff(query_starts)
+        owners = np.full(num_rows, -1, np.int64)
+        owners[: query_starts[-1]] = np.repeat(np.arange(lengths.size), lengths)
+        parts = {
+            "slots": states.slots,
+            "starts": query_starts,
+            "fresh": (context_lens == lengths).astype(np.int64),
+            "snapshot_starts": states.snapshot_starts,
+            "snapshot_rows": states.snapshot_rows,
+            "snapshot_slots": states.snapshot_slots,
+            "owners": owners,
+        }
+        there = on_device(np.concatenate(list(parts.values())), device)
+        sizes = [part.size for part in parts.values()]
+        return StateTable(**dict(zip(parts, torch.split(there, sizes), strict=True)))
+
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        step: StateTable,
+        *,
+        activates: bool,
+    ) -> Tensor:
+        """See RecurrentBackend."""
+        rows, channels = x.shape
+        kept = weight.shape[0] - 1
+        assert x.stride(1) == 1, "channels of a row lie side by side"
+        out = torch.empty(rows, channels, dtype=torch.float32, device=x.device)
+        blocks = triton.cdiv(channels, _CHANNELS)
+        short_convolution_kernel[(rows, blocks)](
+            x,
+            weight,
+            weight if bias is None else bias,
+            states,
+            out,
+            step.slots,
+            step.starts,
+            step.fresh,
+            step.owners,
+            x.stride(0),
+            channels,
+            TAPS=kept + 1,
+            BLOCK=_CHANNELS,
+            HAS_BIAS=bias is not None,
+            ACTIVATES=activates,
+        )
+        if kept:
+            keep_inputs_kernel[(step.slots.shape[0], blocks)](
+                x,
+                states,
+                step.slots,
+                step.starts,
+                step.fresh,
+                step.snapshot_starts,
+                step.snapshot_rows,
+                step.snapshot_slots,
+                x.stride(0),
+                channels,
+                KEPT=kept,
+                ROWS=triton.next_power_of_2(kept),
+                BLOCK=_CHANNELS,
+            )
+        return out
+
+    def scan(self, inputs: ScanInputs, weights: ScanWeights, states: Tensor, step: StateTable) -> Tensor:
+        """See RecurrentBackend."""
+        queries, keys, values, decays, gains = inputs
+        for part in (queries, keys, values):
+            assert part.stride()[1:] == (part.shape[2], 1), "heads of a row lie side by side"
+        num_heads, value_dim = values.shape[1:]
+        num_groups, key_dim = keys.shape[1:]
+        block = triton.next_power_of_2(key_dim)
+        width = min(triton.next_power_of_2(value_dim), max(1, min(_VALUES, _STATE_ELEMENTS // block)))
+        out = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
+        state_scan_kernel[(step.slots.shape[0] * num_heads, triton.cdiv(value_dim, width))](
+            queries,
+            keys,
+            values,
+            decays,
+            decays if gains is None else gains,
+            weights.rate,
+            weights.bias,
+            weights.rate if weights.skip is None else weights.skip,
+            states,
+            out,
+            step.slots,
+            step.starts,
+            step.fresh,
+            step.snapshot_starts,
+            step.snapshot_rows,
+            step.snapshot_slots,
+            queries.stride(0),
+            keys.stride(0),
+            values.stride(0),
+            decays.stride(0),
+            0 if gains is None else gains.stride(0),
+            num_heads,
+            num_heads // num_groups,
+            key_dim,
+            value_dim,
+            key_dim**-0.5,
+            weights.gain_scale,
+            *weights.limits,
+            DELTA=gains is not None,
+            HAS_SKIP=weights.skip is not None,
+            KEYS=block,
+            VALUES=width,
+            num_warps=1,
+        )
+        return out
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        *,
+        size: int,
+        gate_first: bool,
+        kind: str,
+    ) -> Tensor:
+        """See RecurrentBackend."""
+        rows, width = x.shape
+        assert x.stride(1) == gate.stride(1) == 1, "elements of a row lie side by side"
+        out = torch.empty(rows, width, dtype=torch.float32, device=x.device)
+        shared = weight is None or weight.numel() == size
+        block = triton.next_power_of_2(size)
+        if rows:
+            gated_norm_kernel[(rows * (width // size),)](
+                x,
+                gate,
+                x if weight is None else weight,
+                out,
+                x.stride(0),
+                gate.stride(0),
+                size,
+                width // size,
+                0 if shared else size,
+                eps,
+                BLOCK=block,
+                NORMS=weight is not None,
+                GATE_FIRST=gate_first,
+                SILU=kind == "silu",
+                num_warps=max(1, min(16, block // 512)),
+            )
+        return out
