@@ -30,7 +30,6 @@ COMMANDS = {
     "door_virtual_slow": "door --virtual --device slow",
     "engine_cpu_roofline": "engine.cpu_step",
     "engine_fairness": "engine.fairness",
-    "engine_hybrids": "engine.hybrids",
     "engine_steps": "engine.steps",
     "full_disk": "full_disk",
     "gateway": "gateway_overhead",

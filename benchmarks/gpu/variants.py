@@ -279,8 +279,8 @@ def _recurrent() -> Iterator[tuple[str, Callable[[], object]]]:
             queries=mixed[:, : groups * keys].view(rows, groups, keys),
             keys=mixed[:, : groups * keys].view(rows, groups, keys),
             values=mixed[:, : heads * values].view(rows, heads, values),
-            decays=make(rows, heads),
-            gains=make(rows, heads) if is_delta else None,
+            decays=gate[:, :heads],
+            gains=gate[:, heads : 2 * heads] if is_delta else None,
         )
         weights = ScanWeights(rate=make(heads), bias=make(heads), skip=None if is_delta else make(heads))
         convolve = partial(backend.short_convolution, activates=True)

@@ -141,7 +141,7 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
     """x [T, E] -> [T, E]; moves the states of this step's sequences on."""
     assert step.states is not None, "the model has states"
     spec, places = mixer.spec, mixer.places
-    heads, size = spec.num_heads, spec.num_heads * spec.value_dim
+    size = spec.num_heads * spec.value_dim
     projected = multiply(mixer.inner, x, step.adapters).float()
 
     def part(first: int, count: int) -> Tensor:
@@ -156,14 +156,6 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
         step.states,
         activates=True,
     )
-    keys = spec.num_groups * spec.key_dim
-    inputs = ScanInputs(
-        queries=mixed[:, places.queries : places.queries + keys].view(-1, spec.num_groups, spec.key_dim),
-        keys=mixed[:, places.keys : places.keys + keys].view(-1, spec.num_groups, spec.key_dim),
-        values=mixed[:, places.values : places.values + size].view(-1, heads, spec.value_dim),
-        decays=part(places.decays, heads),
-        gains=part(places.gains, heads) if spec.kind == "delta" else None,
-    )
     weights = ScanWeights(
         rate=cast("Tensor", mixer.rate),
         bias=cast("Tensor", mixer.step_bias),
@@ -172,7 +164,7 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
         limits=spec.step_limits,
     )
     normed = kernels.gated_norm(
-        kernels.scan(inputs, weights, cache.matrix, step.states).flatten(1),
+        kernels.scan(_scan_inputs(mixer, mixed, projected), weights, cache.matrix, step.states).flatten(1),
         part(places.gate, size),
         cast("Tensor | None", mixer.norm),
         spec.norm_eps,
@@ -181,3 +173,20 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
         kind="silu",
     )
     return multiply(mixer.output, normed.to(step.dtype), step.adapters)
+
+
+def _scan_inputs(mixer: Recurrence, mixed: Tensor, projected: Tensor) -> ScanInputs:
+    """From convolved channels [T, C] and the projection [T, X]."""
+    spec, places, heads = mixer.spec, mixer.places, mixer.spec.num_heads
+    keys, size = spec.num_groups * spec.key_dim, heads * spec.value_dim
+
+    def steps(first: int) -> Tensor:
+        return projected[:, first : first + heads]
+
+    return ScanInputs(
+        queries=mixed[:, places.queries : places.queries + keys].view(-1, spec.num_groups, spec.key_dim),
+        keys=mixed[:, places.keys : places.keys + keys].view(-1, spec.num_groups, spec.key_dim),
+        values=mixed[:, places.values : places.values + size].view(-1, heads, spec.value_dim),
+        decays=steps(places.decays),
+        gains=steps(places.gains) if spec.kind == "delta" else None,
+    )

@@ -28,15 +28,13 @@ _STATE_ELEMENTS, _VALUES = 1024, 16
 
 @dataclass(frozen=True, kw_only=True)
 class StateTable:
-    """Where the states of a step lie, on the device."""
+    """Where the states of a step lie, on the device, int64."""
 
-    slots: Tensor  # [S] int64
-    starts: Tensor  # [S + 1] int64, on the token axis
-    fresh: Tensor  # [S] int64, whether it begins with zeros
-    snapshot_starts: Tensor  # [S + 1] int64
-    snapshot_rows: Tensor  # [P] int64, index of the last token that each holds
-    snapshot_slots: Tensor  # [P] int64
-    owners: Tensor  # [T] int64, the sequence of each row; -1 is padding
+    # Of each sequence: slot, first token on the token axis and the end, whether it begins with zeros, first
+    # snapshot and the end.
+    rows: Tensor  # [S, 6]
+    snapshots: Tensor  # [P, 2] index of the last token that it holds, slot
+    owners: Tensor  # [T] the sequence of each row; -1 is padding
 
 
 @triton.jit
@@ -54,15 +52,22 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _next_part(snapshots, each, last, row_end, own):
+    """End of a part of a row, up to a snapshot or the row's end, and the slot that its state goes to."""
+    is_copy = each < last
+    end = tl.load(snapshots + 2 * each, mask=is_copy, other=0) + 1
+    slot = tl.load(snapshots + 2 * each + 1, mask=is_copy, other=0)
+    return tl.where(is_copy, end, row_end), tl.where(is_copy, slot, own)
+
+
+@triton.jit
 def short_convolution_kernel(
     x,
     weight,
     bias,
     states,
     out,
-    slots,
-    starts,
-    fresh,
+    rows,
     owners,
     x_stride,
     channels,
@@ -74,25 +79,23 @@ def short_convolution_kernel(
     """One program for some channels of a token; reads states as they were before the step."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(owners + token)
+    owner = tl.load(owners + token)
     # Channels that are read: of padding none, of its state none where it begins with zeros.
-    num_live = tl.where(row >= 0, channels, 0)
-    row = tl.maximum(row, 0)
-    num_kept = tl.where(tl.load(fresh + row) == 0, num_live, 0)
-    begin = tl.load(starts + row)
-    state = states + tl.load(slots + row) * (TAPS - 1) * channels
+    num_live = tl.where(owner >= 0, channels, 0)
+    row = rows + 6 * tl.maximum(owner, 0)
+    begin, num_kept = tl.load(row + 1), tl.where(tl.load(row + 3) == 0, num_live, 0)
+    state = states + tl.load(row) * (TAPS - 1) * channels
     total = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=channel < num_live, other=0.0)
     for tap in tl.static_range(TAPS):
         source = token - (TAPS - 1) + tap
-        num_new = tl.where(source >= begin, num_live, 0)
-        num_old = tl.where(source >= begin, 0, num_kept)
-        new = tl.load(x + source * x_stride + channel, mask=channel < num_new, other=0.0)
-        place = TAPS - 1 + source - begin
-        old = tl.load(state + place * channels + channel, mask=channel < num_old, other=0.0)
+        num_new, num_old = tl.where(source >= begin, num_live, 0), tl.where(source >= begin, 0, num_kept)
+        new = tl.load(x + source * x_stride + channel, mask=channel < num_new, other=0.0).to(tl.float32)
+        old_at = state + (TAPS - 1 + source - begin) * channels + channel
+        old = tl.load(old_at, mask=channel < num_old, other=0.0)
         factor = tl.load(weight + tap * channels + channel, mask=channel < num_live, other=0.0)
-        total += factor * tl.where(source >= begin, new.to(tl.float32), old)
+        total += factor * tl.where(source >= begin, new, old)
     if ACTIVATES:
         total = total * _sigmoid(total)
     tl.store(out + token * channels + channel, total, mask=channel < channels)
@@ -102,12 +105,8 @@ def short_convolution_kernel(
 def keep_inputs_kernel(
     x,
     states,
-    slots,
-    starts,
-    fresh,
-    snapshot_starts,
-    snapshot_rows,
-    snapshot_slots,
+    rows,
+    snapshots,
     x_stride,
     channels,
     KEPT: tl.constexpr,
@@ -117,29 +116,23 @@ def keep_inputs_kernel(
     """One program for some channels of a sequence: leaves the last inputs in its slot, and in those of
     snapshots. A row shorter than the state moves it up, so all is read before anything of it is written.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row = rows + 6 * tl.program_id(0).to(tl.int64)
     channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     index = tl.arange(0, ROWS)[:, None]
     inside = (channel < channels) & (index < KEPT)
-    begin, row_end = tl.load(starts + row), tl.load(starts + row + 1)
-    own = tl.load(slots + row)
-    num_kept = tl.where(tl.load(fresh + row) == 0, channels, 0)
-    first, last = tl.load(snapshot_starts + row), tl.load(snapshot_starts + row + 1)
-    for each in range(first, last + 1):
-        is_copy = each < last
-        end = tl.load(snapshot_rows + each, mask=is_copy, other=0) + 1
-        end = tl.where(is_copy, end, row_end)
-        slot = tl.load(snapshot_slots + each, mask=is_copy, other=0)
-        slot = tl.where(is_copy, slot, own)
+    own, begin, row_end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    num_kept = tl.where(tl.load(row + 3) == 0, channels, 0)
+    last = tl.load(row + 5)
+    for each in range(tl.load(row + 4), last + 1):
+        end, slot = _next_part(snapshots, each, last, row_end, own)
         source = end - KEPT + index
         in_step = source >= begin
         new = tl.load(x + source * x_stride + channel, mask=inside & in_step, other=0.0).to(tl.float32)
         old_at = states + (own * KEPT + KEPT + source - begin) * channels + channel
         old = tl.load(old_at, mask=inside & (channel < num_kept) & (source < begin), other=0.0)
         tl.debug_barrier()
-        tl.store(
-            states + (slot * KEPT + index) * channels + channel, tl.where(in_step, new, old), mask=inside
-        )
+        to = states + (slot * KEPT + index) * channels + channel
+        tl.store(to, tl.where(in_step, new, old), mask=inside)
 
 
 @triton.jit
@@ -154,22 +147,14 @@ def state_scan_kernel(
     skip,
     states,
     out,
-    slots,
-    starts,
-    fresh,
-    snapshot_starts,
-    snapshot_rows,
-    snapshot_slots,
-    query_stride,
-    key_stride,
-    value_stride,
-    decay_stride,
-    gain_stride,
+    rows,
+    snapshots,
+    row_stride,
+    input_stride,
     num_heads,
     heads_per_group,
     key_dim,
     value_dim,
-    query_scale,
     gain_scale,
     least,
     largest,
@@ -179,44 +164,32 @@ def state_scan_kernel(
     VALUES: tl.constexpr,
 ):
     """One program for some values of a head of a sequence, token by token."""
-    row = (tl.program_id(0) // num_heads).to(tl.int64)
-    head = tl.program_id(0) % num_heads
+    row, head = rows + 6 * (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
     k, v = tl.arange(0, KEYS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     has_key, has_value = k < key_dim, v < value_dim
-    inside = has_key[:, None] & has_value[None, :]
-    place = k[:, None] * value_dim + v[None, :]
-    own = tl.load(slots + row)
-    matrix = key_dim * value_dim
+    place = head * key_dim * value_dim + k[:, None] * value_dim + v[None, :]
+    matrix = num_heads * key_dim * value_dim
+    own, begin, row_end, last = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 5)
     # A sequence that begins reads no keys of its state.
-    num_keys = tl.where(tl.load(fresh + row) == 0, key_dim, 0)
-    kept = (k < num_keys)[:, None] & has_value[None, :]
-    state = tl.load(states + (own * num_heads + head) * matrix + place, mask=kept, other=0.0)
-    speed, shift = tl.load(rate + head), tl.load(bias + head)
-    passed = 0.0
+    kept = (k < tl.where(tl.load(row + 3) == 0, key_dim, 0))[:, None] & has_value[None, :]
+    state = tl.load(states + own * matrix + place, mask=kept, other=0.0)
+    speed, shift, passed = tl.load(rate + head), tl.load(bias + head), 0.0
     if HAS_SKIP:
         passed = tl.load(skip + head)
-    query_at = queries + (head // heads_per_group) * key_dim + k
-    key_at = keys + (head // heads_per_group) * key_dim + k
-    value_at = values + head * value_dim + v
-    begin, row_end = tl.load(starts + row), tl.load(starts + row + 1)
-    first, last = tl.load(snapshot_starts + row), tl.load(snapshot_starts + row + 1)
-    for each in range(first, last + 1):
-        is_copy = each < last
-        end = tl.load(snapshot_rows + each, mask=is_copy, other=0) + 1
-        end = tl.where(is_copy, end, row_end)
-        slot = tl.load(snapshot_slots + each, mask=is_copy, other=0)
-        slot = tl.where(is_copy, slot, own)
+    of_group = (head // heads_per_group) * key_dim + k
+    for each in range(tl.load(row + 4), last + 1):
+        end, slot = _next_part(snapshots, each, last, row_end, own)
         for token in range(begin, end):
-            query = tl.load(query_at + token * query_stride, mask=has_key, other=0.0)
-            key = tl.load(key_at + token * key_stride, mask=has_key, other=0.0)
-            value = tl.load(value_at + token * value_stride, mask=has_value, other=0.0)
-            step = _softplus(tl.load(decays + token * decay_stride + head) + shift)
+            query = tl.load(queries + token * row_stride + of_group, mask=has_key, other=0.0)
+            key = tl.load(keys + token * row_stride + of_group, mask=has_key, other=0.0)
+            value = tl.load(values + token * row_stride + head * value_dim + v, mask=has_value, other=0.0)
+            step = _softplus(tl.load(decays + token * input_stride + head) + shift)
             if DELTA:
-                query = query * (query_scale / tl.sqrt(tl.sum(query * query, axis=0) + 1e-6))
+                query = query * (1.0 / tl.sqrt((tl.sum(query * query, axis=0) + 1e-6) * key_dim))
                 key = key * (1.0 / tl.sqrt(tl.sum(key * key, axis=0) + 1e-6))
                 decay = tl.exp(speed * step)
                 known = tl.sum(key[:, None] * state, axis=0)
-                gain = gain_scale * _sigmoid(tl.load(gains + token * gain_stride + head))
+                gain = gain_scale * _sigmoid(tl.load(gains + token * input_stride + head))
                 change = gain * (value - decay * known)
             else:
                 step = tl.minimum(tl.maximum(step, least), largest)
@@ -227,7 +200,7 @@ def state_scan_kernel(
             if HAS_SKIP:
                 result += passed * value
             tl.store(out + (token * num_heads + head) * value_dim + v, result, mask=has_value)
-        tl.store(states + (slot * num_heads + head) * matrix + place, state, mask=inside)
+        tl.store(states + slot * matrix + place, state, mask=has_key[:, None] & has_value[None, :])
         begin = end
 
 
@@ -269,6 +242,32 @@ def gated_norm_kernel(
     tl.store(out + token * size * num_groups + column, value, mask=inside)
 
 
+def _keep_inputs(x: Tensor, states: Tensor, step: StateTable) -> None:
+    """Leaves the last inputs [T, C] in the states [N, W - 1, C] of sequences and of snapshots."""
+    kept, channels = states.shape[1:]
+    keep_inputs_kernel[(step.rows.shape[0], triton.cdiv(channels, _CHANNELS))](
+        x,
+        states,
+        step.rows,
+        step.snapshots,
+        x.stride(0),
+        channels,
+        KEPT=kept,
+        ROWS=triton.next_power_of_2(kept),
+        BLOCK=_CHANNELS,
+    )
+
+
+def _check_strides(inputs: ScanInputs) -> None:
+    """Axes of one element have any stride."""
+    queries, keys, values, decays, gains = inputs
+    for part in (queries, keys, values):
+        assert part.shape[1] == 1 or part.stride(1) == part.shape[2], "heads of a row lie side by side"
+    if values.shape[0] > 1:
+        assert queries.stride(0) == keys.stride(0) == values.stride(0), "they are parts of the same rows"
+        assert gains is None or gains.stride(0) == decays.stride(0), "they are parts of the same rows"
+
+
 class TritonRecurrent:
     """See RecurrentBackend. Nothing waits for the host, which says once a step where states lie."""
 
@@ -284,18 +283,13 @@ class TritonRecurrent:
         lengths = np.diff(query_starts)
         owners = np.full(num_rows, -1, np.int64)
         owners[: query_starts[-1]] = np.repeat(np.arange(lengths.size), lengths)
-        parts = {
-            "slots": states.slots,
-            "starts": query_starts,
-            "fresh": (context_lens == lengths).astype(np.int64),
-            "snapshot_starts": states.snapshot_starts,
-            "snapshot_rows": states.snapshot_rows,
-            "snapshot_slots": states.snapshot_slots,
-            "owners": owners,
-        }
-        there = on_device(np.concatenate(list(parts.values())), device)
-        sizes = [part.size for part in parts.values()]
-        return StateTable(**dict(zip(parts, torch.split(there, sizes), strict=True)))
+        first, last = states.snapshot_starts[:-1], states.snapshot_starts[1:]
+        fresh = context_lens == lengths
+        rows = np.stack((states.slots, query_starts[:-1], query_starts[1:], fresh, first, last), axis=1)
+        snapshots = np.stack((states.snapshot_rows, states.snapshot_slots), axis=1)
+        there = on_device(np.concatenate((rows.ravel(), snapshots.ravel(), owners)), device)
+        parts = torch.split(there, [rows.size, snapshots.size, owners.size])
+        return StateTable(rows=parts[0].view(-1, 6), snapshots=parts[1].view(-1, 2), owners=parts[2])
 
     def short_convolution(
         self,
@@ -308,57 +302,37 @@ class TritonRecurrent:
         activates: bool,
     ) -> Tensor:
         """See RecurrentBackend."""
-        rows, channels = x.shape
-        kept = weight.shape[0] - 1
         assert x.stride(1) == 1, "channels of a row lie side by side"
+        rows, channels = x.shape
         out = torch.empty(rows, channels, dtype=torch.float32, device=x.device)
-        blocks = triton.cdiv(channels, _CHANNELS)
-        short_convolution_kernel[(rows, blocks)](
+        short_convolution_kernel[(rows, triton.cdiv(channels, _CHANNELS))](
             x,
             weight,
             weight if bias is None else bias,
             states,
             out,
-            step.slots,
-            step.starts,
-            step.fresh,
+            step.rows,
             step.owners,
             x.stride(0),
             channels,
-            TAPS=kept + 1,
+            TAPS=weight.shape[0],
             BLOCK=_CHANNELS,
             HAS_BIAS=bias is not None,
             ACTIVATES=activates,
         )
-        if kept:
-            keep_inputs_kernel[(step.slots.shape[0], blocks)](
-                x,
-                states,
-                step.slots,
-                step.starts,
-                step.fresh,
-                step.snapshot_starts,
-                step.snapshot_rows,
-                step.snapshot_slots,
-                x.stride(0),
-                channels,
-                KEPT=kept,
-                ROWS=triton.next_power_of_2(kept),
-                BLOCK=_CHANNELS,
-            )
+        if weight.shape[0] > 1:
+            _keep_inputs(x, states, step)
         return out
 
     def scan(self, inputs: ScanInputs, weights: ScanWeights, states: Tensor, step: StateTable) -> Tensor:
-        """See RecurrentBackend."""
+        """See RecurrentBackend. Queries, keys and values lie in the same rows, decays and gains as well."""
         queries, keys, values, decays, gains = inputs
-        for part in (queries, keys, values):
-            assert part.stride()[1:] == (part.shape[2], 1), "heads of a row lie side by side"
-        num_heads, value_dim = values.shape[1:]
-        num_groups, key_dim = keys.shape[1:]
+        _check_strides(inputs)
+        (num_heads, value_dim), key_dim = values.shape[1:], keys.shape[2]
         block = triton.next_power_of_2(key_dim)
         width = min(triton.next_power_of_2(value_dim), max(1, min(_VALUES, _STATE_ELEMENTS // block)))
         out = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
-        state_scan_kernel[(step.slots.shape[0] * num_heads, triton.cdiv(value_dim, width))](
+        state_scan_kernel[(step.rows.shape[0] * num_heads, triton.cdiv(value_dim, width))](
             queries,
             keys,
             values,
@@ -369,22 +343,14 @@ class TritonRecurrent:
             weights.rate if weights.skip is None else weights.skip,
             states,
             out,
-            step.slots,
-            step.starts,
-            step.fresh,
-            step.snapshot_starts,
-            step.snapshot_rows,
-            step.snapshot_slots,
-            queries.stride(0),
-            keys.stride(0),
+            step.rows,
+            step.snapshots,
             values.stride(0),
             decays.stride(0),
-            0 if gains is None else gains.stride(0),
             num_heads,
-            num_heads // num_groups,
+            num_heads // keys.shape[1],
             key_dim,
             value_dim,
-            key_dim**-0.5,
             weights.gain_scale,
             *weights.limits,
             DELTA=gains is not None,

@@ -78,12 +78,21 @@ class Layer:
             gain_scale=2.0,
             limits=(0.1, float("inf")),
         )
-        self.inputs = ScanInputs(
-            queries=drawn(num_tokens, groups, keys, seed=3),
-            keys=drawn(num_tokens, groups, keys, seed=4),
-            values=drawn(num_tokens, heads, values, seed=5),
-            decays=3 * drawn(num_tokens, heads, seed=6),
-            gains=drawn(num_tokens, heads, seed=7) if kind == "delta" else None,
+        self.rows = drawn(num_tokens, 2 * groups * keys + heads * values, seed=3)
+        self.steps = 3 * drawn(num_tokens, 2 * heads, seed=4)
+        self.groups = groups
+
+    def inputs(self, tokens: slice, device: torch.device) -> ScanInputs:
+        """Of some of the tokens, with padding."""
+        rows, steps = (padded(part[tokens]).to(device) for part in (self.rows, self.steps))
+        heads, keys, values = self.shape
+        size = self.groups * keys
+        return ScanInputs(
+            queries=rows[:, :size].view(-1, self.groups, keys),
+            keys=rows[:, size : 2 * size].view(-1, self.groups, keys),
+            values=rows[:, 2 * size :].view(-1, heads, values),
+            decays=steps[:, :heads],
+            gains=steps[:, heads:] if self.weights.skip is None else None,
         )
 
     def scanned(
@@ -96,9 +105,10 @@ class Layer:
     ) -> Tensor:
         """Of some of the tokens; moves `states` on."""
         moved = states.to(device)
-        parts: list[Any] = [None if part is None else padded(part[tokens]).to(device) for part in self.inputs]
         known: list[Any] = [part.to(device) if isinstance(part, Tensor) else part for part in self.weights]
-        out = backend.scan(ScanInputs(*parts), ScanWeights(*known), moved, placed(backend, batch, device))
+        out = backend.scan(
+            self.inputs(tokens, device), ScanWeights(*known), moved, placed(backend, batch, device)
+        )
         states.copy_(moved)
         return out.cpu()[:-PADDING]
 
