@@ -97,11 +97,11 @@ _HEAD = "lm_head.weight"
 
 
 def weights_read(given: PlanInput, headers: Mapping[str, TensorHeader], num_tokens: int) -> float:
-    """Weights that a step of so many tokens multiplies with."""
-    experts, total = given.spec.experts, 0.0
-    tied = given.spec.tied_embeddings
+    """Weights that a step of so many tokens multiplies with. A head has rows of those ids that have a token."""
+    spec = given.spec
+    experts, total = spec.experts, float(spec.vocab_size * spec.hidden_size)
     for name, header in headers.items():
-        if len(header.shape) < 2 or name == (_HEAD if tied else _LOOKED_UP):
+        if len(header.shape) < 2 or name in (_HEAD, _LOOKED_UP):
             continue
         count = float(header.num_elements)
         if experts is not None and _CHOSEN_LAYERS in name:
