@@ -48,7 +48,7 @@ _COMMON: dict[str, Any] = {
     "hidden_size": 1024,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "vocab_size": 151_936,
+    "vocab_size": 32_000,
     "tie_word_embeddings": True,
     "max_position_embeddings": 4096,
 }
@@ -97,7 +97,7 @@ _HEAD = "lm_head.weight"
 
 
 def weights_read(given: PlanInput, headers: Mapping[str, TensorHeader], num_tokens: int) -> float:
-    """Weights that a step of so many tokens multiplies with. A head has rows of those ids that have a token."""
+    """Weights that a step of so many tokens multiplies with; of the head those of ids that have a token."""
     spec = given.spec
     experts, total = spec.experts, float(spec.vocab_size * spec.hidden_size)
     for name, header in headers.items():
