@@ -17,6 +17,7 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rope: str = "auto"
     activation: str = "auto"
     linear: str = "auto"
+    recurrent: str = "auto"
     sampling: str = "auto"
 
 

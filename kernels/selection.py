@@ -16,6 +16,7 @@ from kernels.activation import backends as gates
 from kernels.config import KernelsConfig, triton_interprets
 from kernels.linear import backends as products
 from kernels.norm import backends as norms
+from kernels.recurrent import backends as recurrences
 from kernels.rope import backends as rotations
 
 OPERATIONS: Mapping[str, Mapping[str, str]] = {
@@ -23,6 +24,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = {
     "rope": rotations.BACKENDS,
     "activation": gates.BACKENDS,
     "linear": products.BACKENDS,
+    "recurrent": recurrences.BACKENDS,
     "sampling": sampling.BACKENDS,
 }
 """Operation, as `[engine.kernels]` names it, to its back ends: "module:name" by name, imported at need."""
@@ -41,6 +43,7 @@ class Kernels:
     rope: rotations.RopeBackend
     gate: gates.Gate
     linear: products.LinearBackend
+    recurrent: recurrences.RecurrentBackend
 
     def __str__(self) -> str:
         return ", ".join(f"{operation} {name}" for operation, name in self.names.items())
@@ -68,6 +71,7 @@ def choose_kernels(config: KernelsConfig, device: torch.device) -> Kernels:
         rope=_load("rope", names),
         gate=_load("activation", names),
         linear=_load("linear", names)(),
+        recurrent=_load("recurrent", names)(),
     )
 
 

@@ -21,7 +21,8 @@ test-containers: dev ## Start docker-compose.yml and k8s/ with a real container 
 
 # What starts processes of its own Python has none here.
 ARM_TESTS := tests/kernels/native/test_gemm.py tests/kernels/native/test_rows.py tests/kernels/native/test_sampling.py \
-	tests/kernels/native/test_experts.py tests/kernels/native/test_adapters.py tests/kernels/native/test_attention.py
+	tests/kernels/native/test_experts.py tests/kernels/native/test_adapters.py tests/kernels/native/test_attention.py \
+	tests/kernels/native/test_per_layer.py tests/kernels/native/test_recurrent.py
 
 .PHONY: test-arm
 test-arm: dev ## Run the native kernels' tests as on ARM's processors, emulated by QEMU; root on Debian gets it installed

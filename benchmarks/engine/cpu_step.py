@@ -126,7 +126,7 @@ class _Watch:
         return 1e3 * median(self.parts[part])
 
 
-class _OpTimes:
+class OpTimes:
     """What each op of a forward took, by `_name_of`: milliseconds and multiplied weights."""
 
     def __init__(self) -> None:
@@ -152,6 +152,16 @@ class _OpTimes:
         if self.forwards:
             self.forwards[-1][1].update(times)
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts the programs that run inside."""
+
+        def timed(program: Program, pool: int) -> None:
+            self.run(program, pool)
+
+        with patch.object(Program, "run", timed):
+            yield
+
     def medians_ms(self, num_tokens: int) -> dict[str, float]:
         """By op, over forwards of so many tokens."""
         found = [times for count, times in self.forwards if count == num_tokens]
@@ -165,14 +175,14 @@ def _name_of(op: Op) -> str:
 class Bench:
     """One loaded checkpoint, driven in this process."""
 
-    def __init__(self, checkpoint: str, precision: str, folder: Path) -> None:
-        self.checkpoint, self.precision = checkpoint, precision_of(f"millrace-{precision}")
+    def __init__(self, checkpoint: Path, precision: str) -> None:
+        self.precision = precision_of(f"millrace-{precision}")
         settings: dict[str, Any] = {"max_model_len": 4096}
         for name, value in {**OURS[precision][0], "cache.kv_cache_bytes": _KV_BYTES}.items():
             section, _, key = name.rpartition(".")
             (settings.setdefault(section, {}) if section else settings)[key] = value
         self.config = msgspec.convert(settings, EngineConfig)
-        self.model = ModelConfig(path=str(make_checkpoint(checkpoint, folder)))
+        self.model = ModelConfig(path=str(checkpoint))
         runner, self.memory, self.facts = build_here(self.config, self.model, lambda stage, part: None)
         assert isinstance(runner, ModelRunner)
         assert isinstance(runner.model, NativeDecoder), "there are no native kernels here"
@@ -189,9 +199,10 @@ class Bench:
         runner.launch = noted  # type: ignore[method-assign]
         self.watch.around(runner, "launch", "launch")
         self._num_ended = 0
+        self._num_cached = 0
 
-    def _engine(self, config: EngineConfig) -> InProcessEngine:
-        """A loop of its own over the runner."""
+    def engine(self, config: EngineConfig) -> InProcessEngine:
+        """A loop of its own over the runner; nothing is cached at first."""
         scheduler = make_scheduler(config, self.model, self.memory, self.facts)
         mailbox = _Encoding(listener=self._note)
         self.watch.around(scheduler, "schedule", "plan")
@@ -203,12 +214,14 @@ class Bench:
 
     def _note(self, event: TokenEvent) -> None:
         self._num_ended += event.finish_reason is not None
+        if event.first_token is not None:
+            self._num_cached = event.first_token.cached_prompt_tokens
 
     def run(self, num_sequences: int, prompt: int, num_tokens: int) -> tuple[float, float]:
         """Seconds of greedy answers to so many random prompts at once, and CPUs that others took. The watch
         keeps the steps in which all of them decode.
         """
-        engine = self._engine(self.config)
+        engine = self.engine(self.config)
         for _ in range(num_sequences):
             engine.submit(prompt, num_tokens)
         began, busy, own = time.perf_counter(), _busy_s(), time.process_time()
@@ -226,12 +239,25 @@ class Bench:
         others = (_busy_s() - busy - (time.process_time() - own)) / seconds
         return seconds, max(0.0, others)
 
+    def first_token_s(self, engine: InProcessEngine, prompt: tuple[int, ...]) -> tuple[float, int]:
+        """Seconds from a prompt to its first token, of an engine that has nothing else to do, and how many of
+        its tokens were not computed.
+        """
+        began, num_before = time.perf_counter(), self._num_ended
+        engine.submit(0, 1, prompt=prompt)
+        while self._num_ended == num_before:
+            engine.loop.step()
+        seconds = time.perf_counter() - began
+        engine.loop.step()
+        self.watch.end_step(counts=False)
+        return seconds, self._num_cached
+
     def beside(self, num_sequences: int, prompt: int, num_tokens: int, chunk: int, num_chunks: int) -> float:
         """Seconds that so many sequences take from the first step in which all of them decode to their end,
         while in each of the first `num_chunks` of these steps a prompt of `chunk` tokens is computed whole.
         """
         whole = msgspec.structs.replace(self.config.scheduler, step_target_ms=0.0)
-        engine = self._engine(msgspec.structs.replace(self.config, scheduler=whole))
+        engine = self.engine(msgspec.structs.replace(self.config, scheduler=whole))
         for _ in range(num_sequences):
             engine.submit(prompt, num_tokens)
         began, num_asked = 0.0, 0
@@ -260,7 +286,7 @@ def _busy_s() -> float:
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
-def _step(bench: Bench, rows: int, context: int) -> Row:
+def step_row(bench: Bench, rows: int, context: int) -> Row:
     """Milliseconds of a step in which so many sequences decode, in the median of one run or more."""
     bench.watch.parts = defaultdict(list)
     began, others = time.perf_counter(), 0.0
@@ -276,7 +302,7 @@ def _step(bench: Bench, rows: int, context: int) -> Row:
     }
 
 
-def _prompt(bench: Bench, num_tokens: int) -> Row:
+def prompt_row(bench: Bench, num_tokens: int) -> Row:
     """Milliseconds from a prompt to its token, the shortest of two runs or more."""
     runs: list[tuple[float, float, float]] = []
     began = time.perf_counter()
@@ -314,17 +340,13 @@ def _mixed(bench: Bench, rows: int, context: int, chunk: int) -> Row:
     }
 
 
-def _parts(bench: Bench, rows: int, context: int) -> list[Row]:
+def part_rows(bench: Bench, rows: int, context: int) -> list[Row]:
     """Milliseconds of each part of the loop and of each op, of a step in which so many sequences decode."""
-    _step(bench, rows, context)
+    step_row(bench, rows, context)
     took = {part: bench.watch.median_ms(part) for part in ("plan", "launch", "results", "publish")}
     took["launch"] -= bench.watch.median_ms("native")
-    times = _OpTimes()
-
-    def timed(program: Program, pool: int) -> None:
-        times.run(program, pool)
-
-    with patch.object(Program, "run", timed):
+    times = OpTimes()
+    with times.counted():
         bench.run(rows, context, _NUM_TOKENS)
     took |= times.medians_ms(rows)
     total = sum(took.values())
@@ -407,14 +429,14 @@ def main() -> None:
     tell("compiling kernels if need be, measuring memory and products, making the checkpoint in", folder)
     before = measure_machine(rows=_RATE_ROWS)
     tell(f"memory reads {before.read_bytes_per_s / 1e9:.1f} GB/s")
-    bench = Bench(arguments.checkpoint, arguments.ours, folder)
+    bench = Bench(make_checkpoint(arguments.checkpoint, folder), arguments.ours)
     # As the core does before it serves.
     gc.collect()
     gc.freeze()
     rows: list[Row] = []
     bench.run(1, 16, 4)
-    works = [partial(_prompt, bench, count) for count in arguments.prompts]
-    works += [partial(_step, bench, count, arguments.context) for count in arguments.rows]
+    works = [partial(prompt_row, bench, count) for count in arguments.prompts]
+    works += [partial(step_row, bench, count, arguments.context) for count in arguments.rows]
     for work in works:
         found = work()
         after = measure_machine(rows=_RATE_ROWS)
@@ -425,7 +447,7 @@ def main() -> None:
     for count, chunk in arguments.mixed:
         mixed.append(_mixed(bench, count, arguments.context, chunk))
         tell(mixed[-1])
-    parts = [row for count in arguments.parts for row in _parts(bench, count, arguments.context)]
+    parts = [row for count in arguments.parts for row in part_rows(bench, count, arguments.context)]
     notes = f"{arguments.checkpoint}, {arguments.ours}, level {bench.level}, {os.cpu_count()} CPUs"
     tables = {
         "": ("Steps and prompts beside the machine's rates", rows),

@@ -31,6 +31,9 @@ from kernels.linear.triton_scaled import quantize_rows
 from kernels.norm.triton_norm import rms_norm
 from kernels.paged_cache.store import allocate_layer
 from kernels.paged_cache.triton_blocks import move_blocks
+from kernels.recurrent.backends import ScanInputs, ScanWeights
+from kernels.recurrent.rows import StateRows
+from kernels.recurrent.triton_recurrent import TritonRecurrent
 from kernels.rope.triton_rope import rope_and_store
 from kernels.sampling.triton_sampling import compile_draw
 
@@ -256,6 +259,42 @@ def _paged_cache() -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
 
+# Name, heads of values and of keys, sizes of a key and of a value, channels of the convolution.
+RECURRENCES = (
+    ("delta rule, Qwen3-Next", 32, 16, 128, 128, 8192),
+    ("Mamba 2, Granite 4", 128, 1, 128, 64, 8448),
+)
+
+
+def _recurrent() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Convolution, scan and norm of two sequences, of which one leaves a copy."""
+    backend, rows = TritonRecurrent(), 302
+    states = StateRows.of(np.arange(2), np.array([7, 0]), np.array([0, 1, rows]), [(), ((160, 3),)])
+    step = backend.place(states, np.array([0, 1, rows]), np.array([8, rows - 1]), rows, META)
+    make = partial(torch.empty, device=META)
+    for name, heads, groups, keys, values, channels in RECURRENCES:
+        is_delta = name.startswith("delta")
+        mixed, gate = make(rows, channels), make(rows, heads * values)
+        inputs = ScanInputs(
+            queries=mixed[:, : groups * keys].view(rows, groups, keys),
+            keys=mixed[:, : groups * keys].view(rows, groups, keys),
+            values=mixed[:, : heads * values].view(rows, heads, values),
+            decays=gate[:, :heads],
+            gains=gate[:, heads : 2 * heads] if is_delta else None,
+        )
+        weights = ScanWeights(rate=make(heads), bias=make(heads), skip=None if is_delta else make(heads))
+        convolve = partial(backend.short_convolution, activates=True)
+        bias = None if is_delta else make(channels)
+        yield (
+            f"convolution, {name}",
+            partial(convolve, mixed, make(4, channels), bias, make(4, 3, channels), step),
+        )
+        yield f"scan, {name}", partial(backend.scan, inputs, weights, make(4, heads, keys, values), step)
+        size = values if is_delta else heads * values
+        norm = partial(backend.gated_norm, gate, gate, make(size), 1e-6)
+        yield f"gated norm, {name}", partial(norm, size=size, gate_first=not is_delta, kind="silu")
+
+
 def _rope() -> Iterator[tuple[str, Callable[[], object]]]:
     """Llama's heads over every type of cache."""
     device = torch.device("meta")
@@ -285,5 +324,5 @@ def _sampling() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def variants(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Names, and what launches kernels in the shapes of real models, as on an architecture."""
-    others = (_activation, _adapters, _experts, _linear, _norm, _paged_cache, _rope, _sampling)
+    others = (_activation, _adapters, _experts, _linear, _norm, _paged_cache, _recurrent, _rope, _sampling)
     return chain(_attention(f"sm_{arch}"), *(operation() for operation in others))

@@ -11,7 +11,7 @@ import json
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,16 @@ model.save_pretrained(folder)
 """
 
 
-def make_checkpoint(name: str, folder: Path) -> Path:
+def make_checkpoint(name: str, folder: Path, shapes: Mapping[str, Mapping[str, Any]] = SHAPES) -> Path:
     """The checkpoint's directory in Hugging Face format, made unless it is there already."""
     directory = folder / name
     if not (directory / "model.safetensors").exists():
         shutil.rmtree(directory, ignore_errors=True)
         with made_whole(directory) as partial:
-            write = _write_known if name == KNOWN else _write_checkpoint
-            write(name, partial)
+            if name == KNOWN:
+                _write_known(name, partial)
+            else:
+                _write_checkpoint(dict(shapes[name]), partial)
     return directory
 
 
@@ -107,11 +109,10 @@ def _write_known(name: str, directory: Path) -> None:
     subprocess.run([str(home / "bin/python"), "-c", _READ_GGUF, str(directory), GGUF_FILE], check=True)
 
 
-def _write_checkpoint(name: str, directory: Path) -> None:
+def _write_checkpoint(shape: dict[str, Any], directory: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = dict(SHAPES[name])
     vocabulary = _write_tokenizer(directory)
     config = AutoConfig.for_model(shape.pop("model_type"), **shape, bos_token_id=None, eos_token_id=0)
     torch.manual_seed(SEED)

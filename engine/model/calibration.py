@@ -39,7 +39,6 @@ from kernels.linear.formats import DenseWeight
 from kernels.linear.reference import Product
 from kernels.linear.rows import ROW_MULTIPLE
 from kernels.paged_cache.store import allocate_layer
-from kernels.recurrent.reference import StateStep
 from kernels.recurrent.rows import StateRows
 from kernels.recurrent.store import JointCache, NoCache, allocate_states
 from runtime.errors import ConfigError
@@ -119,7 +118,9 @@ class Calibration:
             attention_plan=attention.plan(ragged, device),
             states=None
             if spec.state is None
-            else StateStep.of(_one_state(), ragged.query_starts, ragged.context_lens),
+            else weights.kernels.recurrent.place(
+                _one_state(), ragged.query_starts, ragged.context_lens, count, device
+            ),
             dtype=self.x.dtype,
         )
         if per_layer is not None:

@@ -52,7 +52,6 @@ from kernels.adapters.backends import adapter_step
 from kernels.attention.backends import AttentionBackend
 from kernels.host import on_device
 from kernels.paged_cache.store import LayerCache
-from kernels.recurrent.reference import StateStep
 from kernels.selection import Kernels
 
 # Placement to the names of norms (before attention, before feed-forward), (after attention, after
@@ -253,7 +252,13 @@ class Decoder:
         adapters = None if batch.adapters is None else on_device(batch.adapters, self.device)
         states = None
         if batch.states is not None:
-            states = StateStep.of(batch.states, ragged.query_starts, ragged.context_lens)
+            states = self.kernels.recurrent.place(
+                batch.states,
+                ragged.query_starts,
+                ragged.context_lens,
+                batch.token_ids.shape[0],
+                self.device,
+            )
         return self.run(
             batch.token_ids, batch.positions, batch.slots, caches, attention, plan, adapters, states
         )
@@ -268,7 +273,7 @@ class Decoder:
         attention: AttentionBackend,
         attention_plan: Any,
         adapters: Tensor | None = None,
-        states: StateStep | None = None,
+        states: Any = None,
     ) -> Tensor:
         """`forward` of tokens [T] whose attention is planned already; on a GPU without a word from the host,
         so that it can be captured (see `captures`). `adapters` [T] are the slots of the rows' adapters.

@@ -25,7 +25,6 @@ from kernels.attention.ragged import AttentionOptions
 from kernels.linear.backends import QuantizingProduct
 from kernels.norm.backends import QuantizingNorm, RowNorm
 from kernels.paged_cache.store import LayerCache
-from kernels.recurrent.reference import StateStep, gated_norm
 from kernels.rope.reference import rotate
 from kernels.rows import QuantizedRows
 from kernels.selection import Kernels
@@ -47,8 +46,8 @@ class StepContext:
     adapters: AdapterStep | None = None
     # What layers read of the second embedding [T, layers, width], where there is one.
     per_layer: Tensor | None = None
-    # Where the sequences' states lie; None where the model has none.
-    states: StateStep | None = None
+    # Where the sequences' states lie, as the back end wants it; None where the model has none.
+    states: Any = None
     # Type of the stream.
     dtype: torch.dtype = torch.float32
 
@@ -247,9 +246,9 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
     mixed = mixed.flatten(1)
     for gate in gates:
-        mixed = gated_norm(mixed, gate, None, 0.0, size=mixed.shape[1], gate_first=False, kind="sigmoid").to(
-            step.dtype
-        )
+        apply = step.kernels.recurrent.gated_norm
+        gated = apply(mixed, gate, None, 0.0, size=mixed.shape[1], gate_first=False, kind="sigmoid")
+        mixed = gated.to(step.dtype)
     return multiply(attention.output, mixed, step.adapters)
 
 

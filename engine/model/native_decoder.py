@@ -27,6 +27,7 @@ from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.paged_cache.native import Storage
+from kernels.recurrent.native import LARGEST_KEY
 
 # The native cache ops shift by block sizes, and hold one head's vector at a time.
 LARGEST_BLOCK = 256
@@ -38,6 +39,8 @@ def why_not_lowered(spec: ModelSpec, *, block_size: int) -> str:
     """Why a model cannot run as a native program; empty when it can."""
     if spec.query_key_dim > LARGEST_HEAD:
         return f"heads of {spec.query_key_dim} elements are larger than {LARGEST_HEAD}"
+    if spec.state is not None and spec.state.key_dim > LARGEST_KEY:
+        return f"keys of {spec.state.key_dim} elements beside a state are larger than {LARGEST_KEY}"
     if spec.latent is not None and spec.latent.indexer is not None:
         return "an indexer chooses the positions that are attended to"
     if spec.altup is not None and spec.altup.num_streams > LARGEST_STREAMS:

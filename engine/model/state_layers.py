@@ -18,15 +18,7 @@ from engine.model.layers import StepContext, multiply, read_floats, read_linear
 from engine.model.records import Linear, Recurrence, ShortConvolution, StatePlaces
 from engine.model.spec import ModelSpec, StateSpec
 from engine.model.weights import WeightReader
-from kernels.recurrent.reference import (
-    StateStep,
-    delta_factors,
-    gated_norm,
-    mamba2_factors,
-    short_convolution,
-    state_scan,
-    to_length,
-)
+from kernels.recurrent.backends import ScanInputs, ScanWeights
 from kernels.recurrent.store import StateCache
 from kernels.rows import QuantizedRows
 
@@ -140,7 +132,8 @@ def convolve(
     assert step.states is not None, "the model has states"
     first, second, inner = multiply(mixer.inner, x, step.adapters).float().chunk(3, dim=-1)
     weight, bias = cast("Tensor", mixer.weight), cast("Tensor | None", mixer.bias)
-    mixed = short_convolution(first * inner, weight, bias, cache.inputs, step.states, activates=False)
+    convolved = step.kernels.recurrent.short_convolution
+    mixed = convolved(first * inner, weight, bias, cache.inputs, step.states, activates=False)
     return multiply(mixer.output, (second * mixed).to(step.dtype), step.adapters)
 
 
@@ -148,13 +141,14 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
     """x [T, E] -> [T, E]; moves the states of this step's sequences on."""
     assert step.states is not None, "the model has states"
     spec, places = mixer.spec, mixer.places
-    heads, size = spec.num_heads, spec.num_heads * spec.value_dim
+    size = spec.num_heads * spec.value_dim
     projected = multiply(mixer.inner, x, step.adapters).float()
 
     def part(first: int, count: int) -> Tensor:
         return projected[:, first : first + count]
 
-    mixed = short_convolution(
+    kernels = step.kernels.recurrent
+    mixed = kernels.short_convolution(
         part(places.channels, spec.channels),
         cast("Tensor", mixer.weight),
         cast("Tensor | None", mixer.bias),
@@ -162,13 +156,15 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
         step.states,
         activates=True,
     )
-    values = mixed[:, places.values : places.values + size].reshape(-1, heads, spec.value_dim)
-    gains = part(places.gains, heads) if spec.kind == "delta" else None
-    out = _scanned(mixer, mixed, values, part(places.decays, heads), gains, cache, step.states)
-    if mixer.skip is not None:
-        out = out + cast("Tensor", mixer.skip)[:, None] * values
-    normed = gated_norm(
-        out.flatten(1),
+    weights = ScanWeights(
+        rate=cast("Tensor", mixer.rate),
+        bias=cast("Tensor", mixer.step_bias),
+        skip=cast("Tensor | None", mixer.skip),
+        gain_scale=spec.gain_scale,
+        limits=spec.step_limits,
+    )
+    normed = kernels.gated_norm(
+        kernels.scan(_scan_inputs(mixer, mixed, projected), weights, cache.matrix, step.states).flatten(1),
         part(places.gate, size),
         cast("Tensor | None", mixer.norm),
         spec.norm_eps,
@@ -179,25 +175,18 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
     return multiply(mixer.output, normed.to(step.dtype), step.adapters)
 
 
-def _scanned(
-    mixer: Recurrence,
-    mixed: Tensor,
-    values: Tensor,
-    decays: Tensor,
-    gains: Tensor | None,
-    cache: StateCache,
-    states: StateStep,
-) -> Tensor:
-    """The scan over convolved channels `mixed` [T, C] and values [T, H, V]; decays and gains [T, H]."""
-    spec, places = mixer.spec, mixer.places
-    queries, keys = (
-        mixed[:, first : first + spec.num_groups * spec.key_dim].reshape(-1, spec.num_groups, spec.key_dim)
-        for first in (places.queries, places.keys)
+def _scan_inputs(mixer: Recurrence, mixed: Tensor, projected: Tensor) -> ScanInputs:
+    """From convolved channels [T, C] and the projection [T, X]."""
+    spec, places, heads = mixer.spec, mixer.places, mixer.spec.num_heads
+    keys, size = spec.num_groups * spec.key_dim, heads * spec.value_dim
+
+    def steps(first: int) -> Tensor:
+        return projected[:, first : first + heads]
+
+    return ScanInputs(
+        queries=mixed[:, places.queries : places.queries + keys].view(-1, spec.num_groups, spec.key_dim),
+        keys=mixed[:, places.keys : places.keys + keys].view(-1, spec.num_groups, spec.key_dim),
+        values=mixed[:, places.values : places.values + size].view(-1, heads, spec.value_dim),
+        decays=steps(places.decays),
+        gains=steps(places.gains) if spec.kind == "delta" else None,
     )
-    rate, bias = cast("Tensor", mixer.rate), cast("Tensor", mixer.step_bias)
-    if gains is None:
-        decay, gain = mamba2_factors(decays, rate, bias, spec.step_limits)
-    else:
-        queries, keys = to_length(queries, spec.key_dim**-0.5), to_length(keys)
-        decay, gain = delta_factors(decays, gains, rate, bias, spec.gain_scale)
-    return state_scan(queries, keys, values, decay, gain, cache.matrix, states, delta=gains is not None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kernels.native.mirror import structure
 
+# kMostKeys of recurrent.h.
+LARGEST_KEY = 512
 # Values of ScanKind and RowGate.
 SCANS = {"mamba2": 0, "delta": 1}
 GATES = {"silu": 0, "sigmoid": 1}

@@ -82,57 +82,112 @@ void to_length(float* x, int64_t width, float scale) {
 
 // Vectors of a state's row that are computed together: their chains of additions hide each other's latency.
 constexpr int kStrip = 4;
+// Rows of so many tokens compute in a copy of their strip, because rows of the state that lie far apart share few
+// places of the first cache.
+constexpr int64_t kFewTokens = 3;
+// Tokens by which inputs are asked for ahead.
+constexpr int64_t kAhead = 2;
+constexpr int64_t kLineFloats = 16;
 
-// Values [from, from + kVectors vectors) of one head, over tokens [begin, end) of a row; `state` [K, V].
+// What one head takes in and gives, token by token.
+struct HeadInputs {
+  const ScanArgs& args;
+  int64_t head, group, from;
+
+  const float* query(int64_t token) const {
+    return args.queries + token * args.row_stride + group * args.key_dim;
+  }
+  const float* key(int64_t token) const { return args.keys + token * args.row_stride + group * args.key_dim; }
+  const float* value(int64_t token) const {
+    return args.values + token * args.row_stride + head * args.value_dim + from;
+  }
+  const float* factors(int64_t token) const { return args.factors + 2 * (token * args.num_heads + head); }
+  float* out(int64_t token) const { return args.out + (token * args.num_heads + head) * args.value_dim + from; }
+
+  // Rows of tokens lie pages apart, which processors do not foresee.
+  void prefetch(int64_t token, int64_t width) const {
+    for (int64_t k = 0; k < args.key_dim; k += kLineFloats) {
+      __builtin_prefetch(query(token) + k, 0, kFirstCache);
+      __builtin_prefetch(key(token) + k, 0, kFirstCache);
+    }
+    for (int64_t i = 0; i < width; i += kLineFloats) __builtin_prefetch(value(token) + i, 0, kFirstCache);
+  }
+};
+
+// Part of a head's state: `keys` rows of whole vectors, `stride` floats apart.
+struct Strip {
+  float* at;
+  int64_t stride, keys;
+};
+
+// known = key . state.
 template <int kVectors>
-void scan_strip(const ScanArgs& args, int64_t head, int64_t begin, int64_t end, int64_t from, float* state) {
-  const int64_t keys = args.key_dim, values = args.value_dim;
-  const int64_t group = head / (args.num_heads / args.num_groups);
+inline void look_up(const Strip& strip, const float* key, Vec* known) {
+  Vec sums[kVectors];
+  for (int v = 0; v < kVectors; ++v) sums[v] = zero();
+  for (int64_t k = 0; k < strip.keys; ++k) {
+    const Vec each = set1(key[k]);
+    for (int v = 0; v < kVectors; ++v) sums[v] = fma(each, load(strip.at + k * strip.stride + v * kLanes), sums[v]);
+  }
+  for (int v = 0; v < kVectors; ++v) known[v] = sums[v];
+}
+
+// state = decay state + key (x) change; out = query . state; and, while the state is at hand, known = next . state.
+template <int kVectors, bool kLooksAhead>
+inline void take_in(const Strip& strip, const float* query, const float* key, const float* next, Vec decay,
+                    const Vec* change, Vec* out, Vec* known) {
+  Vec sums[kVectors], found[kVectors];
+  for (int v = 0; v < kVectors; ++v) sums[v] = found[v] = zero();
+  for (int64_t k = 0; k < strip.keys; ++k) {
+    const Vec each = set1(key[k]), asked = set1(query[k]);
+    float* row = strip.at + k * strip.stride;
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec state = fma(each, change[v], mul(decay, load(row + v * kLanes)));
+      store(row + v * kLanes, state);
+      sums[v] = fma(asked, state, sums[v]);
+      if constexpr (kLooksAhead) found[v] = fma(set1(next[k]), state, found[v]);
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) out[v] = sums[v];
+  if constexpr (kLooksAhead) {
+    for (int v = 0; v < kVectors; ++v) known[v] = found[v];
+  }
+}
+
+// Tokens [begin, end) over `width` values. The delta rule passes over the state once a token: what the next key finds
+// is added up, in the same order, while the state takes this one in.
+template <int kVectors>
+void scan_strip(const HeadInputs& head, int64_t begin, int64_t end, int64_t width, const Strip& strip) {
+  const ScanArgs& args = head.args;
+  const bool is_delta = args.kind == kScanDelta;
   Mask masks[kVectors];
-  for (int v = 0; v < kVectors; ++v) masks[v] = first(values - from - v * kLanes);
+  for (int v = 0; v < kVectors; ++v) masks[v] = first(width - v * kLanes);
+  Vec known[kVectors] = {};
+  if (is_delta && begin < end) look_up<kVectors>(strip, head.key(begin), known);
   for (int64_t token = begin; token < end; ++token) {
-    const float* query = args.queries + token * args.row_stride + group * keys;
-    const float* key = args.keys + token * args.row_stride + group * keys;
-    const float* value = args.values + token * args.row_stride + head * values + from;
-    const float* factors = args.factors + 2 * (token * args.num_heads + head);
+    if (token + kAhead < end) head.prefetch(token + kAhead, width);
+    const float *value = head.value(token), *factors = head.factors(token);
     const Vec decay = set1(factors[0]), gain = set1(factors[1]);
     Vec taken[kVectors], change[kVectors], out[kVectors];
     for (int v = 0; v < kVectors; ++v) taken[v] = load(value + v * kLanes, masks[v]);
-    if (args.kind == kScanDelta) {
-      Vec known[kVectors];
-      for (int v = 0; v < kVectors; ++v) known[v] = zero();
-      for (int64_t k = 0; k < keys; ++k) {
-        const Vec each = set1(key[k]);
-        for (int v = 0; v < kVectors; ++v) {
-          known[v] = fma(each, load(state + k * values + from + v * kLanes, masks[v]), known[v]);
-        }
-      }
-      for (int v = 0; v < kVectors; ++v) change[v] = mul(gain, fnma(decay, known[v], taken[v]));
-    } else {
-      for (int v = 0; v < kVectors; ++v) change[v] = mul(gain, taken[v]);
-    }
-    for (int v = 0; v < kVectors; ++v) out[v] = zero();
-    for (int64_t k = 0; k < keys; ++k) {
-      const Vec each = set1(key[k]), asked = set1(query[k]);
-      for (int v = 0; v < kVectors; ++v) {
-        float* at = state + k * values + from + v * kLanes;
-        const Vec next = fma(each, change[v], mul(decay, load(at, masks[v])));
-        store(at, masks[v], next);
-        out[v] = fma(asked, next, out[v]);
-      }
-    }
-    float* to = args.out + (token * args.num_heads + head) * values + from;
     for (int v = 0; v < kVectors; ++v) {
-      store(to + v * kLanes, masks[v], args.skip ? fma(set1(args.skip[head]), taken[v], out[v]) : out[v]);
+      change[v] = mul(gain, is_delta ? fnma(decay, known[v], taken[v]) : taken[v]);
+    }
+    const float *query = head.query(token), *key = head.key(token);
+    if (is_delta && token + 1 < end) {
+      take_in<kVectors, true>(strip, query, key, head.key(token + 1), decay, change, out, known);
+    } else {
+      take_in<kVectors, false>(strip, query, key, nullptr, decay, change, out, nullptr);
+    }
+    float* to = head.out(token);
+    for (int v = 0; v < kVectors; ++v) {
+      store(to + v * kLanes, masks[v], args.skip ? fma(set1(args.skip[head.head]), taken[v], out[v]) : out[v]);
     }
   }
 }
 
-void scan_strip(const ScanArgs& args, int64_t vectors, int64_t head, int64_t begin, int64_t end, int64_t from,
-                float* state) {
-  with_constant<kStrip>(vectors, [&](auto count) {
-    scan_strip<decltype(count)::value>(args, head, begin, end, from, state);
-  });
+void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t width) {
+  for (int64_t k = 0; k < rows; ++k) std::memcpy(to + k * to_stride, from + k * from_stride, sizeof(float) * width);
 }
 
 // One head and one strip of its values, over the whole row; leaves snapshots on the way.
@@ -140,22 +195,34 @@ void scan_row(const ScanArgs& args, const Row& row, int64_t head, int64_t from) 
   const int64_t keys = args.key_dim, values = args.value_dim;
   const int64_t width = values - from < kStrip * kLanes ? values - from : kStrip * kLanes;
   const int64_t vectors = (width + kLanes - 1) / kLanes;
-  const auto state_of = [&](int64_t slot) { return args.states + (slot * args.num_heads + head) * keys * values; };
-  float* state = state_of(row.slot);
-  if (row.is_fresh) {
-    for (int64_t k = 0; k < keys; ++k) std::memset(state + k * values + from, 0, sizeof(float) * width);
+  const auto state_of = [&](int64_t slot) {
+    return args.states + (slot * args.num_heads + head) * keys * values + from;
+  };
+  float* own = state_of(row.slot);
+  alignas(64) float room[kMostKeys * kStrip * kLanes];
+  const bool copies = row.end - row.begin >= kFewTokens || width % kLanes;
+  const Strip strip = copies ? Strip{room, vectors * kLanes, keys} : Strip{own, values, keys};
+  // Lanes beyond the width hold zeros.
+  if (copies && (row.is_fresh || width % kLanes)) std::memset(room, 0, sizeof(float) * keys * strip.stride);
+  if (!copies && row.is_fresh) {
+    for (int64_t k = 0; k < keys; ++k) std::memset(own + k * values, 0, sizeof(float) * width);
   }
+  if (copies && !row.is_fresh) copy_rows(own, values, room, strip.stride, keys, width);
+  const HeadInputs inputs{args, head, head / (args.num_heads / args.num_groups), from};
+  const auto scan_to = [&](int64_t begin, int64_t end) {
+    with_constant<kStrip>(vectors, [&](auto count) {
+      scan_strip<decltype(count)::value>(inputs, begin, end, width, strip);
+    });
+  };
   int64_t begin = row.begin;
   for (int64_t each = row.first_snapshot; each < row.end_snapshots; ++each) {
     const int64_t end = args.step->snapshot_rows[each] + 1;
-    scan_strip(args, vectors, head, begin, end, from, state);
-    float* to = state_of(args.step->snapshot_slots[each]);
-    for (int64_t k = 0; k < keys; ++k) {
-      std::memcpy(to + k * values + from, state + k * values + from, sizeof(float) * width);
-    }
+    scan_to(begin, end);
+    copy_rows(strip.at, strip.stride, state_of(args.step->snapshot_slots[each]), values, keys, width);
     begin = end;
   }
-  scan_strip(args, vectors, head, begin, row.end, from, state);
+  scan_to(begin, row.end);
+  if (copies) copy_rows(room, strip.stride, own, values, keys, width);
 }
 
 Vec gate_of(const GatedRowArgs& args, const float* gate, int64_t i, Mask m) {

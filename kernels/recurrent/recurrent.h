@@ -3,8 +3,13 @@
 //
 // A sequence's state lies in a slot of the cache; step->state_slots names it. A row that begins at position 0 begins
 // with zeros, whatever lies there. Beside its own slot a row may leave its state, as it is after some tokens, in
-// others (step->snapshot_rows). Tokens are taken in one by one, so that a result does not depend on where a prompt
-// was cut.
+// others (step->snapshot_rows).
+//
+// Tokens are taken in one by one, so that a result does not depend on where a prompt was cut. Forms that take in
+// chunks of tokens by matrix products (flash-linear-attention's chunk_gated_delta_rule, mamba_ssm's SSD) round
+// differently at every place where a prompt may be cut: at ends of blocks, and by what a step has room for. And
+// vectors of float32 gain little by them: for each element of the state and each token they multiply twice, plus
+// a part within the chunk, where this one does so three times, and four times with the delta rule.
 #pragma once
 
 #include "native/op.h"
@@ -57,6 +62,9 @@ struct ScanInputsArgs {
   float gain_scale;
   float least_step, largest_step;  // limits of dt
 };
+
+// Keys of a head there may be at most.
+constexpr int64_t kMostKeys = 512;
 
 // state = decay state + key (x) change; out = query . state + skip value, where the change is gain value (Mamba 2), or
 // gain (value - key . decay state) (delta rule).

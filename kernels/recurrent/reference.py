@@ -1,4 +1,4 @@
-"""Layers with a state in plain torch, token by token: the oracle, and what GPUs compute with.
+"""Layers with a state in plain torch, token by token: the oracle.
 
 A state lies in a slot of the cache. Sequences are computed one after another, and their tokens as well, so
 that a result depends neither on the batch nor on where a prompt was cut.
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from kernels.recurrent.backends import ScanInputs, ScanWeights
 from kernels.recurrent.rows import StateRows
 
 LENGTH_EPS = 1e-6
@@ -164,3 +165,32 @@ def gated_norm(
         groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
         x = (groups * weight.view(-1, size)).flatten(1)
     return x if gate_first else x * factor
+
+
+class TorchRecurrent:
+    """See RecurrentBackend: sequence by sequence, as the host knows where they are."""
+
+    short_convolution = staticmethod(short_convolution)
+    gated_norm = staticmethod(gated_norm)
+
+    def place(
+        self,
+        states: StateRows,
+        query_starts: NDArray[np.int64],
+        context_lens: NDArray[np.int64],
+        num_rows: int,
+        device: torch.device,
+    ) -> StateStep:
+        """See RecurrentBackend."""
+        return StateStep.of(states, query_starts, context_lens)
+
+    def scan(self, inputs: ScanInputs, weights: ScanWeights, states: Tensor, step: StateStep) -> Tensor:
+        """See RecurrentBackend."""
+        queries, keys, values, decays, gains = inputs
+        if gains is None:
+            decay, gain = mamba2_factors(decays, weights.rate, weights.bias, weights.limits)
+        else:
+            queries, keys = to_length(queries, keys.shape[2] ** -0.5), to_length(keys)
+            decay, gain = delta_factors(decays, gains, weights.rate, weights.bias, weights.gain_scale)
+        out = state_scan(queries, keys, values, decay, gain, states, step, delta=gains is not None)
+        return out if weights.skip is None else out + weights.skip[:, None] * values

@@ -19,14 +19,16 @@ from kernels.config import KernelsConfig
 from kernels.linear.formats import DenseWeight, Fp8Weight
 from kernels.linear.triton_backend import TritonLinear
 from kernels.norm.triton_norm import TritonNorm
+from kernels.selection import OPERATIONS
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.hybrids import HYBRIDS
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.quantization.test_stored import FP8, compressed, rewrite
 from tests.unit.engine.quantization.writers import block_fp8, float_quantized
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
 
-TRITON = KernelsConfig(norm="triton", rope="triton", activation="triton", linear="triton", sampling="triton")
-TORCH = KernelsConfig(norm="torch", rope="torch", activation="torch", linear="torch", sampling="torch")
+TRITON = KernelsConfig(**dict.fromkeys(OPERATIONS, "triton"))
+TORCH = KernelsConfig(**dict.fromkeys(OPERATIONS, "torch"))
 # The interpreter is slow: where a test is about products, it interprets products.
 PRODUCTS = msgspec.structs.replace(TORCH, linear="triton")
 VOCAB = 199
@@ -68,12 +70,15 @@ def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[in
     [
         *("llama", "llama-biases", "qwen3", "gemma2", "olmo2", "phi3", "mixtral", "gpt-oss", "deepseek-v2"),
         *("cohere-norms", "hunyuan", "apertus", "gpt-neox", "phi", "gpt2", "qwen2-moe", "llama4"),
+        *("lfm2-bias", "qwen3-next-heads", "bamba", "falcon-h1"),
     ],
 )
 def test_tokens_are_those_of_torch(tmp_path: Path, name: str) -> None:
-    model_type, changes = CASES[name]
     # Of each kind of layer one.
-    make_checkpoint(tmp_path, model_type, **changes | {"num_hidden_layers": 2})
+    model_type, changes = HYBRIDS[name] if name in HYBRIDS else CASES[name]
+    if name not in HYBRIDS:
+        changes = changes | {"num_hidden_layers": 2}
+    make_checkpoint(tmp_path, model_type, **changes)
     expected = tokens(tmp_path, TORCH, attention_backend="torch")
     assert tokens(tmp_path, TRITON, attention_backend="triton") == expected
     assert len({tuple(output) for output in expected}) == len(expected)

@@ -1,0 +1,167 @@
+"""Layers with a state as Triton kernels against their references, interpreted here and on a GPU (tests/gpu);
+and the same bits wherever a prompt is cut, and whoever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.recurrent.backends import RecurrentBackend, ScanInputs, ScanWeights
+from kernels.recurrent.reference import TorchRecurrent
+from kernels.recurrent.triton_recurrent import TritonRecurrent
+from tests.kernels.drawn import drawn
+from tests.kernels.state_batches import BATCH, NAN, NUM_SLOTS, Batch, states_of
+
+CLOSE: dict[str, Any] = {"atol": 3e-5, "rtol": 3e-5}
+PADDING = 3
+
+
+def placed(backend: RecurrentBackend, batch: Batch, device: torch.device) -> Any:
+    rows = batch.num_tokens + PADDING
+    return backend.place(batch.states, batch.query_starts, batch.context_lens, rows, device)
+
+
+def padded(x: Tensor) -> Tensor:
+    """Rows that belong to nobody, and hold anything."""
+    return torch.cat((x, torch.full((PADDING, *x.shape[1:]), NAN)))
+
+
+def convolved(
+    backend: RecurrentBackend, device: torch.device, batch: Batch, x: Tensor, weights: Any, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What comes out of rows of x, which lie apart, padding included, and the states."""
+    weight, bias = weights
+    moved = states.clone().to(device)
+    out = backend.short_convolution(
+        padded(torch.cat((x, x), 1)).to(device)[:, x.shape[1] :],
+        weight.to(device),
+        None if bias is None else bias.to(device),
+        moved,
+        placed(backend, batch, device),
+        activates=bias is not None,
+    )
+    return out.cpu(), moved.cpu()
+
+
+@pytest.mark.parametrize("channels", [1, 33, 300])
+@pytest.mark.parametrize("taps", [1, 2, 4, 6])
+@pytest.mark.parametrize("biased", [False, True])
+def test_short_convolution(device: torch.device, channels: int, taps: int, biased: bool) -> None:
+    torch.manual_seed(channels + taps)
+    x = drawn(BATCH.num_tokens, channels)
+    weights = drawn(taps, channels, seed=1), drawn(channels, seed=2) if biased else None
+    states = states_of(taps - 1, channels)
+    found, moved = convolved(TritonRecurrent(), device, BATCH, x, weights, states)
+    expected, kept = convolved(TorchRecurrent(), torch.device("cpu"), BATCH, x, weights, states)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert not found[-PADDING:].any()
+    torch.testing.assert_close(moved, kept, equal_nan=True, **CLOSE)
+
+
+SIZES = [(1, 1, 1, 1), (4, 2, 5, 7), (6, 3, 16, 16), (2, 2, 33, 65), (2, 1, 128, 24)]
+
+
+class Layer:
+    """Random weights, and inputs of so many tokens."""
+
+    def __init__(self, kind: str, sizes: tuple[int, int, int, int], num_tokens: int) -> None:
+        heads, groups, keys, values = sizes
+        self.shape = heads, keys, values
+        self.weights = ScanWeights(
+            rate=-drawn(heads).abs() - 0.05,
+            bias=drawn(heads, seed=1),
+            skip=drawn(heads, seed=2) if kind == "mamba2" else None,
+            gain_scale=2.0,
+            limits=(0.1, float("inf")),
+        )
+        self.rows = drawn(num_tokens, 2 * groups * keys + heads * values, seed=3)
+        self.steps = 3 * drawn(num_tokens, 2 * heads, seed=4)
+        self.groups = groups
+
+    def inputs(self, tokens: slice, device: torch.device) -> ScanInputs:
+        """Of some of the tokens, with padding."""
+        rows, steps = (padded(part[tokens]).to(device) for part in (self.rows, self.steps))
+        heads, keys, values = self.shape
+        size = self.groups * keys
+        return ScanInputs(
+            queries=rows[:, :size].view(-1, self.groups, keys),
+            keys=rows[:, size : 2 * size].view(-1, self.groups, keys),
+            values=rows[:, 2 * size :].view(-1, heads, values),
+            decays=steps[:, :heads],
+            gains=steps[:, heads:] if self.weights.skip is None else None,
+        )
+
+    def scanned(
+        self,
+        backend: RecurrentBackend,
+        device: torch.device,
+        batch: Batch,
+        states: Tensor,
+        tokens: slice = slice(None),
+    ) -> Tensor:
+        """Of some of the tokens; moves `states` on."""
+        moved = states.to(device)
+        known: list[Any] = [part.to(device) if isinstance(part, Tensor) else part for part in self.weights]
+        out = backend.scan(
+            self.inputs(tokens, device), ScanWeights(*known), moved, placed(backend, batch, device)
+        )
+        states.copy_(moved)
+        return out.cpu()[:-PADDING]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["mamba2", "delta"])
+def test_scan(device: torch.device, kind: str, sizes: tuple[int, int, int, int]) -> None:
+    torch.manual_seed(sum(sizes))
+    layer = Layer(kind, sizes, BATCH.num_tokens)
+    ours = states_of(*layer.shape)
+    theirs = ours.clone()
+    out = layer.scanned(TritonRecurrent(), device, BATCH, ours)
+    expected = layer.scanned(TorchRecurrent(), torch.device("cpu"), BATCH, theirs)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "delta"])
+@pytest.mark.parametrize("cut", [1, 6, 16])
+def test_a_prompt_in_pieces_and_alone_has_the_bits_of_the_whole(
+    device: torch.device, kind: str, cut: int
+) -> None:
+    whole = Batch(rows=[(0, 17), (0, 4)], slots=[2, 5], snapshots=[((8, 1),), ()])
+    layer = Layer(kind, (4, 2, 24, 20), whole.num_tokens)
+    states, inputs = torch.full((2, NUM_SLOTS, *layer.shape), NAN), torch.full((2, NUM_SLOTS, 3, 48), NAN)
+    x, weights = drawn(whole.num_tokens, 48), (drawn(4, 48, seed=1), None)
+    backend = TritonRecurrent()
+    together = layer.scanned(backend, device, whole, states[0])[:17]
+    all_convolved, inputs[0] = convolved(backend, device, whole, x, weights, inputs[0])
+    outs, convolutions = [], []
+    for begin, end in ((0, cut), (cut, 17)):
+        copies = (((8, 1),) if begin < 8 <= end else (),)
+        piece = Batch(rows=[(begin, end - begin)], slots=[2], snapshots=list(copies))
+        outs.append(layer.scanned(backend, device, piece, states[1], slice(begin, end)))
+        found, inputs[1] = convolved(backend, device, piece, x[begin:end], weights, inputs[1])
+        convolutions.append(found[: end - begin])
+    assert torch.equal(torch.cat(outs), together)
+    assert torch.equal(torch.cat(convolutions), all_convolved[:17])
+    for slot in (1, 2):
+        assert torch.equal(states[0, slot], states[1, slot])
+        assert torch.equal(inputs[0, slot], inputs[1, slot])
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("kind", ["silu", "sigmoid"])
+@pytest.mark.parametrize("weights", ["none", "shared", "own"])
+def test_gated_norm(device: torch.device, size: int, gate_first: bool, kind: str, weights: str) -> None:
+    width = 3 * size
+    x, gate = drawn(5, width), drawn(5, 2 * width, seed=1)[:, width:]
+    weight = {"none": None, "shared": drawn(size, seed=2), "own": drawn(width, seed=2)}[weights]
+    options: dict[str, Any] = {"size": size, "gate_first": gate_first, "kind": kind}
+    moved = None if weight is None else weight.to(device)
+    found = TritonRecurrent().gated_norm(x.to(device), gate.to(device), moved, 1e-5, **options)
+    expected = TorchRecurrent().gated_norm(x, gate, weight, 1e-5, **options)
+    torch.testing.assert_close(found.cpu(), expected, **CLOSE)
