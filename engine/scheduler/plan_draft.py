@@ -132,7 +132,7 @@ class RowWriter:
             if sequence.remaining_prefill <= draft.budget or not draft.rows:
                 self.add(draft, sequence, sequence.remaining_prefill, ())
             return
-        num_tokens = min(sequence.remaining_prefill, draft.budget)
+        num_tokens = min(sequence.remaining_prefill, draft.budget, self.window_room(sequence))
         if self.is_long(sequence.remaining_prefill):
             num_tokens = min(num_tokens, draft.long_budget)
         if draft.work.is_limited:
@@ -142,6 +142,14 @@ class RowWriter:
         if num_tokens > 0:
             self._state.held_back.books(sequence, draft.now)
             self.add(draft, sequence, num_tokens, ())
+
+    def window_room(self, sequence: Sequence) -> int:
+        """Tokens of its prompt for which the sequence finds window blocks, if it needs any."""
+        state, table = self._state, sequence.table
+        if not state.cache.has_window_blocks:
+            return sequence.remaining_prefill
+        num_blocks = table.window_end + max(0, state.promises.num_free_window_blocks(besides=sequence))
+        return max(0, num_blocks * self._block_size - sequence.num_computed)
 
     def add_next(self, draft: PlanDraft, sequence: Sequence) -> bool:
         """The next token of a sequence that decodes, where nothing else has to be thought of: it lies in a
@@ -201,6 +209,7 @@ class RowWriter:
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         remaining_prefill = sequence.remaining_prefill
         state.cache.prepare_write(sequence.table, start, end)
+        state.cache.prepare_windows(sequence.table, end)
         blocks = sequence.table.drain_unsent()
         num_given_up = sequence.table.drain_given_up()
         if not sequence.is_introduced:
