@@ -131,8 +131,9 @@ class KvCache:
     @property
     def most_window_blocks(self) -> int:
         """Window blocks that a sequence needs in order to go on, however long it is."""
-        no_windows = self._windows is None or self.window is None
-        return 0 if no_windows else blocks_in_window(self.window, self.block_size)
+        if self._windows is None or self.window is None:
+            return 0
+        return blocks_in_window(self.window, self.block_size)
 
     @property
     def has_host_tier(self) -> bool:

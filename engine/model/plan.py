@@ -199,6 +199,18 @@ def workspace_bytes(given: PlanInput) -> int:
     return max(dense + attention, sampling) + tokens * spec.hidden_size * 4
 
 
+def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:
+    """A head that is a second copy of the embedding, in the layout of the matrix product or in codes."""
+    spec = given.spec
+    second_copy = spec.tied_embeddings and not quantizes_head(given.config) and spec.pooling is None
+    packed = given.dtype == "float32" or given.config.native != "off"
+    if not (second_copy and given.device == "cpu" and packed):
+        return 0
+    head = spec.vocab_size * spec.hidden_size
+    dense = head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
+    return given.weights.tied_head_bytes or dense
+
+
 def num_logit_rows(config: EngineConfig) -> int:
     """Rows of one step whose logits are wanted at most: each sequence's last, and those of its drafts."""
     wanted = config.scheduler.max_num_seqs * (1 + config.speculation.num_draft_tokens)
@@ -215,13 +227,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
     float12 = packs_float12(given)
     weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables
-    second_copy = spec.tied_embeddings and not quantizes_head(given.config) and spec.pooling is None
-    packed = given.dtype == "float32" or given.config.native != "off"
-    if second_copy and given.device == "cpu" and packed:
-        # The head is a second copy of the embedding, in the layout of the matrix product or in codes.
-        head = spec.vocab_size * spec.hidden_size
-        dense = head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
-        weights += given.weights.tied_head_bytes or dense
+    weights += _tied_head_bytes(given, float12=float12)
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)

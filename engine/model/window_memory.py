@@ -37,8 +37,8 @@ class WindowRoom(msgspec.Struct, frozen=True, kw_only=True):
     def num_blocks(
         self, cache_bytes: int, bytes_per_block: int, block_size: int, sequence_blocks: int
     ) -> int:
-        """Window blocks of a cache of so many bytes, where the other layers' blocks take `bytes_per_block` and
-        there must be `sequence_blocks` of these; not below `least`.
+        """Window blocks of a cache of so many bytes, not below `least`, where the other layers' blocks take
+        `bytes_per_block` and there must be `sequence_blocks` of these.
         """
         if not self.window:
             return 0

@@ -177,7 +177,7 @@ class Planner:
         return not needed or needed <= self._state.promises.num_free_window_blocks(besides=sequence)
 
     def _waits_for_window(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Whether the sequence lacks window blocks alone, of which it gives some up with its steps in flight."""
+        """Whether all that the sequence lacks are window blocks, and its steps in flight give some up."""
         table, in_flight = sequence.table, self._state.in_flight
         return (
             table.num_in_window >= self._state.cache.most_window_blocks
