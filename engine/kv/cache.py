@@ -67,8 +67,7 @@ class KvCache:
         self.disk = disk if prefix_caching else None
         # Set apart for what comes from disk.
         self._reading: set[int] = set()
-        # Tokens that a position can look back on, itself included, in the layers that have a window; None is
-        # all.
+        # Tokens that a position can look back on in layers with a window, itself included; None is all.
         self.window = window
         self.block_size = block_size
         self.prefix_caching = prefix_caching

@@ -117,19 +117,14 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         # Somebody computes more than one token.
         order = np.repeat(order, ends - starts)
         owners, positions = slots[order], np.arange(total) - query_starts[order] + starts[order]
-    # Rows: token ids, positions, slots; and slots in window blocks, where there are such.
+    # Rows: token ids, positions; then slots, in window blocks as well where there are such.
     kept = storage.window_blocks
     rows = np.zeros((3 if kept is None else 4, total + -total % model.row_multiple), np.int64)
     rows[0, :total] = table.tokens[owners, positions]
     rows[1, :total] = positions
     if model.spec.num_segments and model.spec.learned_positions:
         rows[1, :total] += model.max_model_len * _in_second(inputs.states[first:], order, positions)
-    blocks = table.blocks[owners, positions // block_size]
-    rows[2, :total] = blocks * block_size + positions % block_size
-    rows[2, total:] = storage.spare_slot
-    if kept is not None:
-        rows[3, :total] = kept[blocks] * block_size + positions % block_size
-        rows[3, total:] = storage.num_window_blocks * block_size
+    _fill_slots(rows[2:], table.blocks[owners, positions // block_size], positions % block_size, storage)
     num_blocks = -(-ends // block_size)
     columns = np.arange(-(-longest // block_size))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
@@ -145,6 +140,18 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         adapters=_adapters_of(table, owners, rows.shape[1]),
         states=_states_of(scheduled, table, slots, starts, query_starts) if model.spec.state else None,
     )
+
+
+def _fill_slots(
+    rows: NDArray[np.int64], blocks: NDArray[np.int64], within: NDArray[np.int64], storage: KvStorage
+) -> None:
+    """Slots of places `within` blocks, and of padding behind them; in window blocks in the second row."""
+    size, kept = storage.block_size, storage.window_blocks
+    rows[0, : blocks.size] = blocks * size + within
+    rows[0, blocks.size :] = storage.spare_slot
+    if kept is not None:
+        rows[1, : blocks.size] = kept[blocks] * size + within
+        rows[1, blocks.size :] = storage.num_window_blocks * size
 
 
 def _in_second(

@@ -154,12 +154,10 @@ class KvStorage:
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
-        self._prefault: Prefault | None = None
-        self._window_prefault: Prefault | None = None
-        if ahead_blocks and device.type == "cpu":
-            self._prefault = Prefault(self._tensors, ahead_blocks=ahead_blocks)
-            if num_window_blocks:
-                self._window_prefault = Prefault(self._window_tensors, ahead_blocks=ahead_blocks)
+        if device.type != "cpu":
+            ahead_blocks = 0
+        self._prefault = _prefault(self._tensors, ahead_blocks)
+        self._window_prefault = _prefault(self._window_tensors, ahead_blocks)
 
     def _layer(self, spec: ModelSpec, index: int, kv_dtype: str) -> Any:
         """What the layer `index` keeps."""
@@ -236,6 +234,10 @@ class KvStorage:
                 torch.cuda.synchronize(self._tensors[0].device)
             self._transfers.close()
             self._transfers = None
+
+
+def _prefault(tensors: Sequence[Any], ahead_blocks: int) -> Prefault | None:
+    return Prefault(tensors, ahead_blocks=ahead_blocks) if ahead_blocks and tensors else None
 
 
 def _copy(tensors: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ from engine.policy.shares import Account
 from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState
-from engine.types import NewSequence, SamplingParams
+from engine.types import NewSequence, SamplingParams, ScheduledSequence
 
 
 @dataclass(eq=False)
@@ -57,6 +57,22 @@ class PlanDraft:
     def num_possible(self) -> int:
         """Tokens that the step could have had."""
         return self.whole_budget - (0 if self.has_capacity else self.budget)
+
+    def scheduled(self) -> tuple[ScheduledSequence, ...]:
+        """The rows as the runner is told of them."""
+        return tuple(
+            ScheduledSequence(
+                sequence_id,
+                row.start,
+                row.num_tokens,
+                self.new_blocks.get(sequence_id, ()),
+                row.samples,
+                row.draft_token_ids,
+                row.num_given_up,
+                row.snapshots,
+            )
+            for sequence_id, row in self.rows.items()
+        )
 
     def add(self, row: Row) -> None:
         """Takes the row's tokens out of the budget."""

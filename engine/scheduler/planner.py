@@ -13,7 +13,7 @@ from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState, StepInFlight
 from engine.scheduler.step_room import StepRoom
-from engine.types import ScheduledSequence, SchedulerOutput
+from engine.types import SchedulerOutput
 
 
 class Planner:
@@ -84,19 +84,7 @@ class Planner:
         plan = SchedulerOutput(
             step_id=draft.step_id,
             new_sequences=tuple(draft.new.values()),
-            scheduled=tuple(
-                ScheduledSequence(
-                    sequence_id,
-                    row.start,
-                    row.num_tokens,
-                    draft.new_blocks.get(sequence_id, ()),
-                    row.samples,
-                    row.draft_token_ids,
-                    row.num_given_up,
-                    row.snapshots,
-                )
-                for sequence_id, row in draft.rows.items()
-            ),
+            scheduled=draft.scheduled(),
             released=(*state.released, *(each for each in state.outlived if each not in copied)),
             block_copies=copies,
             offloads=offloads,
