@@ -106,7 +106,6 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
     starts, ends = inputs.starts[first:], inputs.ends[first:]
     query_starts = inputs.query_starts[first:] - inputs.query_starts[first]
     block_size = storage.block_size
-    longest = int(ends.max())
     for sequence, slot, end in zip(scheduled, slots, ends, strict=True):
         if sequence.draft_token_ids:
             # Beyond num_tokens, so not part of the sequence until they are accepted.
@@ -126,7 +125,7 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         rows[1, :total] += model.max_model_len * _in_second(inputs.states[first:], order, positions)
     _fill_slots(rows[2:], table.blocks[owners, positions // block_size], positions % block_size, storage)
     num_blocks = -(-ends // block_size)
-    columns = np.arange(-(-longest // block_size))
+    columns = np.arange(int(num_blocks.max()))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
     token_ids, padded_positions, cache_slots, *window_slots = on_device(rows, model.device)
     return ForwardBatch(

@@ -154,8 +154,7 @@ class KvStorage:
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
-        if device.type != "cpu":
-            ahead_blocks = 0
+        ahead_blocks = ahead_blocks if device.type == "cpu" else 0
         self._prefault = _prefault(self._tensors, ahead_blocks)
         self._window_prefault = _prefault(self._window_tensors, ahead_blocks)
 
