@@ -96,7 +96,10 @@ class MemoryWatch:
         if cuda is not None:
             cache, peak = self._allocated, int(cuda.max_memory_allocated())
         else:
-            cache = num_touched_blocks * plan.block_size * plan.kv_bytes_per_token
+            # Window blocks were written no oftener than blocks.
+            in_windows = min(num_touched_blocks, plan.num_window_blocks) * plan.window_bytes_per_token
+            others = num_touched_blocks * (plan.kv_bytes_per_token - plan.window_bytes_per_token)
+            cache = plan.block_size * (in_windows + others)
             peak = _host_bytes("VmHWM") - _host_bytes("RssFile") - self._before
         return MemoryUse(
             weights_bytes=self._loaded,

@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -81,8 +82,11 @@ def worst_steps(config: EngineConfig, memory: MemoryPlan, facts: ModelFacts) -> 
     longest = min(memory.max_model_len, facts.max_model_len, memory.capacity_tokens)
     # Blocks, not tokens, are what sequences do not share.
     fitting = max(1, memory.num_blocks // -(-longest // memory.block_size))
+    if memory.num_window_blocks:
+        # One of them may be computing its prompt.
+        fitting = max(1, min(fitting, memory.num_window_blocks // memory.most_window_blocks))
     num_full = min(scheduler.max_num_seqs, fitting)
-    num_most = min(scheduler.max_num_seqs, memory.num_blocks)
+    num_most = min(scheduler.max_num_seqs, memory.num_blocks, memory.num_window_blocks or memory.num_blocks)
     each = min(longest, memory.num_blocks // num_most * memory.block_size)
     chunk = min(scheduler.max_num_batched_tokens, longest)
     if facts.tasks:
@@ -102,9 +106,10 @@ def drive(runner: Runner, config: EngineConfig, memory: MemoryPlan, facts: Model
     zeros = bytes(blocks.num_bytes)
     for block_id in range(memory.num_blocks):
         blocks.write(block_id, zeros)
-    # Slots of states are touched as well.
+    # Slots of states and window blocks are touched as well.
     copies = tuple((0, slot) for slot in range(1, memory.num_states))
-    runner.launch(SchedulerOutput(0, state_copies=copies)).wait()
+    in_windows = tuple((0, each) for each in range(1, memory.num_window_blocks))
+    runner.launch(SchedulerOutput(0, state_copies=copies, window_copies=in_windows)).wait()
     ids = iter(range(1, 1 << 62))
     for number, kind in enumerate(worst_steps(config, memory, facts)):
         for plan in _plans(number * (NUM_STEPS + 1) + 1, kind, memory, facts, ids):
@@ -139,13 +144,28 @@ def _plans(
         )
         for each in range(count)
     )
+    kept = _window_blocks(new, -(-num_computed // memory.block_size), memory)
     for step in range(min(num_steps, num_tokens - known + 1)):
         start = known + step - (num_computed if step == 0 else 1)
         rows = tuple(
             ScheduledSequence(each.sequence_id, start, known + step - start, (), True) for each in new
         )
-        yield SchedulerOutput(step_id + step, new_sequences=new if step == 0 else (), scheduled=rows)
+        yield SchedulerOutput(
+            step_id + step,
+            new_sequences=new if step == 0 else (),
+            scheduled=rows,
+            window_blocks=kept if step == 0 else (),
+        )
     yield SchedulerOutput(step_id + NUM_STEPS, released=tuple(each.sequence_id for each in new))
+
+
+def _window_blocks(
+    sequences: tuple[NewSequence, ...], num_computed_blocks: int, memory: MemoryPlan
+) -> tuple[tuple[int, int], ...]:
+    """Window blocks of the last blocks of sequences, as many as there are for each of them."""
+    each = min(memory.num_window_blocks // len(sequences), memory.most_window_blocks + num_computed_blocks)
+    last = (new.block_ids[max(0, len(new.block_ids) - each) :] for new in sequences if each)
+    return tuple((block_id, number) for number, block_id in enumerate(chain.from_iterable(last)))
 
 
 def _measured(config_path: Path | None) -> Trial:

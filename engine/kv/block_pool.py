@@ -31,6 +31,8 @@ class BlockTable:
         "num_registered",
         "num_sent",
         "state_slot",
+        "window_end",
+        "window_start",
     )
 
     def __init__(self) -> None:
@@ -48,6 +50,8 @@ class BlockTable:
         self.copies: list[tuple[int, int]] = []
         # Numbers of tokens after which one is wanted, besides the regular ones.
         self.copy_at: set[int] = set()
+        # Blocks [start, end) that it has in a window, where only some layers have one.
+        self.window_start = self.window_end = 0
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -61,6 +65,16 @@ class BlockTable:
     def num_held(self) -> int:
         """Number of these."""
         return len(self.block_ids) - self.num_given_up
+
+    @property
+    def in_window(self) -> list[int]:
+        """Blocks that the sequence has in a window, where only some layers have one."""
+        return self.block_ids[self.window_start : self.window_end]
+
+    @property
+    def num_in_window(self) -> int:
+        """Number of these."""
+        return self.window_end - self.window_start
 
     def drain_given_up(self) -> int:
         """Leading blocks given up, once after each change and then 0."""
@@ -169,6 +183,10 @@ class BlockPool:
         """References to the block."""
         return self._ref_counts[block_id]
 
+    def is_cached(self, block_id: int) -> bool:
+        """Whether the block is found by a hash."""
+        return self._hashes[block_id] is not None
+
     def lookup(self, block_hash: BlockHash) -> int | None:
         """Block that holds this content; it is not referenced by the look-up."""
         return self._cached.get(block_hash)
@@ -224,6 +242,17 @@ class BlockPool:
         self._cached[block_hash] = block_id
         self._hashes[block_id] = block_hash
         return True
+
+    def move(self, block_hash: BlockHash, block_id: int) -> None:
+        """Lets a referenced block be found by a content in place of the block that was found so far."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} takes a hash without a reference"
+        assert self._hashes[block_id] is None, f"block {block_id} has a hash already"
+        holder = self._cached[block_hash]
+        self._hashes[holder], self._hashes[block_id] = None, block_hash
+        self._cached[block_hash] = block_id
+        if holder in self._evictable:
+            del self._evictable[holder]
+            self._free.append(holder)
 
     def drop_cached(self) -> list[BlockHash]:
         """Empties the prefix cache and returns what it held: unreferenced blocks become free."""

@@ -6,6 +6,7 @@ with the step's plan (`drain_transfers`), as are the events for routers (`drain_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -14,7 +15,9 @@ from contract.prefix import BlockHash, PrefixHasher, event_hash
 from engine.kv.block_pool import BlockPool, BlockTable, HostTier
 from engine.kv.disk import BlockDisk, DiskRead
 from engine.kv.state_pool import StatePool
+from engine.kv.window_pool import WindowPool
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
+from engine.types.memory import blocks_in_window
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -27,6 +30,8 @@ class Prefix(msgspec.Struct, frozen=True):
     host_hashes: tuple[BlockHash, ...] = ()
     # Device blocks among them that are unreferenced now: using them takes from the available ones.
     num_revived: int = 0
+    # The same of their window blocks, where only some layers have one.
+    num_revived_in_window: int = 0
     # Leading blocks that are cached. Where a sequence has a state, those behind its last copy do not help.
     num_matched: int = 0
     # Hash of the block at whose end the copy lies, where there is one.
@@ -49,22 +54,26 @@ class KvCache:
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
         window: int | None = None,
+        num_window_blocks: int = 0,
         disk: BlockDisk | None = None,
         num_states: int = 0,
         max_num_seqs: int = 0,
         state_interval: int = 0,
     ) -> None:
-        """`num_states`: slots for states, of which `max_num_seqs` are for sequences that run; copies are left
+        """`num_window_blocks`: where only some layers have a window, which `window` is then, theirs.
+        `num_states`: slots for states, of which `max_num_seqs` are for sequences that run; copies are left
         every `state_interval` tokens. 0 where the model has none.
         """
         self.disk = disk if prefix_caching else None
         # Set apart for what comes from disk.
         self._reading: set[int] = set()
-        # Tokens that a position can look back on, itself included; None is all.
+        # Tokens that a position can look back on in layers with a window, itself included; None is all.
         self.window = window
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(num_blocks, self._evicted)
+        # Only where other layers look at everything. Else blocks behind the window go as a whole.
+        self._windows = WindowPool(num_window_blocks, num_blocks) if num_window_blocks else None
         self._host = HostTier(num_host_blocks if prefix_caching else 0)
         self._copies: list[tuple[int, int]] = []
         # Host block to device block: later content of a host block replaces earlier content.
@@ -104,6 +113,28 @@ class KvCache:
         return self._pool.num_evictable
 
     @property
+    def has_window_blocks(self) -> bool:
+        """Whether only some layers have a window, so that blocks have window blocks beside them."""
+        return self._windows is not None
+
+    @property
+    def num_window_blocks(self) -> int:
+        """All of them."""
+        return 0 if self._windows is None else self._windows.num_window_blocks
+
+    @property
+    def num_available_window_blocks(self) -> int:
+        """Those that no sequence holds."""
+        return 0 if self._windows is None else self._windows.num_available
+
+    @property
+    def most_window_blocks(self) -> int:
+        """Window blocks that a sequence needs in order to go on, however long it is."""
+        if self._windows is None or self.window is None:
+            return 0
+        return blocks_in_window(self.window, self.block_size)
+
+    @property
     def has_host_tier(self) -> bool:
         """Whether evicted content may be kept in host memory."""
         return self._host.num_blocks > 0
@@ -128,15 +159,37 @@ class KvCache:
                 if block_hash not in self._host or self._pool.lookup(block_hash) is not None:
                     break
                 host.append(block_hash)
-        num_matched, state_hash = len(device) + len(host), None
-        if self.has_states:
-            useful = num_matched
+        num_matched, state_hash, revived_in_window = len(device) + len(host), None, 0
+        useful = num_matched
+        if self._windows is not None:
+            useful, revived_in_window = self._usable(device, candidates)
+        elif self.has_states:
             while useful and candidates[useful - 1] not in self._states:
                 useful -= 1
+        if self.has_states:
             state_hash = candidates[useful - 1] if useful else None
-            device, host = device[:useful], host[: max(0, useful - len(device))]
+        device, host = device[:useful], host[: max(0, useful - len(device))]
         revived = self._pool.num_evictable_of(device)
-        return Prefix(tuple(device), tuple(host), revived, num_matched, state_hash)
+        return Prefix(tuple(device), tuple(host), revived, revived_in_window, num_matched, state_hash)
+
+    def _usable(self, device: list[int], hashes: list[BlockHash]) -> tuple[int, int]:
+        """(the most of these blocks that a sequence can begin with, window blocks of them that nobody holds):
+        all that its first position sees through a window must be there, and so must a state.
+        """
+        assert self._windows is not None, "asked only where there are window blocks"
+        useful = len(device)
+        while useful:
+            first = self.num_behind_window(useful * self.block_size)
+            seen = range(useful - 1, first - 1, -1)
+            missing = next((at for at in seen if device[at] not in self._windows), -1)
+            if missing >= 0:
+                # Whoever begins behind it sees it, until it lies behind the window.
+                useful = missing
+            elif self.has_states and hashes[useful - 1] not in self._states:
+                useful -= 1
+            else:
+                return useful, sum(map(self._windows.is_kept, device[first:useful]))
+        return 0, 0
 
     def adopt(self, table: BlockTable, prefix: Prefix) -> None:
         """Starts an empty table with a prefix; host blocks get a device block and a restore copy.
@@ -159,6 +212,11 @@ class KvCache:
             self._pool.register(block_id, block_hash)
             table.block_ids.append(block_id)
         table.num_registered = len(table.block_ids)
+        if self._windows is not None:
+            table.window_start = self.num_behind_window(len(table) * self.block_size)
+            table.window_end = len(table)
+            for block_id in table.in_window:
+                self._windows.reference(block_id)
 
     def _start_state(self, table: BlockTable, source: int | None) -> None:
         """Gives a table a slot, into which that of `source` is copied; else it begins with zeros."""
@@ -184,6 +242,10 @@ class KvCache:
             self._pool.reference(block_id)
         table.block_ids.extend(shared)
         table.num_given_up = table.num_given_up_sent = parent.num_given_up
+        if self._windows is not None:
+            table.window_start, table.window_end = parent.window_start, min(parent.window_end, len(shared))
+            for block_id in table.in_window:
+                self._windows.reference(block_id)
         table.num_registered = min(parent.num_registered, num_tokens // self.block_size)
 
     def num_behind_window(self, num_tokens: int) -> int:
@@ -195,16 +257,41 @@ class KvCache:
         return max(0, (num_tokens + 1 - self.window) // self.block_size - 1)
 
     def give_up(self, table: BlockTable, num_tokens: int) -> None:
-        """Drops references to the blocks behind the window of position `num_tokens` and later ones.
+        """Drops references to the blocks behind the window of position `num_tokens` and later ones; to their
+        window blocks, where only some layers have one.
 
         Called between two plans, like `free`: no copy of the plan under construction may concern them.
         """
+        if self._windows is not None:
+            behind = min(self.num_behind_window(num_tokens), table.window_end)
+            if behind > table.window_start:
+                self._leave_windows(table.block_ids[table.window_start : behind])
+                table.window_start = behind
+            return
         first, last = table.num_given_up, min(self.num_behind_window(num_tokens), len(table))
         if first >= last:
             return
         self._pool.release(reversed(table.block_ids[first:last]))
         table.block_ids[first:last] = [self.num_blocks] * (last - first)
         table.num_given_up = last
+
+    def _leave_windows(self, block_ids: list[int]) -> None:
+        assert self._windows is not None, "called only where there are window blocks"
+        for block_id in reversed(block_ids):
+            self._windows.release(block_id, keeps=self._pool.is_cached(block_id))
+
+    def num_new_window_blocks(self, table: BlockTable, start: int, end: int) -> int:
+        """Window blocks that writing positions [start, end) takes."""
+        if self._windows is None:
+            return 0
+        return max(0, self.blocks_for(end) - table.window_end) + len(self._shared_in(table, start, end))
+
+    def num_alone_in_window(self, tables: Iterable[BlockTable]) -> int:
+        """Window blocks that sequences hold, and nobody but they."""
+        if self._windows is None:
+            return 0
+        held = Counter(block_id for table in tables for block_id in table.in_window)
+        return sum(self._windows.ref_count(block_id) == count for block_id, count in held.items())
 
     def num_new_blocks(self, table: BlockTable, start: int, end: int) -> int:
         """Blocks that writing positions [start, end) takes: growth and copies of shared blocks."""
@@ -220,6 +307,9 @@ class KvCache:
             source = table.block_ids[index]
             copy = self._pool.allocate()
             self._copies.append((source, copy))
+            if self._windows is not None:
+                assert table.window_start <= index < table.window_end, "a block is written outside the window"
+                self._windows.copy(source, copy, keeps=self._pool.is_cached(source))
             self._pool.release((source,))
             table.block_ids[index] = copy
             # A running sequence's table is only ever appended to on the runner's side, so a copy can only
@@ -227,6 +317,18 @@ class KvCache:
             assert index >= table.num_sent, "a block that the runner knows of became shared"
         while len(table) < self.blocks_for(end):
             table.block_ids.append(self._pool.allocate())
+
+    def prepare_windows(self, table: BlockTable, end: int) -> None:
+        """Gives the table's blocks up to position `end` window blocks, if there are such.
+
+        The caller has checked num_new_window_blocks against num_available_window_blocks.
+        """
+        if self._windows is None:
+            return
+        last = self.blocks_for(end)
+        for block_id in table.block_ids[table.window_end : last]:
+            self._windows.take(block_id)
+        table.window_end = max(table.window_end, last)
 
     def _shared_in(self, table: BlockTable, start: int, end: int) -> list[int]:
         last = min(len(table), self.blocks_for(end))
@@ -243,13 +345,24 @@ class KvCache:
         first = table.num_registered
         last = min(num_tokens // self.block_size, len(hasher.hashes), len(table))
         for index in range(first, last):
-            block_hash = hasher.hashes[index]
-            if self._pool.register(table.block_ids[index], block_hash):
+            block_id, block_hash = table.block_ids[index], hasher.hashes[index]
+            if self._pool.register(block_id, block_hash):
                 self._stored(block_hash, hasher.parent_of(index))
                 if self.disk is not None:
-                    self.disk.write_later(table.block_ids[index], block_hash)
+                    self.disk.write_later(block_id, block_hash)
+            elif self._windows is not None:
+                self._replace(block_id, block_hash)
         table.num_registered = max(first, last)
         self._keep_copies(table, hasher, num_tokens)
+
+    def _replace(self, block_id: int, block_hash: BlockHash) -> None:
+        """Lets a block be found in the place of one that has lost what layers with a window keep."""
+        assert self._windows is not None, "called only where there are window blocks"
+        holder = self._pool.lookup(block_hash)
+        if holder is None or holder in self._windows or block_id not in self._windows:
+            return
+        if not self._pool.is_cached(block_id):
+            self._pool.move(block_hash, block_id)
 
     def leave_copies(
         self, table: BlockTable, hasher: PrefixHasher, start: int, end: int
@@ -295,6 +408,9 @@ class KvCache:
 
     def free(self, table: BlockTable) -> None:
         """Gives all blocks back; the tail is evicted before the head, which more prompts may share."""
+        if self._windows is not None:
+            self._leave_windows(table.in_window)
+        table.window_start = table.window_end = 0
         self._pool.release(reversed(table.held))
         if table.state_slot >= 0:
             self._states.release(table.state_slot)
@@ -334,6 +450,8 @@ class KvCache:
         if self.disk is not None:
             self.disk.forget_all()
         self._states.clear()
+        if self._windows is not None:
+            self._windows.clear()
         lost = {event_hash(block_hash) for block_hash in (*self._pool.drop_cached(), *self._host.clear())}
         if lost:
             self._events.append(BlocksEvicted(tuple(sorted(lost))))
@@ -355,6 +473,12 @@ class KvCache:
         self._state_copies = {}
         return copies
 
+    def drain_window_blocks(self) -> tuple[Pairs, Pairs]:
+        """(block, window block) and (source, destination) of copies between window blocks, which the plan
+        under construction must carry.
+        """
+        return ((), ()) if self._windows is None else self._windows.drain()
+
     def drain_events(self) -> tuple[KvEvent, ...]:
         """Events since the last call."""
         events = tuple(self._events)
@@ -364,6 +488,8 @@ class KvCache:
     def _evicted(self, block_id: int, block_hash: BlockHash) -> None:
         if self.disk is not None:
             self.disk.forget(block_id)
+        if self._windows is not None:
+            self._windows.forget(block_id)
         keeps = self._host.num_blocks and self._moves_out
         stored = self._host.store(block_hash) if keeps else None
         if stored is None:
@@ -390,4 +516,7 @@ class KvCache:
             for block_id in table.held:
                 references[block_id] = references.get(block_id, 0) + 1
         self._pool.check_invariants(references)
+        if self._windows is not None:
+            held = Counter(block_id for table in tables for block_id in table.in_window)
+            self._windows.check_invariants(held, self._pool.is_cached)
         self._host.check_invariants()

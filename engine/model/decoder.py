@@ -5,6 +5,7 @@ Shape letters: T tokens, E hidden size, R rows whose logits are wanted, V vocabu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -250,7 +251,7 @@ class Decoder:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`."""
         plan, ragged = attention.plan(batch.ragged, batch.slots.device), batch.ragged
         adapters = None if batch.adapters is None else on_device(batch.adapters, self.device)
-        states = None
+        states = windows = None
         if batch.states is not None:
             states = self.kernels.recurrent.place(
                 batch.states,
@@ -259,8 +260,11 @@ class Decoder:
                 batch.token_ids.shape[0],
                 self.device,
             )
+        if batch.windows is not None:
+            kept = replace(ragged, block_tables=batch.windows.block_tables)
+            windows = batch.windows.slots, attention.plan(kept, batch.slots.device)
         return self.run(
-            batch.token_ids, batch.positions, batch.slots, caches, attention, plan, adapters, states
+            batch.token_ids, batch.positions, batch.slots, caches, attention, plan, adapters, states, windows
         )
 
     @torch.inference_mode()
@@ -274,9 +278,11 @@ class Decoder:
         attention_plan: Any,
         adapters: Tensor | None = None,
         states: Any = None,
+        windows: tuple[Tensor, Any] | None = None,
     ) -> Tensor:
         """`forward` of tokens [T] whose attention is planned already; on a GPU without a word from the host,
-        so that it can be captured (see `captures`). `adapters` [T] are the slots of the rows' adapters.
+        so that it can be captured (see `captures`). `adapters` [T] are the slots of the rows' adapters;
+        `windows` as in StepContext.
         """
         step = StepContext(
             kernels=self.kernels,
@@ -290,6 +296,7 @@ class Decoder:
             ],
             attention=attention,
             attention_plan=attention_plan,
+            windows=windows,
             adapters=None
             if adapters is None
             else adapter_step(self.kernels, adapters, self.num_adapter_slots),

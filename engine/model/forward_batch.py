@@ -18,6 +18,17 @@ from kernels.recurrent.rows import StateRows
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowBlocks:
+    """Where layers with a window keep the step's blocks, in models whose other layers have none.
+
+    Shape letters: S sequences, C blocks of the longest sequence.
+    """
+
+    slots: Any  # [T] int64, as in ForwardBatch
+    block_tables: NDArray[np.int64]  # [S, C], as in RaggedBatch; anything behind a sequence's window
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardBatch:
     """One step, as the model sees it."""
 
@@ -25,6 +36,8 @@ class ForwardBatch:
     positions: Any  # [T] int64, inside each sequence
     slots: Any  # [T] int64, block * block_size + place, where keys and values go
     ragged: RaggedBatch
+    # None where all layers keep the same blocks.
+    windows: WindowBlocks | None = None
     # Slots of the rows' adapters, -1 for the base model; None where all rows are that.
     adapters: NDArray[np.int64] | None = None  # [T]
     # Where the sequences' states lie; None where the model has none.

@@ -82,15 +82,15 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
     asked = index_keys = None
     if attention.indexer is not None:
         asked, index_keys = ask(attention.indexer, x, inner, (cos, sin), step)
-    cache.write(torch.cat((stored[:, None], k_turned), dim=-1), index_keys, step.slots)
+    cache.write(torch.cat((stored[:, None], k_turned), dim=-1), index_keys, step.slots_in(cache))
     plain = q[..., : latent.nope_dim].to(key_up.dtype).transpose(0, 1)  # [H, T, N]
     q_latent = batched(plain, key_up).transpose(0, 1)  # [T, H, R]
     queries = torch.cat((q_latent, q_turned.to(key_up.dtype)), dim=-1)  # [T, H, R + P]
     backend: Any = step.attention
     mixed = (
-        backend.run(step.attention_plan, queries, cache, attention.options)
+        backend.run(step.plan_of(cache), queries, cache, attention.options)
         if asked is None
-        else backend.run_indexed(step.attention_plan, queries, asked, cache, attention.options)
+        else backend.run_indexed(step.plan_of(cache), queries, asked, cache, attention.options)
     )  # [T, H, R]
     values = batched(mixed.transpose(0, 1), cast("Tensor", attention.value_up)).transpose(0, 1)  # [T, H, V]
     return multiply(attention.output, values.flatten(1).to(x.dtype), step.adapters)

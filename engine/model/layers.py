@@ -42,6 +42,8 @@ class StepContext:
     query_scales: list[Tensor | None]
     attention: AttentionBackend
     attention_plan: Any
+    # Slots [T] and plan of layers with a window, where these keep blocks of their own.
+    windows: tuple[Tensor, Any] | None = None
     # Which rows have adapters; None where none has.
     adapters: AdapterStep | None = None
     # What layers read of the second embedding [T, layers, width], where there is one.
@@ -50,6 +52,14 @@ class StepContext:
     states: Any = None
     # Type of the stream.
     dtype: torch.dtype = torch.float32
+
+    def slots_in(self, cache: LayerCache) -> Tensor:
+        """Where a layer's keys and values go [T]."""
+        return self.windows[0] if self.windows is not None and cache.in_windows else self.slots
+
+    def plan_of(self, cache: LayerCache) -> Any:
+        """The plan of a layer's attention."""
+        return self.windows[1] if self.windows is not None and cache.in_windows else self.attention_plan
 
 
 def read_linear(
@@ -243,8 +253,8 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     scales = step.query_scales[attention.rope]
     if scales is not None:
         q = q * scales[:, None, None].to(q.dtype)
-    mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
-    mixed = mixed.flatten(1)
+    sinks = cast("Tensor | None", attention.sinks)
+    mixed = step.attention.run(step.plan_of(cache), q, cache, options, sinks).flatten(1)
     for gate in gates:
         apply = step.kernels.recurrent.gated_norm
         gated = apply(mixed, gate, None, 0.0, size=mixed.shape[1], gate_first=False, kind="sigmoid")
@@ -269,7 +279,8 @@ def _turn_and_store(
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))
     if attention.v_norm is not None:
         v = normed(attention.v_norm, v, kernels)
-    return kernels.rope(q, k, v, cos, sin, step.slots, cache, interleaved=attention.interleaved)
+    slots = step.slots_in(cache)
+    return kernels.rope(q, k, v, cos, sin, slots, cache, interleaved=attention.interleaved)
 
 
 def read_feed_forward(weights: WeightReader, prefix: str, spec: ModelSpec, size: int) -> FeedForward:

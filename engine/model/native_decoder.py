@@ -73,6 +73,8 @@ class NativeDecoder:
         self.num_threads = num_threads
         self.pool = library.pool(num_threads)
         self._step = StepStruct()
+        # The same for layers with a window, where these keep blocks of their own.
+        self._window_step = StepStruct()
         self._head_step = StepStruct()
         self._caches: Sequence[Storage] | None = None
         self._max_tokens = max_tokens
@@ -132,6 +134,11 @@ class NativeDecoder:
         if rows is not None:
             step.num_adapter_blocks = len(rows.blocks)
             step.adapter_rows, step.adapter_blocks = _address(rows.rows), _address(rows.blocks)
+        if batch.windows is not None:
+            kept = self._window_step
+            ctypes.memmove(ctypes.addressof(kept), ctypes.addressof(step), ctypes.sizeof(step))
+            kept.slots = address_of(batch.windows.slots)
+            kept.block_tables = _address(batch.windows.block_tables)
         self._batch = batch
 
     def point_to_rows(self, batch: ForwardBatch, rows: NDArray[np.int64]) -> Floats:
@@ -203,7 +210,10 @@ class NativeDecoder:
         return self._head
 
     def _build_body(self, caches: Sequence[Storage], max_tokens: int) -> None:
-        builder = ProgramBuilder(self.model, self.library, self._step, max_tokens, self.num_threads)
+        builder = ProgramBuilder(
+            *(self.model, self.library, self._step, max_tokens, self.num_threads),
+            window_step=self._window_step,
+        )
         builder.embed()
         for layer, cache in zip(self.model.layers, caches, strict=True):
             builder.layer(layer, cache)

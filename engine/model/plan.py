@@ -18,10 +18,12 @@ the plan is made again with the numbers found.
   is modest, so that a laptop stays usable: at most a quarter of the free memory, at most
   CPU_CACHE_LIMIT_BYTES, and at least one sequence of max_model_len.
 - states: a part of the cache's bytes, where layers carry a state from token to token (state_memory.py).
+- window blocks: another part, where only some layers have a window (window_memory.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -40,6 +42,7 @@ from engine.model.weight_memory import (
     quantizes_head,
     weight_forms,
 )
+from engine.model.window_memory import WindowRoom, window_room
 from engine.types import MemoryPlan
 from kernels.linear.packed import FLOAT12_LEVELS
 from kernels.native.library import likely_level
@@ -154,13 +157,16 @@ def packs_codes(config: EngineConfig, device: str) -> bool:
     return device == "cpu" and config.native != "off"
 
 
-def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
-    """Bytes that one token's keys and values take, over all layers that store some. int8 and fp8 add two
-    scales per head.
+def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str, layers: Iterable[int] | None = None) -> int:
+    """Bytes that one token's keys and values take, over all layers (or those) that store some. int8 and fp8
+    add two scales per head.
     """
     scales = 8 if kv_dtype in ("int8", "fp8") else 0
+    shapes = map(spec.cache_shape, range(spec.num_layers) if layers is None else layers)
     return sum(
-        shape.elements * DTYPE_BYTES[kv_dtype] + shape.num_heads * scales for shape in spec.cache_shapes
+        shape.elements * DTYPE_BYTES[kv_dtype] + shape.num_heads * scales
+        for shape in shapes
+        if shape is not None
     )
 
 
@@ -193,6 +199,18 @@ def workspace_bytes(given: PlanInput) -> int:
     return max(dense + attention, sampling) + tokens * spec.hidden_size * 4
 
 
+def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:
+    """A head that is a second copy of the embedding, in the layout of the matrix product or in codes."""
+    spec = given.spec
+    second_copy = spec.tied_embeddings and not quantizes_head(given.config) and spec.pooling is None
+    packed = given.dtype == "float32" or given.config.native != "off"
+    if not (second_copy and given.device == "cpu" and packed):
+        return 0
+    head = spec.vocab_size * spec.hidden_size
+    dense = head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
+    return given.weights.tied_head_bytes or dense
+
+
 def num_logit_rows(config: EngineConfig) -> int:
     """Rows of one step whose logits are wanted at most: each sequence's last, and those of its drafts."""
     wanted = config.scheduler.max_num_seqs * (1 + config.speculation.num_draft_tokens)
@@ -209,13 +227,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
     float12 = packs_float12(given)
     weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables
-    second_copy = spec.tied_embeddings and not quantizes_head(given.config) and spec.pooling is None
-    packed = given.dtype == "float32" or given.config.native != "off"
-    if second_copy and given.device == "cpu" and packed:
-        # The head is a second copy of the embedding, in the layout of the matrix product or in codes.
-        head = spec.vocab_size * spec.hidden_size
-        dense = head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
-        weights += given.weights.tied_head_bytes or dense
+    weights += _tied_head_bytes(given, float12=float12)
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)
@@ -227,10 +239,13 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         weights += weights_bytes(given.draft.weights, given.dtype, float12=float12)
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
         workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
-    per_block = per_token * cache.block_size
+    windows = window_room_of(given)
+    in_windows = windows.bytes_per_token * cache.block_size
+    per_block = per_token * cache.block_size - in_windows
     sequence_blocks = -(-given.max_model_len // cache.block_size)
     room = state_room(spec, given.config, per_token)
-    least = sequence_blocks * per_block + room.least_bytes
+    sequence_bytes = sequence_blocks * per_block + windows.least * in_windows
+    least = sequence_bytes + room.least_bytes
     left = int(given.available_bytes * cache.memory_fraction) - weights - adapters - workspace - headroom
     wanted = cache.kv_cache_bytes or left
     if spec.bidirectional:
@@ -238,16 +253,18 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         wanted = 2 * per_block * (step_blocks(given.config) + sequence_blocks)
     elif not cache.kv_cache_bytes and given.device == "cpu":
         modest = min(CPU_CACHE_LIMIT_BYTES, given.available_bytes // 4)
-        wanted = min(left, max(modest, sequence_blocks * per_block) + room.least_bytes)
+        wanted = min(left, max(modest, sequence_bytes) + room.least_bytes)
     if cache.kv_cache_bytes > left >= least:
         raise ConfigError(
             f"engine.cache.kv_cache_bytes = {cache.kv_cache_bytes} ({human(cache.kv_cache_bytes)}) is more "
             f"than the {human(left)} that are left of {human(given.available_bytes)}; "
             "lower it, or set it to 0 to have it chosen"
         )
-    num_states = room.num_states(wanted - sequence_blocks * per_block)
+    num_states = room.num_states(wanted - sequence_bytes)
     state_bytes = num_states * room.bytes_per_state
-    num_blocks = (wanted - state_bytes) // per_block
+    kept_bytes = wanted - state_bytes
+    num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
+    num_blocks = (kept_bytes - num_window_blocks * in_windows) // per_block
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
             f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, slots for "
@@ -255,7 +272,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
             f"leaves {human(max(left, 0))} for the KV cache; {human(max(wanted, 0))} hold "
             f"{max(num_blocks, 0) * cache.block_size} tokens, but one "
             f"sequence of engine.max_model_len = {given.max_model_len} needs "
-            f"{human(sequence_blocks * per_block)}{_beside(room)}; lower engine.max_model_len or "
+            f"{human(sequence_bytes)}{_beside(room)}; lower engine.max_model_len or "
             "engine.scheduler.max_num_batched_tokens, or raise engine.cache.kv_cache_bytes or memory_fraction"
         )
     return MemoryPlan(
@@ -263,7 +280,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         weights_bytes=weights,
         workspace_bytes=workspace,
         headroom_bytes=headroom,
-        kv_cache_bytes=num_blocks * per_block,
+        kv_cache_bytes=num_blocks * per_block + num_window_blocks * in_windows,
         kv_bytes_per_token=per_token,
         block_size=cache.block_size,
         num_blocks=num_blocks,
@@ -272,6 +289,21 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         state_bytes=state_bytes,
         num_states=num_states,
         state_interval=room.interval,
+        window=windows.window,
+        num_window_blocks=num_window_blocks,
+        window_bytes_per_token=windows.bytes_per_token,
+    )
+
+
+def window_room_of(given: PlanInput) -> WindowRoom:
+    """What layers with a window need, where others have none."""
+    sliding = kv_bytes_per_token(given.spec, given.kv_dtype, given.spec.sliding_layers)
+    return window_room(
+        given.spec,
+        given.config,
+        device=given.device,
+        max_model_len=given.max_model_len,
+        bytes_per_token=sliding,
     )
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from engine.config import load
 from engine.model.device import choose_device
-from engine.model.plan import PlanInput, human, make_plan, plan_input
+from engine.model.plan import PlanInput, human, make_plan, plan_input, window_room_of
 from engine.types import MemoryPlan
 from runtime.config import ModelConfig, load_section, read_tables
 from runtime.errors import ConfigError
@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         derived = {
             "capacity_tokens": plan.capacity_tokens,
             "decoding_blocks_per_sequence": decoding_blocks(given, plan),
+            "num_sequences": num_sequences(plan),
         }
         if placed is not None:
             derived["load"] = msgspec.to_builtins(placed)
@@ -89,9 +90,14 @@ class AskedLoad(msgspec.Struct, frozen=True):
         length, seats = self.prompt + self.output, given.config.scheduler.max_num_seqs
         blocks = self._blocks(given, plan)
         by_memory = 0 if length > plan.max_model_len else plan.num_blocks // blocks
+        in_windows = min(-(-length // plan.block_size), plan.most_window_blocks)
+        if in_windows:
+            by_memory = min(by_memory, plan.num_window_blocks // in_windows)
         at_once = min(self.streams, seats, by_memory)
         asked = f"{self.streams} streams of {self.prompt} + {self.output} tokens"
         held = f"{self.streams * blocks} of {plan.num_blocks} blocks"
+        if in_windows:
+            held += f", and {self.streams * in_windows} of {plan.num_window_blocks} in windows"
         if at_once == self.streams:
             outcome = f"fit: they hold {held} at their full length"
         elif length > plan.max_model_len:
@@ -144,8 +150,26 @@ def decoding_blocks(given: PlanInput, plan: MemoryPlan) -> int:
     return min(whole, -(-given.spec.window // plan.block_size) + 2)
 
 
+def num_sequences(plan: MemoryPlan) -> float:
+    """Sequences of max_model_len that the cache holds once their prompts are computed."""
+    fitting = plan.capacity_tokens / plan.max_model_len
+    if not plan.num_window_blocks:
+        return fitting
+    return min(fitting, plan.num_window_blocks / plan.most_window_blocks)
+
+
 def _behind_window(given: PlanInput, plan: MemoryPlan) -> str:
     """What a sliding window changes; empty where it changes nothing."""
+    if plan.num_window_blocks:
+        whole = plan.kv_cache_bytes / (plan.kv_bytes_per_token * plan.max_model_len)
+        return (
+            f" ({whole:.1f} if all layers kept all), of which layers with a window of {plan.window} hold "
+            f"{plan.most_window_blocks} blocks each: they have {plan.num_window_blocks}, which take "
+            f"{human(plan.num_window_blocks * plan.block_size * plan.window_bytes_per_token)}"
+        )
+    why_not = window_room_of(given).why_not
+    if why_not:
+        return f"; layers with a window of {given.spec.sliding_reach} keep all, since {why_not}"
     held = decoding_blocks(given, plan)
     if held * plan.block_size >= plan.max_model_len:
         return ""
@@ -217,7 +241,7 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
             plan.kv_cache_bytes,
             f"{plan.num_blocks} blocks of {plan.block_size} = {plan.capacity_tokens} tokens of "
             f"{human(plan.kv_bytes_per_token)} ({given.kv_dtype}); "
-            f"{plan.capacity_tokens / plan.max_model_len:.1f} sequences of {plan.max_model_len} tokens"
+            f"{num_sequences(plan):.1f} sequences of {plan.max_model_len} tokens"
             + _behind_window(given, plan),
         ),
         ("states", plan.state_bytes, _states(given, plan)),

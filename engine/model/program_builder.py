@@ -56,9 +56,13 @@ class ProgramBuilder:
         step: ctypes.Structure,
         max_tokens: int,
         num_threads: int,
+        *,
+        window_step: ctypes.Structure | None = None,
     ) -> None:
+        """`window_step` is `step` for layers with a window, where these keep blocks of their own."""
         self.model, self.spec, self.library = model, model.spec, library
         self.step = ctypes.addressof(step)
+        self._window_step = self.step if window_step is None else ctypes.addressof(window_step)
         self.ops: list[Op] = []
         self.max_tokens = max_tokens
         self._buffers: dict[tuple[str, int], Floats] = {}
@@ -274,7 +278,7 @@ class ProgramBuilder:
         qkv = self.buffer("qkv", width + (attention.sizes[0] if attention.gated else 0))
         mixed = self.buffer("mixed", attention.sizes[0])
         self.product(attention.qkv, x, qkv, False)
-        self.rotate(attention, describe(cache), qkv)
+        self.rotate(attention, cache, qkv)
         self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks)
         if attention.gated:
             add_gate(self, mixed, qkv[:, width:])
@@ -304,7 +308,7 @@ class ProgramBuilder:
             self.add("attention_plan", AttentionPlanArgs(self.step, plan.address, ahead), plan)
         options = attention.options
         args = AttentionArgs(
-            step=self.step,
+            step=self._step_of(cache),
             plan=plan.address,
             q=address_of(q),
             out=address_of(mixed),
@@ -321,18 +325,22 @@ class ProgramBuilder:
         )
         self.add("attention", args, attention, cache, q, mixed)
 
-    def rotate(self, attention: Attention, described: ctypes.Structure, qkv: Floats) -> None:
+    def _step_of(self, cache: Storage) -> int:
+        """Where the step lies that says where a layer's blocks are."""
+        return self._window_step if cache.in_windows else self.step
+
+    def rotate(self, attention: Attention, cache: Storage, qkv: Floats) -> None:
         """Norms of queries and keys, rotation, and the write to the cache."""
         cos, sin = self.model.ropes[attention.rope]
         norm, scales = attention.q_norm, self.model.query_scales[attention.rope]
         args = RopeCacheArgs(
-            step=self.step,
+            step=self._step_of(cache),
             qkv=address_of(qkv),
             q_norm=None if norm is None else address_of(norm.weight),
             k_norm=None if attention.k_norm is None else address_of(attention.k_norm.weight),
             cos=address_of(cos),
             sin=address_of(sin),
-            cache=described,
+            cache=describe(cache),
             num_heads=attention.num_heads,
             rotary_dim=2 * cos.shape[1],
             interleaved=int(attention.interleaved),
@@ -363,7 +371,7 @@ class ProgramBuilder:
         self.product(attention.down, x, down, False)
         cos, sin = self.model.ropes[attention.rope]
         args = LatentCacheArgs(
-            step=self.step,
+            step=self._step_of(cache),
             down=address_of(down),
             latent_norm=address_of(attention.latent_norm),
             q=address_of(q),

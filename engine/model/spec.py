@@ -351,6 +351,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         windows = [window for window in self.attention_windows if window is not None]
         return max(windows) if windows and len(windows) == len(self.attending) else None
 
+    @property
+    def sliding_layers(self) -> frozenset[int]:
+        """Layers that store keys and values which no layer looks at beyond a window; none where all are such,
+        or none is.
+        """
+        stored = {layer for layer in self.attending if self.cache_source(layer) == layer}
+        endless = {self.cache_source(layer) for layer in self.attending if not self.reach_of(layer)}
+        return frozenset(stored - endless) if endless and not self.bidirectional else frozenset()
+
+    @property
+    def sliding_reach(self) -> int:
+        """Tokens that layers look back on in what those store, the own included; 0 where there are none."""
+        found = self.sliding_layers
+        readers = (layer for layer in self.attending if self.cache_source(layer) in found)
+        return max(map(self.reach_of, readers), default=0)
+
     def heads_of(self, layer: int) -> LayerHeads:
         """Sizes of a layer's attention."""
         if self.layer_heads:

@@ -71,6 +71,9 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
     width = max(1, request.sampling.beam_width)
     if num_blocks * width > memory.num_blocks or width > max_num_seqs:
         return _never_fits(request, memory, num_blocks * width)
+    in_windows = width * min(num_blocks, memory.most_window_blocks)
+    if in_windows > memory.num_window_blocks:
+        return _never_fits_windows(request, memory, in_windows)
     return None
 
 
@@ -89,6 +92,20 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
             "block_size": str(memory.block_size),
             "needed_bytes": str(needed),
             "kv_cache_bytes": str(memory.kv_cache_bytes),
+        },
+    )
+
+
+def _never_fits_windows(request: Request, memory: MemoryPlan, num_blocks: int) -> RequestFailure:
+    return RequestFailure(
+        reason="NEVER_FITS",
+        field="beam_width",
+        message=f"{request.sampling.beam_width} beams need {num_blocks} blocks of layers with a window of "
+        f"{memory.window} tokens; the engine has {memory.num_window_blocks} of them in all; lower beam_width",
+        metadata={
+            "needed_blocks": str(num_blocks),
+            "total_blocks": str(memory.num_window_blocks),
+            "block_size": str(memory.block_size),
         },
     )
 

@@ -24,14 +24,16 @@ _UNKNOWN_ANSWER_TOKENS = 256
 
 
 class Running(Holder, Protocol):
-    """Who holds a slot: tokens to compute before its next one, blocks that come free with it, and the length
-    of its answer so far and at most.
+    """Who holds a slot: tokens to compute before its next one, blocks that come free with it (in windows as
+    well), and the length of its answer so far and at most.
     """
 
     @property
     def remaining_prefill(self) -> int: ...
     @property
     def num_held_blocks(self) -> int: ...
+    @property
+    def num_held_window_blocks(self) -> int: ...
     @property
     def num_output_tokens(self) -> int: ...
     @property
@@ -47,6 +49,9 @@ class Batch:
     block_size: int
     # Blocks that nobody holds, and that are promised to nobody.
     num_free_blocks: float = math.inf
+    # Where only some layers have a window: the same of their blocks, and how many of these a sequence needs.
+    num_free_window_blocks: float = 0
+    most_window_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,10 @@ class WaitForecast:
             return False
         # Every sequence may leave a block half empty, and needs one more to grow.
         needed = -(-(ahead.num_tokens + num_tokens) // batch.block_size) + 2 * num_slots
-        return needed <= batch.num_free_blocks + sum(each.num_held_blocks for each in lower)
+        if needed > batch.num_free_blocks + sum(each.num_held_blocks for each in lower):
+            return False
+        in_windows = min(needed, num_slots * batch.most_window_blocks)
+        return in_windows <= batch.num_free_window_blocks + sum(each.num_held_window_blocks for each in lower)
 
     def _wait_for_slots_s(self, priority: int, in_line: int, batch: Batch, now: float) -> tuple[float, float]:
         """Until so many slots came free, if higher tiers come as they may, and as they usually do."""

@@ -86,6 +86,7 @@ def build(
         num_blocks=plan.num_blocks,
         ahead_blocks=ahead_blocks,
         num_states=plan.num_states,
+        num_window_blocks=plan.num_window_blocks,
         **storage_options,
     )
     draft = _draft_model(given, load, plan, storage_options, progress)

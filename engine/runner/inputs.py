@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.back_end import Model
-from engine.model.forward_batch import ForwardBatch
+from engine.model.forward_batch import ForwardBatch, WindowBlocks
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.grammar import GrammarMasks
@@ -106,7 +106,6 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
     starts, ends = inputs.starts[first:], inputs.ends[first:]
     query_starts = inputs.query_starts[first:] - inputs.query_starts[first]
     block_size = storage.block_size
-    longest = int(ends.max())
     for sequence, slot, end in zip(scheduled, slots, ends, strict=True):
         if sequence.draft_token_ids:
             # Beyond num_tokens, so not part of the sequence until they are accepted.
@@ -117,18 +116,18 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         # Somebody computes more than one token.
         order = np.repeat(order, ends - starts)
         owners, positions = slots[order], np.arange(total) - query_starts[order] + starts[order]
-    # Rows: token ids, positions, slots.
-    rows = np.zeros((3, total + -total % model.row_multiple), np.int64)
+    # Rows: token ids, positions; then slots, in window blocks as well where there are such.
+    kept = storage.window_blocks
+    rows = np.zeros((3 if kept is None else 4, total + -total % model.row_multiple), np.int64)
     rows[0, :total] = table.tokens[owners, positions]
     rows[1, :total] = positions
     if model.spec.num_segments and model.spec.learned_positions:
         rows[1, :total] += model.max_model_len * _in_second(inputs.states[first:], order, positions)
-    rows[2, :total] = table.blocks[owners, positions // block_size] * block_size + positions % block_size
-    rows[2, total:] = storage.spare_slot
+    _fill_slots(rows[2:], table.blocks[owners, positions // block_size], positions % block_size, storage)
     num_blocks = -(-ends // block_size)
-    columns = np.arange(-(-longest // block_size))
+    columns = np.arange(int(num_blocks.max()))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
-    token_ids, padded_positions, cache_slots = on_device(rows, model.device)
+    token_ids, padded_positions, cache_slots, *window_slots = on_device(rows, model.device)
     return ForwardBatch(
         token_ids=token_ids,
         positions=padded_positions,
@@ -136,9 +135,22 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         ragged=RaggedBatch(
             query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
         ),
+        windows=None if kept is None else WindowBlocks(slots=window_slots[0], block_tables=kept[tables]),
         adapters=_adapters_of(table, owners, rows.shape[1]),
         states=_states_of(scheduled, table, slots, starts, query_starts) if model.spec.state else None,
     )
+
+
+def _fill_slots(
+    rows: NDArray[np.int64], blocks: NDArray[np.int64], within: NDArray[np.int64], storage: KvStorage
+) -> None:
+    """Slots of places `within` blocks, and of padding behind them; in window blocks in the second row."""
+    size, kept = storage.block_size, storage.window_blocks
+    rows[0, : blocks.size] = blocks * size + within
+    rows[0, blocks.size :] = storage.spare_slot
+    if kept is not None:
+        rows[1, : blocks.size] = kept[blocks] * size + within
+        rows[1, blocks.size :] = storage.num_window_blocks * size
 
 
 def _in_second(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.model.spec import ModelSpec
 from engine.runner.prefix_disk.blocks import BlockBytes
@@ -127,16 +128,25 @@ class KvStorage:
         host_blocks: int = 0,
         ahead_blocks: int = 0,
         num_states: int = 0,
+        num_window_blocks: int = 0,
     ) -> None:
-        """`num_states`: slots of the layers that have states."""
+        """`num_states`: slots of the layers that have states. `num_window_blocks`: blocks of those that have
+        a window, where others have none; 0 where all keep the same.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_states = num_states
+        self.num_window_blocks = num_window_blocks
+        # Where layers with a window keep each block [N]: the spare block of theirs, until a plan says so.
+        self.window_blocks: NDArray[np.int64] | None = None
+        if num_window_blocks:
+            self.window_blocks = np.full(num_blocks + 1, num_window_blocks, np.int64)
         self._device = device
         # Keys and values (HostCache for the native kernels, else LayerCache), a StateCache, or both; a layer
         # without memory of its own has that of another one.
         self.layers: list[Any] = []
         self._tensors: list[Any] = []
+        self._window_tensors: list[Any] = []
         self._states: list[Any] = []
         for index in range(spec.num_layers):
             source = spec.cache_source(index)
@@ -144,23 +154,26 @@ class KvStorage:
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
-        self._prefault: Prefault | None = None
-        if ahead_blocks and device.type == "cpu":
-            self._prefault = Prefault(self._tensors, ahead_blocks=ahead_blocks)
+        ahead_blocks = ahead_blocks if device.type == "cpu" else 0
+        self._prefault = _prefault(self._tensors, ahead_blocks)
+        self._window_prefault = _prefault(self._window_tensors, ahead_blocks)
 
     def _layer(self, spec: ModelSpec, index: int, kv_dtype: str) -> Any:
         """What the layer `index` keeps."""
         layer: Any = NoCache()
         stored = spec.cache_shape(index)
         if stored is not None:
-            shape = {"num_blocks": self.num_blocks, "block_size": self.block_size}
+            in_windows = self.num_window_blocks > 0 and index in spec.sliding_layers
+            num_blocks = self.num_window_blocks if in_windows else self.num_blocks
+            shape = {"num_blocks": num_blocks, "block_size": self.block_size}
             shape |= msgspec.structs.asdict(stored)
             layer = (
                 allocate_host_layer(**shape, type_name=kv_dtype)
                 if isinstance(self._device, HostDevice)
                 else _torch_layer(shape, kv_dtype, self._device)
             )
-            self._tensors += layer.tensors()
+            layer.in_windows = in_windows
+            (self._window_tensors if in_windows else self._tensors).extend(layer.tensors())
         if spec.state is None or index not in spec.state.layers:
             return layer
         state = allocate_states(spec.state.shape, self.num_states, self._device)
@@ -187,23 +200,32 @@ class KvStorage:
             for sequence in plan.scheduled:
                 if sequence.new_block_ids:
                     self._prefault.use(1 + max(sequence.new_block_ids))
+        if plan.window_blocks:
+            assert self.window_blocks is not None, "the scheduler knows of no window blocks either"
+            blocks, kept = np.array(plan.window_blocks, np.int64).T
+            self.window_blocks[blocks] = kept
+            if self._window_prefault is not None:
+                self._window_prefault.use(1 + int(kept.max()))
         if plan.offloads or plan.restores:
             assert self._transfers is not None, "the scheduler knows of no host tier either"
             self._transfers.apply(plan.offloads, plan.restores)
         if plan.block_copies:
             _copy(self._tensors, plan.block_copies)
+        if plan.window_copies:
+            _copy(self._window_tensors, plan.window_copies)
         if plan.state_copies:
             _copy(self._states, plan.state_copies)
 
     def block_bytes(self) -> BlockBytes:
-        """A way to the bytes of single blocks."""
+        """A way to the bytes of single blocks, those of window blocks left out."""
         return BlockBytes(self._tensors)
 
     def close(self) -> None:
         """Ends transfers and gives host memory back. No step is outstanding."""
-        if self._prefault is not None:
-            self._prefault.close()
-            self._prefault = None
+        for prefault in (self._prefault, self._window_prefault):
+            if prefault is not None:
+                prefault.close()
+        self._prefault = self._window_prefault = None
         if self._transfers is not None:
             if self._device.type == "cuda":
                 import torch
@@ -211,6 +233,10 @@ class KvStorage:
                 torch.cuda.synchronize(self._tensors[0].device)
             self._transfers.close()
             self._transfers = None
+
+
+def _prefault(tensors: Sequence[Any], ahead_blocks: int) -> Prefault | None:
+    return Prefault(tensors, ahead_blocks=ahead_blocks) if ahead_blocks and tensors else None
 
 
 def _copy(tensors: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:

@@ -135,7 +135,7 @@ class Admitter:
 
     def _num_to_spare(self, sequence: Sequence) -> int:
         """Blocks that may be set apart for the sequence while it has no slot."""
-        return self._state.promises.num_free() - self._watermark(sequence)
+        return self._state.promises.num_free() - self._watermark(sequence, self._state.cache.num_blocks)
 
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
         """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
@@ -187,7 +187,8 @@ class Admitter:
             return False
         row = draft.rows.get(parent.sequence_id)
         computed_before = parent.num_computed if row is None else row.start
-        if self._state.cache.num_behind_window(sequence.num_prompt_tokens - 1) < parent.table.num_given_up:
+        behind = self._state.cache.num_behind_window(sequence.num_prompt_tokens - 1)
+        if behind < max(parent.table.num_given_up, parent.table.window_start):
             return False
         return computed_before >= sequence.num_prompt_tokens
 
@@ -202,19 +203,47 @@ class Admitter:
             return 1 + max(0, cache.blocks_for(end) - shared)
         return cache.blocks_for(end) - len(prefix.device_blocks) + prefix.num_revived
 
-    def _has_blocks(self, sequence: Sequence, prefix: Prefix | None) -> bool:
-        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence)
-        return needed <= self._state.promises.num_free(besides=sequence)
+    def _window_blocks_needed(self, sequence: Sequence, prefix: Prefix | None) -> int:
+        """Those that it begins with, which others may come to need as well; and those in which it goes on."""
+        cache = self._state.cache
+        if not cache.has_window_blocks:
+            return 0
+        if sequence.awaits_promise and sequence.is_beam:
+            return self._state.promises.window_reserve_of_beams(sequence.group)
+        end = sequence.max_tokens_total - 1 if sequence.awaits_promise else sequence.num_known
+        if prefix is None:
+            assert sequence.fork_parent is not None, "no prefix is looked up only for forks"
+            first = cache.blocks_for(sequence.num_prompt_tokens)
+            # The block that holds the last prompt token is copied.
+            shared, growth = first - sequence.fork_parent.table.window_start, 1
+        else:
+            first, growth = prefix.num_blocks, 0
+            shared = first - cache.num_behind_window(first * cache.block_size)
+        growth += max(0, cache.blocks_for(end) - first)
+        return shared + min(growth, max(1, cache.most_window_blocks - shared))
 
-    def _watermark(self, sequence: Sequence) -> int:
-        """Blocks left free for those who run. A beam's own siblings do not count: they wait for it."""
+    def _has_blocks(self, sequence: Sequence, prefix: Prefix | None) -> bool:
+        promises, cache = self._state.promises, self._state.cache
+        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence, cache.num_blocks)
+        if needed > promises.num_free(besides=sequence):
+            return False
+        in_windows = self._window_blocks_needed(sequence, prefix)
+        return not in_windows or (
+            in_windows + self._watermark(sequence, cache.num_window_blocks)
+            <= promises.num_free_window_blocks(besides=sequence)
+        )
+
+    def _watermark(self, sequence: Sequence, num_blocks: int) -> int:
+        """Of so many blocks, those left free for those who run. A beam's own siblings do not count: they wait
+        for it.
+        """
         running = self._state.running
         num_others = len(running)
         if sequence.is_beam:
             num_others -= sum(each.group is sequence.group for each in running)
         if not num_others:
             return 0
-        fraction = int(self._config.watermark * self._state.cache.num_blocks)
+        fraction = int(self._config.watermark * num_blocks)
         return max(fraction, len(running) + 1)
 
     # Displacement by a higher tier, and by an equal tenant that holds less.
@@ -240,11 +269,21 @@ class Admitter:
             self._displace(draft, victim, sequence)
 
     def _displace_for_blocks(self, draft: PlanDraft, sequence: Sequence, prefix: Prefix | None) -> bool:
-        victims = list(self._victims(draft, sequence))
-        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence)
-        available = self._state.promises.num_free(besides=sequence)
+        victims, promises, cache = (
+            list(self._victims(draft, sequence)),
+            self._state.promises,
+            self._state.cache,
+        )
+        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence, cache.num_blocks)
+        available = promises.num_free(besides=sequence)
         if available + sum(victim.table.num_held for victim in victims) < needed:
             return False
+        needed = self._window_blocks_needed(sequence, prefix)
+        if needed:
+            needed += self._watermark(sequence, cache.num_window_blocks)
+            available = promises.num_free_window_blocks(besides=sequence)
+            if available + sum(victim.table.num_in_window for victim in victims) < needed:
+                return False
         for victim in victims:
             self._displace(draft, victim, sequence)
             if self._has_blocks(sequence, prefix):

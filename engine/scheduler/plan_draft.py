@@ -13,7 +13,7 @@ from engine.policy.shares import Account
 from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState
-from engine.types import NewSequence, SamplingParams
+from engine.types import NewSequence, SamplingParams, ScheduledSequence
 
 
 @dataclass(eq=False)
@@ -57,6 +57,22 @@ class PlanDraft:
     def num_possible(self) -> int:
         """Tokens that the step could have had."""
         return self.whole_budget - (0 if self.has_capacity else self.budget)
+
+    def scheduled(self) -> tuple[ScheduledSequence, ...]:
+        """The rows as the runner is told of them."""
+        return tuple(
+            ScheduledSequence(
+                sequence_id,
+                row.start,
+                row.num_tokens,
+                self.new_blocks.get(sequence_id, ()),
+                row.samples,
+                row.draft_token_ids,
+                row.num_given_up,
+                row.snapshots,
+            )
+            for sequence_id, row in self.rows.items()
+        )
 
     def add(self, row: Row) -> None:
         """Takes the row's tokens out of the budget."""
@@ -132,7 +148,7 @@ class RowWriter:
             if sequence.remaining_prefill <= draft.budget or not draft.rows:
                 self.add(draft, sequence, sequence.remaining_prefill, ())
             return
-        num_tokens = min(sequence.remaining_prefill, draft.budget)
+        num_tokens = min(sequence.remaining_prefill, draft.budget, self.window_room(sequence))
         if self.is_long(sequence.remaining_prefill):
             num_tokens = min(num_tokens, draft.long_budget)
         if draft.work.is_limited:
@@ -142,6 +158,14 @@ class RowWriter:
         if num_tokens > 0:
             self._state.held_back.books(sequence, draft.now)
             self.add(draft, sequence, num_tokens, ())
+
+    def window_room(self, sequence: Sequence) -> int:
+        """Tokens of its prompt for which the sequence finds window blocks, if it needs any."""
+        state, table = self._state, sequence.table
+        if not state.cache.has_window_blocks:
+            return sequence.remaining_prefill
+        num_blocks = table.window_end + max(0, state.promises.num_free_window_blocks(besides=sequence))
+        return max(0, num_blocks * self._block_size - sequence.num_computed)
 
     def add_next(self, draft: PlanDraft, sequence: Sequence) -> bool:
         """The next token of a sequence that decodes, where nothing else has to be thought of: it lies in a
@@ -201,6 +225,7 @@ class RowWriter:
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         remaining_prefill = sequence.remaining_prefill
         state.cache.prepare_write(sequence.table, start, end)
+        state.cache.prepare_windows(sequence.table, end)
         blocks = sequence.table.drain_unsent()
         num_given_up = sequence.table.drain_given_up()
         if not sequence.is_introduced:

@@ -13,7 +13,7 @@ from engine.scheduler.prefixes import BlocksUnderWay
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState, StepInFlight
 from engine.scheduler.step_room import StepRoom
-from engine.types import ScheduledSequence, SchedulerOutput
+from engine.types import SchedulerOutput
 
 
 class Planner:
@@ -77,30 +77,22 @@ class Planner:
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:
         state = self._state
         copies, offloads, restores = state.cache.drain_transfers()
+        # A plan without rows may be thrown away.
+        window_blocks, window_copies = state.cache.drain_window_blocks() if draft.rows else ((), ())
         state.totals.offloaded_blocks += len(offloads)
         copied = {parent for parent, _ in draft.forks}
         plan = SchedulerOutput(
             step_id=draft.step_id,
             new_sequences=tuple(draft.new.values()),
-            scheduled=tuple(
-                ScheduledSequence(
-                    sequence_id,
-                    row.start,
-                    row.num_tokens,
-                    draft.new_blocks.get(sequence_id, ()),
-                    row.samples,
-                    row.draft_token_ids,
-                    row.num_given_up,
-                    row.snapshots,
-                )
-                for sequence_id, row in draft.rows.items()
-            ),
+            scheduled=draft.scheduled(),
             released=(*state.released, *(each for each in state.outlived if each not in copied)),
             block_copies=copies,
             offloads=offloads,
             restores=restores,
             forks=tuple(draft.forks),
             state_copies=state.cache.drain_state_copies(),
+            window_blocks=window_blocks,
+            window_copies=window_copies,
         )
         for sequence in draft.computed_prompts:
             state.release_held(sequence.group, draft.now)
@@ -152,6 +144,8 @@ class Planner:
             drafts = ()
         num_tokens += len(drafts)
         while not self._fits(sequence, start, start + num_tokens):
+            if self._waits_for_window(sequence, start, start + num_tokens):
+                return
             victim = self._lowest_below(draft, sequence)
             self._state.preempt(victim, "kv_pressure", draft.now)
             draft.preempted_for_blocks = True
@@ -160,8 +154,24 @@ class Planner:
         self._rows.add(draft, sequence, num_tokens, drafts)
 
     def _fits(self, sequence: Sequence, start: int, end: int) -> bool:
+        return self._fits_blocks(sequence, start, end) and self._fits_windows(sequence, start, end)
+
+    def _fits_blocks(self, sequence: Sequence, start: int, end: int) -> bool:
         needed = self._state.cache.num_new_blocks(sequence.table, start, end)
         return not needed or needed <= self._state.promises.num_free(besides=sequence)
+
+    def _fits_windows(self, sequence: Sequence, start: int, end: int) -> bool:
+        needed = self._state.cache.num_new_window_blocks(sequence.table, start, end)
+        return not needed or needed <= self._state.promises.num_free_window_blocks(besides=sequence)
+
+    def _waits_for_window(self, sequence: Sequence, start: int, end: int) -> bool:
+        """Whether all that the sequence lacks are window blocks, and its steps in flight give some up."""
+        table, in_flight = sequence.table, self._state.in_flight
+        return (
+            table.num_in_window >= self._state.cache.most_window_blocks
+            and any(sequence.sequence_id in step.rows for step in in_flight)
+            and self._fits_blocks(sequence, start, end)
+        )
 
     def _lowest_below(self, draft: PlanDraft, sequence: Sequence) -> Sequence:
         for victim in reversed(self._state.running):
@@ -187,10 +197,26 @@ class Planner:
                 None if draft.preempted_for_blocks else self._admitter.candidate(draft, skipped, allowed)
             )
             if chunk is not None and (candidate is None or chunk.priority >= candidate.priority):
-                self._rows.add_chunk(draft, chunk)
+                self._add_chunk(draft, chunk)
                 chunk = next(running, None)
             elif candidate is None or not self._admitter.admit_or_skip(draft, candidate, skipped):
                 break
         while chunk is not None and draft.has_capacity:
-            self._rows.add_chunk(draft, chunk)
+            self._add_chunk(draft, chunk)
             chunk = next(running, None)
+
+    def _add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
+        """The next part of a prompt. Whoever is of a lower rank makes room for it in windows, unless the
+        sequence itself is about to.
+        """
+        while sequence.status is Status.RUNNING and not self._rows.window_room(sequence):
+            start = sequence.num_computed
+            if self._waits_for_window(sequence, start, start + 1):
+                return
+            victim = self._lowest_below(draft, sequence)
+            if victim is sequence:
+                # Those of a higher rank go on and end; where there are none, `retreat` finds room.
+                return
+            self._state.preempt(victim, "kv_pressure", draft.now)
+            draft.preempted_for_blocks = True
+        self._rows.add_chunk(draft, sequence)

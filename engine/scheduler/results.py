@@ -144,7 +144,8 @@ class ResultHandler:
             or sequence.is_beam
             or group.best_of is not None
             or not group.first_token_reported
-            or state.cache.window is not None
+            # Window blocks are given up when a block is full.
+            or (state.cache.window is not None and not state.cache.has_window_blocks)
             or outcome.failure
             or outcome.logprobs
             or outcome.prompt_logprobs
@@ -281,9 +282,9 @@ class ResultHandler:
         if cache.prefix_caching and sequence.num_confirmed // cache.block_size > table.num_registered:
             sequence.hasher.extend(sequence.token_ids, sequence.num_confirmed)
             cache.register(table, sequence.hasher, sequence.num_confirmed)
-        if cache.window is not None and not sequence.is_beam:
-            # Beams keep blocks behind the window, because the blocks promised to a search assume that its
-            # beams share them.
+        if cache.window is not None and (cache.has_window_blocks or not sequence.is_beam):
+            # Beams keep whole blocks behind the window, because the blocks promised to a search assume that
+            # its beams share them.
             cache.give_up(table, sequence.num_confirmed)
 
     @staticmethod

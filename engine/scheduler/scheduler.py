@@ -75,7 +75,8 @@ class Scheduler:
             block_size=memory.block_size,
             prefix_caching=cache_config.prefix_caching and shares_prefixes,
             num_host_blocks=num_host_blocks,
-            window=window,
+            window=memory.window if memory.num_window_blocks else window,
+            num_window_blocks=memory.num_window_blocks,
             disk=disk,
             num_states=memory.num_states,
             max_num_seqs=config.max_num_seqs,
@@ -357,7 +358,14 @@ class Scheduler:
             return failure
         group.sequences.append(self._new_sequence(group, 0))
         num_tokens = state.prefixes.num_to_compute(group.sequences[0], state.running)
-        batch = Batch(max_num_seqs, state.running, block_size, state.promises.num_free())
+        batch = Batch(
+            max_num_seqs,
+            state.running,
+            block_size,
+            state.promises.num_free(),
+            num_free_window_blocks=state.promises.num_free_window_blocks(),
+            most_window_blocks=state.cache.most_window_blocks,
+        )
         return self._door.refusal(request, num_tokens, batch, now)
 
     def _expire(self, now: float) -> None:

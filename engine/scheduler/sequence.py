@@ -267,6 +267,11 @@ class Sequence:
         return self.table.num_held
 
     @property
+    def num_held_window_blocks(self) -> int:
+        """The same, where only some layers have a window."""
+        return self.table.num_in_window
+
+    @property
     def max_output_tokens(self) -> int:
         """Tokens that it generates at most."""
         return self.max_tokens_total - self.num_prompt_tokens

@@ -111,6 +111,34 @@ class Promises:
         """Blocks that nobody holds and that are promised to nobody but `besides`."""
         return self._cache.num_available - self.num_reserved(besides=besides)
 
+    def num_reserved_window_blocks(self, *, besides: Sequence | None = None) -> int:
+        """The same, of the blocks of layers that have a window, where others have none."""
+        if not self._cache.has_window_blocks or not (self._alone or self._searches):
+            return 0
+        own = None if besides is None else besides.group
+        alone = (each for each in self._alone.values() if each is not besides)
+        beams = (each for each in self._searches.values() if each is not own)
+        return sum(map(self._window_reserve_of, alone)) + sum(map(self.window_reserve_of_beams, beams))
+
+    def num_free_window_blocks(self, *, besides: Sequence | None = None) -> int:
+        """Those that nobody holds and that are promised to nobody but `besides`."""
+        return self._cache.num_available_window_blocks - self.num_reserved_window_blocks(besides=besides)
+
+    def _window_reserve_of(self, sequence: Sequence) -> int:
+        """Window blocks that the sequence may still come to need. Those that others hold as well do not
+        count as its own, since they do not come free when it leaves them behind.
+        """
+        cache, table = self._cache, sequence.table
+        growth = cache.blocks_for(sequence.max_tokens_total - 1) - table.window_end
+        return max(0, min(cache.most_window_blocks - cache.num_alone_in_window((table,)), growth))
+
+    def window_reserve_of_beams(self, group: RequestGroup) -> int:
+        """The same of a beam search."""
+        cache = self._cache
+        longest = cache.blocks_for(group.sequences[0].max_tokens_total - 1)
+        most = group.request.sampling.beam_width * min(cache.most_window_blocks, longest)
+        return max(0, most - cache.num_alone_in_window(beam.table for beam in group.sequences))
+
     def _reserve_of(self, sequence: Sequence) -> int:
         """Blocks that the sequence may still come to need, those that it will give up not counted against
         them: others may share these, and then they do not come free.
@@ -418,10 +446,17 @@ class SchedulerState:
             assert sequence.num_confirmed <= sequence.num_computed, f"{where}: confirmed beyond computed"
             assert sequence.num_computed <= sequence.num_expected, f"{where}: computed beyond its tokens"
             hidden = self.cache.num_behind_window(sequence.num_confirmed)
-            assert sequence.table.num_given_up <= hidden, f"{where} has given up what it can see"
+            table = sequence.table
+            assert max(table.num_given_up, table.window_start) <= hidden, f"{where} has given up what it sees"
+            if self.cache.has_window_blocks:
+                written = self.cache.blocks_for(sequence.num_computed)
+                assert table.window_end >= written, f"{where}: computed beyond its window blocks"
             covered = len(sequence.table) * self.cache.block_size
             assert sequence.num_computed <= covered, f"{where}: computed beyond its blocks"
             assert sequence.num_known <= sequence.max_tokens_total, f"{where} is longer than its limit"
         self.cache.check_invariants(sequence.table for sequence in live)
         reserved = self.promises.num_reserved()
         assert reserved <= self.cache.num_available, f"{reserved} blocks promised, too few are available"
+        reserved = self.promises.num_reserved_window_blocks()
+        available = self.cache.num_available_window_blocks
+        assert reserved <= available, f"{reserved} window blocks promised, {available} are available"

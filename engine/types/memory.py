@@ -56,6 +56,13 @@ class SchedulerLoad(EngineLoad, frozen=True, kw_only=True):
     counters: SchedulerCounters
 
 
+def blocks_in_window(window: int, block_size: int) -> int:
+    """Most blocks of a sequence that layers with a window keep, once its prompt is computed: those of the
+    window, one that has left it in part, one of slack and one to grow into.
+    """
+    return -(-window // block_size) + 3
+
+
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Where the memory goes, in bytes, and what fits into it."""
 
@@ -75,6 +82,16 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_states: int = 0
     # Tokens from one copy to the next, which take as many bytes as one.
     state_interval: int = 0
+    # Where only some layers have a window: its tokens, how many blocks they keep (others keep `num_blocks`),
+    # and their part of `kv_bytes_per_token`. 0 where all layers keep the same blocks.
+    window: int = 0
+    num_window_blocks: int = 0
+    window_bytes_per_token: int = 0
+
+    @property
+    def most_window_blocks(self) -> int:
+        """See blocks_in_window; 0 where all layers keep the same blocks."""
+        return blocks_in_window(self.window, self.block_size) if self.num_window_blocks else 0
 
     @property
     def capacity_tokens(self) -> int:

@@ -158,6 +158,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     forks: tuple[tuple[int, int], ...] = ()
     # (source, destination) slots of states, as they were before the plan.
     state_copies: tuple[tuple[int, int], ...] = ()
+    # Where only some layers have a window: (block, window block in which they keep it from now on), and
+    # copies (source, destination) between window blocks, as they were before the plan.
+    window_blocks: tuple[tuple[int, int], ...] = ()
+    window_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -32,6 +32,7 @@ class _Inside:
     boosted: bool = True
     remaining_prefill: int = 0
     num_held_blocks: int = 0
+    num_held_window_blocks: int = 0
 
     @property
     def account(self) -> Account:

@@ -12,10 +12,16 @@ extern "C" void decode_inputs(const DecodeArgs& args, int thread, int) {
     args.token_ids[i] = args.tokens[row * args.token_columns + position];
     if (position % args.block_size) {
       ++args.slots[i];
+      if (args.window_slots) ++args.window_slots[i];
     } else {
       const int64_t column = position / args.block_size, block = args.blocks[row * args.block_columns + column];
       args.block_tables[i * args.columns + column] = block;
       args.slots[i] = block * args.block_size;
+      if (args.window_slots) {
+        const int64_t kept = args.window_blocks[block];
+        args.window_tables[i * args.columns + column] = kept;
+        args.window_slots[i] = kept * args.block_size;
+      }
     }
     if (args.draws) args.draws[i].key = static_cast<int64_t>(mixed(args.streams[i], output));
   }

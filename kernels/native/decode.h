@@ -16,6 +16,10 @@ struct DecodeArgs {
   int64_t* slots;         // [S] where keys and values go
   int64_t* context_lens;  // [S]
   int64_t* block_tables;  // [S, C] has the columns of the next position
+  // The same of layers with a window, where others have none; else null.
+  int64_t* window_slots;         // [S]
+  int64_t* window_tables;        // [S, C]
+  const int64_t* window_blocks;  // of each block, where those layers keep it
   int64_t* outputs;       // [S] tokens of the output before the draw
   // The runner's table of sequences (engine/runner/sequence_table.py).
   const int64_t* rows;   // [S] each sequence's slot, all different

@@ -33,6 +33,8 @@ class HostCache:
     type_name: str
     block_size: int
     shared_value_dim: int
+    # Whether its blocks are those of layers with a window, where others have none.
+    in_windows: bool = False
 
     def tensors(self) -> list[NDArray[Any]]:
         """Every array whose first axis is blocks, for copies and offload."""

@@ -18,6 +18,7 @@ class Storage(Protocol):
 
     block_size: int
     shared_value_dim: int
+    in_windows: bool
 
     @property
     def keys(self) -> Values:

@@ -27,6 +27,8 @@ class LayerCache(Protocol):
     shared_value_dim: int
     # Name of the type of keys and values.
     type_name: str
+    # Whether its blocks are those of layers with a window, where others have none.
+    in_windows: bool
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
         """Stores keys [T, K, D] and values [T, K, E] at slots [T] (block * P + offset). None: the key holds
@@ -49,6 +51,7 @@ class PlainCache:
         self.shared_value_dim = shared_value_dim
         self.block_size = keys.shape[2]
         self.scales = None
+        self.in_windows = False
         self.type_name = str(keys.dtype).removeprefix("torch.")
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
@@ -80,6 +83,7 @@ class QuantizedCache:
         self.scales = scales  # [N, K, P, 2] float32: of the key, of the value
         self.shared_value_dim = shared_value_dim
         self.block_size = keys.shape[2]
+        self.in_windows = False
         self.type_name = str(keys.dtype).removeprefix("torch.")
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
@@ -103,10 +104,17 @@ class FollowingSteps:
 
 def _with_spare_columns(batch: ForwardBatch) -> ForwardBatch:
     """The same batch with columns for the blocks to come."""
-    tables = batch.ragged.block_tables
+    windows = batch.windows
+    if windows is not None:
+        windows = replace(windows, block_tables=_widened(windows.block_tables))
+    ragged = replace(batch.ragged, block_tables=_widened(batch.ragged.block_tables))
+    return replace(batch, ragged=ragged, windows=windows)
+
+
+def _widened(tables: NDArray[np.int64]) -> NDArray[np.int64]:
     wide = np.zeros((tables.shape[0], tables.shape[1] + _SPARE_COLUMNS), np.int64)
     wide[:, : tables.shape[1]] = tables
-    return replace(batch, ragged=replace(batch.ragged, block_tables=wide))
+    return wide
 
 
 def _is_plain(scheduled: Sequence[ScheduledSequence]) -> bool:

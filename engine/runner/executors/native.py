@@ -37,14 +37,18 @@ class NativeDecode:
     """Runs such steps. `draws` is the sampler of the same table, with the library of the model."""
 
     def __init__(
-        self, model: NativeDecoder, table: SequenceTable, draws: NativeDraws, *, block_size: int
+        self, model: NativeDecoder, table: SequenceTable, draws: NativeDraws, storage: KvStorage
     ) -> None:
         assert draws.library is model.library, "ops of one program share their threads"
         self._model = model
         self._table = table
         self._draws = draws
         self._appended = c_int64()
-        self._args = structure("DecodeArgs")(block_size=block_size, appended=ctypes.addressof(self._appended))
+        self._args = structure("DecodeArgs")(
+            block_size=storage.block_size, appended=ctypes.addressof(self._appended)
+        )
+        if storage.window_blocks is not None:
+            self._args.window_blocks = _address(storage.window_blocks)
         self._first = Op(model.library, "decode_inputs", self._args)
         self._final = Op(model.library, "decode_tokens", self._args)
         self._program: Program | None = None
@@ -105,6 +109,9 @@ class NativeDecode:
         args.token_ids, args.positions = _address(batch.token_ids), _address(batch.positions)
         args.slots, args.context_lens = _address(batch.slots), _address(ragged.context_lens)
         args.block_tables, args.columns = _address(ragged.block_tables), ragged.block_tables.shape[1]
+        if batch.windows is not None:
+            args.window_slots = _address(batch.windows.slots)
+            args.window_tables = _address(batch.windows.block_tables)
         args.outputs, args.rows = _address(last.rows.positions), _address(last.inputs.slots)
         args.tokens, args.token_columns = _address(table.tokens), table.tokens.shape[1]
         args.blocks, args.block_columns = _address(table.blocks), table.blocks.shape[1]
@@ -138,7 +145,7 @@ class NativeExecutor(Executor):
         self.decode: NativeDecode | None = None
         if model.library is sampling_library():
             table.sampling.draws = draws = NativeDraws(model.library)
-            self.decode = NativeDecode(model, table, draws, block_size=storage.block_size)
+            self.decode = NativeDecode(model, table, draws, storage)
 
     def mode(self) -> AbstractContextManager[object]:
         return _MODE

@@ -71,6 +71,9 @@ class CheckedRunner:
     max_tokens_per_step: int = 1 << 30
     # Only so many positions before a row, its first included, are read; others may be given up.
     window: int | None = None
+    # Layers with a window keep blocks of their own, and read so many positions; the others read all.
+    num_window_blocks: int = 0
+    partial_window: int = 0
     # Called with every plan; a text makes the step fail with it.
     fault: Callable[[SchedulerOutput], str] = lambda plan: ""
     # Drafts to propose after a sequence's tokens, for speculation.
@@ -89,6 +92,10 @@ class CheckedRunner:
         self.adapters = NamesAlone()
         self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
         self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_host_blocks)]
+        self.windows: list[list[int | None]] = [
+            [None] * self.block_size for _ in range(self.num_window_blocks)
+        ]
+        self.window_of: dict[int, int] = {}
         # A slot holds the digest of the tokens that its state has taken in.
         self.slots: dict[int, int] = {}
 
@@ -163,6 +170,12 @@ class CheckedRunner:
         assert not sources & set(destinations), "a copy reads what another one writes"
         for source, destination in plan.block_copies:
             self.device[destination] = list(self.device[source])
+        self.window_of.update(plan.window_blocks)
+        # All are read before any is written.
+        copied = [(into, list(self.windows[source])) for source, into in plan.window_copies]
+        assert len({into for into, _ in copied}) == len(copied), "two copies into one window block"
+        for into, content in copied:
+            self.windows[into] = content
         into = [destination for _, destination in plan.state_copies]
         assert len(set(into)) == len(into), "two copies into one slot"
         # All are read before any is written.
@@ -174,7 +187,10 @@ class CheckedRunner:
             state.table[: row.num_given_up] = [self.num_blocks] * row.num_given_up
 
     def _slot(self, state: State, position: int, value: int | None) -> None:
-        self.device[state.table[position // self.block_size]][position % self.block_size] = value
+        block = state.table[position // self.block_size]
+        self.device[block][position % self.block_size] = value
+        if self.num_window_blocks:
+            self.windows[self.window_of[block]][position % self.block_size] = value
 
     def _compute(self, row: ScheduledSequence) -> SequenceResult:
         state = self.states[row.sequence_id]
@@ -192,6 +208,9 @@ class CheckedRunner:
             block = state.table[position // self.block_size]
             found = self.device[block][position % self.block_size]
             assert found == state.digest(position, tokens), f"wrong content at position {position}"
+            if self.num_window_blocks and position > row.start - self.partial_window:
+                kept = self.windows[self.window_of[block]][position % self.block_size]
+                assert kept == found, f"wrong content in the window at position {position}"
         for position in range(row.start, end):
             self._slot(state, position, state.digest(position, tokens))
         self.num_computed_tokens += row.num_tokens

@@ -22,6 +22,8 @@ def memory_plan(
     *,
     num_states: int = 0,
     state_interval: int = 8,
+    window: int = 0,
+    num_window_blocks: int = 0,
 ) -> MemoryPlan:
     """A plan in which only the counts matter."""
     return MemoryPlan(
@@ -36,6 +38,8 @@ def memory_plan(
         max_model_len=max_model_len,
         num_states=num_states,
         state_interval=state_interval if num_states else 0,
+        window=window,
+        num_window_blocks=num_window_blocks,
     )
 
 
@@ -82,6 +86,8 @@ class Driver:
             num_host_blocks,
             max_tokens_per_step=self.config.max_num_batched_tokens,
             window=window,
+            num_window_blocks=memory.num_window_blocks,
+            partial_window=memory.window,
         )
         self.disk = disk
         if disk is not None:

@@ -10,9 +10,12 @@ import pytest
 import torch
 import transformers
 
+from engine.config import SchedulerConfig
 from tests.unit.engine.checkpoints import reference_greedy, reference_logits
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
 
+# So small that layers with a window do not keep everything, where others do.
+STEPS = SchedulerConfig(max_num_batched_tokens=64)
 TORCH = ({"attention_backend": "torch"}, 13)
 # Options of a runner, and tokens of a prompt's chunks.
 WAYS: tuple[tuple[dict[str, Any], int], ...] = (
@@ -28,7 +31,7 @@ def assert_equals_transformers(
     """Logits and greedy answers: of chunked prompts, among others, after hits of prefixes, preempted."""
     prompts = [prompt_of(length, 199, seed=length) for length in (45, 1, 17)]
     for options, chunk in ways:
-        with closing(open_runner(folder, **options)) as runner:
+        with closing(open_runner(folder, scheduler=STEPS, **options)) as runner:
             probe = GREEDY.__class__(temperature=0.0, prompt_logprobs=199)
             driver = Driver(runner, seed=3)
             scored, *_ = driver.run([Job(prompts[0], num_tokens=1, sampling=probe, chunk=chunk)])

@@ -8,9 +8,11 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig, SchedulerConfig
+from engine.model.families import read_spec
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import (
     CPU_CACHE_LIMIT_BYTES,
@@ -21,6 +23,7 @@ from engine.model.plan import (
 )
 from engine.model.plan_command import AskedLoad, decoding_blocks
 from engine.model.plan_command import main as print_plan
+from engine.model.weight_memory import WeightCount
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from kernels.linear.formats import DenseWeight
@@ -211,3 +214,51 @@ def test_command_prints_the_plan_and_names_what_is_wrong(tmp_path: Path) -> None
     nowhere = run('[model]\npath = "/nowhere/at/all"\n')
     assert nowhere.returncode == 2
     assert "/nowhere/at/all" in nowhere.stderr
+
+
+def gemma3_shaped(folder: Path) -> PlanInput:
+    """The layers of Gemma 3 4B without weights: 29 of 34 look back on 1,024 tokens. A cache of 4 GiB."""
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262_208,
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    options = EngineConfig(
+        dtype="bfloat16", max_model_len=8000, cache=CacheConfig(kv_cache_bytes=4 * GIB, block_size=16)
+    )
+    return PlanInput(
+        spec=read_spec(folder),
+        device="cpu",
+        available_bytes=64 * GIB,
+        weights=WeightCount(),
+        config=options,
+    )
+
+
+def test_twice_the_long_streams_fit_where_only_some_layers_slide(tmp_path: Path) -> None:
+    after = gemma3_shaped(tmp_path)
+    # What keeps whole blocks keeps all layers' blocks.
+    cache = msgspec.structs.replace(after.config.cache, host_bytes=1)
+    before = msgspec.structs.replace(after, config=msgspec.structs.replace(after.config, cache=cache))
+    asked, counts = AskedLoad(streams=64, prompt=7000, output=1000), []
+    for given_input in (before, after):
+        plan = make_plan(given_input)
+        assert plan.kv_cache_bytes <= 4 * GIB
+        counts.append(asked.placed(given_input, plan).streams_at_once)
+    print(f"\nstreams of 8,000 tokens in 4 GiB: {counts[0]} before, {counts[1]} after")
+    assert counts[0] == 3
+    assert counts[1] >= 2 * counts[0]

@@ -120,6 +120,11 @@ class Driver:
         self._steps = iter(range(1 << 30))
         self._free = np.random.default_rng(seed).permutation(runner.storage.num_blocks).tolist()
         # Slots of states, where the model has some.
+        # Window blocks, where only some layers have a window; by block, those that are in use.
+        self._window = runner.model.spec.sliding_reach
+        num_window_blocks = runner.storage.num_window_blocks
+        self._free_windows = np.random.default_rng(seed).permutation(num_window_blocks).tolist()
+        self._window_of: dict[int, int] = {}
         self._free_states = np.random.default_rng(seed).permutation(runner.storage.num_states).tolist()
 
     def run(
@@ -129,6 +134,7 @@ class Driver:
         the slot of the state behind it.
         """
         live: dict[int, tuple[Job, list[int], int]] = {}
+        tables: dict[int, list[int]] = {}
         ended: list[int] = []
         jobs = list(jobs)
         new = []
@@ -139,12 +145,20 @@ class Driver:
             own = self.take_blocks(len(job.prompt) + job.num_tokens + 40, len(shared))
             live[sequence_id] = (job, own, computed)
             slots[sequence_id] = self.take_state()
-            new.append(new_sequence(sequence_id, job, [*shared, *own], slots[sequence_id]))
+            tables[sequence_id] = [*shared, *own]
+            new.append(new_sequence(sequence_id, job, tables[sequence_id], slots[sequence_id]))
         copies = tuple((state, slot) for slot in slots.values() if state >= 0)
         while live or ended:
             scheduled = [self._next(sequence_id, *entry) for sequence_id, entry in live.items()]
             plan = SchedulerOutput(
-                next(self._steps), tuple(new), tuple(scheduled), tuple(ended), state_copies=copies
+                next(self._steps),
+                tuple(new),
+                tuple(scheduled),
+                tuple(ended),
+                state_copies=copies,
+                window_blocks=tuple(
+                    each for row in scheduled for each in self._slide(row, tables[row.sequence_id])
+                ),
             )
             result = self.step(plan)
             new, ended, copies = [], [], ()
@@ -161,6 +175,7 @@ class Driver:
                     del live[sequence.sequence_id]
                     ended.append(sequence.sequence_id)
                     self._free.extend(own)
+                    self._leave(own)
                     if slots[sequence.sequence_id] >= 0:
                         self._free_states.append(slots[sequence.sequence_id])
         assert self.runner.num_states() == 0
@@ -176,6 +191,21 @@ class Driver:
         """Blocks for so many tokens, in random order."""
         needed = -(-num_tokens // self.runner.storage.block_size) - num_shared
         return [self._free.pop() for _ in range(needed)]
+
+    def _slide(self, row: ScheduledSequence, table: list[int]) -> list[tuple[int, int]]:
+        """Window blocks that a row takes, after those behind its window were given up."""
+        if not self.runner.storage.num_window_blocks:
+            return []
+        size, end = self.runner.storage.block_size, row.start + row.num_tokens
+        self._leave(table[: max(0, row.start + 1 - self._window) // size])
+        written = table[row.start // size : -(-end // size)]
+        taken = [(each, self._free_windows.pop()) for each in written if each not in self._window_of]
+        self._window_of.update(taken)
+        return taken
+
+    def _leave(self, blocks: list[int]) -> None:
+        kept = [self._window_of.pop(each) for each in blocks if each in self._window_of]
+        self._free_windows.extend(kept)
 
     def take_state(self) -> int:
         """A slot for a state; -1 where the model has none."""

@@ -1,4 +1,4 @@
-"""Where every layer has a window, giving up blocks changes no token, whatever becomes of the blocks."""
+"""Where layers have a window, giving up what lies behind it changes no token, whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import transformers
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core.__main__ import make_scheduler
 from engine.model.families import read_spec
+from engine.model.plan import kv_bytes_per_token, plan_input, window_room_of
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -50,11 +51,13 @@ def prompts() -> list[list[int]]:
 
 def poison_free_blocks(scheduler: Scheduler, runner: ModelRunner) -> None:
     """What nobody holds, and the spare block, turn into NaN: a weight of 0 would not hide it."""
-    free = [*scheduler._state.cache._pool._free, runner.storage.num_blocks]
-    for layer in runner.storage.layers:
+    cache, storage = scheduler._state.cache, runner.storage
+    free = [*cache._pool._free, storage.num_blocks]
+    free_in_windows = [] if cache._windows is None else [*cache._windows._free, storage.num_window_blocks]
+    for layer in storage.layers:
         for tensor in layer.tensors():
             if "float" in str(tensor.dtype):
-                tensor[free] = float("nan")
+                tensor[free_in_windows if layer.in_windows else free] = float("nan")
 
 
 def generate(
@@ -64,7 +67,13 @@ def generate(
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=48, long_prefill_tokens=32),
         CacheConfig(prefix_caching=prefix_caching),
-        memory_plan(runner.storage.num_blocks, runner.storage.block_size, 256),
+        memory_plan(
+            runner.storage.num_blocks,
+            runner.storage.block_size,
+            256,
+            window=WINDOW if runner.storage.num_window_blocks else 0,
+            num_window_blocks=runner.storage.num_window_blocks,
+        ),
         model="m",
         num_host_blocks=num_host_blocks,
         window=window,
@@ -98,6 +107,8 @@ def generate(
             tokens.setdefault((event.request_id, event.choice_index), []).extend(event.token_ids)
     assert runner.num_states() == 0
     assert scheduler.num_unreferenced_blocks == scheduler.num_total_blocks
+    cache = scheduler._state.cache
+    assert cache.num_available_window_blocks == cache.num_window_blocks
     return tokens, Counter(scheduler.load(10.0).counters.preemptions), most
 
 
@@ -147,8 +158,87 @@ def test_the_scheduler_hears_of_the_window(folder: Path, oracle: transformers.Pr
     assert make_scheduler(config, model, memory, facts)._state.cache.window == WINDOW
 
 
-def test_one_layer_without_a_window_keeps_every_block(tmp_path: Path) -> None:
+TURNS = ["sliding_attention", "sliding_attention", "full_attention"]
+# Of which only some layers have a window; the last reads keys and values of layers before it.
+PARTIAL = {
+    "gemma3_text": {"head_dim": 16, "num_hidden_layers": 3, "layer_types": TURNS},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": TURNS[1:]},
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_hidden_layers": 6,
+        "layer_types": 2 * TURNS,
+        "vocab_size_per_layer_input": 199,
+        "hidden_size_per_layer_input": 12,
+        "num_kv_shared_layers": 3,
+    },
+}
+# Of a step, so that a prompt is computed in several chunks.
+STEPS = SchedulerConfig(max_num_batched_tokens=48)
+
+
+@pytest.fixture(scope="module", params=list(PARTIAL))
+def partial(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
+    """A checkpoint, and what transformers answers."""
+    folder = tmp_path_factory.mktemp(request.param)
+    oracle = make_checkpoint(folder, request.param, sliding_window=WINDOW, **PARTIAL[request.param])
+    return folder, [reference_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts()]
+
+
+def open_partial(folder: Path, *, num_sequences: float, **options: object) -> ModelRunner:
+    """A runner with so many times what one sequence of 256 tokens needs, and no more."""
+    given = plan_input(
+        EngineConfig(dtype="float32", scheduler=STEPS),
+        ModelConfig(path=str(folder)),
+        device="cpu",
+        available_bytes=1 << 33,
+    )
+    room, per_token = window_room_of(given), kv_bytes_per_token(given.spec, "float32")
+    in_windows = room.bytes_per_token * 16
+    least = 16 * (per_token * 16 - in_windows) + room.least * in_windows
+    runner = open_runner(folder, kv_cache_bytes=int(num_sequences * least), scheduler=STEPS, **options)
+    # Far fewer than there are blocks for prompts of this length.
+    assert 0 < runner.storage.num_window_blocks < runner.storage.num_blocks
+    return runner
+
+
+@pytest.mark.parametrize("kernels", ["torch", "reference", "native"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_tokens_equal_transformers_where_only_some_layers_slide(
+    partial: tuple[Path, list[list[int]]], kernels: str, prefix_caching: bool
+) -> None:
+    """Chunked prompts, several sequences and preemption, and NaN in all that nobody holds."""
+    folder, answers = partial
+    options: dict[str, object] = {"native": "off", "attention_backend": kernels}
+    if kernels == "native":
+        options = {"native": native_or_skip()}
+    with closing(open_partial(folder, num_sequences=1.3, **options)) as runner:
+        tokens, preemptions, _ = generate(
+            runner, window=None, prefix_caching=prefix_caching, num_host_blocks=0
+        )
+    assert preemptions.total() > 0
+    assert tokens == {(number, 0): each for number, each in enumerate(answers)}
+
+
+def test_choices_share_a_prompt_where_only_some_layers_slide(
+    partial: tuple[Path, list[list[int]]],
+) -> None:
+    folder, answers = partial
+    with closing(open_partial(folder, num_sequences=8)) as runner:
+        tokens, _, _ = generate(runner, window=None, prefix_caching=True, num_host_blocks=0, n=3)
+    for number, each in enumerate(answers):
+        assert [tokens[number, choice] for choice in range(3)] == [each] * 3
+
+
+def test_layers_with_a_window_keep_blocks_of_their_own(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"]
     make_checkpoint(tmp_path, "qwen2", use_sliding_window=True, sliding_window=9, layer_types=kinds)
-    assert read_spec(tmp_path).windows == (9, None)
-    assert read_spec(tmp_path).window is None
+    spec = read_spec(tmp_path)
+    assert (spec.windows, spec.window) == ((9, None), None)
+    assert (spec.sliding_layers, spec.sliding_reach) == ({0}, 9)
+    with closing(open_runner(tmp_path, scheduler=STEPS)) as runner:
+        assert [layer.in_windows for layer in runner.storage.layers] == [True, False]
+        lengths = [layer.keys.shape[0] - 1 for layer in runner.storage.layers]
+        assert lengths == [runner.storage.num_window_blocks, runner.storage.num_blocks]

@@ -30,6 +30,8 @@ FAST = (Phase.explicit, Phase.reuse, Phase.generate)
 
 # Of the model, in tokens; blocks have four. None keeps every block.
 WINDOWS = st.sampled_from((None, 1, 6, 24))
+# The same where only some layers have one, with their blocks: at least those that one sequence needs.
+PARTIAL = st.sampled_from(((0, 0), (0, 0), (1, 4), (6, 5), (6, 12), (10, 30), (24, 9), (24, 40)))
 # Slots for states, of which eight are for sequences that run; none where layers only attend.
 STATES = st.sampled_from((0, 9, 12, 40))
 
@@ -113,6 +115,7 @@ class Walk:
     num_blocks=st.sampled_from((34, 48, 200)),
     num_host_blocks=st.sampled_from((0, 0, 8, 40)),
     window=WINDOWS,
+    partial=PARTIAL,
     num_states=STATES,
 )
 def test_any_walk_keeps_the_books(
@@ -123,12 +126,17 @@ def test_any_walk_keeps_the_books(
     num_blocks: int,
     num_host_blocks: int,
     window: int | None,
+    partial: tuple[int, int],
     num_states: int,
 ) -> None:
+    if partial[0]:
+        window, num_host_blocks = None, 0
     walk = Walk(
         seed,
         faults=False,
-        memory=memory_plan(num_blocks, num_states=num_states),
+        memory=memory_plan(
+            num_blocks, num_states=num_states, window=partial[0], num_window_blocks=partial[1]
+        ),
         overlap=overlap,
         prefix_caching=prefix_caching,
         num_host_blocks=num_host_blocks,
@@ -146,6 +154,7 @@ def test_any_walk_keeps_the_books(
     overlap=st.booleans(),
     num_host_blocks=st.sampled_from((0, 16)),
     window=WINDOWS,
+    partial=PARTIAL,
     num_states=STATES,
 )
 def test_walks_with_failing_steps_end_every_request(
@@ -154,12 +163,15 @@ def test_walks_with_failing_steps_end_every_request(
     overlap: bool,
     num_host_blocks: int,
     window: int | None,
+    partial: tuple[int, int],
     num_states: int,
 ) -> None:
+    if partial[0]:
+        window, num_host_blocks = None, 0
     walk = Walk(
         seed,
         faults=True,
-        memory=memory_plan(40, num_states=num_states),
+        memory=memory_plan(40, num_states=num_states, window=partial[0], num_window_blocks=partial[1]),
         overlap=overlap,
         num_host_blocks=num_host_blocks,
         window=window,
@@ -177,14 +189,22 @@ def test_walks_with_failing_steps_end_every_request(
     watermark=st.sampled_from((0.0, 0.1)),
     overlap=st.booleans(),
     window=WINDOWS,
+    partial=PARTIAL,
 )
 def test_preemption_storms_are_impossible(
-    seed: int, max_preemptions: int, num_blocks: int, watermark: float, overlap: bool, window: int | None
+    seed: int,
+    max_preemptions: int,
+    num_blocks: int,
+    watermark: float,
+    overlap: bool,
+    window: int | None,
+    partial: tuple[int, int],
 ) -> None:
     # Far more than fits, of two tiers, all growing to their limit.
     rng = random.Random(seed)
+    window = None if partial[0] else window
     driver = Driver(
-        memory=memory_plan(num_blocks, 4, 76),
+        memory=memory_plan(num_blocks, 4, 76, window=partial[0], num_window_blocks=partial[1]),
         overlap=overlap,
         watermark=watermark,
         max_preemptions=max_preemptions,
@@ -208,14 +228,23 @@ def test_preemption_storms_are_impossible(
 
 
 @pytest.mark.parametrize(
-    ("num_operations", "overlap", "window", "num_states"),
-    [(10_000, False, 10, 0), (10_000, True, None, 14), (3000, True, 10, 0)],
+    ("num_operations", "overlap", "window", "num_states", "partial"),
+    [
+        (10_000, False, 10, 0, (0, 0)),
+        (10_000, True, None, 14, (0, 0)),
+        (3000, True, 10, 0, (0, 0)),
+        (5000, False, None, 0, (10, 24)),
+        (5000, True, None, 14, (10, 24)),
+    ],
 )
 def test_thousands_of_operations_with_failures(
-    num_operations: int, overlap: bool, window: int | None, num_states: int
+    num_operations: int, overlap: bool, window: int | None, num_states: int, partial: tuple[int, int]
 ) -> None:
-    memory = memory_plan(60, num_states=num_states)
-    walk = Walk(7, faults=True, memory=memory, overlap=overlap, num_host_blocks=20, window=window)
+    memory = memory_plan(60, num_states=num_states, window=partial[0], num_window_blocks=partial[1])
+    num_host_blocks = 0 if partial[0] else 20
+    walk = Walk(
+        7, faults=True, memory=memory, overlap=overlap, num_host_blocks=num_host_blocks, window=window
+    )
     for _ in range(num_operations):
         busy = walk.driver.scheduler.num_requests > 40
         walk.operate("step" if busy else walk.random.choice(OPERATIONS))
@@ -232,6 +261,7 @@ def test_thousands_of_operations_with_failures(
     num_host_blocks=st.sampled_from((0, 16)),
     by_deadline=st.booleans(),
     window=WINDOWS,
+    partial=PARTIAL,
 )
 def test_ending_requests_frees_everything_within_one_step(
     seed: int,
@@ -241,14 +271,17 @@ def test_ending_requests_frees_everything_within_one_step(
     num_host_blocks: int,
     by_deadline: bool,
     window: int | None,
+    partial: tuple[int, int],
 ) -> None:
     """At any point of any walk: blocks at once, the runner's states (grammars with them) with the next plan,
     host blocks that were being read with it as well.
     """
+    if partial[0]:
+        window, num_host_blocks = None, 0
     walk = Walk(
         seed,
         faults=False,
-        memory=memory_plan(num_blocks),
+        memory=memory_plan(num_blocks, window=partial[0], num_window_blocks=partial[1]),
         overlap=overlap,
         num_host_blocks=num_host_blocks,
         window=window,
@@ -268,6 +301,7 @@ def test_ending_requests_frees_everything_within_one_step(
         assert driver.scheduler.num_unreferenced_blocks == num_blocks
     driver.step()
     assert driver.scheduler.num_unreferenced_blocks == num_blocks
+    assert driver.scheduler._state.cache.num_available_window_blocks == partial[1]
     assert driver.scheduler.num_requests == 0
     assert driver.runner.num_states() == 0
     driver.run()
