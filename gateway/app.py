@@ -40,6 +40,8 @@ from gateway.settings import Settings
 from gateway.store.store import Store
 from gateway.tokenizer.client import TokenizerClient
 from gateway.types.error_form import ErrorForms
+from gateway.ui import routes as ui
+from gateway.ui.endpoints import AccountEndpoints
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -146,6 +148,7 @@ class Gateway:
             served,
             anthropic.routes(self._current_pipeline, secret),
             pooled.routes(self._current_pipeline),
+            ui.routes(self._account()),
         ]
         if self._batches is not None:
             self._batches.endpoints = {
@@ -176,6 +179,16 @@ class Gateway:
             socket_config=self._config.socket,
             metrics=self._metrics,
             uploads=application.uploads,
+        )
+
+    def _account(self) -> AccountEndpoints:
+        return AccountEndpoints(
+            self._current_pipeline,
+            edge=self._edge,
+            fleet=self._fleet,
+            store=self._store,
+            metrics=self._metrics,
+            admin_tenants=self._config.admin_tenants,
         )
 
     def _add_servicers(self) -> None:

@@ -451,8 +451,8 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_headers_timeout_s: PositiveFloat = 10.0
     # A client must have sent its whole request within this time, or the answer must have begun.
     request_timeout_s: PositiveFloat = 60.0
-    # Requests a second, of all clients together, for what needs no key: /health, /openapi.json and gRPC's
-    # health check.
+    # Requests a second, of all clients together, for what needs no key: /health, /openapi.json, gRPC's
+    # health check and the page at /ui, of each as many.
     public_requests_per_second: PositiveInt = 200
     # A client connection without a request is closed after this long.
     idle_timeout_s: PositiveFloat = 3600.0

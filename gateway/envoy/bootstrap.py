@@ -19,6 +19,7 @@ from gateway.intake.refusals import LIMIT_S
 from gateway.limits import servicer
 from gateway.settings import Settings, load_settings, split_address
 from gateway.types.error_form import ErrorForms
+from gateway.ui.files import PREFIX as UI_PREFIX
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import edge_resource
@@ -163,6 +164,7 @@ _TEMPLATES.globals.update(
     question_header=authorizer.QUESTION_HEADER,
     credentials_headers=authorizer.CREDENTIALS_HEADERS,
     authorize_prefix=authorizer.AUTHORIZE_PREFIX,
+    ui_prefix=UI_PREFIX,
     rate_limit_domain=servicer.DOMAIN,
     tenant_entry=servicer.TENANT_ENTRY,
     key_entry=servicer.KEY_ENTRY,

@@ -10,8 +10,9 @@ import msgspec
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import NO_CREDENTIALS
 from gateway.types.error_form import ErrorForm, ErrorForms
+from gateway.ui.files import PREFIX as UI_PREFIX
 
-# Paths that need no key. Envoy limits how often they are asked for.
+# Paths that need no key, beside those of the page. Envoy limits how often they are asked for.
 PUBLIC_PATHS = ("/health", "/openapi.json", "/grpc.health.v1.Health/Check")
 _TOO_OFTEN = "this is asked for too often, by all clients together; ask less often"
 _NO_GATEWAY = "no gateway is ready: none answers, or they lack an engine or the tokenizer; retry shortly"
@@ -121,7 +122,7 @@ def _header(key: str, value: str) -> dict[str, Any]:
 
 
 def _is_public() -> dict[str, Any]:
-    paths = "|".join(map(re.escape, PUBLIC_PATHS))
+    paths = "|".join((*map(re.escape, PUBLIC_PATHS), f"{re.escape(UI_PREFIX)}(?:/[^?]*)?"))
     return _has_path({"safe_regex": {"regex": f"(?:{paths})(?:\\?.*)?"}})
 
 

@@ -19,7 +19,7 @@ from gateway.database import database_url
 from gateway.ledger.journal import Journal, Left, left_behind
 from gateway.ledger.tables import REQUESTS
 from gateway.ledger.unclaimed import UnclaimedTokens
-from gateway.ledger.usage import month_sums
+from gateway.ledger.usage import UsageRow, month_sums, usage
 from gateway.limits.limiter import Charges
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.limits.store import month_of
@@ -102,6 +102,10 @@ class LedgerWriter:
     def month_sums(self) -> dict[str, int]:
         """What the meters of this month ought to hold at least; asks the database."""
         return month_sums(self._engine, month_of(time.time()))
+
+    def usage(self, by: str, *, since_unix_ms: int, tenant: str) -> list[UsageRow]:
+        """Sums of a tenant's requests since a moment by one dimension; asks the database."""
+        return usage(self._engine, [by], since_unix_ms=since_unix_ms, tenant=tenant)
 
     def recover(self) -> list[Left]:
         """Writes what processes that are gone have left, and returns it with what they still hold of the

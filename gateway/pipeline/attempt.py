@@ -200,6 +200,7 @@ class Attempt:
             tokens_per_s=1 / gap_s if (gap_s := meter.tpot_s(1)) else None,
             drafted_tokens=meter.statistics.drafted_tokens,
             accepted_tokens=meter.statistics.accepted_tokens,
+            delayed_by_s=dict(meter.statistics.delayed_by_s),
         )
 
     def tool_calls(self) -> list[tuple[str, str]]:

@@ -91,6 +91,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     # Of the tokens that speculation or a grammar proposed, those that were kept.
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    # Named cause to seconds lost, of all choices together.
+    delayed_by_s: Mapping[str, float] = {}
 
     @property
     def billed_tokens(self) -> int:

@@ -33,6 +33,8 @@ from gateway.faces.openai.openapi import EXAMPLES, document
 from gateway.faces.pooled import openapi as pooled
 from gateway.faces.responses import openapi as responses
 from gateway.http.application import Application
+from gateway.ui import openapi as account
+from gateway.ui.files import file_handlers
 from runtime.context import CONTEXT_HEADER
 from tests.clients.python.beyond_schema import only_beyond_schema, served
 from tests.unit.gateway.rig.deployment import deployed, signed_context
@@ -86,6 +88,7 @@ DOCUMENTS = {
     pooled.PATH: msgspec.json.decode(pooled.document())["paths"],
     batches.PATH: msgspec.json.decode(batches.document())["paths"],
     message_batches.PATH: msgspec.json.decode(message_batches.document())["paths"],
+    account.PATH: msgspec.json.decode(account.document())["paths"],
 }
 PATHS = {path: operations for paths in DOCUMENTS.values() for path, operations in paths.items()}
 OPERATIONS = [(method, path) for path, operations in PATHS.items() for method in operations]
@@ -112,8 +115,9 @@ def test_nothing_undocumented_is_answered(address: str, method: str, path: str, 
         assert mode is GenerationMode.NEGATIVE
 
 
-# Pages of the gateway that are not for clients: Envoy answers 404 to them.
+# Pages of the gateway that are not for clients: Envoy answers 404 to them. Then the files of the page at /ui.
 NOT_FOR_CLIENTS = {("get", "/metrics"), ("", AUTHORIZE_PREFIX)}
+FOR_PEOPLE = {(method.lower(), path) for method, path in file_handlers()}
 
 
 async def test_the_documents_list_every_route_and_no_other(tmp_path: Path) -> None:
@@ -125,8 +129,8 @@ async def test_the_documents_list_every_route_and_no_other(tmp_path: Path) -> No
     # A parameter is what follows the beginning of its path.
     beginnings = {(method, path.partition("{")[0]) for method, path in OPERATIONS}
     listed = {("" if ("", start) in served else method, start) for method, start in beginnings}
-    assert listed == served - NOT_FOR_CLIENTS
-    assert served >= NOT_FOR_CLIENTS
+    assert listed == served - NOT_FOR_CLIENTS - FOR_PEOPLE
+    assert served >= NOT_FOR_CLIENTS | FOR_PEOPLE
 
 
 def test_the_document_lists_what_is_served(address: str) -> None:

@@ -205,4 +205,6 @@ def usage_message(usage: Usage, *, timing: bool) -> output_pb2.Usage:
     """Usage, with the parts of the time to first token when asked for."""
     ttft = asdict(usage.ttft) if timing and usage.ttft is not None else None
     # The API's completion_tokens are all that were generated, as OpenAI counts.
-    return output_pb2.Usage(**asdict(usage) | {"completion_tokens": usage.billed_tokens, "ttft": ttft})
+    numbers = asdict(usage) | {"completion_tokens": usage.billed_tokens, "ttft": ttft}
+    del numbers["delayed_by_s"]
+    return output_pb2.Usage(**numbers)

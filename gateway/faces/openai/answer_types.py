@@ -45,7 +45,7 @@ class ReasoningTokens(Struct, frozen=True):
 
 class Timings(Struct, frozen=True):
     """What became of the time, in the words of the traces. Tokens a second are those after the first, of all
-    choices together; of drafted tokens some were accepted.
+    choices together; of drafted tokens some were accepted. `delayed_by_ms` has the causes that held it back.
     """
 
     queue_ms: float
@@ -56,6 +56,7 @@ class Timings(Struct, frozen=True):
     cached_tokens: Natural
     drafted_tokens: Natural
     accepted_tokens: Natural
+    delayed_by_ms: dict[str, float]
 
 
 class UsageBody(Struct, frozen=True):

@@ -316,6 +316,7 @@ def _timings(usage: Usage, ttft: TimeToFirstToken) -> Timings:
         cached_tokens=usage.cached_prompt_tokens,
         drafted_tokens=usage.drafted_tokens,
         accepted_tokens=usage.accepted_tokens,
+        delayed_by_ms={cause: value * 1000 for cause, value in usage.delayed_by_s.items()},
     )
 
 
