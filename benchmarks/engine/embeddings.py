@@ -1,13 +1,15 @@
-"""Embeddings of many texts: this engine beside sentence-transformers, in one run on one machine.
+"""Embeddings of many texts: this engine beside others, in one run on one machine.
 
-    python -m benchmarks.engine.embeddings CHECKPOINT [--texts 1024] [--threads N]
+    python -m benchmarks.engine.embeddings CHECKPOINT [--texts 1024] [--threads N] [--json FILE]
+        [--python sentence-transformers=PATH] [--python openvino=PATH] [--python vllm=PATH]
 
-Texts are token ids of 5 to 400 tokens, the same for both. Each side runs in a process of its own, whose peak
-memory is
-told beside its rate; the time is from the first text to the last embedding, after one text for warming up.
-Where sentence-transformers is not installed, its formula runs over transformers: texts by falling length in
-batches of 32,
-padded to the longest. The lowest cosine between both sides' embeddings says whether they computed the same.
+CHECKPOINT is a folder, or a known name such as all-minilm-l6-v2. Texts are token ids of 5 to 400 tokens,
+the same for all. Each side runs in a process of its own, whose peak memory is told beside its rate; the
+time is from the first text to the last embedding, after one text for warming up. Others run in this
+environment, or in that of the interpreter that --python names; vLLM's is found below
+~/.local/share/millrace. A side that is not there is said to be so; without sentence-transformers its
+formula runs over transformers. The lowest cosine with each side's embeddings says whether both computed the
+same.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import json
 import multiprocessing
 import os
 import resource
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SHORTEST, LONGEST, BATCH = 5, 400, 32
+from checkpoint.files import find
+from checkpoint.pooling import read_pooling
+
+SHORTEST, LONGEST = 5, 400
+# What a side exits with whose library is not in its environment.
+NOT_THERE = 3
 Embeddings = NDArray[np.float32]
 
 
@@ -96,53 +104,51 @@ def ours(folder: Path, texts: list[list[int]], threads: int) -> tuple[Embeddings
     return np.stack([np.frombuffer(mailbox.found[index + 1], "<f4") for index in range(len(texts))]), seconds
 
 
-def theirs(folder: Path, texts: list[list[int]], threads: int) -> tuple[Embeddings, float]:
-    """sentence-transformers' way: by falling length, padded in batches."""
-    import torch
-    import transformers
-
-    from checkpoint.pooling import read_pooling
-
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    pooling = read_pooling(folder)
-    assert pooling is not None, "it pools"
-
-    @torch.inference_mode()
-    def embed(some: list[list[int]]) -> torch.Tensor:
-        longest = max(map(len, some))
-        ids = torch.tensor([text + [0] * (longest - len(text)) for text in some])
-        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in some])
-        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        if pooling.kind == "cls":
-            pooled = hidden[:, 0]
-        elif pooling.kind == "mean":
-            pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        else:
-            pooled = hidden[torch.arange(len(some)), mask.sum(1) - 1]
-        return torch.nn.functional.normalize(pooled, dim=-1) if pooling.normalized else pooled
-
-    embed(texts[:1])
-    started_s = time.monotonic()
-    order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
-    found: dict[int, Embeddings] = {}
-    for start in range(0, len(order), BATCH):
-        some = order[start : start + BATCH]
-        found |= zip(some, embed([texts[index] for index in some]).numpy(), strict=True)
-    seconds = time.monotonic() - started_s
-    return np.stack([found[index] for index in range(len(texts))]), seconds
-
-
-SIDES: dict[str, Callable[..., tuple[Embeddings, float]]] = {
-    "millrace": ours,
-    "sentence-transformers": theirs,
-}
-
-
-def _in_process(name: str, folder: Path, texts: list[list[int]], threads: int, answers: Any) -> None:
-    embeddings, seconds = SIDES[name](folder, texts, threads)
+def _ours_in_process(folder: Path, texts: list[list[int]], threads: int, answers: Any) -> None:
+    embeddings, seconds = ours(folder, texts, threads)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    answers.put((embeddings, seconds, peak_mib))
+    answers.put({"embeddings": embeddings, "seconds": seconds, "peak_mib": peak_mib})
+
+
+def _ours(folder: Path, texts: list[list[int]], threads: int) -> dict[str, Any]:
+    spawned = multiprocessing.get_context("spawn")
+    answers = spawned.Queue()
+    process = spawned.Process(target=_ours_in_process, args=(folder, texts, threads, answers))
+    process.start()
+    found: dict[str, Any] = answers.get()
+    process.join()
+    return found
+
+
+def _theirs(name: str, python: str, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """What another library found; None where it is not installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, told = Path(folder) / "asked.json", Path(folder) / "found.json"
+        given.write_bytes(msgspec.json.encode(asked))
+        command = [
+            python,
+            str(Path(__file__).with_name("embeddings_elsewhere.py")),
+            name,
+            str(given),
+            str(told),
+        ]
+        # Nothing of this environment belongs into another one.
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if ended.returncode == NOT_THERE:
+            return None
+        if ended.returncode:
+            raise SystemExit(f"{name} failed:\n{ended.stdout[-1000:]}{ended.stderr[-3000:]}")
+        found: dict[str, Any] = msgspec.json.decode(told.read_bytes())
+        return found
+
+
+def _interpreters(named: list[str]) -> dict[str, str]:
+    """The Python of each other side."""
+    found = dict.fromkeys(("sentence-transformers", "openvino"), sys.executable)
+    for folder in sorted((Path.home() / ".local/share/millrace").glob("vllm-*/bin/python")):
+        found["vllm"] = str(folder)
+    return found | dict(each.split("=", 1) for each in named)
 
 
 def main() -> int:
@@ -150,29 +156,55 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint")
     parser.add_argument("--texts", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--python", action="append", default=[], metavar="SIDE=PATH")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    texts = texts_of(options.checkpoint, options.texts)
+    folder = find(options.checkpoint, "CHECKPOINT")
+    pooling = read_pooling(folder)
+    assert pooling is not None, "it pools"
+    texts = texts_of(folder, options.texts)
+    threads = options.threads or len(os.sched_getaffinity(0))
+    asked = {
+        "checkpoint": str(folder),
+        "texts": texts,
+        "threads": threads,
+        "kind": pooling.kind,
+        "normalized": pooling.normalized,
+    }
+    found: dict[str, dict[str, Any]] = {"millrace": _ours(folder, texts, threads)}
+    interpreters = _interpreters(options.python)
+    for name, python in interpreters.items():
+        other = _theirs(name, python, asked)
+        if other is not None:
+            found[name] = other
+            continue
+        print(f"{name:24} is not installed")
+        if name == "sentence-transformers" and (formula := _theirs("transformers", python, asked)):
+            found["transformers"] = formula
     num_tokens = sum(map(len, texts))
-    spawned, results, found = multiprocessing.get_context("spawn"), {}, {}
-    for name in SIDES:
-        answers = spawned.Queue()
-        arguments = (name, options.checkpoint, texts, options.threads, answers)
-        process = spawned.Process(target=_in_process, args=arguments)
-        process.start()
-        embeddings, seconds, peak_mib = answers.get()
-        process.join()
-        found[name] = embeddings.astype(np.float64)
-        results[name] = {"seconds": seconds, "tokens_per_s": num_tokens / seconds, "peak_mib": peak_mib}
-        print(f"{name:24} {num_tokens / seconds:10.0f} tokens/s {seconds:8.2f} s {peak_mib:8.0f} MiB")
-    one, other = found.values()
-    cosines = (one * other).sum(1) / np.sqrt((one * one).sum(1) * (other * other).sum(1))
-    results["lowest_cosine"] = float(cosines.min())
-    print(f"lowest cosine {cosines.min():.8f}")
-    print(msgspec.json.encode({"texts": options.texts, "tokens": num_tokens, **results}).decode())
+    results = {name: _figures(each, num_tokens, found["millrace"]) for name, each in found.items()}
+    for name, figures in results.items():
+        print(f"{name:24} {figures['tokens_per_s']:10.0f} tokens/s {figures['seconds']:8.2f} s ", end="")
+        print(f"{figures['peak_mib']:8.0f} MiB, cosine {figures['lowest_cosine']:.8f}")
+    record = msgspec.json.encode({"texts": options.texts, "tokens": num_tokens, "sides": results})
+    print(record.decode())
+    if options.json is not None:
+        options.json.write_bytes(record)
     return 0
+
+
+def _figures(found: dict[str, Any], num_tokens: int, own: dict[str, Any]) -> dict[str, float]:
+    one, other = (np.asarray(each["embeddings"], np.float64) for each in (own, found))
+    cosines = (one * other).sum(1) / np.sqrt((one * one).sum(1) * (other * other).sum(1))
+    return {
+        "seconds": found["seconds"],
+        "tokens_per_s": num_tokens / found["seconds"],
+        "peak_mib": found["peak_mib"],
+        "lowest_cosine": float(cosines.min()),
+    }
 
 
 if __name__ == "__main__":

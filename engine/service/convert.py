@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -118,7 +118,29 @@ def _pooling(submit: engine_pb2.Submit, limits: ModelLimits) -> PoolingParams | 
     if submit.HasField("grammar") or submit.HasField("thinking") or submit.output_token_ids:
         raise invalid("pooling", "nothing is generated: leave out grammar, thinking and output_token_ids")
     task: Any = asked.task
-    return PoolingParams(task=task, dimensions=asked.dimensions, second_start=asked.second_start)
+    return PoolingParams(task=task, dimensions=asked.dimensions)
+
+
+def texts_of(
+    submit: engine_pb2.Submit, whole: Request, next_id: Callable[[], int]
+) -> list[tuple[int, Request]]:
+    """The texts of a submission to a model that pools, each a request of its own, with their indexes. Raises
+    INVALID_ARGUMENT where they are not what the prompt consists of.
+    """
+    assert whole.pooling is not None, "it pools"
+    texts, start = [], 0
+    for text in submit.pooling.texts:
+        ids = whole.prompt_token_ids[start : start + text.num_tokens]
+        start += text.num_tokens
+        asked = msgspec.structs.replace(whole.pooling, second_start=text.second_start)
+        request = msgspec.structs.replace(whole, request_id=next_id(), prompt_token_ids=ids, pooling=asked)
+        texts.append((text.index, request))
+    if start != len(whole.prompt_token_ids) or not all(request.prompt_token_ids for _, request in texts):
+        problem = f"they have {start} tokens, and the prompt {len(whole.prompt_token_ids)}"
+        raise invalid("pooling.texts", f"{problem}: give every text at least one, and all of them")
+    if not texts or len({index for index, _ in texts}) < len(texts):
+        raise invalid("pooling.texts", "give at least one, each with an index of its own")
+    return texts
 
 
 def _thinking(
@@ -206,11 +228,12 @@ def to_adapters(known: Sequence[AdapterInfo]) -> Fields:
     }
 
 
-def to_output(event: TokenEvent, handle: int) -> Fields:
-    """The RequestOutput with one choice's news of one step."""
+def to_output(event: TokenEvent, handle: int, text_index: int = 0) -> Fields:
+    """The RequestOutput with one choice's news of one step; of a text its index takes the choice's place."""
     if event.withheld_tokens:
         return {"handle": handle, "withheld_tokens": event.withheld_tokens}
-    output: Fields = {"handle": handle, "choice_index": event.choice_index, "token_ids": event.token_ids}
+    choice_index = text_index + event.choice_index
+    output: Fields = {"handle": handle, "choice_index": choice_index, "token_ids": event.token_ids}
     if event.pooled:
         output["pooled"] = event.pooled
     if event.logprobs:

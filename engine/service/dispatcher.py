@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 from millrace.engine.v1 import engine_pb2
@@ -37,8 +38,8 @@ class GatewayStream:
     def __init__(self, gateway: str, max_backlog: int, on_abandon: Callable[[], object]) -> None:
         self.gateway = gateway
         self._on_abandon = on_abandon
-        # Handle chosen by the gateway to request id, for requests that have not ended.
-        self.requests: dict[int, int] = {}
+        # Handle chosen by the gateway to request ids, for those that have not ended: one, or one a text.
+        self.requests: dict[int, set[int]] = {}
         self.last_sent_s = 0.0
         self.kv_events: list[engine_pb2.KvEvent] = []
         # Sent with the next step.
@@ -153,6 +154,7 @@ class OpenRequest:
     num_open_choices: int
     # Row of the gateway's ledger.
     entry_id: str = ""
+    text_index: int = 0
     num_tokens: int = 0
     trace: RequestTrace | None = None
 
@@ -215,16 +217,20 @@ class Dispatcher:
             self.streams.discard(stream)
             self._report_unclaimed(stream.ended)
         stream.end()
-        for request_id in list(stream.requests.values()):
+        for request_id in list(chain.from_iterable(stream.requests.values())):
             self._send(messages.Cancel(request_id))
         stream.requests.clear()
 
-    def submit(self, stream: GatewayStream, handle: int, request: Request, entry_id: str = "") -> None:
-        """Hands a validated request to the core; `entry_id` is its row in the gateway's ledger."""
+    def submit(
+        self, stream: GatewayStream, handle: int, request: Request, entry_id: str = "", text_index: int = 0
+    ) -> None:
+        """Hands a validated request to the core; `entry_id` is its row in the gateway's ledger. Texts
+        that were submitted together have one handle, and an index each.
+        """
         self._send(messages.Submit(request))
-        opened = OpenRequest(request, stream, handle, request.sampling.n, entry_id)
+        opened = OpenRequest(request, stream, handle, request.sampling.n, entry_id, text_index)
         self.requests[request.request_id] = opened
-        stream.requests[handle] = request.request_id
+        stream.requests.setdefault(handle, set()).add(request.request_id)
         self.idle.clear()
 
     def refuse(self, stream: GatewayStream, handle: int, failure: RequestFailure) -> None:
@@ -234,8 +240,7 @@ class Dispatcher:
 
     def cancel(self, stream: GatewayStream, handle: int, reason: FinishReason) -> None:
         """Ends a request of this stream; unknown handles belong to requests that have ended."""
-        request_id = stream.requests.get(handle)
-        if request_id is not None:
+        for request_id in sorted(stream.requests.get(handle, ())):
             self._send(messages.Cancel(request_id, reason))
 
     def fail_rest(self, failure: RequestFailure) -> int:
@@ -255,7 +260,11 @@ class Dispatcher:
             opened = self.requests.get(event.request_id)
             if opened is not None:
                 seen.append((opened, event, self._record(opened, event)))
-                outputs.setdefault(opened.stream, []).append(convert.to_output(event, opened.handle))
+                output = convert.to_output(event, opened.handle, opened.text_index)
+                outputs.setdefault(opened.stream, []).append(output)
+                if event.failure is not None:
+                    # Of texts that were submitted together none is wanted without the others.
+                    self.cancel(opened.stream, opened.handle, FinishReason.CANCELLED)
         load = load_fields(step.load, draining=self.draining)
         self._held.apply(step.kv_events)
         kv_events = [kv_event_message(event) for event in step.kv_events]
@@ -311,14 +320,22 @@ class Dispatcher:
         ended = opened.num_open_choices == 0
         if ended:
             del self.requests[opened.request.request_id]
-            opened.stream.requests.pop(opened.handle, None)
+            self._leave(opened)
             self._note_computed(opened)
             if not self.requests:
                 self.idle.set()
         return ended
 
+    @staticmethod
+    def _leave(opened: OpenRequest) -> None:
+        together = opened.stream.requests.get(opened.handle, set())
+        together.discard(opened.request.request_id)
+        if not together:
+            opened.stream.requests.pop(opened.handle, None)
+
     def _note_computed(self, opened: OpenRequest) -> None:
-        if not opened.entry_id:
+        if not opened.entry_id or opened.request.pooling is not None:
+            # Nothing is generated of what is pooled.
             return
         num_tokens = len(opened.request.output_token_ids) + opened.num_tokens
         computed: convert.Fields = {"entry_id": opened.entry_id, "num_tokens": num_tokens}

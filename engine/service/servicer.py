@@ -127,10 +127,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 now_s=time.monotonic(),
                 now_unix_ms=now_unix_ms,
             )
+            texts = [(0, request)]
+            if request.pooling is not None:
+                texts = convert.texts_of(submit, request, dispatcher.next_request_id)
         except MillraceError as error:
             dispatcher.refuse(stream, submit.handle, RequestFailure.of(error))
             return
-        dispatcher.submit(stream, submit.handle, request, submit.entry_id)
+        for index, text in texts:
+            dispatcher.submit(stream, submit.handle, text, submit.entry_id, index)
 
     async def CheckInvariants(
         self, request: engine_pb2.CheckInvariantsRequest, context: Context

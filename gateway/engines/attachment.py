@@ -38,10 +38,12 @@ _INCOMPATIBLE = frozenset({Reason.VOCABULARY_MISMATCH, Reason.MODEL_NOT_FOUND})
 class Lost:
     """Put into a mailbox when an open leg ends without an outcome: its engine is gone, or failed it."""
 
-    __slots__ = ("error", "leg")
+    __slots__ = ("choice_index", "error", "leg")
 
-    def __init__(self, leg: Leg, error: MillraceError | None = None) -> None:
+    def __init__(self, leg: Leg, error: MillraceError | None = None, choice_index: int = 0) -> None:
         self.leg = leg
+        # The choice, or the text, that the error is of.
+        self.choice_index = choice_index
         # The engine's description of itself; None when the engine is gone.
         self.error = error
 
@@ -62,6 +64,8 @@ class Computed(msgspec.Struct):
     # The prompt, or a part of it.
     has_begun: bool = False
     num_tokens: int = 0
+    # Of a submission of texts: those that were computed.
+    texts: set[int] = msgspec.field(default_factory=set)
 
 
 class Leg:
@@ -89,9 +93,11 @@ class Leg:
         self.connection = attachment.num_losses
         self.inbox = inbox
         self.prompt_tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
-        self.num_open_choices = submission.sampling.n
-        # A leg of one choice names it itself; otherwise the engine's numbers count from the first.
-        self.choice_index = submission.choice_index if submission.sampling.n == 1 else None
+        self.num_open_choices = len(submission.texts) or submission.sampling.n
+        # A leg of one choice names it itself; otherwise the engine's numbers count from the first. Texts have
+        # their own.
+        alone = submission.sampling.n == 1 and not submission.texts
+        self.choice_index = submission.choice_index if alone else None
         self.started = False
         # Time that the engine has spent on the request, and tokens that it has generated, as last reported.
         self.engine_time = EngineTime()
@@ -316,7 +322,7 @@ class Attachment:
                 leg.engine_time += output.statistics.engine_time
             if output.error is not None:
                 self._close(leg)
-                leg.inbox.put_last(Lost(leg, output.error))
+                leg.inbox.put_last(Lost(leg, output.error, output.choice_index))
                 continue
             if not leg.started and not output.withheld_tokens:
                 leg.started = True
@@ -337,6 +343,8 @@ class Attachment:
         leg.computed.has_begun |= bool(num_tokens) or message.statistics.num_steps > 0
         leg.engine_time += wire.engine_time(message.statistics)
         leg.num_open_choices -= bool(message.finish_reason)
+        if message.statistics.num_steps > 0 or message.pooled:
+            leg.computed.texts.add(message.choice_index)
         if leg.num_open_choices <= 0 or message.HasField("error"):
             del self._taken_back[message.handle]
             _hear(leg)

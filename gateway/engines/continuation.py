@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,7 @@ _ELSEWHERE = frozenset(
 class _Stranded:
     """Choices without an engine."""
 
-    # None: whatever was not ended of the whole submission.
-    choice_index: int | None
+    leg: Leg
     # Engines lost under them, this one included.
     num_losses: int
     lost_s: float
@@ -70,10 +69,7 @@ class ContinuousStream:
         # Open legs, with the number of engines that were lost before each.
         self._legs: dict[Leg, int] = {}
         # Choices that have not ended, with their tokens so far.
-        self._tokens: dict[int, list[int]] = {
-            index: []
-            for index in range(submission.choice_index, submission.choice_index + submission.sampling.n)
-        }
+        self._tokens: dict[int, list[int]] = {index: [] for index in self._choices_of(submission)}
         # Something was told already, so that choices must be continued one by one.
         self._has_output = False
         self._stranded: list[_Stranded] = []
@@ -90,6 +86,11 @@ class ContinuousStream:
         self.route: Route | None = None
         self.engine = ""
         self.pool = ""
+
+    @staticmethod
+    def _choices_of(submission: Submission) -> Iterable[int]:
+        first = submission.choice_index
+        return range(first, first + submission.sampling.n)
 
     @property
     def model(self) -> str:
@@ -130,10 +131,14 @@ class ContinuousStream:
                     self._wait = None
                 else:
                     raise item
-            if self._stranded:
-                self._resume()
+            self._go_on()
             if outputs:
                 return outputs
+
+    def _go_on(self) -> None:
+        """After what has come was noted."""
+        if self._stranded:
+            self._resume()
 
     def interrupt(self, error: MillraceError) -> None:
         """Makes `take` raise `error` now, also while it waits for an engine."""
@@ -167,6 +172,7 @@ class ContinuousStream:
         return Computed(
             has_begun=any(each.has_begun for each in told),
             num_tokens=sum(each.num_tokens for each in told) if is_ranked else 0,
+            texts=set().union(*(each.texts for each in told)),
         )
 
     def when_told(self, call: Callable[[], object]) -> None:
@@ -222,19 +228,19 @@ class ContinuousStream:
             # Taken back before the news came.
             return
         if lost.error is not None and not self._may_retry(lost.error, num_before):
-            raise self._tell(lost.error)
+            raise self._told(lost.error, lost.choice_index)
         self._losses[leg.attachment.target, leg.connection] = None
         num_losses = num_before + 1
         if num_losses > self._config.max_continuations:
             raise self._lost(f"{num_losses} engines were lost under it")
-        self._stranded.append(_Stranded(leg.choice_index, num_losses, time.monotonic()))
+        self._stranded.append(_Stranded(leg, num_losses, time.monotonic()))
 
     def _may_retry(self, error: MillraceError, num_losses: int) -> bool:
         takers = self._fleet.takers(self._submission)
         others = [each for each in takers if each.target != self.engine]
         return error.reason in _ELSEWHERE and num_losses < self._config.max_continuations and bool(others)
 
-    def _submit(self, submission: Submission, num_losses: int) -> None:
+    def _submit(self, submission: Submission, num_losses: int) -> Leg:
         last_lost = next(reversed(self._losses), None)
         route = self._fleet.pick(submission, avoid=() if last_lost is None else last_lost[:1])
         self.route = self.route or route
@@ -244,6 +250,10 @@ class ContinuousStream:
         leg = route.attachment.submit(submission, self._inbox)
         self._legs[leg] = num_losses
         self._all_legs.append(leg)
+        return leg
+
+    def _told(self, error: MillraceError, choice_index: int) -> MillraceError:
+        return self._tell(error)
 
     def _resume(self) -> None:
         """Submits what has no engine, or sees to it that this is tried again when there is one."""
@@ -252,19 +262,22 @@ class ContinuousStream:
         if not self._fleet.takers(self._submission):
             if refusal := self._fleet.adapters.refusal(self._submission):
                 raise refusal
-            if self._wait is None:
-                self._wait = asyncio.create_task(self._wait_for_engine(), name="wait for an engine")
+            self._await_engine()
             return
         stranded, self._stranded = self._stranded, []
         for each in stranded:
             self.interruptions.append((each.lost_s, time.monotonic()))
-            for submission in self._continuations(each.choice_index):
+            for submission in self._continuations(each.leg):
                 self._submit(submission, each.num_losses)
 
-    def _continuations(self, choice_index: int | None) -> list[Submission]:
-        whole = self._submission
-        if self._renew is not None:
-            whole = msgspec.structs.replace(whole, context=self._renew())
+    def _renewed(self) -> Submission:
+        if self._renew is None:
+            return self._submission
+        return msgspec.structs.replace(self._submission, context=self._renew())
+
+    def _continuations(self, leg: Leg) -> list[Submission]:
+        """What a lost leg had not ended."""
+        whole = self._renewed()
         if not self._has_output or self._submission.sampling.ranks_at_the_end:
             # Nothing was told yet; and which answers are the best depends on all of them.
             return [whole]
@@ -279,8 +292,12 @@ class ContinuousStream:
                 output_token_ids=tuple(tokens),
             )
             for index, tokens in self._tokens.items()
-            if choice_index in (None, index)
+            if leg.choice_index in (None, index)
         ]
+
+    def _await_engine(self) -> None:
+        if self._wait is None:
+            self._wait = asyncio.create_task(self._wait_for_engine(), name="wait for an engine")
 
     async def _wait_for_engine(self) -> None:
         end = time.monotonic() + self._config.continuation_wait_s

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from millrace.engine.v1 import engine_pb2
-from msgspec import structs
 
 from contract.engines import CancelReason
 from contract.outputs import FinishReason
@@ -41,13 +40,23 @@ def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
         "sampling": sampling_fields(submission.sampling),
         "grammar": None if grammar is None else grammar_fields(grammar),
         "thinking": None if submission.thinking is None else asdict(submission.thinking),
-        "pooling": None if submission.pooling is None else structs.asdict(submission.pooling),
+        "pooling": _pooling(submission),
         "choice_index": submission.choice_index,
         "adapter": submission.adapter,
         "adapter_version": submission.adapter_version,
         "entry_id": submission.entry_id,
     }
     return engine_pb2.AttachRequest(submit=fields)
+
+
+def _pooling(submission: Submission) -> Any:
+    if (asked := submission.pooling) is None:
+        return None
+    texts = [
+        {"index": each.index, "num_tokens": len(each.token_ids), "second_start": each.second_start}
+        for each in submission.texts
+    ]
+    return {"task": asked.task, "dimensions": asked.dimensions, "texts": texts}
 
 
 def cancel(handle: int, reason: CancelReason) -> engine_pb2.AttachRequest:

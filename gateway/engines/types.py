@@ -34,6 +34,16 @@ class EngineOutput(msgspec.Struct):
     pooled: bytes = b""
 
 
+class SubmittedText(msgspec.Struct, frozen=True):
+    """One text for a model that pools."""
+
+    # Its place in the request; its output has it as the choice.
+    index: int
+    token_ids: tuple[int, ...]
+    # Where the second text of a pair begins; 0 where there is none.
+    second_start: int = 0
+
+
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """One request as an engine gets it."""
 
@@ -42,8 +52,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     grammar: GrammarSpec | None = None
-    # Asked of a model that pools.
+    # Asked of a model that pools: the same of each of the texts, whose ids follow one another in the prompt.
     pooling: PoolingParams | None = None
+    texts: tuple[SubmittedText, ...] = ()
     # There with max_thinking_tokens.
     thinking: ThinkingTags | None = None
     # The request's id in traces and logs.

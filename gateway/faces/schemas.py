@@ -17,6 +17,27 @@ REF = "#/components/schemas/{name}"
 TEXT = {"type": "string"}
 NULL = {"type": "null"}
 
+# What a request may be refused for by every API whose document lists reasons for all of its operations.
+REASONS = (
+    Reason.MALFORMED_BODY,
+    Reason.INVALID_ARGUMENT,
+    Reason.UNSUPPORTED_FIELD,
+    Reason.CONTEXT_LENGTH_EXCEEDED,
+    Reason.MISSING_CREDENTIALS,
+    Reason.INVALID_CREDENTIALS,
+    Reason.BUDGET_EXHAUSTED,
+    Reason.MODEL_NOT_ALLOWED,
+    Reason.TIER_NOT_ALLOWED,
+    Reason.MODEL_NOT_FOUND,
+    Reason.REQUEST_TOO_LARGE,
+    Reason.REQUEST_RATE_EXCEEDED,
+    Reason.CANCELLED,
+    Reason.INTERNAL,
+    Reason.DEADLINE_EXCEEDED,
+    Reason.QUEUE_LIMIT_EXCEEDED,
+    Reason.ENGINE_UNAVAILABLE,
+)
+
 
 def or_null(*schemas: Mapping[str, Any]) -> dict[str, Any]:
     """One of the schemas, or null."""

@@ -17,6 +17,7 @@ import msgspec
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
+from gateway.engines.attachment import Computed
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
 from gateway.intake.intake import Slices
@@ -74,8 +75,6 @@ class Attempt:
     kept_ids: list[int] | None = None
     # Outputs that came while `refusal` waited, for the first `drain`.
     _first: Sequence[EngineOutput] = ()
-    # What a model that pools has made of the prompt, little-endian float32.
-    pooled: bytes = b""
     _refused: MillraceError | None = None
 
     def __init__(
@@ -108,7 +107,8 @@ class Attempt:
         self.transcript = transcript
         self.stream = stream
         self._choices = choices
-        self._open = dict(choices)
+        # Those that have not ended.
+        self._open = set(choices)
         self._reservation = reservation
         # max_tokens was 0: the one token that every prompt's step samples is not shown.
         self._discard_tokens = call.request.sampling.max_tokens == 0
@@ -184,15 +184,28 @@ class Attempt:
         if self.meter.first_written_s is None:
             self.meter.first_written_s = time.monotonic()
 
+    @property
+    def _is_accounted(self) -> bool:
+        """Whether what engines have computed is known."""
+        return self.meter.has_worked
+
+    @property
+    def _num_prompt_tokens(self) -> int:
+        return 0 if self._is_refunded else self.info.num_prompt_tokens
+
+    @property
+    def _num_cached_tokens(self) -> int:
+        return self.meter.first_token.cached_prompt_tokens
+
     def usage(self) -> Usage:
         """Tokens so far; final once `drain` has returned nothing."""
         meter = self.meter
         candidate_tokens = meter.statistics.candidate_tokens
         return Usage(
-            prompt_tokens=0 if self._is_refunded else self.info.num_prompt_tokens,
+            prompt_tokens=self._num_prompt_tokens,
             completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
             candidate_tokens=0 if self._discard_tokens else candidate_tokens,
-            cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
+            cached_prompt_tokens=self._num_cached_tokens,
             reasoning_tokens=0
             if self._discard_tokens
             else sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
@@ -275,8 +288,8 @@ class Attempt:
             outcome = reason.name.lower()
         self.entry.record(
             Progress(
-                prompt_tokens=0 if self._is_refunded else self.info.num_prompt_tokens,
-                cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
+                prompt_tokens=self._num_prompt_tokens,
+                cached_prompt_tokens=self._num_cached_tokens,
                 completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
                 candidate_tokens=0 if self._discard_tokens else candidate_tokens,
                 outcome=outcome or INTERRUPTED,
@@ -287,15 +300,10 @@ class Attempt:
         if output.withheld_tokens:
             self._note_progress()
             return None
-        choice = self._open.get(output.choice_index)
-        if choice is None:
+        if output.choice_index not in self._open:
             return None
-        self.pooled = self.pooled or output.pooled
-        reason = output.finish_reason
-        if reason is FinishReason.DEADLINE:
-            raise _deadline_exceeded()
-        if reason is FinishReason.CANCELLED:
-            raise MillraceError(Reason.CANCELLED, "the engine was told to cancel the request")
+        choice, reason = self._choices[output.choice_index], output.finish_reason
+        check_ended(reason)
         if reason is FinishReason.LENGTH and self._reservation.is_short:
             # An engine that ranks answers got the length that is paid for as their limit.
             reason = output.finish_reason = FinishReason.BUDGET
@@ -310,11 +318,11 @@ class Attempt:
         if delta is not None and delta.finish_reason is not None:
             if reason is None:
                 self.stream.end_choice(choice.index, CancelReason.STOP_STRING)
-            self._end(choice, delta.finish_reason)
+            self._end(choice.index, delta.finish_reason)
         return delta
 
-    def _end(self, choice: ChoiceStream, reason: FinishReason) -> None:
-        del self._open[choice.index]
+    def _end(self, index: int, reason: FinishReason) -> None:
+        self._open.discard(index)
         self._finish_reason = self._finish_reason or reason
 
     async def _pay(self, outputs: Sequence[EngineOutput], budget: int) -> int:
@@ -341,9 +349,9 @@ class Attempt:
         if not self._is_spent and await self._extend():
             return
         self.stream.cancel(CancelReason.BUDGET)
-        for choice in list(self._open.values()):
-            deltas.append(choice.end(FinishReason.BUDGET))
-            self._end(choice, FinishReason.BUDGET)
+        for index in sorted(self._open):
+            deltas.append(self._choices[index].end(FinishReason.BUDGET))
+            self._end(index, FinishReason.BUDGET)
 
     def _expire(self) -> None:
         self._interrupt(CancelReason.DEADLINE, _deadline_exceeded())
@@ -361,7 +369,7 @@ class Attempt:
         if self._deadline is not None:
             self._deadline.cancel()
         self.stream.cancel(CancelReason.CLIENT)
-        if self.meter.has_worked:
+        if self._is_accounted:
             await self._settle_now(outcome)
             return
         # It goes on whatever becomes of the caller, whose call may be cancelled a second time.
@@ -373,9 +381,12 @@ class Attempt:
         computed is paid for, or prefills would be free for those who leave before the first token.
         """
         computed = await self.stream.taken_back()
+        self._take_in(computed)
+        await self._settle_now(outcome)
+
+    def _take_in(self, computed: Computed) -> None:
         self._is_refunded = not computed.has_begun
         self.meter.statistics.candidate_tokens += computed.num_tokens
-        await self._settle_now(outcome)
 
     async def _settle_now(self, outcome: Outcome) -> None:
         usage = self.usage()
@@ -405,6 +416,14 @@ def _cut(outputs: Sequence[EngineOutput], num_tokens: int) -> None:
         if output.choice_index in shortened:
             output.finish_reason = None
         num_tokens -= len(output.token_ids)
+
+
+def check_ended(reason: FinishReason | None) -> None:
+    """Raises what an engine has ended a choice for, where that is no answer."""
+    if reason is FinishReason.DEADLINE:
+        raise _deadline_exceeded()
+    if reason is FinishReason.CANCELLED:
+        raise MillraceError(Reason.CANCELLED, "the engine was told to cancel the request")
 
 
 def _deadline_exceeded() -> MillraceError:

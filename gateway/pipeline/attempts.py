@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,11 +16,13 @@ import msgspec
 from contract.chat import JsonSchemaFormat
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
+from contract.pooling import PoolingParams
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 from gateway.auth.verifier import CallerVerifier
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
+from gateway.engines.text_stream import TextStream
 from gateway.engines.types import Submission
 from gateway.intake.intake import Intake
 from gateway.limits.limiter import Reservation, TokenLimiter
@@ -28,7 +31,7 @@ from gateway.pipeline.attempt import Attempt, AttemptBooks
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import AnswerInfo, AnswerReader, Echo, Meter
 from gateway.pipeline.judge import OutputJudge
-from gateway.pipeline.pooled import Cut, check_task, pooled_prompt, pooling_params
+from gateway.pipeline.pooled import Cut, PooledAttempt, check_task, pooled_prompt, submitted_texts
 from gateway.pipeline.transcript import Transcript
 from gateway.pipeline.validate import (
     check_vocabulary,
@@ -140,22 +143,22 @@ class Attempts:
                 submitted_s = time.monotonic()
                 await _let_go(stream)
                 call.later(self._note_route, routing.attributes, stream.engine, stream.route)
-            echo = reader.echo(request, prepared)
             meter = Meter(call.caller.received_s, books.gap_observer(call, target), submitted_s)
-            attempt = Attempt(
-                call=call,
-                target=target,
-                fallback_from=fallback_from,
-                info=_info(call, target, prepared, sampling, echo),
-                reader=reader,
-                stream=stream,
-                choices=reader.choices(request, prepared, call.caller.identity.request_id, sampling.n, echo),
-                reservation=reservation,
-                meter=meter,
-                books=books,
-                judge=self._judge(call, target, prepared, context),
-                transcript=Transcript() if self._keeps_transcripts else None,
-            )
+            parts: dict[str, Any] = {
+                "call": call,
+                "target": target,
+                "fallback_from": fallback_from,
+                "reader": reader,
+                "stream": stream,
+                "reservation": reservation,
+                "meter": meter,
+                "books": books,
+            }
+            if request.pooling is not None:
+                info = _info(call, target, prepared, sampling, None)
+                attempt: Attempt = PooledAttempt(texts=prepared.texts, info=info, **parts)
+            else:
+                attempt = self._generating(prepared, sampling, context, parts)
         except BaseException:
             await reservation.cancel()
             raise
@@ -163,24 +166,39 @@ class Attempts:
             attempt.expire_at(call.caller.deadline_s)
         return attempt
 
+    def _generating(
+        self, prepared: Prepared, sampling: SamplingParams, context: Any, parts: dict[str, Any]
+    ) -> Attempt:
+        """The attempt of a model that generates; `parts` is what every attempt has."""
+        call: Call = parts["call"]
+        reader: AnswerReader = parts["reader"]
+        echo = reader.echo(call.request, prepared)
+        request_id = call.caller.identity.request_id
+        return Attempt(
+            info=_info(call, parts["target"], prepared, sampling, echo),
+            choices=reader.choices(call.request, prepared, request_id, sampling.n, echo),
+            judge=self._judge(call, parts["target"], prepared, context),
+            transcript=Transcript() if self._keeps_transcripts else None,
+            **parts,
+        )
+
     async def _prepare(self, call: Call, served: ServedModel, context: Any) -> Prepared:
         limit = token_limit(self.max_model_len(served), call.tier.config.max_context_tokens)
-        prompt, cut = (
-            call.request.prompt,
-            Cut(
-                prompt_limit(call.request, limit),
-                call.request.truncate_prompt_tokens is not None,
-                keeps_start=False,
-            ),
-        )
-        if call.request.pooling is not None:
-            prompt, cut = pooled_prompt(call.request, served, limit)
+        request = call.request
+        if request.pooling is not None:
+            prompt, cut = pooled_prompt(request, served, limit)
+        else:
+            truncates = request.truncate_prompt_tokens is not None
+            prompt, cut = request.prompt, Cut(prompt_limit(request, limit), truncates, keeps_start=False)
+        prepare: Callable[..., Awaitable[Prepared]] = self.tokenizer.prepare
+        if request.pooling is not None:
+            prepare = self.tokenizer.prepare_texts
         with call.step(names.GATEWAY_PREPARE) as step:
-            prepared = await self.tokenizer.prepare(
+            prepared = await prepare(
                 # An adapter has the vocabulary of the model that it adapts.
                 model=served.key,
                 prompt=prompt,
-                response_format=call.request.response_format,
+                response_format=request.response_format,
                 context=context,
                 tenant=call.caller.identity.tenant,
                 traceparent=call.traceparent,
@@ -253,14 +271,18 @@ class Attempts:
         context: Any,
     ) -> ContinuousStream:
         caller, tier, served = call.caller, call.tier, target.served
-        stream = ContinuousStream(
+        asked = call.request.pooling
+        pooling = None if asked is None else PoolingParams(task=asked.task, dimensions=asked.dimensions)
+        make_stream = ContinuousStream if asked is None else TextStream
+        stream = make_stream(
             self.fleet,
             Submission(
                 context=context,
                 prompt_token_ids=prepared.token_ids,
                 sampling=sampling,
                 grammar=prepared.grammar,
-                pooling=pooling_params(call.request, prepared),
+                pooling=pooling,
+                texts=() if asked is None else submitted_texts(prepared),
                 thinking=thinking,
                 request_id=caller.identity.request_id,
                 entry_id=call.entry_id,

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 from opentelemetry.trace import Span, SpanKind
 
-from contract.chat import TokenPrompt
+from contract.chat import Conversation, TextPrompt, TokenPrompt
 from contract.errors import MillraceError, Reason, invalid
 from contract.prefix import narrowed
 from contract.sampling import outside
@@ -263,7 +263,7 @@ class Pipeline:
     async def encode(self, caller: Caller, served: ServedModel, request: GenerationRequest) -> Encoded:
         """A model's token ids of a request's prompt, which nothing is generated for."""
         prompt = request.prompt
-        assert not isinstance(prompt, TokenPrompt), "what is encoded already needs no encoding"
+        assert isinstance(prompt, Conversation | TextPrompt), "what is encoded already needs no encoding"
         tier = self.tiers.resolve(caller.identity, request.service_tier)
         check_cut(request)
         limit = token_limit(self.max_model_len(served), tier.config.max_context_tokens)

@@ -1,20 +1,15 @@
-"""Many texts of one request, each an attempt of its own: begun a few at a time, and all answered or none."""
+"""The outputs of all texts of one request to a model that pools: all, or the first error."""
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from contract.chat import LeftOut
 from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.pooled import PooledAttempt
 from gateway.types.request import Caller, GenerationRequest
-
-# Texts of one request that are under way at a time: enough to fill an engine's steps, and no more than
-# others can wait
-# behind.
-TOGETHER = 64
 
 
 class Pooled(NamedTuple):
@@ -23,12 +18,7 @@ class Pooled(NamedTuple):
     # Little-endian float32.
     packed: bytes
     prompt_tokens: int
-    cached_tokens: int
-    left_out: LeftOut | None
-    # Of the text's request, and the model that answered.
-    request_id: str
-    model: str
-    created_unix_s: int
+    left_out: LeftOut | None = None
 
     @property
     def values(self) -> list[float]:
@@ -36,40 +26,34 @@ class Pooled(NamedTuple):
         return list(struct.unpack(f"<{len(self.packed) // 4}f", self.packed))
 
 
-async def pooled_answers(
-    pipeline: Pipeline, caller: Caller, requests: Sequence[GenerationRequest]
-) -> list[Pooled]:
-    """The outputs, in the order of the requests. Raises the first refusal or failure; the others are ended
-    then.
-    """
-    found: dict[int, Pooled] = {}
-    left = iter(enumerate(requests))
+class PooledAnswer(NamedTuple):
+    """What became of a request, in the order of its texts."""
 
-    async def work() -> None:
-        for index, request in left:
-            found[index] = await _one(pipeline, caller, request)
-
-    tasks = [asyncio.create_task(work(), name="pool") for _ in range(min(TOGETHER, len(requests)))]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    return [found[index] for index in range(len(requests))]
+    outputs: Sequence[Pooled]
+    prompt_tokens: int
+    request_id: str
+    # The model that answered.
+    model: str
+    created_unix_s: int
 
 
-async def _one(pipeline: Pipeline, caller: Caller, request: GenerationRequest) -> Pooled:
+async def pooled_answer(pipeline: Pipeline, caller: Caller, request: GenerationRequest) -> PooledAnswer:
+    """The answer; raises the first refusal or failure, and what is left is taken back then."""
     async with await pipeline.begin(caller, request) as attempt:
+        assert isinstance(attempt, PooledAttempt), "as its request pools"
         while await attempt.drain():
             attempt.first_chunk_written()
-        usage, info = attempt.usage(), attempt.info
-        return Pooled(
-            packed=attempt.pooled,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_prompt_tokens,
-            left_out=info.left_out,
+        info, outputs = attempt.info, attempt.outputs
+        return PooledAnswer(
+            outputs=[
+                Pooled(
+                    outputs[index],
+                    text.num_tokens,
+                    LeftOut(num_tokens=text.num_left_out) if text.num_left_out else None,
+                )
+                for index, text in enumerate(attempt.texts)
+            ],
+            prompt_tokens=attempt.usage().prompt_tokens,
             request_id=info.request_id,
             model=info.model,
             created_unix_s=info.created_unix_s,

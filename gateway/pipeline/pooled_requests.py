@@ -1,18 +1,17 @@
-"""From what a face asks of a model that pools to requests, one for each text or pair, and from their outputs
-to scores.
-"""
+"""From what a face asks of a model that pools to one request, and from its outputs to scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import fsum, sqrt
 from operator import mul
 from typing import NamedTuple
 
 import msgspec
 
-from contract.chat import Prompt, TextPrompt
+from contract.chat import PromptList, TextPrompt, TokenPrompt
 from contract.errors import invalid
+from contract.pooling import PooledModel
 from contract.sampling import SamplingOptions
 from gateway.config import RequestConfig
 from gateway.models.catalog import ServedModel
@@ -25,7 +24,7 @@ _OF_DOCUMENTS = ("document", "passage", "search_document", "retrieval.passage", 
 
 
 class PooledForm(NamedTuple):
-    """What all requests of one call have in common."""
+    """What a face asks, but for the texts."""
 
     model: str
     ask: PooledAsk = PooledAsk()
@@ -34,31 +33,25 @@ class PooledForm(NamedTuple):
     face: str = "http"
     field_names: Mapping[str, str] = {}
 
-    def requests(self, prompts: Sequence[Prompt], field: Callable[[int], str]) -> list[GenerationRequest]:
-        """One request each; `field` names a prompt in the caller's words."""
-        return [
-            GenerationRequest(
-                model=self.model,
-                prompt=prompt,
-                # Nothing is generated, and nothing reserved for it.
-                sampling=SamplingOptions(max_tokens=0),
-                pooling=self.ask,
-                service_tier=self.service_tier,
-                metadata=self.metadata,
-                # Another model's numbers mean something else.
-                allow_fallback=False,
-                streaming=False,
-                # They take one stream together.
-                num_prompts=0 if index else 1,
-                face=self.face,
-                field_names={**self.field_names, "prompt": field(index), "pair": field(index)},
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-
-    def asking(self, **changes: object) -> PooledForm:
-        """The same with another question."""
-        return self._replace(ask=msgspec.structs.replace(self.ask, **changes))
+    def request(
+        self, prompts: Sequence[TextPrompt | TokenPrompt], names: Sequence[str], **ask: object
+    ) -> GenerationRequest:
+        """Of all prompts; `names` are what the caller calls each, `ask` replaces parts of the question."""
+        field = names[0].partition("[")[0]
+        return GenerationRequest(
+            model=self.model,
+            prompt=PromptList(tuple(prompts)),
+            # Nothing is generated, and nothing reserved for it.
+            sampling=SamplingOptions(max_tokens=0),
+            pooling=msgspec.structs.replace(self.ask, names=tuple(names), **ask),
+            service_tier=self.service_tier,
+            metadata=self.metadata,
+            # Another model's numbers mean something else.
+            allow_fallback=False,
+            streaming=False,
+            face=self.face,
+            field_names={**self.field_names, "prompt": field},
+        )
 
 
 def check_inputs(num_inputs: int, limits: RequestConfig, field: str) -> None:
@@ -70,34 +63,32 @@ def check_inputs(num_inputs: int, limits: RequestConfig, field: str) -> None:
         raise invalid(field, f"{problem}: send fewer in one request")
 
 
-def scored_requests(
+def scored_request(
     form: PooledForm, served: ServedModel, pairs: Sequence[tuple[str, str]], names: tuple[str, str]
-) -> list[GenerationRequest]:
-    """Of pairs of texts: one each to a model that reads both together; to one of embeddings, whose cosines
-    are the
-    scores, one for each different first text, and then one for each second. `names` are the fields of both.
+) -> GenerationRequest:
+    """Of pairs of texts: each pair to a model that reads both together; to one of embeddings, whose cosines
+    are the scores, each different first text, and then each second one. `names` are the fields of both.
     """
     first, second = names
-    pooled = served.vocabulary.pooled
+    pooled, all_seconds = served.vocabulary.pooled, [second.format(index) for index in range(len(pairs))]
     if pooled is None or "embed" not in pooled.tasks:
-        prompts = [TextPrompt(one, pair=other) for one, other in pairs]
-        return form.asking(task="score").requests(prompts, second.format)
+        return form.request([TextPrompt(one, pair=other) for one, other in pairs], all_seconds, task="score")
     queries = list(dict.fromkeys(one for one, _ in pairs))
-    named = [
-        next((name for name in names if name in pooled.prompts), None)
-        for names in (_OF_QUERIES, _OF_DOCUMENTS)
-    ]
-    asked = form.asking(task="embed", prompt_name=named[0]).requests(
-        [TextPrompt(text) for text in queries], first.format
-    )
-    others = form.asking(task="embed", prompt_name=named[1]).requests(
-        [TextPrompt(text) for _, text in pairs], second.format
-    )
-    return [*asked, *(msgspec.structs.replace(each, num_prompts=0) for each in others)]
+    of_queries, of_documents = _instruction(pooled, _OF_QUERIES), _instruction(pooled, _OF_DOCUMENTS)
+    texts = [TextPrompt(of_queries + text) for text in queries]
+    texts += [TextPrompt(of_documents + text) for _, text in pairs]
+    all_names = [*(first.format(index) for index in range(len(queries))), *all_seconds]
+    return form.request(texts, all_names, task="embed", prompt_name="")
+
+
+def _instruction(pooled: PooledModel, names: Sequence[str]) -> str:
+    """What stands before the texts of one side; the model's default where it has none for it."""
+    found = next((name for name in names if name in pooled.prompts), pooled.default_prompt)
+    return pooled.prompts.get(found, "")
 
 
 def scores_of(outputs: Sequence[Pooled], pairs: Sequence[tuple[str, str]]) -> list[float]:
-    """The scores of pairs, from the outputs of `scored_requests`."""
+    """The scores of pairs, from the outputs of `scored_request`."""
     if len(outputs) == len(pairs):
         return [output.values[0] for output in outputs]
     queries = list(dict.fromkeys(one for one, _ in pairs))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from contract.chat import Conversation, Message, Prompt, Role, TextPrompt
+from contract.chat import Conversation, Message, Prompt, PromptList, Role, TextPrompt
 from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.text.delta import AnswerPart, TextPart, ThoughtPart, ToolCallDelta
@@ -34,6 +34,9 @@ def asked(prompt: Prompt) -> str:
     """The prompt as `gen_ai.input.messages`; "" for token ids, which have no text here."""
     if isinstance(prompt, Conversation):
         return _json([{"role": message.role.value, "parts": _parts(message)} for message in prompt.messages])
+    if isinstance(prompt, PromptList):
+        texts = [each.text for each in prompt.prompts if isinstance(each, TextPrompt)]
+        return _json([{"role": "user", "parts": [_text(text) for text in texts]}])
     if isinstance(prompt, TextPrompt):
         return _json([{"role": "user", "parts": [_text(prompt.text)]}])
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from contract.chat import (
     Conversation,
     JsonSchemaFormat,
     Message,
+    Prompt,
+    PromptList,
     Role,
     TextPrompt,
     TokenPrompt,
@@ -275,9 +277,8 @@ def check_counts(
 
 def _check_ids(request: GenerationRequest, limits: RequestConfig, refused: Refuse) -> None:
     sampling = request.sampling
-    prompt = request.prompt.token_ids if isinstance(request.prompt, TokenPrompt) else ()
     for name, ids in (
-        ("prompt", prompt),
+        *_given_ids(request.prompt),
         ("allowed_token_ids", sampling.allowed_token_ids),
         ("stop_token_ids", sampling.stop_token_ids),
     ):
@@ -325,14 +326,15 @@ def check_vocabulary(request: GenerationRequest, tokens: Sequence[bytes]) -> Non
     that it allows are ids without a token: these are never drawn.
     """
     refused, sampling, vocabulary_size = partial(refuse, request), request.sampling, len(tokens)
-    prompt = request.prompt.token_ids if isinstance(request.prompt, TokenPrompt) else ()
+    prompts = _given_ids(request.prompt)
     check_token_ids(sampling, vocabulary_size, refused)
-    check_ids("prompt", prompt, vocabulary_size, refused)
+    for name, ids in prompts:
+        check_ids(name, ids, vocabulary_size, refused)
     for name, ids in (
         ("logit_bias", sampling.logit_bias),
         ("allowed_token_ids", sampling.allowed_token_ids),
         ("stop_token_ids", sampling.stop_token_ids),
-        ("prompt", prompt),
+        *prompts,
     ):
         # Numbers of JSON have a sign.
         if ids and min(ids) < 0:
@@ -341,14 +343,33 @@ def check_vocabulary(request: GenerationRequest, tokens: Sequence[bytes]) -> Non
         raise refused("allowed_token_ids", f"no id in it has a token ({ids[0]} has none); allow one that has")
 
 
+def _given_ids(prompt: Prompt) -> list[tuple[str, Collection[int]]]:
+    """Token ids among what is to be read, with the name of their field."""
+    if isinstance(prompt, TokenPrompt):
+        return [("prompt", prompt.token_ids)]
+    if not isinstance(prompt, PromptList):
+        return []
+    every = enumerate(prompt.prompts)
+    return [(f"texts[{index}]", each.token_ids) for index, each in every if isinstance(each, TokenPrompt)]
+
+
 def _check_prompt(request: GenerationRequest, refused: Refuse) -> None:
     match request.prompt:
         case Conversation() as conversation:
             check_conversation(request, conversation)
+        case PromptList(prompts=prompts):
+            for index, each in enumerate(prompts):
+                _check_given(each, f"texts[{index}]", refused)
+        case TextPrompt() | TokenPrompt() as prompt:
+            _check_given(prompt, "prompt", refused)
+
+
+def _check_given(prompt: TextPrompt | TokenPrompt, field: str, refused: Refuse) -> None:
+    match prompt:
         case TextPrompt(text=text) if not text:
-            raise refused("prompt", "it is empty; give at least one character")
+            raise refused(field, "it is empty; give at least one character")
         case TokenPrompt(token_ids=ids) if not ids:
-            raise refused("prompt", "it is empty; give at least one token id")
+            raise refused(field, "it is empty; give at least one token id")
         case _:
             pass
 

@@ -7,7 +7,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import grpc
@@ -15,7 +16,7 @@ import msgspec
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
-from contract.chat import Conversation, LeftOut, Prompt, ResponseFormat, TextPrompt, TokenPrompt
+from contract.chat import Conversation, LeftOut, Prompt, PromptList, ResponseFormat, TextPrompt, TokenPrompt
 from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
 from contract.pooling import PooledModel
@@ -25,7 +26,7 @@ from contract.proto.status import from_rpc_error
 from contract.vocabulary import DecoderKind
 from gateway.text.detokenizer import Vocabulary
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
-from gateway.types.request import Encoded, Prepared
+from gateway.types.request import Encoded, Prepared, PreparedText
 from runtime.channels import connect
 
 # Answers of the tokenizer service to domain types.
@@ -43,7 +44,14 @@ def prepared(message: tokenizer_pb2.PrepareResponse) -> Prepared:
         enforcement=report(message.enforcement) if message.HasField("enforcement") else None,
         vocabulary_fingerprint=message.vocabulary_fingerprint,
         assistant_prefix=message.assistant_prefix,
-        second_start=message.second_start,
+        texts=tuple(
+            PreparedText(
+                num_tokens=each.num_tokens,
+                num_left_out=each.num_truncated_tokens,
+                second_start=each.second_start,
+            )
+            for each in message.texts
+        ),
         left_out=_left_out(message),
     )
 
@@ -188,11 +196,12 @@ class TokenizerClient:
         match prompt:
             case Conversation():
                 parts["conversation"] = conversation_fields(prompt)
-            case TextPrompt(text=text, add_special_tokens=adds, pair=pair):
+            case TextPrompt(text=text, add_special_tokens=adds):
                 parts["text"], parts["add_special_tokens"] = text, None if adds else False
-                parts["pair"] = pair
             case TokenPrompt(token_ids=ids):
                 parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
+            case PromptList(prompts=prompts):
+                parts["texts"] = {"texts": [_text_input(each) for each in prompts]}
         wire = await self._wire(parts, prompt)
         del parts
         try:
@@ -206,6 +215,24 @@ class TokenizerClient:
         except MillraceError as error:
             raise _unreachable(error) from error
         return prepared(answer)
+
+    async def prepare_texts(
+        self, *, prompt: PromptList, timeout_s: float = PREPARE_TIMEOUT_S, **options: Any
+    ) -> Prepared:
+        """The same for a list of texts: in one call, unless they are megabytes. An error names its text."""
+        end_s, first, found = time.monotonic() + timeout_s, 0, []
+        for some in _batches(prompt.prompts):
+            left_s = max(0.0, end_s - time.monotonic())
+            try:
+                found.append(await self.prepare(prompt=PromptList(some), timeout_s=left_s, **options))
+            except MillraceError as error:
+                raise _numbered(error, first) from error
+            first += len(some)
+        return msgspec.structs.replace(
+            found[0],
+            token_ids=tuple(chain.from_iterable(each.token_ids for each in found)),
+            texts=tuple(chain.from_iterable(each.texts for each in found)),
+        )
 
     async def _wire(self, parts: dict[str, Any], prompt: Prompt) -> bytes:
         """The request's bytes, of which nothing but them is kept: it may be sent again."""
@@ -285,12 +312,47 @@ def _truncation(truncates: bool) -> tokenizer_pb2.Truncation.ValueType:
     return tokenizer_pb2.TRUNCATION_KEEP_END if truncates else tokenizer_pb2.TRUNCATION_UNSPECIFIED
 
 
+def _batches(prompts: Sequence[TextPrompt | TokenPrompt]) -> Iterator[tuple[TextPrompt | TokenPrompt, ...]]:
+    some: list[TextPrompt | TokenPrompt] = []
+    size = 0
+    for prompt in prompts:
+        added = len(prompt.token_ids) * 4 if isinstance(prompt, TokenPrompt) else _num_characters(prompt)
+        if some and size + added > _LARGE_CHARACTERS:
+            yield tuple(some)
+            some, size = [], 0
+        some.append(prompt)
+        size += added
+    yield tuple(some)
+
+
+def _numbered(error: MillraceError, first: int) -> MillraceError:
+    """The error of one of the texts from the index `first` on."""
+    index, _, rest = error.field.removeprefix("texts[").partition("]")
+    if not first or not error.field.startswith("texts[") or not index.isdigit():
+        return error
+    return MillraceError(
+        error.reason,
+        error.message.removeprefix(f"{error.field}: "),
+        field=f"texts[{first + int(index)}]{rest}",
+        metadata=error.metadata,
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def _text_input(prompt: TextPrompt | TokenPrompt) -> dict[str, Any]:
+    if isinstance(prompt, TokenPrompt):
+        return {"encoded": {"ids": prompt.token_ids}}
+    return {"text": prompt.text, "pair": prompt.pair}
+
+
 def _num_characters(prompt: Prompt) -> int:
     match prompt:
         case Conversation(messages=messages):
             return sum(len(each.content) for each in messages)
         case TextPrompt(text=text, pair=pair):
             return len(text) + len(pair or "")
+        case PromptList(prompts=prompts):
+            return sum(map(_num_characters, prompts))
         case _:
             return 0
 

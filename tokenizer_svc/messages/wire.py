@@ -34,7 +34,7 @@ SERVICE_NAME: str = _SERVICE.full_name
 # Requests up to this size are parsed as they come, in a tenth of a millisecond.
 MAX_PARSED_BYTES = 256 * 1024
 # Fields that only a worker parses, from the whole request.
-_CONTENT = ("conversation", "text", "encoded", "response_format", "pair")
+_CONTENT = ("conversation", "text", "encoded", "texts", "response_format")
 # Before the bytes of a field: its tag and their number.
 _MAX_FRAMING_BYTES = 5
 # A message of a stream has fewer calls; each is work for Python before it can be refused.
@@ -303,7 +303,7 @@ def short_answer(prompted: Prompted, fingerprint: str) -> dict[str, Any]:
         "token_ids": prompted.token_ids,
         "vocabulary_fingerprint": fingerprint,
         "assistant_prefix": prompted.assistant_prefix,
-        "second_start": prompted.second_start,
+        "texts": [msgspec.structs.asdict(each) for each in prompted.texts],
         **_left_out(prompted.left_out),
         "timings": {"render_s": prompted.render_s, "encode_s": prompted.encode_s},
     }

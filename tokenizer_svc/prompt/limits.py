@@ -31,10 +31,11 @@ from tokenizer_svc.types import LengthLimit, Truncation
 # Tools, documents, options, calls and response formats beyond this many bytes are a worker's.
 _MAX_STRUCTURED_BYTES = 32 * 1024
 # Everything beyond MAX_PARSED_BYTES is a worker's, too. Against both limits a request counts more than its
-# bytes, because some parts are more work than they have bytes: messages, tools and documents, and characters
-# at which a control token might be spelled, which begins with one of these in most vocabularies.
+# bytes, because some parts are more work than they have bytes: messages, tools, documents, listed texts, and
+# characters at which a control token might be spelled, which begins with one of these in most vocabularies.
 _MESSAGE_BYTES = 1024
 _PART_BYTES = 512
+_TEXT_BYTES = 64
 _SPELLING_BYTES = 32
 _SPELLINGS = "<["
 # Python needs longer for ids than for as many bytes of text.
@@ -49,10 +50,17 @@ def is_large(request: tokenizer_pb2.PrepareRequest) -> bool:
         case "conversation":
             return _is_large_conversation(request.conversation, num_renderings(request))
         case "text":
-            text = request.text + request.pair
+            text = request.text
             return len(text) > MAX_PARSED_BYTES // 4 and len(text.encode()) > MAX_PARSED_BYTES
+        case "texts":
+            return _is_large_list(request.texts)
         case _:
             return request.encoded.ByteSize() > _MAX_ID_BYTES
+
+
+def _is_large_list(texts: tokenizer_pb2.TextList) -> bool:
+    size = texts.ByteSize() + _TEXT_BYTES * len(texts.texts)
+    return size > MAX_PARSED_BYTES or sum(each.encoded.ByteSize() for each in texts.texts) > _MAX_ID_BYTES
 
 
 def num_renderings(request: tokenizer_pb2.PrepareRequest) -> int:
@@ -140,7 +148,9 @@ class RequestLimits:
             return "messages"
         if kind == "text":
             self.text_size(num_input_bytes, length, "prompt")
-        return "prompt"
+        if kind == "texts":
+            self.size(num_input_bytes, "texts")
+        return "texts" if kind == "texts" else "prompt"
 
     def grammar_size(self, size: int, field: str) -> None:
         """Raises GRAMMAR_REFUSED."""

@@ -16,6 +16,7 @@ from contract.chat import Conversation, LeftOut, ResponseFormat, ToolChoiceMode,
 from contract.formats import REASONING, UNKNOWN_FORMAT
 from tokenizer_svc.config import PromptLimitsConfig
 from tokenizer_svc.grammar.request import (
+    EncodedText,
     GrammarRequest,
     Prompted,
     PromptRequest,
@@ -29,7 +30,7 @@ from tokenizer_svc.refusals import invalid, no_input
 from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.text.encoding import ControlTokens, TextEncoder
 from tokenizer_svc.text.template import ChatTemplates, assistant_prefix, without_thinking
-from tokenizer_svc.types import Truncation
+from tokenizer_svc.types import LengthLimit, Truncation
 
 
 class _Written(NamedTuple):
@@ -65,8 +66,13 @@ class Prompts:
         """
         form = wire.response_format(message.response_format)
         self.limits.format(form)
-        if message.WhichOneof("input") == "conversation":
+        kind = message.WhichOneof("input")
+        if kind == "conversation":
             return self._conversation(message.conversation, form, asked)
+        if kind == "texts" and form is not None:
+            raise invalid("nothing is generated from texts; leave it out", "response_format")
+        if kind == "texts":
+            return self._texts(message.texts, asked)
         return self._text(message, form, asked)
 
     def _conversation(
@@ -137,27 +143,23 @@ class Prompts:
         self, message: tokenizer_pb2.PrepareRequest, form: ResponseFormat | None, asked: PromptRequest
     ) -> Prompted:
         limits, length = self.limits, asked.length
-        begin_s, second_start, pair = time.monotonic(), 0, message.pair if message.HasField("pair") else None
-        if pair is not None and message.WhichOneof("input") != "text":
-            raise invalid("a pair is of two texts", "pair")
+        begin_s = time.monotonic()
         most = None if length.truncation is Truncation.REFUSE else limits.max_tokens(length)
         kept: list[int] | None = None
         match message.WhichOneof("input"):
             case "text":
-                limits.text_size(num_bytes(message.text) + num_bytes(pair or ""), length, "prompt")
+                limits.text_size(num_bytes(message.text), length, "prompt")
                 adds = message.add_special_tokens or not message.HasField("add_special_tokens")
-                if pair is None and not (most is not None and self._pools):
-                    ids = self.encoder.encode_text(message.text, add_special_tokens=adds)
-                else:
+                if most is not None and self._pools:
                     keeps_end = length.truncation is Truncation.KEEP_END
                     fitted = self.encoder.encode_fitting(
-                        message.text, pair, most, keeps_end=keeps_end, add_special_tokens=adds
+                        message.text, None, most, keeps_end=keeps_end, add_special_tokens=adds
                     )
-                    kept, ids, second_start = fitted.kept, fitted.ids, fitted.second_start
+                    kept, ids = fitted.kept, fitted.ids
+                else:
+                    ids = self.encoder.encode_text(message.text, add_special_tokens=adds)
             case "encoded":
-                limits.num_ids(len(message.encoded.ids), length, "prompt")
-                ids = list(message.encoded.ids)
-                limits.ids(ids, "prompt")
+                ids = self._given_ids(message.encoded, length, "prompt")
             case _:
                 raise no_input()
         if kept is None:
@@ -167,11 +169,64 @@ class Prompts:
             token_ids=kept,
             num_tokens=len(kept),
             left_out=LeftOut(num_tokens=len(ids) - len(kept)) if len(kept) < len(ids) else None,
-            second_start=second_start,
             grammar=GrammarRequest(response_format=form).encoded() if form is not None else None,
             begin_s=begin_s,
             encode_s=time.monotonic() - begin_s,
         )
+
+    def _texts(self, message: tokenizer_pb2.TextList, asked: PromptRequest) -> Prompted:
+        """Each text by itself; an error names it by its index."""
+        length, begin_s = asked.length, time.monotonic()
+        most = None if length.truncation is Truncation.REFUSE else self.limits.max_tokens(length)
+        given = [self._one_of(each, index, length) for index, each in enumerate(message.texts)]
+        texts = [each for each in given if isinstance(each, tuple)]
+        keeps_end = length.truncation is Truncation.KEEP_END
+        fitted = iter(self.encoder.encode_each(texts, most, keeps_end=keeps_end))
+        token_ids: list[int] = []
+        parts: list[EncodedText] = []
+        for index, each in enumerate(given):
+            if isinstance(each, tuple):
+                kept, ids, second_start = next(fitted)
+            else:
+                kept = self.encoder.truncated(each, most, length.truncation)
+                ids, second_start = each, 0
+            self.limits.length(len(kept), length, f"texts[{index}]")
+            token_ids += kept
+            parts.append(
+                EncodedText(
+                    num_tokens=len(kept),
+                    num_truncated_tokens=len(ids) - len(kept),
+                    second_start=second_start,
+                )
+            )
+        return Prompted(
+            token_ids=token_ids,
+            num_tokens=len(token_ids),
+            texts=tuple(parts),
+            begin_s=begin_s,
+            encode_s=time.monotonic() - begin_s,
+        )
+
+    def _one_of(
+        self, message: tokenizer_pb2.TextInput, index: int, length: LengthLimit
+    ) -> tuple[str, str | None] | list[int]:
+        """A text, with the second one of a pair, or token ids."""
+        field, kind = f"texts[{index}]", message.WhichOneof("input")
+        pair = message.pair if message.HasField("pair") else None
+        if kind == "text":
+            self.limits.text_size(num_bytes(message.text) + num_bytes(pair or ""), length, field)
+            return message.text, pair
+        if kind is None:
+            raise no_input()
+        if pair is not None:
+            raise invalid("a pair is of two texts", f"{field}.pair")
+        return self._given_ids(message.encoded, length, field)
+
+    def _given_ids(self, message: tokenizer_pb2.EncodedPrompt, length: LengthLimit, field: str) -> list[int]:
+        self.limits.num_ids(len(message.ids), length, field)
+        ids = list(message.ids)
+        self.limits.ids(ids, field)
+        return ids
 
     def _grammar_request(
         self, conversation: Conversation, form: ResponseFormat | None, reasoning: Reasoning

@@ -19,7 +19,7 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
@@ -235,6 +235,23 @@ class TextEncoder:
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """A plain prompt. Spellings of control tokens are control tokens: the caller writes the prompt."""
         return ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
+
+    def encode_each(
+        self, texts: Sequence[tuple[str, str | None]], most: int | None, *, keeps_end: bool
+    ) -> list[FittedText]:
+        """`encode_fitting` of many texts and pairs in one call of the library; those alone that are too long
+        are looked at once more.
+        """
+        inputs: list[Any] = [text if pair is None else (text, pair) for text, pair in texts]
+        found = []
+        for (text, pair), whole in zip(texts, self._tokenizer.encode_batch_fast(inputs), strict=True):
+            ids = whole.ids
+            if most is None or len(ids) <= most:
+                start = 0 if pair is None else _second_start(whole.type_ids)
+                found.append(FittedText(ids, ids, start))
+            else:
+                found.append(self.encode_fitting(text, pair, most, keeps_end=keeps_end))
+        return found
 
     def encode_fitting(
         self,

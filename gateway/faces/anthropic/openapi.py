@@ -21,6 +21,7 @@ from gateway.faces.schemas import (
     BEYOND_CUT,
     CUT,
     NULL,
+    REASONS,
     REF,
     TEXT,
     answer_schemas,
@@ -38,25 +39,6 @@ from gateway.models.catalog import MAX_MODEL_NAME
 from gateway.pipeline.validate import MAX_CACHE_SALT, MAX_METADATA_VALUE, NAME
 
 PATH = "/v1/messages/openapi.json"
-_REASONS = (
-    Reason.MALFORMED_BODY,
-    Reason.INVALID_ARGUMENT,
-    Reason.UNSUPPORTED_FIELD,
-    Reason.CONTEXT_LENGTH_EXCEEDED,
-    Reason.MISSING_CREDENTIALS,
-    Reason.INVALID_CREDENTIALS,
-    Reason.BUDGET_EXHAUSTED,
-    Reason.MODEL_NOT_ALLOWED,
-    Reason.TIER_NOT_ALLOWED,
-    Reason.MODEL_NOT_FOUND,
-    Reason.REQUEST_TOO_LARGE,
-    Reason.REQUEST_RATE_EXCEEDED,
-    Reason.CANCELLED,
-    Reason.INTERNAL,
-    Reason.DEADLINE_EXCEEDED,
-    Reason.QUEUE_LIMIT_EXCEEDED,
-    Reason.ENGINE_UNAVAILABLE,
-)
 # Rules that no schema can state: by the error's reason, and by its field as a regular expression.
 BEYOND_REASONS: Mapping[Reason, str] = {
     Reason.CONTEXT_LENGTH_EXCEEDED: "the prompt fits into the model's context",
@@ -195,7 +177,7 @@ def _operation(name: str, summary: str, answer: type | None = None) -> dict[str,
     schema = _OBJECT if answer is None else ref(answer)
     answered = {"description": "The answer.", "content": {"application/json": {"schema": schema}}}
     content = {"application/json": {"schema": ref(ApiErrorBody)}}
-    statuses = by_status(_REASONS, lambda reason: ERRORS.status(MillraceError(reason, "")))
+    statuses = by_status(REASONS, lambda reason: ERRORS.status(MillraceError(reason, "")))
     refusals = {
         status: {"description": told(reasons), "content": content} for status, reasons in statuses.items()
     }

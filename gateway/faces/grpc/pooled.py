@@ -4,18 +4,18 @@ to messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from millrace.inference.v1 import inference_pb2
 
-from contract.chat import Prompt, TextPrompt, TokenPrompt
+from contract.chat import TextPrompt, TokenPrompt
 from contract.errors import invalid
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.pooled_answers import Pooled, pooled_answers
-from gateway.pipeline.pooled_requests import PooledForm, check_inputs, scored_requests, scores_of
+from gateway.pipeline.pooled_answers import PooledAnswer, pooled_answer
+from gateway.pipeline.pooled_requests import PooledForm, check_inputs, scored_request, scores_of
 from gateway.pipeline.validate import check_metadata
-from gateway.types.request import Caller, GenerationRequest, PooledAsk
+from gateway.types.request import Caller, PooledAsk
 
 _CUTS = ("NONE", "START", "END")
 _Asked: TypeAlias = (
@@ -32,10 +32,10 @@ async def embed(
     """See the proto."""
     name = message.prompt_name if message.HasField("prompt_name") else None
     form = _form(message, dimensions=message.dimensions, prompt_name=name)
-    requests = form.requests(*_prompts(pipeline, message.inputs))
-    outputs = await pooled_answers(pipeline, caller, requests)
-    response = inference_pb2.EmbedResponse(**_told(outputs))
-    for output in outputs:
+    request = form.request(*_prompts(pipeline, message.inputs))
+    answer = await pooled_answer(pipeline, caller, request)
+    response = inference_pb2.EmbedResponse(**_told(answer))
+    for output in answer.outputs:
         response.embeddings.add(values=output.values)
     return response
 
@@ -46,9 +46,9 @@ async def rerank(
     """See the proto."""
     check_inputs(len(message.documents), pipeline.intake.limits, "documents")
     pairs = [(message.query, text) for text in message.documents]
-    outputs, scores = await _scored(pipeline, caller, message, pairs, ("query", "documents[{}]"))
+    answer, scores = await _scored(pipeline, caller, message, pairs, ("query", "documents[{}]"))
     best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-    response = inference_pb2.RerankResponse(**_told(outputs))
+    response = inference_pb2.RerankResponse(**_told(answer))
     for index in best[: message.top_n or None]:
         response.results.add(index=index, relevance_score=scores[index])
     return response
@@ -64,8 +64,8 @@ async def score(
     if len(first) not in (1, len(second)):
         raise invalid("first", f"{len(first)} texts beside {len(second)} of second; give one, or as many")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-    outputs, scores = await _scored(pipeline, caller, message, pairs, ("first[{}]", "second[{}]"))
-    return inference_pb2.ScoreResponse(scores=scores, **_told(outputs))
+    answer, scores = await _scored(pipeline, caller, message, pairs, ("first[{}]", "second[{}]"))
+    return inference_pb2.ScoreResponse(scores=scores, **_told(answer))
 
 
 async def classify(
@@ -73,12 +73,12 @@ async def classify(
 ) -> inference_pb2.ClassifyResponse:
     """See the proto."""
     form = _form(message, task="classify")
-    requests = form.requests(*_prompts(pipeline, message.inputs))
-    outputs = await pooled_answers(pipeline, caller, requests)
+    request = form.request(*_prompts(pipeline, message.inputs))
+    answer = await pooled_answer(pipeline, caller, request)
     pooled = pipeline.model(caller, message.model).vocabulary.pooled
     labels = () if pooled is None else pooled.labels
-    response = inference_pb2.ClassifyResponse(**_told(outputs))
-    for output in outputs:
+    response = inference_pb2.ClassifyResponse(**_told(answer))
+    for output in answer.outputs:
         probabilities = output.values
         best = max(range(len(probabilities)), key=probabilities.__getitem__)
         response.classifications.add(
@@ -93,15 +93,14 @@ async def _scored(
     message: inference_pb2.RerankRequest | inference_pb2.ScoreRequest,
     pairs: Sequence[tuple[str, str]],
     names: tuple[str, str],
-) -> tuple[list[Pooled], list[float]]:
+) -> tuple[PooledAnswer, list[float]]:
     served = pipeline.model(caller, message.model)
     for index, (one, other) in enumerate(pairs):
         if not (one and other):
             field = names[0 if not one else 1].format(index)
             raise invalid(field, "it is empty; give at least one character")
-    requests: list[GenerationRequest] = scored_requests(_form(message), served, pairs, names)
-    outputs = await pooled_answers(pipeline, caller, requests)
-    return outputs, scores_of(outputs, pairs)
+    answer = await pooled_answer(pipeline, caller, scored_request(_form(message), served, pairs, names))
+    return answer, scores_of(answer.outputs, pairs)
 
 
 def _form(message: _Asked, **ask: Any) -> PooledForm:
@@ -125,20 +124,20 @@ def _form(message: _Asked, **ask: Any) -> PooledForm:
 
 def _prompts(
     pipeline: Pipeline, inputs: Sequence[inference_pb2.PooledInput]
-) -> tuple[list[Prompt], Callable[[int], str]]:
+) -> tuple[list[TextPrompt | TokenPrompt], list[str]]:
     check_inputs(len(inputs), pipeline.intake.limits, "inputs")
-    prompts: list[Prompt] = [
+    prompts: list[TextPrompt | TokenPrompt] = [
         TokenPrompt(tuple(each.token_ids.ids))
         if each.WhichOneof("input") == "token_ids"
         else TextPrompt(each.text)
         for each in inputs
     ]
-    return prompts, "inputs[{}]".format
+    return prompts, [f"inputs[{index}]" for index in range(len(prompts))]
 
 
-def _told(outputs: Sequence[Pooled]) -> dict[str, Any]:
+def _told(answer: PooledAnswer) -> dict[str, Any]:
     return {
-        "request_id": outputs[0].request_id,
-        "model": outputs[0].model,
-        "usage": inference_pb2.PooledUsage(prompt_tokens=sum(each.prompt_tokens for each in outputs)),
+        "request_id": answer.request_id,
+        "model": answer.model,
+        "usage": inference_pb2.PooledUsage(prompt_tokens=answer.prompt_tokens),
     }

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from contract.chat import Prompt, TextPrompt, TokenPrompt
+from contract.chat import TextPrompt, TokenPrompt
 from contract.errors import MillraceError, Reason, invalid
 from gateway.config import RequestConfig
 from gateway.faces.bodies import read
@@ -31,8 +31,8 @@ from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.pooled_answers import Pooled, pooled_answers
-from gateway.pipeline.pooled_requests import PooledForm, check_inputs, scored_requests, scores_of
+from gateway.pipeline.pooled_answers import Pooled, PooledAnswer, pooled_answer
+from gateway.pipeline.pooled_requests import PooledForm, check_inputs, scored_request, scores_of
 from gateway.pipeline.validate import check_metadata
 from gateway.types.request import GenerationRequest, PooledAsk
 
@@ -41,6 +41,8 @@ _EMBEDDINGS = msgspec.json.Decoder(POOLED_FIELDS.declared_in(EmbeddingsBody))
 _RERANK = msgspec.json.Decoder(POOLED_FIELDS.declared_in(RerankBody))
 _SCORE = msgspec.json.Decoder(POOLED_FIELDS.declared_in(ScoreBody))
 _CLASSIFY = msgspec.json.Decoder(POOLED_FIELDS.declared_in(ClassifyBody))
+# Texts of an answer that are told to have been cut: headers are bounded.
+_MAX_WARNINGS = 16
 _Body = TypeVar("_Body", bound=PooledCommon)
 
 
@@ -52,23 +54,23 @@ class PooledEndpoints:
 
     async def embed(self, exchange: Exchange) -> None:
         """POST /v1/embeddings."""
-        body, requests = await self._read(exchange, _EMBEDDINGS, _embedding_requests)
-        outputs = await self._outputs(exchange, requests)
+        body, request = await self._read(exchange, _EMBEDDINGS, _embedding_request)
+        answer = await self._answer(exchange, request)
         slices, data = Slices(), []
-        for index, output in enumerate(outputs):
+        for index, output in enumerate(answer.outputs):
             packed = body.encoding_format == "base64"
             values = base64.b64encode(output.packed).decode() if packed else output.values
             data.append(answers.EmbeddingBody(index=index, embedding=values))
             await slices.breathe()
-        listed = answers.EmbeddingList(model=outputs[0].model, data=data, usage=_usage(outputs))
+        listed = answers.EmbeddingList(model=answer.model, data=data, usage=_usage(answer))
         await exchange.respond(200, _encode(listed))
 
     async def rerank(self, exchange: Exchange) -> None:
         """POST /v1/rerank, /v2/rerank and /rerank."""
         body, pairs = await self._read(exchange, _RERANK, _ranked_pairs)
-        requests = self._scored(exchange, body, pairs, ("query", "documents[{}]"))
-        outputs = await self._outputs(exchange, requests)
-        scores = scores_of(outputs, pairs)
+        request = self._scored(exchange, body, pairs, ("query", "documents[{}]"))
+        answer = await self._answer(exchange, request)
+        scores = scores_of(answer.outputs, pairs)
         best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n]
         results = [
             answers.RankedBody(
@@ -82,52 +84,52 @@ class PooledEndpoints:
         ]
         version = "2" if exchange.path.startswith("/v2/") else "1"
         ranking = answers.Reranking(
-            id=outputs[0].request_id,
-            model=outputs[0].model,
+            id=answer.request_id,
+            model=answer.model,
             results=results,
             meta=answers.RerankMeta(
                 api_version=answers.ApiVersionBody(version=version), billed_units=answers.BilledUnitsBody()
             ),
-            usage=_usage(outputs),
+            usage=_usage(answer),
         )
         await exchange.respond(200, _encode(ranking))
 
     async def score(self, exchange: Exchange) -> None:
         """POST /v1/score."""
         body, pairs = await self._read(exchange, _SCORE, _score_pairs)
-        requests = self._scored(exchange, body, pairs, ("text_1[{}]", "text_2[{}]"))
-        outputs = await self._outputs(exchange, requests)
+        request = self._scored(exchange, body, pairs, ("text_1[{}]", "text_2[{}]"))
+        answer = await self._answer(exchange, request)
         data = [
             answers.ScoreEntry(index=index, score=score)
-            for index, score in enumerate(scores_of(outputs, pairs))
+            for index, score in enumerate(scores_of(answer.outputs, pairs))
         ]
         scored = answers.ScoreList(
-            id=outputs[0].request_id,
-            created=outputs[0].created_unix_s,
-            model=outputs[0].model,
+            id=answer.request_id,
+            created=answer.created_unix_s,
+            model=answer.model,
             data=data,
-            usage=_usage(outputs),
+            usage=_usage(answer),
         )
         await exchange.respond(200, _encode(scored))
 
     async def classify(self, exchange: Exchange) -> None:
         """POST /v1/classify."""
-        body, requests = await self._read(exchange, _CLASSIFY, _class_requests)
-        outputs = await self._outputs(exchange, requests)
+        body, request = await self._read(exchange, _CLASSIFY, _class_request)
+        answer = await self._answer(exchange, request)
         pooled = self._pipeline().model(exchange.verified_caller, body.model).vocabulary.pooled
         names = pooled.labels if pooled is not None else ()
         data = []
-        for index, output in enumerate(outputs):
+        for index, output in enumerate(answer.outputs):
             probs = output.values
             best = max(range(len(probs)), key=probs.__getitem__)
             label = names[best] if best < len(names) else f"LABEL_{best}"
             data.append(answers.ClassEntry(index=index, label=label, probs=probs, num_classes=len(probs)))
         listed = answers.ClassList(
-            id=outputs[0].request_id,
-            created=outputs[0].created_unix_s,
-            model=outputs[0].model,
+            id=answer.request_id,
+            created=answer.created_unix_s,
+            model=answer.model,
             data=data,
-            usage=_usage(outputs),
+            usage=_usage(answer),
         )
         await exchange.respond(200, _encode(listed))
 
@@ -146,17 +148,17 @@ class PooledEndpoints:
         body: PooledCommon,
         pairs: Sequence[tuple[str, str]],
         names: tuple[str, str],
-    ) -> list[GenerationRequest]:
+    ) -> GenerationRequest:
         served = self._pipeline().model(exchange.verified_caller, body.model)
-        return scored_requests(_form(body), served, pairs, names)
+        return scored_request(_form(body), served, pairs, names)
 
-    async def _outputs(self, exchange: Exchange, requests: Sequence[GenerationRequest]) -> list[Pooled]:
-        """The outputs of all requests; a client that leaves ends them."""
+    async def _answer(self, exchange: Exchange, request: GenerationRequest) -> PooledAnswer:
+        """The answer to a request; a client that leaves ends it."""
         pipeline, caller = self._pipeline(), exchange.verified_caller
-        computing = asyncio.ensure_future(pooled_answers(pipeline, caller, requests))
+        computing = asyncio.ensure_future(pooled_answer(pipeline, caller, request))
         exchange.watch_client(partial(_end, computing))
         try:
-            outputs = await computing
+            answer = await computing
         except asyncio.CancelledError:
             if not exchange.client_gone:
                 raise
@@ -164,11 +166,9 @@ class PooledEndpoints:
         finally:
             exchange.unwatch()
         exchange.add_headers(pipeline.limiter.headers(caller.identity))
-        for request, output in zip(requests, outputs, strict=True):
-            if output.left_out is not None:
-                told = output.left_out.told(output.prompt_tokens)
-                exchange.add_headers({WARNING_HEADER: f"{request.field('prompt')}: {told}"})
-        return outputs
+        for warning in _warnings(request, answer.outputs):
+            exchange.add_headers({WARNING_HEADER: warning})
+        return answer
 
 
 def _end(computing: asyncio.Future[Any]) -> None:
@@ -185,28 +185,28 @@ def _form(body: PooledCommon, **ask: Any) -> PooledForm:
     )
 
 
-def _embedding_requests(body: EmbeddingsBody, *, limits: RequestConfig) -> list[GenerationRequest]:
+def _embedding_request(body: EmbeddingsBody, *, limits: RequestConfig) -> GenerationRequest:
     if body.dimensions is not None and body.dimensions < 1:
         raise invalid("dimensions", f"{body.dimensions}; give at least 1, or leave it out")
     form = _form(body, dimensions=body.dimensions or 0, prompt_name=body.prompt_name)
-    return form.requests(*_prompts(body.input, limits))
+    return form.request(*_prompts(body.input, limits))
 
 
-def _class_requests(body: ClassifyBody, *, limits: RequestConfig) -> list[GenerationRequest]:
-    return _form(body, task="classify").requests(*_prompts(body.input, limits))
+def _class_request(body: ClassifyBody, *, limits: RequestConfig) -> GenerationRequest:
+    return _form(body, task="classify").request(*_prompts(body.input, limits))
 
 
 def _prompts(
     given: str | list[str | int | list[int]], limits: RequestConfig
-) -> tuple[list[Prompt], Callable[[int], str]]:
+) -> tuple[list[TextPrompt | TokenPrompt], list[str]]:
     """The texts and ids of a body, and how each is called there."""
     if isinstance(given, str):
-        return [TextPrompt(given)], lambda index: "input"
+        return [TextPrompt(given)], ["input"]
     if given and set(map(type, given)) <= {int}:
         ids: Any = given
-        return [TokenPrompt(tuple(ids))], lambda index: "input"
+        return [TokenPrompt(tuple(ids))], ["input"]
     check_inputs(len(given), limits, "input")
-    prompts: list[Prompt] = []
+    prompts: list[TextPrompt | TokenPrompt] = []
     for index, each in enumerate(given):
         if isinstance(each, str):
             prompts.append(TextPrompt(each))
@@ -214,7 +214,7 @@ def _prompts(
             prompts.append(TokenPrompt(tuple(each)))
         else:
             raise invalid(f"input[{index}]", "an input is a text or a list of token ids")
-    return prompts, "input[{}]".format
+    return prompts, [f"input[{index}]" for index in range(len(prompts))]
 
 
 def _ranked_pairs(body: RerankBody, *, limits: RequestConfig) -> list[tuple[str, str]]:
@@ -246,6 +246,15 @@ def _check_texts(texts: Sequence[str], field: str) -> None:
             raise invalid(field.format(index), "it is empty; give at least one character")
 
 
-def _usage(outputs: Sequence[Pooled]) -> answers.PooledUsageBody:
-    num_tokens = sum(output.prompt_tokens for output in outputs)
-    return answers.PooledUsageBody(prompt_tokens=num_tokens, total_tokens=num_tokens)
+def _usage(answer: PooledAnswer) -> answers.PooledUsageBody:
+    return answers.PooledUsageBody(prompt_tokens=answer.prompt_tokens, total_tokens=answer.prompt_tokens)
+
+
+def _warnings(request: GenerationRequest, outputs: Sequence[Pooled]) -> Iterator[str]:
+    """What was cut of the first texts that lost something, and of how many others."""
+    cut = [(index, each) for index, each in enumerate(outputs) if each.left_out is not None]
+    for index, output in cut[:_MAX_WARNINGS]:
+        assert output.left_out is not None, "as sorted out"
+        yield f"{request.field(f'texts[{index}]')}: {output.left_out.told(output.prompt_tokens)}"
+    if len(cut) > _MAX_WARNINGS:
+        yield f"{len(cut) - _MAX_WARNINGS} other texts were cut as well"

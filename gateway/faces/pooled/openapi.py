@@ -14,6 +14,7 @@ from gateway.faces.pooled import answer_types as answers
 from gateway.faces.pooled import bodies
 from gateway.faces.pooled.bodies import POOLED_FIELDS
 from gateway.faces.schemas import (
+    REASONS,
     REF,
     answer_schemas,
     by_status,
@@ -29,26 +30,6 @@ from gateway.pipeline.validate import MAX_METADATA_KEY, MAX_METADATA_VALUE
 from gateway.types.request import MAX_METADATA
 
 PATH = "/v1/embeddings/openapi.json"
-_REASONS = (
-    Reason.MALFORMED_BODY,
-    Reason.INVALID_ARGUMENT,
-    Reason.UNSUPPORTED_FIELD,
-    Reason.CONTEXT_LENGTH_EXCEEDED,
-    Reason.MISSING_CREDENTIALS,
-    Reason.INVALID_CREDENTIALS,
-    Reason.BUDGET_EXHAUSTED,
-    Reason.MODEL_NOT_ALLOWED,
-    Reason.TIER_NOT_ALLOWED,
-    Reason.TENANT_NOT_ALLOWED,
-    Reason.MODEL_NOT_FOUND,
-    Reason.REQUEST_TOO_LARGE,
-    Reason.REQUEST_RATE_EXCEEDED,
-    Reason.CANCELLED,
-    Reason.INTERNAL,
-    Reason.DEADLINE_EXCEEDED,
-    Reason.QUEUE_LIMIT_EXCEEDED,
-    Reason.ENGINE_UNAVAILABLE,
-)
 # Rules that no schema can state: by the error's reason, and by its field as a regular expression.
 BEYOND_REASONS: Mapping[Reason, str] = {
     Reason.CONTEXT_LENGTH_EXCEEDED: "a text fits into the model's window, unless it is cut",
@@ -171,7 +152,7 @@ def _operation(name: str, summary: str, answer: type | None = None) -> dict[str,
     schema = {"type": "object"} if answer is None else ref(answer)
     answered = {"description": "The answer.", "content": {"application/json": {"schema": schema}}}
     content = {"application/json": {"schema": ref(PooledError)}}
-    statuses = by_status(_REASONS, lambda reason: reason.mapping.http_status)
+    statuses = by_status((*REASONS, Reason.TENANT_NOT_ALLOWED), lambda reason: reason.mapping.http_status)
     refusals = {
         status: {"description": told(reasons), "content": content} for status, reasons in statuses.items()
     }

@@ -20,6 +20,7 @@ from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import InputItem, ItemPart
 from gateway.faces.responses.stored_openapi import stored_paths
 from gateway.faces.schemas import (
+    REASONS,
     REF,
     TEXT,
     answer_schemas,
@@ -43,26 +44,6 @@ from gateway.pipeline.validate import (
 from gateway.types.request import MAX_METADATA
 
 PATH = "/v1/responses/openapi.json"
-_REASONS = (
-    Reason.MALFORMED_BODY,
-    Reason.INVALID_ARGUMENT,
-    Reason.UNSUPPORTED_FIELD,
-    Reason.CONTEXT_LENGTH_EXCEEDED,
-    Reason.MISSING_CREDENTIALS,
-    Reason.INVALID_CREDENTIALS,
-    Reason.BUDGET_EXHAUSTED,
-    Reason.MODEL_NOT_ALLOWED,
-    Reason.TIER_NOT_ALLOWED,
-    Reason.MODEL_NOT_FOUND,
-    Reason.STORED_NOT_FOUND,
-    Reason.REQUEST_TOO_LARGE,
-    Reason.REQUEST_RATE_EXCEEDED,
-    Reason.CANCELLED,
-    Reason.INTERNAL,
-    Reason.DEADLINE_EXCEEDED,
-    Reason.QUEUE_LIMIT_EXCEEDED,
-    Reason.ENGINE_UNAVAILABLE,
-)
 # Rules that no schema can state: by the error's reason, and by its `param` as a regular expression.
 BEYOND_REASONS: Mapping[Reason, str] = {
     Reason.CONTEXT_LENGTH_EXCEEDED: "prompt and answer fit into the model's context",
@@ -237,7 +218,7 @@ def _answered(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refusals() -> dict[str, Any]:
     content = {"application/json": {"schema": ref(OpenAiError)}}
-    statuses = by_status(_REASONS, lambda reason: reason.mapping.http_status)
+    statuses = by_status((*REASONS, Reason.STORED_NOT_FOUND), lambda reason: reason.mapping.http_status)
     return {
         status: {"description": told(reasons), "content": content} for status, reasons in statuses.items()
     }

@@ -10,30 +10,22 @@ from __future__ import annotations
 import re
 
 from gateway.text.tool_calls.json_call import CallState, JsonCall
-from gateway.text.tool_calls.parser import CallIds, ToolCallParser
+from gateway.text.tool_calls.parser import CallIds
 from gateway.text.tool_calls.values import ToolTypes
-from gateway.text.tool_calls.whole import PythonCall
+from gateway.text.tool_calls.whole import MayBeCalls, PythonCall
 
 TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;"
 _PYTHON, _PYTHON_BEGUN = re.compile(r"\w{1,128}\.call\("), re.compile(r"\w{1,128}(\.\w{0,4})?")
 
 
-class Llama3Parser(ToolCallParser):
+class Llama3Parser(MayBeCalls):
     """Calls are streamed as their arguments come."""
 
     def __init__(self, call_id: CallIds, tools: ToolTypes) -> None:
-        super().__init__(call_id)
-        self._tools = tools
+        super().__init__(call_id, tools)
         self._call: JsonCall | None = None
         self._python: PythonCall | None = None
-        # No call can come any more.
-        self._plain = False
-        # The characters since the last call; of them the tag with the name behind it, as far as they have
-        # come, and whether white space followed them.
-        self._lead: list[str] = []
-        self._mark = ""
-        self._is_parted = False
 
     def _read(self, text: str) -> None:
         for position, character in enumerate(text):
@@ -42,7 +34,8 @@ class Llama3Parser(ToolCallParser):
                 return
             if self._python is not None:
                 if self._python.feed(character):
-                    self._end_python(self._python)
+                    ended, self._python = self._python, None
+                    self._end_python(ended)
             elif self._call is None:
                 self._before_call(character)
             else:
@@ -77,17 +70,6 @@ class Llama3Parser(ToolCallParser):
         elif not TAG.startswith(self._mark) and not (is_tagged and _PYTHON_BEGUN.fullmatch(name)):
             self._give_up("")
 
-    def _end_python(self, call: PythonCall) -> None:
-        self._python = None
-        read = call.read(self._tools)
-        if read is None:
-            self._give_up(call.source)
-            return
-        self._forget()
-        self._sink.begin(read[0])
-        self._sink.argue(read[1])
-        self.num_complete += 1
-
     def _in_call(self, call: JsonCall, character: str) -> None:
         call.feed(character)
         if call.state is CallState.OPEN:
@@ -103,13 +85,3 @@ class Llama3Parser(ToolCallParser):
             # The name is out already: the broken rest is the client's to see.
             self._sink.argue(character)
             self._plain = True
-
-    def _give_up(self, text: str) -> None:
-        """It is no call, up to `text`."""
-        self._plain = True
-        self._sink.content("".join(self._lead) + text)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._lead.clear()
-        self._mark, self._is_parted = "", False

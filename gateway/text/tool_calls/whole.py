@@ -63,23 +63,51 @@ class PythonCall:
             return None
 
 
-class PythonicParser(ToolCallParser):
-    """`[f(a=1), g(b="x")]` as the whole answer, perhaps between Llama 4's marks. An answer that begins so and
-    calls none of the request's tools is content.
-    """
+class MayBeCalls(ToolCallParser):
+    """An answer that is calls alone, or content from where it turns out not to be one."""
 
     def __init__(self, call_id: CallIds, tools: ToolTypes) -> None:
         super().__init__(call_id)
         self._tools = tools
         # No call can come any more.
         self._plain = False
-        self._call: PythonCall | None = None
-        # The characters of the list since the last call, and before the call that is read.
+        # The characters since the last call.
         self._lead: list[str] = []
-        # Of them the mark, then the name or the end of the list, as far as they have come; whether white
-        # space followed them.
+        # Of them the mark, then a name or the end of a list, as far as they have come; whether white space
+        # followed them.
         self._mark = ""
         self._is_parted = False
+
+    def _end_python(self, call: PythonCall) -> None:
+        """A call in Python is whole."""
+        read = call.read(self._tools)
+        if read is None:
+            self._give_up(call.source)
+            return
+        self._forget()
+        self._sink.begin(read[0])
+        self._sink.argue(read[1])
+        self.num_complete += 1
+
+    def _give_up(self, text: str) -> None:
+        """It is no call, up to `text`."""
+        self._plain = True
+        self._sink.content("".join(self._lead) + text)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lead.clear()
+        self._mark, self._is_parted = "", False
+
+
+class PythonicParser(MayBeCalls):
+    """`[f(a=1), g(b="x")]` as the whole answer, perhaps between Llama 4's marks. An answer that begins so and
+    calls none of the request's tools is content.
+    """
+
+    def __init__(self, call_id: CallIds, tools: ToolTypes) -> None:
+        super().__init__(call_id, tools)
+        self._call: PythonCall | None = None
         self._in_list = False
 
     def _read(self, text: str) -> None:
@@ -90,7 +118,8 @@ class PythonicParser(ToolCallParser):
             if self._call is None:
                 self._between(character)
             elif self._call.feed(character):
-                self._end_call(self._call)
+                ended, self._call = self._call, None
+                self._end_python(ended)
 
     def _end(self) -> None:
         left = "".join(self._lead)
@@ -134,27 +163,6 @@ class PythonicParser(ToolCallParser):
         self._mark += character
         if self._is_parted or not PYTHON_OPEN.startswith(self._mark):
             self._give_up("")
-
-    def _end_call(self, call: PythonCall) -> None:
-        self._call = None
-        read = call.read(self._tools)
-        if read is None:
-            self._give_up(call.source)
-            return
-        self._forget()
-        self._sink.begin(read[0])
-        self._sink.argue(read[1])
-        self.num_complete += 1
-
-    def _give_up(self, text: str) -> None:
-        """It is no call, up to `text`."""
-        self._plain = True
-        self._sink.content("".join(self._lead) + text)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._lead.clear()
-        self._mark, self._is_parted = "", False
 
 
 def _python_value(node: ast.expr) -> Any:

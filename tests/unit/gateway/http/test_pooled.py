@@ -8,50 +8,15 @@ import struct
 from typing import Any
 
 import pytest
-from millrace.common.v1 import output_pb2
-from millrace.engine.v1 import engine_pb2
 from millrace.inference.v1 import inference_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import deployed, signed_context
-from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.pooling import PoolingEngine, PoolingTokenizer
 from tests.unit.gateway.rig.tokenizer import ByteTokenizer
 from tests.unit.gateway.rig.vocabulary import encode
-
-
-class PoolingEngine(ScriptedEngine):
-    """Answers with the length of a prompt and its first id; of scores with a tenth of the length."""
-
-    async def _serve_choice(self, submit: engine_pb2.Submit, choice: int, outputs: Any) -> None:
-        await self.gate.wait()
-        ids = list(submit.prompt_token_ids)
-        values = (len(ids) / 10,) if submit.pooling.task == "score" else (float(len(ids)), float(ids[0]))
-        output = engine_pb2.RequestOutput(handle=submit.handle, finish_reason=output_pb2.FINISH_REASON_STOP)
-        output.pooled = struct.pack(f"<{len(values)}f", *values)
-        output.statistics.num_steps = 1
-        outputs.put_nowait(output)
-
-
-class PoolingTokenizer(ByteTokenizer):
-    """Of a checkpoint that pools; a pair's texts follow each other."""
-
-    def __init__(self, **says: Any) -> None:
-        super().__init__()
-        self.says: dict[str, Any] = {"tasks": ["embed"], "num_dimensions": 2, **says}
-
-    async def GetVocabulary(self, request: Any, context: Any) -> Any:
-        vocabulary = await super().GetVocabulary(request, context)
-        vocabulary.pooled.CopyFrom(tokenizer_pb2.PooledModel(**self.says))
-        return vocabulary
-
-    async def Prepare(self, request: Any, context: Any) -> Any:
-        response = await super().Prepare(request, context)
-        if request.HasField("pair"):
-            response.second_start = len(response.token_ids)
-            response.token_ids.extend(encode(request.pair))
-        return response
 
 
 async def test_embeddings_are_those_of_the_engine_in_order() -> None:
@@ -84,7 +49,7 @@ async def test_instructions_and_cuts_are_the_models_unless_asked_otherwise() -> 
         refused = await stack.http.post(
             "/v1/embeddings", json={"model": "tiny", "input": "abc", "prompt_name": "other"}
         )
-    assert [each.text for each in tokenizer.prepared] == ["P: abc", "Q: abc", "abc", "P: abc"]
+    assert [each.texts.texts[0].text for each in tokenizer.prepared] == ["P: abc", "Q: abc", "abc", "P: abc"]
     assert [each.max_prompt_tokens for each in tokenizer.prepared] == [9] * 4
     assert [each.truncation for each in tokenizer.prepared] == [
         tokenizer_pb2.TRUNCATION_KEEP_START,
@@ -131,7 +96,8 @@ async def test_pairs_are_read_together_and_the_best_come_first() -> None:
     assert [each["relevance_score"] for each in ranked["results"]] == pytest.approx([0.5, 0.3])
     assert ranked["meta"]["api_version"]["version"] == "2"
     assert [each["score"] for each in scored["data"]] == pytest.approx([0.2, 0.3])
-    assert {submit.pooling.second_start for submit in engine.submissions} == {1, 2}
+    starts = [text.second_start for submit in engine.submissions for text in submit.pooling.texts]
+    assert starts == [1, 1, 1, 1, 2]
 
 
 async def test_a_model_of_embeddings_ranks_by_cosine() -> None:
@@ -188,10 +154,10 @@ async def test_a_client_that_leaves_takes_all_texts_back() -> None:
     async with deployed(engine, tokenizer=PoolingTokenizer()) as stack:
         body = {"model": "tiny", "input": ["a", "b", "c"]}
         asking = asyncio.create_task(stack.http.post("/v1/embeddings", json=body))
-        while len(engine.submissions) < 3:
+        while not engine.left:
             await asyncio.sleep(0.005)
         asking.cancel()
-        while len(engine.cancels) < 3:
+        while not engine.cancels:
             await asyncio.sleep(0.005)
 
 

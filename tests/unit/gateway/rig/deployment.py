@@ -128,7 +128,7 @@ async def deployed(
         servers = [await serve_engine(engine) for engine in served]
         stack.push_async_callback(_stop_all, servers)
         metrics = Metrics()
-        settings = load_settings(_tables(tokenizer_server, servers, tables or {}))
+        settings = load_settings(tables_of(tokenizer_server, servers, tables or {}))
         telemetry = telemetry or tracing.Telemetry("gateway", ObservabilityConfig(), None)
         gateway = Gateway(settings, telemetry, metrics, error_forms)
         await gateway.start()
@@ -147,7 +147,8 @@ async def deployed(
         yield Deployment(gateway, metrics, tokenizer, served, servers, http, channel)
 
 
-def _tables(tokenizer: GrpcServer, engines: list[GrpcServer], more: dict[str, Any]) -> dict[str, Any]:
+def tables_of(tokenizer: GrpcServer, engines: list[GrpcServer], more: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a gateway between these services."""
     return {
         "security": {"context_secret": SECRET},
         # The services of this rig say nothing that they were not asked for.

@@ -224,27 +224,58 @@ class Pooling(_message.Message):
 
     TASK_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
-    SECOND_START_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """"embed", "score" or "classify"."""
     dimensions: _builtins.int
     """Leading elements of an embedding that are wanted; 0 is all."""
-    second_start: _builtins.int
-    """Position at which the second text of a pair begins, to models that tell them apart; 0: there is none."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledText]:
+        """Texts of the prompt, whose ids follow one another in Submit.prompt_token_ids. Each is computed by itself, and
+        answered by one output whose choice_index is its index.
+        """
+
     def __init__(
         self,
         *,
         task: _builtins.str = ...,
         dimensions: _builtins.int = ...,
-        second_start: _builtins.int = ...,
+        texts: _abc.Iterable[Global___PooledText] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "second_start", b"second_start", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "task", b"task", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
+@_typing.final
+class PooledText(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SECOND_START_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Chosen by the gateway, unique in the submission."""
+    num_tokens: _builtins.int
+    second_start: _builtins.int
+    """Position in the text at which the second one of a pair begins, to models that tell them apart; 0: there is none."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        second_start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "num_tokens", b"num_tokens", "second_start", b"second_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PooledText: _TypeAlias = PooledText  # noqa: Y015
 
 @_typing.final
 class ThinkingTags(_message.Message):
@@ -646,7 +677,7 @@ class RequestOutput(_message.Message):
     output, which is no answer yet.
     """
     pooled: _builtins.bytes
-    """The answer of a request with pooling, on its only output: little-endian float32."""
+    """The answer to one text of a request with pooling, on its only output: little-endian float32."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens of this choice; several with speculative decoding or jump-forward."""

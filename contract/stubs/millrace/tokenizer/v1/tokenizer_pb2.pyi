@@ -87,11 +87,11 @@ class PrepareRequest(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     ENCODED_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
-    PAIR_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     max_prompt_tokens: _builtins.int
@@ -102,10 +102,6 @@ class PrepareRequest(_message.Message):
     """What becomes of a longer prompt instead of refusing it."""
     add_special_tokens: _builtins.bool
     """Add the tokens that the tokenizer puts around a text, such as BOS. True when unset; of text alone."""
-    pair: _builtins.str
-    """Second text of a pair, after `text`, as the tokenizer puts the two together. What a pair loses is of the longer
-    text first.
-    """
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     @_builtins.property
@@ -113,6 +109,10 @@ class PrepareRequest(_message.Message):
     @_builtins.property
     def encoded(self) -> Global___EncodedPrompt:
         """Already encoded; checked against the vocabulary."""
+
+    @_builtins.property
+    def texts(self) -> Global___TextList:
+        """Of a model that pools: each is encoded by itself."""
 
     @_builtins.property
     def response_format(self) -> _chat_pb2.ResponseFormat: ...
@@ -124,34 +124,88 @@ class PrepareRequest(_message.Message):
         conversation: _chat_pb2.Conversation | None = ...,
         text: _builtins.str = ...,
         encoded: Global___EncodedPrompt | None = ...,
+        texts: Global___TextList | None = ...,
         response_format: _chat_pb2.ResponseFormat | None = ...,
         max_prompt_tokens: _builtins.int | None = ...,
         truncation: Global___Truncation.ValueType = ...,
         add_special_tokens: _builtins.bool | None = ...,
-        pair: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_pair", b"_pair", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "pair", b"pair", "response_format", b"response_format", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "response_format", b"response_format", "text", b"text", "texts", b"texts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_pair", b"_pair", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "pair", b"pair", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "response_format", b"response_format", "text", b"text", "texts", b"texts", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__pair: _TypeAlias = _typing.Literal["pair"]  # noqa: Y015
-    _WhichOneofArgType__pair: _TypeAlias = _typing.Literal["_pair", b"_pair"]  # noqa: Y015
-    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text", "encoded"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text", "encoded", "texts"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+
+@_typing.final
+class TextList(_message.Message):
+    """TextList holds what a model reads and pools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextInput]: ...
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[Global___TextInput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextList: _TypeAlias = TextList  # noqa: Y015
+
+@_typing.final
+class TextInput(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    ENCODED_FIELD_NUMBER: _builtins.int
+    PAIR_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    pair: _builtins.str
+    """Second text of a pair, after `text`, as the tokenizer puts the two together. What a pair loses is of the longer
+    text first.
+    """
+    @_builtins.property
+    def encoded(self) -> Global___EncodedPrompt: ...
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        encoded: Global___EncodedPrompt | None = ...,
+        pair: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pair", b"_pair", "encoded", b"encoded", "input", b"input", "pair", b"pair", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pair", b"_pair", "encoded", b"encoded", "input", b"input", "pair", b"pair", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pair: _TypeAlias = _typing.Literal["pair"]  # noqa: Y015
+    _WhichOneofArgType__pair: _TypeAlias = _typing.Literal["_pair", b"_pair"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "encoded"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pair) -> _WhichOneofReturnType__pair | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
-Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+Global___TextInput: _TypeAlias = TextInput  # noqa: Y015
 
 @_typing.final
 class PrepareStreamRequest(_message.Message):
@@ -295,7 +349,7 @@ class PrepareResponse(_message.Message):
     NUM_TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TRUNCATED_TURNS_FIELD_NUMBER: _builtins.int
     NUM_TURNS_FIELD_NUMBER: _builtins.int
-    SECOND_START_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     vocabulary_fingerprint: _builtins.str
     """Fingerprint of the vocabulary that the ids belong to."""
     grammar_cached: _builtins.bool
@@ -307,8 +361,6 @@ class PrepareResponse(_message.Message):
     num_truncated_turns: _builtins.int
     """Turns left out by truncation, and all that the conversation had; both 0 where none was."""
     num_turns: _builtins.int
-    second_start: _builtins.int
-    """Where the second text of a pair begins, if the tokenizer tells them apart; else 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -319,6 +371,10 @@ class PrepareResponse(_message.Message):
     def enforcement(self) -> _grammar_pb2.EnforcementReport: ...
     @_builtins.property
     def timings(self) -> Global___PrepareTimings: ...
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PreparedText]:
+        """One for each of a TextList, whose ids follow one another in token_ids."""
+
     def __init__(
         self,
         *,
@@ -332,11 +388,11 @@ class PrepareResponse(_message.Message):
         num_truncated_tokens: _builtins.int = ...,
         num_truncated_turns: _builtins.int = ...,
         num_turns: _builtins.int = ...,
-        second_start: _builtins.int = ...,
+        texts: _abc.Iterable[Global___PreparedText] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "enforcement", b"enforcement", "grammar", b"grammar", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "assistant_prefix", b"assistant_prefix", "enforcement", b"enforcement", "grammar", b"grammar", "grammar_cached", b"grammar_cached", "num_truncated_tokens", b"num_truncated_tokens", "num_truncated_turns", b"num_truncated_turns", "num_turns", b"num_turns", "second_start", b"second_start", "timings", b"timings", "token_ids", b"token_ids", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "assistant_prefix", b"assistant_prefix", "enforcement", b"enforcement", "grammar", b"grammar", "grammar_cached", b"grammar_cached", "num_truncated_tokens", b"num_truncated_tokens", "num_truncated_turns", b"num_truncated_turns", "num_turns", b"num_turns", "texts", b"texts", "timings", b"timings", "token_ids", b"token_ids", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enforcement: _TypeAlias = _typing.Literal["enforcement"]  # noqa: Y015
     _WhichOneofArgType__enforcement: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement"]  # noqa: Y015
@@ -348,6 +404,33 @@ class PrepareResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
 
 Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+
+@_typing.final
+class PreparedText(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
+    SECOND_START_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    num_truncated_tokens: _builtins.int
+    """Tokens left out by truncation."""
+    second_start: _builtins.int
+    """Where the second text of a pair begins, if the tokenizer tells them apart; else 0."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_truncated_tokens: _builtins.int = ...,
+        second_start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "num_truncated_tokens", b"num_truncated_tokens", "second_start", b"second_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreparedText: _TypeAlias = PreparedText  # noqa: Y015
 
 @_typing.final
 class PrepareTimings(_message.Message):

@@ -26,7 +26,7 @@ from millrace.common.v1 import context_pb2 as millrace_dot_common_dot_v1_dot_con
 from millrace.tokenizer.v1 import tokenizer_pb2 as millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-millrace/tokenizer/internal/v1/unparsed.proto\x12\x1emillrace.tokenizer.internal.v1\x1a millrace/common/v1/context.proto\x1a%millrace/tokenizer/v1/tokenizer.proto\"\xe4\x02\n\x0fUnparsedRequest\x12\x32\n\x07\x63ontext\x18\x01 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0c\x63onversation\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x04text\x18\x04 \x01(\x0cH\x00\x12\x11\n\x07\x65ncoded\x18\x05 \x01(\x0cH\x00\x12\x17\n\x0fresponse_format\x18\x06 \x01(\x0c\x12\x1e\n\x11max_prompt_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x35\n\ntruncation\x18\x08 \x01(\x0e\x32!.millrace.tokenizer.v1.Truncation\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\t \x01(\x08H\x02\x88\x01\x01\x12\x0c\n\x04pair\x18\n \x01(\x0c\x42\x07\n\x05inputB\x14\n\x12_max_prompt_tokensB\x15\n\x13_add_special_tokens\"L\n\rUnparsedCalls\x12;\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32,.millrace.tokenizer.internal.v1.UnparsedCall\"g\n\x0cUnparsedCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x12\n\ntracestate\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"\"\n\x0fUnparsedAnswers\x12\x0f\n\x07\x61nswers\x18\x01 \x03(\x0c\".\n\x0eUnparsedAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x10\n\x08response\x18\x02 \x01(\x0c\x42M\n\x1emillrace.tokenizer.internal.v1P\x01Z)millrace/tokenizer/internal/v1;internalv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-millrace/tokenizer/internal/v1/unparsed.proto\x12\x1emillrace.tokenizer.internal.v1\x1a millrace/common/v1/context.proto\x1a%millrace/tokenizer/v1/tokenizer.proto\"\xe7\x02\n\x0fUnparsedRequest\x12\x32\n\x07\x63ontext\x18\x01 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0c\x63onversation\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x04text\x18\x04 \x01(\x0cH\x00\x12\x11\n\x07\x65ncoded\x18\x05 \x01(\x0cH\x00\x12\x0f\n\x05texts\x18\x0b \x01(\x0cH\x00\x12\x17\n\x0fresponse_format\x18\x06 \x01(\x0c\x12\x1e\n\x11max_prompt_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x35\n\ntruncation\x18\x08 \x01(\x0e\x32!.millrace.tokenizer.v1.Truncation\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\t \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x14\n\x12_max_prompt_tokensB\x15\n\x13_add_special_tokens\"L\n\rUnparsedCalls\x12;\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32,.millrace.tokenizer.internal.v1.UnparsedCall\"g\n\x0cUnparsedCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x12\n\ntracestate\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"\"\n\x0fUnparsedAnswers\x12\x0f\n\x07\x61nswers\x18\x01 \x03(\x0c\".\n\x0eUnparsedAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x10\n\x08response\x18\x02 \x01(\x0c\x42M\n\x1emillrace.tokenizer.internal.v1P\x01Z)millrace/tokenizer/internal/v1;internalv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\036millrace.tokenizer.internal.v1P\001Z)millrace/tokenizer/internal/v1;internalv1'
   _globals['_UNPARSEDREQUEST']._serialized_start=155
-  _globals['_UNPARSEDREQUEST']._serialized_end=511
-  _globals['_UNPARSEDCALLS']._serialized_start=513
-  _globals['_UNPARSEDCALLS']._serialized_end=589
-  _globals['_UNPARSEDCALL']._serialized_start=591
-  _globals['_UNPARSEDCALL']._serialized_end=694
-  _globals['_UNPARSEDANSWERS']._serialized_start=696
-  _globals['_UNPARSEDANSWERS']._serialized_end=730
-  _globals['_UNPARSEDANSWER']._serialized_start=732
-  _globals['_UNPARSEDANSWER']._serialized_end=778
+  _globals['_UNPARSEDREQUEST']._serialized_end=514
+  _globals['_UNPARSEDCALLS']._serialized_start=516
+  _globals['_UNPARSEDCALLS']._serialized_end=592
+  _globals['_UNPARSEDCALL']._serialized_start=594
+  _globals['_UNPARSEDCALL']._serialized_end=697
+  _globals['_UNPARSEDANSWERS']._serialized_start=699
+  _globals['_UNPARSEDANSWERS']._serialized_end=733
+  _globals['_UNPARSEDANSWER']._serialized_start=735
+  _globals['_UNPARSEDANSWER']._serialized_end=781
 # @@protoc_insertion_point(module_scope)

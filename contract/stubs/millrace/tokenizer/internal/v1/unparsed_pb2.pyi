@@ -33,20 +33,20 @@ class UnparsedRequest(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     ENCODED_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
-    PAIR_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     conversation: _builtins.bytes
     text: _builtins.bytes
     encoded: _builtins.bytes
+    texts: _builtins.bytes
     response_format: _builtins.bytes
     max_prompt_tokens: _builtins.int
     truncation: _tokenizer_pb2.Truncation.ValueType
     add_special_tokens: _builtins.bool
-    pair: _builtins.bytes
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     def __init__(
@@ -57,21 +57,21 @@ class UnparsedRequest(_message.Message):
         conversation: _builtins.bytes = ...,
         text: _builtins.bytes = ...,
         encoded: _builtins.bytes = ...,
+        texts: _builtins.bytes = ...,
         response_format: _builtins.bytes = ...,
         max_prompt_tokens: _builtins.int | None = ...,
         truncation: _tokenizer_pb2.Truncation.ValueType = ...,
         add_special_tokens: _builtins.bool | None = ...,
-        pair: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "text", b"text", "texts", b"texts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "pair", b"pair", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "response_format", b"response_format", "text", b"text", "texts", b"texts", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
-    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text", "encoded"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text", "encoded", "texts"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
