@@ -52,7 +52,7 @@ from engine.model.spec import CheckpointError
 from kernels.host import empty
 from kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
 from kernels.native.library import NativeLibrary
-from runtime.errors import described
+from runtime.errors import ConfigError, described
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,10 @@ class KeptWeights:
         self._config = config
         self._files: KeptFiles | None = None
         if config.max_bytes:
-            self._files = KeptFiles(kept_folder(config), config.max_bytes)
+            try:
+                self._files = KeptFiles(kept_folder(config), config.max_bytes)
+            except ConfigError as error:
+                _log.warning("no packed weights are kept, as engine.packed_weights.path is empty: %s", error)
         # What was packed and is not kept yet.
         self._unkept: list[tuple[_Identity, Received]] = []
 
@@ -186,7 +189,7 @@ class KeptWeights:
 
 
 def kept_folder(config: PackedWeightsConfig) -> Path:
-    """Where they are kept."""
+    """Where they are kept. Raises ConfigError where nobody says so."""
     return Path(config.path) if config.path else cache_folder() / "packed"
 
 
@@ -222,7 +225,7 @@ def _identity(request: LoadRequest, library: NativeLibrary) -> _Identity | None:
     asked = {
         "library": library.path.stem,
         "sources": _sources(),
-        "versions": [metadata.version(name) for name in _STANDS_ON],
+        "versions": [_version(name) for name in _STANDS_ON],
         "spec": request.spec,
         "dtype": request.dtype,
         "max_model_len": request.max_model_len,
@@ -236,6 +239,14 @@ def _identity(request: LoadRequest, library: NativeLibrary) -> _Identity | None:
     return _Identity(checkpoint=request.folder, model=model, shape=digest.hexdigest(), files=files)
 
 
+def _version(package: str) -> str:
+    """Empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _state(checkpoint: Path) -> tuple[CheckpointFile, ...]:
     """The checkpoint's files as they are now. Raises OSError."""
     root = folder_of(checkpoint)
@@ -243,10 +254,11 @@ def _state(checkpoint: Path) -> tuple[CheckpointFile, ...]:
         paths = [root / name for name in part_names(checkpoint.name)]
         paths += [path for path in root.glob("*.json") if path.is_file()]
     else:
-        # Adapters are read by others.
+        # Folders inside hold what stands behind a pooling; adapters are read by others.
         paths = [
             path
-            for path in root.rglob("*")
+            for pattern in ("*", "*/*")
+            for path in root.glob(pattern)
             if path.suffix in _SUFFIXES and path.is_file() and "adapters" not in path.relative_to(root).parts
         ]
     found = []

@@ -24,6 +24,7 @@ from engine.model.loader import receive_in_subprocess, unpickled
 from engine.runner.build import build
 from engine.runner.runner import ModelRunner
 from kernels.native.library import NativeUnavailableError, load_native
+from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import open_runner
 from tests.unit.engine.runner.test_apart import BUNDLED, FAMILIES, tokens_of
@@ -241,6 +242,19 @@ def test_a_folder_that_cannot_be_written_is_told_and_served(
         runner = engine.start(checkpoint)
     assert "are not kept" in caplog.text
     assert tokens_of(runner, 199) == tokens_of(open_runner(checkpoint, native="required"), 199)
+
+
+def test_a_user_without_a_directory_is_told_and_served(
+    checkpoint: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nobody(*_: object) -> Path:
+        raise ConfigError("nobody says what the user's directory is")
+
+    monkeypatch.setattr(kept_weights, "cache_folder", nobody)
+    engine.config = PackedWeightsConfig(min_bytes=0)
+    with caplog.at_level(logging.WARNING):
+        engine.start(checkpoint).close()
+    assert "no packed weights are kept, as engine.packed_weights.path is empty" in caplog.text
 
 
 def test_small_models_and_none_at_all(checkpoint: Path, engine: Engine) -> None:
