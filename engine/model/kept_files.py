@@ -160,7 +160,7 @@ class PieceReader:
         os.close(self._descriptor)
 
 
-class KeptFiles:
+class PackedFolder:
     """The folder, and the bound on what is in it. Safe to use from several processes."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
@@ -253,7 +253,7 @@ class KeptFiles:
                 kept.path.unlink(missing_ok=True)
 
     def _found(self, suffix: str) -> Iterator[KeptFile]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root) as found:
+        with contextlib.suppress(OSError), os.scandir(self.root) as found:
             for each in found:
                 is_unfinished = each.name.startswith(_UNFINISHED)
                 if not each.name.endswith(SUFFIX) or (suffix and is_unfinished):

@@ -36,10 +36,10 @@ from engine.model.checkpoint import LoadRequest
 from engine.model.kept_files import (
     SUFFIX,
     CheckpointFile,
-    KeptFiles,
     KeptIndex,
     KeptWeight,
     NotKeptError,
+    PackedFolder,
     Piece,
     PieceReader,
     PieceWriter,
@@ -73,10 +73,10 @@ class KeptWeights:
 
     def __init__(self, config: PackedWeightsConfig) -> None:
         self._config = config
-        self._files: KeptFiles | None = None
+        self._files: PackedFolder | None = None
         if config.max_bytes:
             try:
-                self._files = KeptFiles(kept_folder(config), config.max_bytes)
+                self._files = PackedFolder(kept_folder(config), config.max_bytes)
             except ConfigError as error:
                 _log.warning("no packed weights are kept, as engine.packed_weights.path is empty: %s", error)
         # What was packed and is not kept yet.
@@ -131,7 +131,7 @@ class KeptWeights:
         """Files that may hold this model, by their names or by the digests of the checkpoint's bytes."""
         assert self._files is not None, "as above"
         place = self._files.root / identity.name
-        if place.exists():
+        if os.path.exists(place):
             return (place,)
         digests: tuple[bytes, ...] | None = None
         for kept in self._files.all():
@@ -162,7 +162,7 @@ class KeptWeights:
 
     def _write(self, identity: _Identity, received: Received) -> None:
         assert self._files is not None, "as above"
-        if (self._files.root / identity.name).exists():
+        if os.path.exists(self._files.root / identity.name):
             # Another engine that began at the same time was faster.
             return
         with self._files.written(identity.name, _num_bytes(received)) as target:

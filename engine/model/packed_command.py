@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import load
-from engine.model.kept_files import KeptFile, KeptFiles, PieceReader, WeightsDamagedError
+from engine.model.kept_files import KeptFile, PackedFolder, PieceReader, WeightsDamagedError
 from engine.model.kept_weights import kept_folder
 from runtime.config import read_tables
 from runtime.errors import ConfigError, described
@@ -38,7 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         config = load(read_tables(arguments.config)).packed_weights
-        files = KeptFiles(kept_folder(config), config.max_bytes)
+        files = PackedFolder(kept_folder(config), config.max_bytes)
         found = [_told(kept) for kept in files.all()]
         if arguments.clear:
             files.clear()

@@ -18,7 +18,7 @@ import pytest
 
 from engine.config import PackedWeightsConfig
 from engine.model import kept_weights, packed_command
-from engine.model.kept_files import KeptFiles, KeptIndex, NotKeptError, PieceReader, WeightsDamagedError
+from engine.model.kept_files import KeptIndex, NotKeptError, PackedFolder, PieceReader, WeightsDamagedError
 from engine.model.kept_weights import KeptWeights
 from engine.model.loader import receive_in_subprocess, unpickled
 from engine.runner.build import build
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_dropped_and_packed_again(
 
 @pytest.mark.parametrize("place", [0.3, -40, -12, "cut", "empty"])
 def test_damage_is_found_wherever_it_is(place: float | str, tmp_path: Path) -> None:
-    with KeptFiles(tmp_path, 1 << 20).written("a.packed", 1000) as target:
+    with PackedFolder(tmp_path, 1 << 20).written("a.packed", 1000) as target:
         piece = target.add(bytes(range(250)) * 4)
         target.finish(
             KeptIndex(fingerprint="f", model="m", files=(), mapped={}, weights=(), arrays=(), pickled=piece)
@@ -265,7 +265,7 @@ def test_small_models_and_none_at_all(checkpoint: Path, engine: Engine) -> None:
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
-    files = KeptFiles(tmp_path, 1 << 20)
+    files = PackedFolder(tmp_path, 1 << 20)
     left = tmp_path / ".writing-0123-x.packed"
     left.write_bytes(b"half")
     with files.written("a.packed", 10) as outer:
