@@ -137,6 +137,28 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     smoothing: Literal["calibrated", "off"] = "calibrated"
 
 
+class PackedWeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.packed_weights]`: what the native kernels multiply by, kept on disk as it was packed, so that
+    the next start of the same model reads it. `millrace models packed` shows and clears it.
+    """
+
+    # Folder, which engines of the same machine may share; empty is `packed` in the cache folder.
+    path: str = ""
+    # What the folder may hold, of all models together; 0 keeps and reads nothing. What was not used for
+    # longest makes room.
+    max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 32 << 30
+    # A model that takes less is packed again each time, which takes no second.
+    min_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+
+    def validate(self) -> None:
+        """Raises ConfigError."""
+        if self.path and not Path(self.path).is_absolute():
+            raise ConfigError(
+                f"engine.packed_weights.path = {self.path!r}: must be an absolute path, the same for all "
+                "engines that share it"
+            )
+
+
 class PeakConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine.peak]`: what the device can do, for metrics of the share reached. 0 is the data sheet's of
     GPUs that are known by name, and else unknown: then no share is reported.
@@ -249,6 +271,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     quantization: QuantizationConfig = QuantizationConfig()
+    packed_weights: PackedWeightsConfig = PackedWeightsConfig()
     kernels: KernelsConfig = KernelsConfig()
     graphs: GraphsConfig = GraphsConfig()
     peak: PeakConfig = PeakConfig()
@@ -285,6 +308,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         self._check_disk()
         self.adapters.validate()
+        self.packed_weights.validate()
         simulation = self.simulation
         if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):
             raise ConfigError(

@@ -7,12 +7,14 @@ that gRPC, protobuf and tracing never take the GIL from a step.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import logging
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.core import messages
@@ -38,17 +40,20 @@ _EXIT_CONFIG = 2
 _EXIT_BROKEN = 70
 
 
-def _builder(config: EngineConfig) -> Builder:
-    """What builds the runner, imported only when asked for: this process imports no torch where the native
-    kernels serve, because another one loads for it.
+def _builder(config: EngineConfig) -> tuple[Builder, Callable[[], object]]:
+    """What builds the runner, and what is to be called once its first steps were measured. Imported only when
+    asked for: this process imports no torch where the native kernels serve, because another one loads for it,
+    or what it packed in an earlier start is read.
     """
     if config.simulated:
         from engine.runner import simulated
 
-        return simulated.build
+        return simulated.build, lambda: None
+    from engine.model.kept_weights import KeptWeights
     from engine.runner.build import build
 
-    return build
+    kept = KeptWeights(config.packed_weights)
+    return functools.partial(build, load=kept.load), kept.write_later
 
 
 def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
@@ -119,7 +124,7 @@ def serve_core(connection: CoreSocket) -> int:
     """Loads and steps until a command stops it; the exit code. Raises PeerGone when the front ends."""
     (start,) = _first_messages(connection)
     config, model = start.config, start.model
-    builder = _builder(config)
+    builder, keep = _builder(config)
     watch = MemoryWatch()
     report = ProgressReport(connection, watch)
     try:
@@ -136,6 +141,7 @@ def serve_core(connection: CoreSocket) -> int:
     report.count()
     if warm_up.broken:
         return _EXIT_BROKEN
+    keep()
     try:
         disk = open_disk(config, model, memory, facts, runner.block_bytes())
     except ConfigError as error:

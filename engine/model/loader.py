@@ -6,13 +6,15 @@ hands each over a connection, and ends: of torch, whose libraries and modules ta
 when requests come. The core holds the packed weights alone, on huge pages of its own; the loader holds one
 layer.
 
-What is sent: tuples of a kind and what belongs to it, and behind them the bytes that they count.
+What is sent: tuples of a kind and what belongs to it, and behind them the bytes that they count;
+`kept_weights` keeps the same on disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import enum
 import io
 import logging
 import math
@@ -23,11 +25,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,8 +70,25 @@ def load_here(request: LoadRequest, library: NativeLibrary, progress: Progress) 
     return _load(request, packing, progress)
 
 
+@dataclass(frozen=True)
+class Received:
+    """A model and what it was made of: its pickle, and what that refers to."""
+
+    record: ModelRecord
+    pickled: bytes
+    weights: Sequence[PackedWeight]
+    arrays: Sequence[NDArray[np.uint8]]
+    # Parts of the checkpoint's files that the record maps.
+    mapped: Sequence[FilePart]
+
+
 def load_in_subprocess(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
     """As `load_here`, by a process that is gone afterwards. Raises LoaderLostError, too."""
+    return receive_in_subprocess(request, library, progress).record
+
+
+def receive_in_subprocess(request: LoadRequest, library: NativeLibrary, progress: Progress) -> Received:
+    """The same, for those who keep what was packed."""
     ours, theirs = Pipe()
     flags = ("-P",) if sys.flags.safe_path else ()
     level = logging.getLevelName(_log.getEffectiveLevel()).lower()
@@ -112,9 +133,15 @@ def _load(request: LoadRequest, packing: Any, progress: Progress) -> ModelRecord
 # The core's end.
 
 
-def _receive_model(connection: Connection, library: NativeLibrary, progress: Progress) -> ModelRecord:
+def _receive_model(connection: Connection, library: NativeLibrary, progress: Progress) -> Received:
     arena = Arena(library)
     weights: list[PackedWeight] = []
+    mapped: list[FilePart] = []
+
+    def note(part: FilePart) -> FilePart:
+        mapped.append(part)
+        return part
+
     while True:
         kind, *message = connection.recv()
         if kind == _PROGRESS:
@@ -130,9 +157,8 @@ def _receive_model(connection: Connection, library: NativeLibrary, progress: Pro
             for num_bytes in sizes:
                 arrays.append(empty((num_bytes,), np.uint8))
                 _receive_into(connection, arrays[-1].data)
-            found = _Unpickler(io.BytesIO(pickled), weights, arrays).load()
-            assert isinstance(found, ModelRecord)
-            return found
+            record = unpickled(pickled, weights, arrays, place=note)
+            return Received(record, pickled, weights, arrays, mapped)
 
 
 def _receive_weight(
@@ -142,7 +168,7 @@ def _receive_weight(
     for part, num_bytes in sizes.items():
         address = arena.take(num_bytes)
         setattr(weight, part, address)
-        _receive_into(connection, _memory(address, num_bytes))
+        _receive_into(connection, memory_at(address, num_bytes))
     return PackedWeight(weight, arena, sizes)
 
 
@@ -152,18 +178,62 @@ def _receive_into(connection: Connection, room: memoryview) -> None:
         done += connection.recv_bytes_into(room[done:])
 
 
+def unpickled(
+    pickled: bytes | bytearray,
+    weights: Sequence[PackedWeight],
+    arrays: Sequence[NDArray[np.uint8]],
+    *,
+    place: Callable[[FilePart], FilePart],
+) -> ModelRecord:
+    """The record that `_Pickler` has written, with weights and arrays in their places; `place` says where a
+    part of a file is now. Raises CheckpointError where that is not what it was.
+    """
+    found = _Unpickler(io.BytesIO(pickled), weights, arrays, place).load()
+    assert isinstance(found, ModelRecord)
+    return found
+
+
+_OWN_PACKAGES = ("engine", "kernels", "checkpoint", "runtime")
+_MODULES = (*_OWN_PACKAGES, "msgspec", "numpy", "pathlib")
+# Functions by which arrays and msgspec's structs are made of what a pickle holds.
+_MAKERS = {
+    ("msgspec._utils", "rebuild"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("numpy", "dtype"),
+    ("numpy._core.multiarray", "scalar"),
+    ("pathlib", "PosixPath"),
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, source: io.BytesIO, weights: Sequence[PackedWeight], arrays: Sequence[NDArray[np.uint8]]
+        self,
+        source: io.BytesIO,
+        weights: Sequence[PackedWeight],
+        arrays: Sequence[NDArray[np.uint8]],
+        place: Callable[[FilePart], FilePart],
     ) -> None:
         super().__init__(source, buffers=arrays)
         self._weights = weights
+        self._place = place
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Nothing but plain data is made, whatever the pickle names."""
+        found = super().find_class(module, name) if module.partition(".")[0] in _MODULES else None
+        if (module, name) in _MAKERS or (isinstance(found, type) and _is_plain(found)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a record")
 
     def persistent_load(self, name: tuple[Any, ...]) -> Any:
         if name[0] == "weight":
             return self._weights[name[1]]
         _, part, dtype, shape = name
-        return _map_array(part, dtype, shape)
+        return _map_array(self._place(part), dtype, shape)
+
+
+def _is_plain(kind: type) -> bool:
+    own = kind.__module__.partition(".")[0] in _OWN_PACKAGES
+    return own and (is_dataclass(kind) or issubclass(kind, msgspec.Struct | enum.Enum | tuple))
 
 
 def _map_array(part: FilePart, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -203,7 +273,7 @@ class _HandingOver:
         packed = self._packer().pack(linear.weight, linear.bias)
         self._connection.send((_WEIGHT, bytes(packed.struct), packed.sizes))
         for part, num_bytes in packed.sizes.items():
-            _send_from(self._connection, _memory(getattr(packed.struct, part), num_bytes))
+            _send_from(self._connection, memory_at(getattr(packed.struct, part), num_bytes))
         handed = PackedWeight(packed.struct, self._none.arena, packed.sizes)
         self.numbers[id(handed)] = len(self._handed)
         self._handed.append(handed)
@@ -262,7 +332,8 @@ def _send_from(connection: Connection, memory: memoryview) -> None:
         connection.send_bytes(memory[start : start + _PIECE_BYTES])
 
 
-def _memory(address: int, num_bytes: int) -> memoryview:
+def memory_at(address: int, num_bytes: int) -> memoryview:
+    """The bytes there, to be read and written while they are allocated."""
     return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 

@@ -344,13 +344,25 @@ def generate(
 @app.command()
 def models(
     what: Annotated[
-        Literal["families"] | None,
-        typer.Argument(help="families: the architectures that the engine serves, whatever runs."),
+        Literal["families", "packed"] | None,
+        typer.Argument(
+            help="families: the architectures that the engine serves, whatever runs; packed: models whose "
+            "weights are kept as an engine packed them."
+        ),
     ] = None,
     url: UrlOption = "",
-    json: Annotated[bool, typer.Option("--json", help="Of families: machine-readable output.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Of families and packed: machine-readable output.")
+    ] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Of packed: delete them.")] = False,
 ) -> None:
-    """List the models that the key may use with their own sampling options, or the families."""
+    """List the models that the key may use with their own sampling options, families, or packed weights."""
+    if clear and what != "packed":
+        raise typer.BadParameter("only what is packed can be deleted: millrace models packed --clear")
+    if what == "packed":
+        flags = [*(["--json"] if json else []), *(["--clear"] if clear else [])]
+        with _errors_in_one_line():
+            raise typer.Exit(owners.run_configured("engine.model.packed_command", flags))
     if what is not None:
         raise typer.Exit(owners.run_module("engine.model.families.table", ["--json"] if json else []))
     from services.cli.inference import InferenceClient, told_defaults
