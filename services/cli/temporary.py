@@ -17,8 +17,9 @@ from services.supervisor.state import read_state
 
 
 @contextmanager
-def temporary_stack(model: str) -> Iterator[ServerTarget]:
-    """Serves `model` (as `millrace up --model` takes it) on a free port, with a state directory of its own.
+def temporary_stack(model: str, *options: str) -> Iterator[ServerTarget]:
+    """Serves `model` (as `millrace up --model` takes it, which may have more options) on a free port, with a
+    state directory of its own.
 
     Raises ConfigError with the end of what the start said, if it fails.
     """
@@ -30,7 +31,7 @@ def temporary_stack(model: str) -> Iterator[ServerTarget]:
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     try:
-        started = run("up", "--detach", "--port", "0", "--model", model)
+        started = run("up", "--detach", "--port", "0", "--model", model, *options)
         state = read_state(directory)
         if state is None:
             lines = (started.stderr.strip() or started.stdout.strip()).splitlines()

@@ -28,7 +28,7 @@ _MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=32_768)]
 class TokensLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Equal prompts and seeds: is it the same model at the same precision?"""
 
-    delta: Delta = 0.1
+    delta: Delta = 0.05
     # False: it is told, and the verdict does not depend on it, as where the precision differs on purpose.
     decides: bool = True
     file: str = ""

@@ -48,7 +48,7 @@ class ToyModel:
     computes the same with an error of `noise` every time.
     """
 
-    def __init__(self, spoiled: Spoiled = Spoiled(), *, noise: float = 0.002) -> None:
+    def __init__(self, spoiled: Spoiled = Spoiled(), *, noise: float = 0.0002) -> None:
         random = np.random.default_rng(5)
         self._last = random.normal(0, 1.6, (VOCABULARY, VOCABULARY))
         self._memory = random.normal(0, 0.8, (VOCABULARY, VOCABULARY))
