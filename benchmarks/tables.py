@@ -41,6 +41,7 @@ COMMANDS = {
     "prefix_restart": "prefix_restart --rounds 3",
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
     "tracing_overhead": "tracing_overhead",
+    "weight_forms": "weight_forms --layers 2 --only Q --rows 1 8 32 256 --rounds 5",
 }
 NOTES = {
     "gateway": "These figures are older than the one load client: git keeps theirs, which takes less of the "

@@ -284,6 +284,11 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
     return;
   }
 #endif
+#if defined(TILE_LOAD)
+  const bool short_tiles = scales && fills_short_tiles(num_rows, blocks.group);
+  std::optional<ShortTiles> tiles;
+  if (short_tiles) tiles.emplace(blocks.group / 4);
+#endif
   for (int64_t block = 0; block < blocks.count; ++block) {
     const int64_t begin = blocks.begin(block), count = blocks.end(block) - begin, group = blocks.group_of(block);
     const uint8_t* weights = panel + begin * width / density;
@@ -303,6 +308,12 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
         expand_levels(weights, width, count, scratch.levels);
         weights = scratch.levels;
       }
+#if defined(TILE_LOAD)
+      if (short_tiles)
+        multiply_short(some, num_rows, weights, width, by, totals, block == 0, scratch.sums, next,
+                       fetch.next ? bytes : 0);
+      else
+#endif
       multiply_wide(some, num_rows, weights, width, count / 4, by, totals, block == 0, scratch.sums, next,
                     fetch.next ? bytes : 0);
     }
@@ -322,8 +333,7 @@ inline void coded_panel(const Rows& rows, int64_t first_row, int64_t num_rows, c
                 rows.scales + first_row * blocks.count, rows.sums + first_row * blocks.count, blocks.count};
   const int32_t middle = weight.codebook ? 128 : static_cast<int32_t>(weight.code_zero);
 #if defined(TILE_LOAD)
-  // Few rows do not fill tiles; sums are exact, so that both ways give the same bits.
-  const bool short_tiles = num_rows > kFewRows && fills_short_tiles(group / 4);
+  const bool short_tiles = fills_short_tiles(num_rows, group);
   std::optional<ShortTiles> tiles;
   if (short_tiles) tiles.emplace(group / 4);
 #endif

@@ -263,8 +263,9 @@ inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* pa
 #endif
 
 #if defined(TILE_LOAD)
-// Fours of inputs that fill half a tile's depth, or a quarter: groups of 32 inputs, and of 16.
-inline bool fills_short_tiles(int64_t groups) { return groups == kTile / 2 || groups == kTile / 4; }
+// Whether rows go by tiles of half a depth, or a quarter: groups of 32 inputs, or of 16, with a scale each. Few rows do
+// not fill tiles, so that vectors are as fast; sums are exact, so that both ways give the same bits.
+inline bool fills_short_tiles(int64_t num_rows, int64_t group) { return num_rows > 8 && (group == 32 || group == 16); }
 
 // Tiles as deep as one such group, until the end of the scope; tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns.
 class ShortTiles {
@@ -283,26 +284,41 @@ class ShortTiles {
   ShortTiles& operator=(const ShortTiles&) = delete;
 };
 
-// Exact sums of upper and lower halves of up to 16 rows, [kTile, 32] each and `lower` behind: adds them, scaled, to 16
-// columns of totals, in the order of wide_tile's operations.
-inline void add_short_sums(const WideRows& rows, int64_t num_rows, const int32_t* sums, const BlockScales& by,
-                           float* totals, bool first) {
+// What sums of some rows are corrected and scaled by: from memory, because broadcasts from registers take the units that
+// add and multiply.
+struct RowFactors {
+  int32_t less[kTile];
+  float scale[kTile], scaled_sum[kTile];
+
+  RowFactors(const WideRows& rows, int64_t num_rows, int32_t middle) {
+    for (int64_t m = 0; m < num_rows; ++m) {
+      const int32_t sum = rows.sums[m * rows.per_row];
+      less[m] = static_cast<int32_t>(static_cast<uint32_t>(sum) * static_cast<uint32_t>(middle - ByteKind::kFlip));
+      scale[m] = rows.scales[m * rows.per_row];
+      scaled_sum[m] = scale[m] * static_cast<float>(sum);
+    }
+  }
+};
+
+// Exact sums of upper and lower halves of up to 16 rows, [kTile, 32] each and the lower ones behind: adds them, scaled,
+// to 16 columns of totals, in the order of wide_tile's operations.
+template <bool kMinimums>
+inline void add_short_sums(const RowFactors& rows, int64_t num_rows, const int32_t* sums, const float* scales,
+                           const float* minimums, float* totals, bool first) {
   constexpr int64_t kStride = 2 * kTile, kLower = kTile * kStride;
-  const Vec scale = by.scales ? load(by.scales) : set1(1.0f);
-  const Vec least = by.minimums ? load(by.minimums) : zero();
+  const Vec scale = load(scales);
+  Vec least = zero();
+  if constexpr (kMinimums) least = load(minimums);
   for (int64_t m = 0; m < num_rows; ++m, sums += kStride, totals += kPanel) {
-    const int32_t row_sum = rows.sums[m * rows.per_row];
-    const float row_scale = rows.scales[m * rows.per_row];
-    const uint32_t less = static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(by.middle - ByteKind::kFlip);
-    const Ints low = sub(load_ints(sums + kLower), set1_int(static_cast<int32_t>(less)));
+    const Ints low = sub(load_ints(sums + kLower), set1_int(rows.less[m]));
     const Vec value = to_floats(add(byte_up(load_ints(sums)), low));
-    Vec total = fma(value, mul(set1(row_scale), scale), first ? zero() : load(totals));
-    if (by.minimums) total = fma(set1(row_scale * static_cast<float>(row_sum)), least, total);
+    Vec total = fma(value, mul(set1(rows.scale[m]), scale), first ? zero() : load(totals));
+    if constexpr (kMinimums) total = fma(set1(rows.scaled_sum[m]), least, total);
     store(totals, total);
   }
 }
 
-// Like `multiply_wide`, for a group that fills ShortTiles of its depth.
+// Like `multiply_wide`, for a group with a scale of its own that fills ShortTiles of its depth.
 inline void multiply_short(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width,
                            const BlockScales& by, float* totals, bool first, int32_t* sums, const char* next,
                            int64_t bytes) {
@@ -313,6 +329,7 @@ inline void multiply_short(const WideRows& rows, int64_t num_rows, const uint8_t
   for (int64_t row = 0; row < num_rows; row += kTile) {
     const WideRows some = rows.from(row);
     const int64_t height = std::min(kTile, num_rows - row);
+    const RowFactors factors(some, height, by.middle);
     TILE_LOAD(4, some.data, some.stride);
     TILE_LOAD(5, some.data + some.low, some.stride);
     for (int64_t column = 0; column < width; column += 2 * kTile) {
@@ -334,10 +351,13 @@ inline void multiply_short(const WideRows& rows, int64_t num_rows, const uint8_t
       }
       TILE_STORE(0, sums, kStride * 4);
       TILE_STORE(2, lower, kStride * 4);
-      for (int64_t at = column; at < std::min(column + kStride, width); at += kTile)
-        add_short_sums(some, height, sums + at - column,
-                       {by.scales ? by.scales + at : nullptr, by.minimums ? by.minimums + at : nullptr, by.middle},
-                       totals + row * kPanel + at, first);
+      for (int64_t at = column; at < std::min(column + kStride, width); at += kTile) {
+        float* to = totals + row * kPanel + at;
+        if (by.minimums)
+          add_short_sums<true>(factors, height, sums + at - column, by.scales + at, by.minimums + at, to, first);
+        else
+          add_short_sums<false>(factors, height, sums + at - column, by.scales + at, nullptr, to, first);
+      }
     }
   }
 }
