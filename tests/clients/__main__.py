@@ -1,4 +1,5 @@
-"""Runs every client of pins.toml against one stack of the bundled model: `make test-clients`.
+"""Runs every client of pins.toml against one stack of the bundled model, and one of small models that pool:
+`make test-clients`.
 
 `python -m tests.clients [NAME ...] [--environments FOLDER] [--out FOLDER] [--write PAGE] [--torch ARGUMENTS]`
 
@@ -26,6 +27,7 @@ import msgspec
 from services.supervisor.config import BUNDLED_MODEL
 from services.supervisor.ports import free_ports
 from tests.clients.environments import Client, Environments, NotInstalled, read_pins
+from tests.clients.pooled import pooled_stack
 from tests.clients.table import RESULTS, Result, page, read_results
 from tests.e2e.stack import LIMIT_S, Stack, eventually, limited_config, running_stack
 from tests.stages.report import PATH, tell
@@ -53,9 +55,10 @@ class Matrix:
         config = limited_config("", 30, tenants, keys)
         with (
             self._consumer(ready) as telemetry,
+            pooled_stack(self._out / "pooled") as pooled,
             running_stack(self._out / "stack", config=config, environment=telemetry) as stack,
         ):
-            self._variables |= _variables(stack)
+            self._variables |= {**_variables(stack), "CLIENTS_POOLED": str(pooled)}
             for client in ready:
                 self._ask(client, stack)
 

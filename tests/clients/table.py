@@ -12,7 +12,8 @@ from tests.clients.fields import section
 
 _HEAD = """# Clients
 
-What programs that nobody here wrote do with one stack of the bundled model, through Envoy. A cell is `works`,
+What programs that nobody here wrote do with one stack of the bundled model, and one of models that pool,
+through Envoy. A cell is `works`,
 or the client's own exception, which tells what the stack has refused by name; `make test-clients` allows
 nothing else, and writes this page. An empty cell was not tried. Versions: `tests/clients/pins.toml`.
 """

@@ -124,6 +124,14 @@ await works("responses over a WebSocket", async () => {
   }
   socket.close();
 });
+await works("embeddings", async () => {
+  const { url, api_key, texts, embeddings } = JSON.parse(report.read(process.env.CLIENTS_POOLED));
+  const embedder = new OpenAI({ baseURL: `${url}/v1`, apiKey: api_key, maxRetries: 0 });
+  for (const form of [undefined, "float"]) {
+    const made = await embedder.embeddings.create({ model: "embed", input: texts, encoding_format: form });
+    for (const each of made.data) report.checkAlike(each.embedding, embeddings[each.index]);
+  }
+});
 await refused("embeddings of a model that generates", is(OpenAI.BadRequestError), "cannot embed", () =>
   client.embeddings.create({ model, input: "hi" }),
 );

@@ -25,6 +25,12 @@ export function check(truth, detail = "") {
   if (!truth) throw new Error(`not as expected: ${JSON.stringify(detail)}`);
 }
 
+// Two vectors must point the same way.
+export function checkAlike(values, expected) {
+  const cosine = values.reduce((sum, each, index) => sum + each * expected[index], 0);
+  check(cosine / (Math.hypot(...values) * Math.hypot(...expected)) >= 1 - 1e-6, cosine);
+}
+
 // The block must end without an exception.
 export async function works(feature, block) {
   try {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import openai
+import pooled
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -94,6 +95,13 @@ with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):
 with works("responses"):
     speaks_responses = ChatOpenAI(model=MODEL, api_key=API_KEY, use_responses_api=True, **OPTIONS)
     assert speaks_responses.invoke(QUESTION).content
+with works("embeddings"):
+    embedder = OpenAIEmbeddings(
+        model="embed", base_url=f"{pooled.URL}/v1", api_key=pooled.KEY, check_embedding_ctx_length=False
+    )
+    for index, vector in enumerate(embedder.embed_documents(pooled.TEXTS)):
+        pooled.check_embedding(vector, index)
+    pooled.check_embedding(embedder.embed_query(pooled.TEXTS[0]), 0)
 with refused("embeddings of a model that generates", openai.BadRequestError, "cannot embed"):
     OpenAIEmbeddings(
         model=MODEL, base_url=BASE_URL, api_key=API_KEY, check_embedding_ctx_length=False, max_retries=0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import openai
+import pooled
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from person import Person
 from report import (
@@ -89,3 +91,10 @@ with refused("wrong key", openai.AuthenticationError, "invalid_api_key"):
 with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):
     for _ in range(2):
         model(LIMITED_KEY).chat(USER)
+with works("embeddings"):
+    embedder = OpenAILikeEmbedding(
+        model_name="embed", api_base=f"{pooled.URL}/v1", api_key=pooled.KEY, max_retries=0
+    )
+    for index, vector in enumerate(embedder.get_text_embedding_batch(pooled.TEXTS)):
+        pooled.check_embedding(vector, index)
+    pooled.check_embedding(embedder.get_query_embedding(pooled.TEXTS[0]), 0)

@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import openai
+import pooled
 from person import Person
 from report import (
     ANSWER,
@@ -120,6 +121,14 @@ with works("responses over a WebSocket"):
             assert ended.response.output_text, ended
             assert ended.response.previous_response_id == last
             last = ended.response.id
+with works("embeddings"):
+    embedder = openai.OpenAI(base_url=f"{pooled.URL}/v1", api_key=pooled.KEY, max_retries=0)
+    for form in (openai.NOT_GIVEN, "float", "base64"):
+        made = embedder.embeddings.create(model="embed", input=pooled.TEXTS, encoding_format=form)
+        for each in made.data:
+            if form != "base64":
+                pooled.check_embedding(each.embedding, each.index)
+    assert made.usage.prompt_tokens > 0
 with refused("embeddings of a model that generates", openai.BadRequestError, "cannot embed"):
     client.embeddings.create(model=MODEL, input="hi")
 with refused("custom tools", openai.BadRequestError, "tools[0].type"):
