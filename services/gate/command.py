@@ -49,6 +49,12 @@ class GateOptions:
     candidate_key: Annotated[
         str, typer.Option(help="API key of the candidate, where it is not that of MILLRACE_API_KEY.")
     ] = ""
+    judge_key: Annotated[
+        str,
+        typer.Option(
+            help="API key of the suite's judge, where it is not at the baseline's address."
+        ),
+    ] = ""
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None
     junit: Annotated[Path | None, typer.Option(help="Write a JUnit file here.")] = None
     html: Annotated[Path | None, typer.Option(help="Write a page here, one file that loads nothing.")] = None
@@ -86,6 +92,7 @@ def gate(options: GateOptions) -> None:
                 concurrency=options.concurrency,
                 fresh=options.fresh,
                 all_cases=options.all_cases,
+                judge_key=options.judge_key,
             )
             found = asyncio.run(_compare(run, baseline, candidate))
         report.show(found, console)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -60,8 +61,10 @@ class GateRun:
         concurrency: int = 8,
         fresh: bool = False,
         all_cases: bool = False,
+        judge_key: str = "",
     ) -> None:
         self._suite, self._suite_folder, self._folder = suite, suite_folder, folder
+        self._judge_key = judge_key
         self._concurrency, self._fresh, self._all_cases = concurrency, fresh, all_cases
 
     async def compare(self, baseline: Endpoint, candidate: Endpoint, progress: Progress) -> Comparison:
@@ -113,7 +116,10 @@ class GateRun:
         url, _, model = named.partition("#")
         if not model:
             raise ConfigError(f"[task] judge {named!r}: name the model as well, as in http://host:port#MODEL")
-        endpoint = Endpoint(url=url, model=model, api_key=baseline.endpoint.api_key)
+        # The baseline's key is for its own server: another one would learn it.
+        same = urlsplit(url)[:2] == urlsplit(baseline.endpoint.url)[:2]
+        key = self._judge_key or (baseline.endpoint.api_key if same else "")
+        endpoint = Endpoint(url=url, model=model, api_key=key)
         return GateClient(endpoint, concurrency=self._concurrency)
 
 

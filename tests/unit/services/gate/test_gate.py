@@ -175,6 +175,19 @@ def test_what_nobody_foresaw_is_no_verdict(gate: Any, monkeypatch: pytest.Monkey
     assert gate(ToyServer(), ToyServer(), "[task]\n").exit_code == 2
 
 
+@pytest.mark.parametrize(("more", "sent"), [((), None), (("--judge-key", "another"), "Bearer another")])
+def test_a_judge_elsewhere_never_learns_the_baselines_key(
+    gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], sent: str | None
+) -> None:
+    monkeypatch.setenv("MILLRACE_API_KEY", "a secret")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi", "check": "judge", "answer": "hello"}\n')
+    baseline = ToyServer()
+    with serving(ToyServer()) as judge:
+        gate(baseline, ToyServer(), f"[task]\nfile = 'tasks.jsonl'\njudge = '{judge.url}#toy'\n", *more)
+        assert judge.keys == {sent}
+    assert baseline.keys == {"Bearer a secret"}
+
+
 # --- what is kept -----------------------------------------------------------------------------------------
 
 

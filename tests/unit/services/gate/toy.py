@@ -139,6 +139,8 @@ class ToyServer:
     # From so many requests on it hangs up.
     dies_after: int = 10**9
     asked: list[dict[str, Any]] = field(default_factory=list)
+    # Whatever stood in `authorization`.
+    keys: set[str | None] = field(default_factory=set)
     url: str = ""
 
     def __post_init__(self) -> None:
@@ -249,6 +251,7 @@ def serving(server: ToyServer) -> Iterator[ToyServer]:
                 self.close_connection = True
                 self.connection.close()
                 return
+            server.keys.add(self.headers["authorization"])
             status, answer = server.answer(self.path, body)
             content = json.dumps(answer).encode()
             self.send_response(status)
