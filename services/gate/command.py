@@ -51,9 +51,7 @@ class GateOptions:
     ] = ""
     judge_key: Annotated[
         str,
-        typer.Option(
-            help="API key of the suite's judge, where it is not at the baseline's address."
-        ),
+        typer.Option(help="API key of the suite's judge, where it is not at the baseline's address."),
     ] = ""
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None
     junit: Annotated[Path | None, typer.Option(help="Write a JUnit file here.")] = None
