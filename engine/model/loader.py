@@ -193,7 +193,7 @@ def unpickled(
     return found
 
 
-_OWN_PACKAGES = ("engine", "kernels", "checkpoint", "runtime")
+_OWN_PACKAGES = ("engine", "kernels", "checkpoint", "contract", "runtime")
 _MODULES = (*_OWN_PACKAGES, "msgspec", "numpy", "pathlib")
 # Functions by which arrays and msgspec's structs are made of what a pickle holds.
 _MAKERS = {
