@@ -60,7 +60,7 @@ class ServerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class GateClient:
     """Asks one endpoint. A server that is away is asked again for a while; what it refuses is an answer."""
 
-    def __init__(self, endpoint: Endpoint, *, concurrency: int = 8, pause_s: float = _PAUSE_S) -> None:
+    def __init__(self, endpoint: Endpoint, *, concurrency: int = 8) -> None:
         if urlsplit(endpoint.url).scheme not in ("http", "https"):
             raise ConfigError(f"{endpoint.url!r}: expected http://host:port or https://host:port")
         headers = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
@@ -73,7 +73,6 @@ class GateClient:
             limits=limits,
         )
         self._turns = asyncio.Semaphore(concurrency)
-        self._pause_s = pause_s
 
     async def __aenter__(self) -> GateClient:
         return self
@@ -158,7 +157,7 @@ class GateClient:
         problem = ""
         for attempt in range(_TRIES):
             if attempt:
-                await asyncio.sleep(self._pause_s * 2 ** (attempt - 1))
+                await asyncio.sleep(_PAUSE_S * 2 ** (attempt - 1))
             try:
                 async with self._turns:
                     if body is None:
