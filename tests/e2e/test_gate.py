@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, needs_weights]
 
 SUITE = """
 [tokens]
-cases = 80
+cases = 120
 max_tokens = 12
 [intrinsic]
 cases = 40
