@@ -70,7 +70,12 @@ async def ask_all(stack: Stack, server: RedisServer, victim: str) -> list[str]:
         streams = [
             asyncio.ensure_future(mixed(client, stack, number, event)) for number, event in enumerate(begun)
         ]
-        await first_of(begun[:8])
+        # A stream that is refused never begins.
+        first = asyncio.ensure_future(first_of(begun[:8]))
+        await asyncio.wait([first, *streams], return_when=asyncio.FIRST_COMPLETED)
+        for each in streams:
+            if each.done():
+                each.result()
         assert held(server)[0] > 0
         os.kill(stack.pid(victim), signal.SIGKILL)
         return await asyncio.gather(*streams)
