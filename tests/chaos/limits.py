@@ -22,7 +22,10 @@ def limited(server: RedisServer) -> str:
     """CONFIG, with limits of tokens and streams for the tenant."""
     table = f"[tenants.{TENANT}]"
     limits = f"{table}\nmax_concurrent_streams = {NUM_SLOTS}\nmonthly_tokens = {MONTH_TOKENS}"
-    return limited_config(server.url, _LEASE_S, (), {}).replace(table, limits)
+    # Nothing here is about a store that is lost: a machine that is busy must not seem to have lost it.
+    store = f"lease_ttl_s = {_LEASE_S}"
+    config = limited_config(server.url, _LEASE_S, (), {}).replace(store, f"{store}\nstore_timeout_ms = 30000")
+    return config.replace(table, limits)
 
 
 def held(server: RedisServer) -> tuple[int, int]:
