@@ -77,7 +77,7 @@ def _rows(arguments: argparse.Namespace, quantize: str) -> list[dict[str, Any]]:
                 "native": "required",
                 "quantize": quantize,
                 "max_model_len": arguments.max_model_len,
-                "cache": {"kv_cache_bytes": 256 << 20},
+                "cache": {"kv_cache_bytes": 512 << 20},
                 "packed_weights": {"path": folder, "min_bytes": 0},
             },
             EngineConfig,
