@@ -28,6 +28,7 @@ from contract.frames import FrameBuffer
 from engine.config import EngineConfig
 from engine.core import messages
 from engine.core.messages import encode
+from engine.model.kept_files import PackedFolder
 from runtime.config import ModelConfig
 
 _LIMIT_S = 600.0
@@ -48,7 +49,7 @@ def _ready(start: messages.Start, is_kept: Path) -> tuple[float, dict[str, float
             stages = _stages(ours)
             ready_s = time.perf_counter() - begun_s
             ends_s = time.monotonic() + _LIMIT_S
-            while not any(is_kept.glob("*.packed")):
+            while not PackedFolder(is_kept, 0).all():
                 if time.monotonic() > ends_s:
                     raise SystemExit(f"nothing is kept in {is_kept}")
                 time.sleep(0.1)
@@ -84,7 +85,7 @@ def _rows(arguments: argparse.Namespace, quantize: str) -> list[dict[str, Any]]:
         )
         start = messages.Start(config=config, model=ModelConfig(path=str(find(arguments.model).resolve())))
         timed = [_ready(start, Path(folder)) for _ in range(arguments.rounds + 1)]
-        kept = sum(path.stat().st_size for path in Path(folder).glob("*.packed"))
+        kept = sum(each.num_bytes for each in PackedFolder(Path(folder), 0).all())
     rows = []
     for what, found in (("packs", timed[:1]), ("reads", timed[1:])):
         stages = [{**each} for _, each in found]

@@ -207,7 +207,7 @@ def main() -> None:
     servers: dict[str, Callable[[], AbstractContextManager[Server]]] = {}
     for precision in arguments.ours:
         name = f"millrace-{precision}"
-        path = checkpoint / GGUF_FILE if precision in OF_THE_FILE else checkpoint
+        path = checkpoint / GGUF_FILE if precision == OF_THE_FILE else checkpoint
         servers[name] = partial(millrace, name, path, folder / f"{name}.log", OURS[precision][0])
     for name, _, tree in (each.partition("=") for each in arguments.checkouts):
         servers[name] = partial(

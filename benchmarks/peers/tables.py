@@ -36,13 +36,9 @@ OURS: dict[str, tuple[dict[str, object], Precision]] = {
     ),
     # The GGUF file of a checkpoint that has one, its Q4_1 as it lies there: 4 bits, and 32 for each 32.
     "file": ({"dtype": "bfloat16"}, Precision(weight_bytes=0.625)),
-    "file-kv8": (
-        {"dtype": "bfloat16", "cache.kv_dtype": "int8"},
-        Precision(weight_bytes=0.625, kv_bytes=1.0),
-    ),
 }
-# Of these the path is the GGUF file.
-OF_THE_FILE = {"file", "file-kv8"}
+# Of this one the path is the GGUF file.
+OF_THE_FILE = "file"
 
 # Precision of ours: its row in the results of benchmarks.quantization.
 FORMS = {

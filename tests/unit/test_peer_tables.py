@@ -73,7 +73,7 @@ def test_the_roofline_stands_beside_that_of_torch(has_torch: bool) -> None:
 
 
 def test_every_form_that_can_be_run_beside_peers_has_a_recorded_quality() -> None:
-    assert set(FORMS) == set(tables.OURS) - tables.OF_THE_FILE
+    assert set(FORMS) == set(tables.OURS) - {tables.OF_THE_FILE}
     measured = {row["form"] for row in msgspec.json.decode(tables.QUALITY.read_bytes())["rows"]}
     assert set(FORMS.values()) <= measured
     kinds = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
