@@ -248,6 +248,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Serve deterministic tokens without weights.
     simulated: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Products of float32 on a CPU, in torch's words: "highest" keeps all 24 bits of a number, "high" may keep
+    # 16 (two bfloat16 each, where the processor has AMX tiles: several times as fast). "auto" is "high" for
+    # models that pool, whose embeddings stay within 1e-9 of cosine 1, and "highest" for those that generate.
+    float32_matmul_precision: Literal["auto", "highest", "high"] = "auto"
     # Quantize dense weights at load: int8 (weights alone), w8a8 (inputs of products, too), int4 (by groups),
     # or fp8 (inputs of products, too; for GPUs).
     # Checkpoints that are quantized already are served as they are.

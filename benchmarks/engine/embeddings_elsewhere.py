@@ -110,11 +110,22 @@ def openvino(asked: dict[str, Any]) -> Embed:
     import torch
     from transformers import AutoModel
 
-    model = AutoModel.from_pretrained(asked["checkpoint"], dtype=torch.float32).eval()
+    class Traced(torch.nn.Module):
+        """With the mask in four dimensions, because transformers' way to one cannot be traced."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModel.from_pretrained(asked["checkpoint"], dtype=torch.float32).eval()
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.model(
+                input_ids=input_ids, attention_mask=attention_mask[:, None, None, :] > 0
+            ).last_hidden_state
+            return hidden
+
     example = {"input_ids": torch.ones(2, 8, dtype=torch.int64)}
     example["attention_mask"] = torch.ones_like(example["input_ids"])
-    converted = library.convert_model(model, example_input=example)
-    del model
+    converted = library.convert_model(Traced(), example_input=example)
     hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": asked["threads"]}
     compiled = library.Core().compile_model(converted, "CPU", hints)
 

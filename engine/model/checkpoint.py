@@ -49,6 +49,14 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Says whether weights are quantized, among other things.
     config: EngineConfig = EngineConfig()
 
+    @property
+    def float32_precision(self) -> str:
+        """Either "highest" or "high": how exact products of float32 are."""
+        asked = self.config.float32_matmul_precision
+        if asked != "auto":
+            return asked
+        return "highest" if self.spec.pooling is None else "high"
+
 
 class StoredTensor(msgspec.Struct):
     """A tensor in the header of a safetensors file."""

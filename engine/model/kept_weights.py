@@ -229,6 +229,7 @@ def _identity(request: LoadRequest, library: NativeLibrary) -> _Identity | None:
         "spec": request.spec,
         "dtype": request.dtype,
         "max_model_len": request.max_model_len,
+        "float32_precision": request.float32_precision,
         "quantize": (config.quantize, config.quantization),
         "kernels": config.kernels,
         "files": [(each.name, each.num_bytes) for each in files],

@@ -64,10 +64,17 @@ class LoaderLostError(Exception):
 def load_here(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
     """Loads with this process's torch. Raises CheckpointError."""
     from engine.model.reading import NativePacking
+
+    packing = NativePacking(_packer(request, library))
+    return _load(request, packing, progress)
+
+
+def _packer(request: LoadRequest, library: NativeLibrary) -> NativePacker:
     from kernels.linear.native import NativePacker
 
-    packing = NativePacking(NativePacker(library, num_threads=request.config.num_threads))
-    return _load(request, packing, progress)
+    return NativePacker(
+        library, num_threads=request.config.num_threads, half_pairs=request.float32_precision == "high"
+    )
 
 
 @dataclass(frozen=True)
@@ -299,13 +306,11 @@ def _serve(connection: Connection) -> None:
     level, request = connection.recv()
     import torch
 
-    from kernels.linear.native import NativePacker
-
     one_heap()
     keep_freed_memory()
     torch.set_num_threads(request.config.num_threads)
     library = load_level(level)
-    packing = _HandingOver(lambda: NativePacker(library, num_threads=request.config.num_threads), connection)
+    packing = _HandingOver(lambda: _packer(request, library), connection)
     reported: list[tuple[str, float]] = []
 
     def progress(stage: str, fraction: float) -> None:

@@ -37,6 +37,9 @@ enum Format : int64_t {
   kFloat8 = 7,
   // 4-bit codes of 16 floats, scaled by groups of inputs; rows stay float32 (gemm_narrow.h).
   kFloatCodes = 8,
+  // float32 as two bfloat16, what it rounds to and what is left; rows likewise (gemm_tiles.h's level alone). A panel has
+  // all its rounded inputs first.
+  kHalfPairs = 9,
   // Plus 2, 3, 4, 5 or 6: codes of so many bits for int8, scaled by groups of inputs in two steps; rows are rounded to
   // 16 bits (gemm_coded.h).
   kCoded = 16,

@@ -8,6 +8,7 @@
 #include "linear/gemm_float12_avx2.h"
 #include "linear/gemm_fp16.h"
 #include "native/simd.h"
+#include "native/tiles.h"
 
 namespace millrace {
 namespace {
@@ -83,6 +84,18 @@ void put_fp16_panel(const PackedWeight& weight, const Source* source, int64_t fi
   }
 }
 #endif
+
+// What weights round to in a panel's first half, what is left of each in its second one.
+void put_half_pairs(const PackedWeight& weight, const float* source, int64_t first, int64_t width) {
+  PackedWeight half = weight;
+  uint16_t* panels = static_cast<uint16_t*>(weight.data);
+  half.data = panels + first * weight.padded_inputs;
+  put_panel<uint16_t, 2>(half, first, width, [=](int64_t i) { return to_bfloat16(source[i]); });
+  half.data = panels + (first + width) * weight.padded_inputs;
+  put_panel<uint16_t, 2>(half, first, width, [=](int64_t i) {
+    return to_bfloat16(source[i] - from_bfloat16(to_bfloat16(source[i])));
+  });
+}
 
 // A byte holds the levels of inputs i and i + 4, for four such bytes of each output side by side.
 void put_levels(const PackArgs& args, int64_t first, int64_t width) {
@@ -188,6 +201,7 @@ void put_data(const PackArgs& args, int64_t first, int64_t width) {
       break;
 #endif
     case kInt4Grouped: put_levels(args, first, width); break;
+    case kHalfPairs: put_half_pairs(weight, floats, first, width); break;
     case kFloat8: put_panel<uint8_t, 1>(weight, first, width, [=](int64_t i) { return bytes[i]; }); break;
     case kFloatCodes: put_float_codes(args, first, width); break;
     case kCoded + 2:
@@ -224,7 +238,8 @@ int64_t packed_bytes(int64_t format, int64_t outputs, int64_t padded_inputs) {
   const int64_t elements = (outputs + kLane - 1) / kLane * kLane * padded_inputs;
   if (format > kCoded) return elements * (format - kCoded) / 8;
   switch (format) {
-    case kFloat32: return elements * 4;
+    case kFloat32:
+    case kHalfPairs: return elements * 4;
     case kBfloat16: return elements * 2;
     case kFloat12: return elements * 3 / 2;
     case kInt4Grouped:
@@ -270,6 +285,16 @@ MILLRACE_OP(count_too_wide, WidthArgs)
 // Scales that packing finds itself: per output, of a weight whose source has none.
 extern "C" int64_t millrace_own_scales(int64_t format) {
   return (kScaledHalves && format == kBfloat16) || (kHasFloat12 && format == kFloat12);
+}
+
+// Whether the level multiplies float32 as pairs of bfloat16: three of its products by tiles take less than one of
+// float32 by vectors.
+extern "C" int64_t millrace_has_half_pairs() {
+#if defined(TILE_LOAD)
+  return 1;
+#else
+  return 0;
+#endif
 }
 
 extern "C" int64_t millrace_packed_bytes(int64_t format, int64_t outputs, int64_t padded_inputs) {

@@ -384,13 +384,22 @@ inline void narrow_panel(const float* rows, int64_t stride, int64_t num_rows, co
 }
 
 #if defined(TILE_LOAD)
-// Rows of bfloat16 against a panel, by whole tiles of 32 rows. Where a product is nothing but sums, tiles write them where
+// A product's part: where its inputs begin in a row and in a panel, in elements.
+struct TilePart {
+  int64_t row, panel;
+};
+
+// Rows of bfloat16 against a panel, by whole tiles of 32 rows; of pairs of bfloat16 the products of both first halves,
+// and of either with the other's second half. Where a product is nothing but sums, tiles write them where
 // they belong: a copy takes as long as the memory takes for the results once more. What comes next is asked for at an
 // even pace over all rows.
 inline void tile_panel(const PackedWeight& weight, const Results& results, const Rows& rows, int64_t column, int64_t begin,
                        int64_t end, const char* following) {
   const int64_t width = std::min(kPanel, padded_outputs(weight) - column), count = std::min(width, weight.outputs - column);
-  const auto* panel = static_cast<const uint16_t*>(weight.data) + column * weight.padded_inputs;
+  const bool pairs = weight.format == kHalfPairs;
+  const auto* panel = static_cast<const uint16_t*>(weight.data) + column * weight.padded_inputs * (pairs ? 2 : 1);
+  const TilePart parts[] = {{0, 0}, {0, weight.padded_inputs * width}, {weight.padded_inputs, 0}};
+  const int64_t num_parts = pairs ? 3 : 1;
   const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);
   const int64_t height = 2 * kTile, blocks = (end - begin + height - 1) / height;
   const float* bias = weight.bias ? weight.bias + column : nullptr;
@@ -405,8 +414,10 @@ inline void tile_panel(const PackedWeight& weight, const Results& results, const
                       results.stride, count};
     for (int64_t input = 0; input < weight.padded_inputs; input += kInputBlock) {
       const int64_t inputs = std::min(kInputBlock, weight.padded_inputs - input);
-      multiply_by_tiles<HalfKind>(from + input, rows.stride, num_rows, panel + input * width, width,
-                                  inputs / HalfKind::kGroup, totals, stride, input == 0, fetch);
+      for (int64_t part = 0; part < num_parts; ++part)
+        multiply_by_tiles<HalfKind>(from + parts[part].row + input, rows.stride, num_rows,
+                                    panel + parts[part].panel + input * width, width, inputs / HalfKind::kGroup, totals,
+                                    stride, input == 0 && part == 0, fetch);
     }
     if (direct) continue;
     for (int64_t row = 0; row < num_rows; ++row)
@@ -428,7 +439,8 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
       static_cast<const char*>(weight.data) + packed_bytes(weight.format, next, weight.padded_inputs);
   const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);
 #if defined(TILE_LOAD)
-  if (weight.format == kBfloat16 && end - begin > kTile && weight.padded_inputs % (2 * kTile) == 0)
+  if (weight.format == kHalfPairs ||
+      (weight.format == kBfloat16 && end - begin > kTile && weight.padded_inputs % (2 * kTile) == 0))
     return tile_panel(weight, results, rows, column, begin, end, following);
 #endif
   float* totals = scratch.totals;

@@ -1,6 +1,7 @@
 // Converts the rows of a product to the type that its weight wants.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -55,7 +56,8 @@ inline int64_t element_bytes(const PackedWeight& weight) {
 
 // Bytes from one copied row to the next: an odd number of cache lines, so that rows lie in different sets.
 inline int64_t workspace_stride(const PackedWeight& weight) {
-  const int64_t bytes = weight.padded_inputs * (is_wide(weight) ? 2 : element_bytes(weight));
+  const int64_t each = is_wide(weight) ? 2 : weight.format == kHalfPairs ? 4 : element_bytes(weight);
+  const int64_t bytes = weight.padded_inputs * each;
   return ((bytes + 63) / 64 | 1) * 64;
 }
 
@@ -90,6 +92,22 @@ inline void convert_row(const float* from, uint16_t* to, int64_t inputs, int64_t
 inline void convert_row(const float* from, float* to, int64_t inputs, int64_t padded, float*) {
   std::memcpy(to, from, inputs * sizeof(float));
   for (int64_t i = inputs; i < padded; ++i) to[i] = 0.0f;
+}
+#endif
+
+#if defined(TILE_LOAD)
+// What a row's inputs round to, and after all of them what is left of each, rounded. Bits beyond 16 are lost.
+inline void split_row(const float* from, uint16_t* to, int64_t inputs, int64_t padded) {
+  const auto put = [](uint16_t* place, Vec value) {
+    const __m256i halves = (__m256i)_mm512_cvtneps_pbh(value);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), halves);
+    return widen_bf16(halves);
+  };
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Vec value = load(from + i, first(std::max<int64_t>(0, inputs - i)));
+    const Vec rounded = put(to + i, value);
+    put(to + padded + i, sub(value, rounded));
+  }
 }
 #endif
 
@@ -191,6 +209,10 @@ inline void convert_to(const PackedWeight& weight, const float* from, const Copy
 #if defined(__AVX2__) && !defined(__AVX512F__)
   else if (weight.format == kFloat12)
     copy.scales[row] = convert_scaled_row(from, reinterpret_cast<float*>(to), weight.inputs, weight.padded_inputs);
+#endif
+#if defined(TILE_LOAD)
+  else if (weight.format == kHalfPairs)
+    split_row(from, reinterpret_cast<uint16_t*>(to), weight.inputs, weight.padded_inputs);
 #endif
   else if (is_wide(weight))
     widen_row(from, weight, reinterpret_cast<WideRow*>(to), copy.scales + row * scales, copy.sums + row * scales);

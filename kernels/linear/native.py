@@ -30,6 +30,7 @@ from kernels.linear.packed import (
     FLOAT12,
     FLOAT32,
     FLOAT_CODES,
+    HALF_PAIRS,
     INPUT_MULTIPLE,
     INT4_GROUPED,
     INT8,
@@ -59,11 +60,16 @@ PIECE_OUTPUTS = 4096
 
 
 class NativePacker:
-    """Packs weights into an arena, on the threads of a pool; with `float12` bfloat16 ones in 12 bits."""
+    """Packs weights into an arena, on the threads of a pool; with `float12` bfloat16 ones in 12 bits, with
+    `half_pairs` float32 ones as two bfloat16 each, where that is faster.
+    """
 
-    def __init__(self, library: NativeLibrary, *, num_threads: int = 0, float12: bool = True) -> None:
+    def __init__(
+        self, library: NativeLibrary, *, num_threads: int = 0, float12: bool = True, half_pairs: bool = False
+    ) -> None:
         self.library = library
         self._float12 = float12
+        self._half_pairs = half_pairs and bool(library.function("millrace_has_half_pairs", c_int64)())
         self.arena = Arena(library)
         self.num_threads = num_threads
         self._packed_bytes = library.function("millrace_packed_bytes", c_int64, (c_int64,) * 3)
@@ -85,9 +91,8 @@ class NativePacker:
         steps, lows = _factors(weight)
         if source.dtype == torch.float16 and not self.keeps_float16:
             source, form = source.float(), FLOAT32
+        form = self._best_form(source, form)
         outputs, inputs = weight.shape
-        if source.dtype == torch.bfloat16 and self._fits_float12(source):
-            form = FLOAT12
         keeps_inputs = form in (FLOAT32, FLOAT8, FLOAT_CODES)
         padded = inputs if keeps_inputs else -(-inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
         padded_outputs = -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE
@@ -124,6 +129,12 @@ class NativePacker:
         else:
             self._run(source, bias, scale, minimum, struct, steps, lows)
         return PackedWeight(struct, self.arena, sizes)
+
+    def _best_form(self, source: Tensor, form: int) -> int:
+        """What the level multiplies faster than `form`, where it has that; else `form`."""
+        if source.dtype == torch.bfloat16 and self._fits_float12(source):
+            return FLOAT12
+        return HALF_PAIRS if form == FLOAT32 and self._half_pairs else form
 
     def _fits_float12(self, source: Tensor) -> bool:
         """Whether the level multiplies bfloat16 weights [N, K] out of 12 bits, and these hold nearly all."""

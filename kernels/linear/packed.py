@@ -20,7 +20,8 @@ from kernels.host import empty
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 
-FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12, FLOAT8, FLOAT_CODES = range(9)
+FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED = range(6)
+FLOAT12, FLOAT8, FLOAT_CODES, HALF_PAIRS = range(6, 10)
 # Plus the bits of a code.
 CODED = 16
 # Levels that multiply bfloat16 weights out of 12 bits.

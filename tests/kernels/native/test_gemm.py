@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.linear import self_check
 from kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
 from kernels.linear.native import NativePacker, NativeProduct
-from kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
+from kernels.linear.packed import FLOAT32, HALF_PAIRS, PackedWeight, gemm_args, make_workspace, product_ops
 from kernels.native import library
 from kernels.native.build import machine_levels
 from kernels.native.library import NativeLibrary, NativeUnavailableError
@@ -129,6 +129,28 @@ def test_rows_are_the_same_bits_alone_among_others_and_on_any_threads(
             for threads in (1, 3):
                 part = run(native, packed, x[-rows:], inside(rows, shape[0]), threads=threads)
                 assert torch.equal(part, whole[-rows:]), (name, rows, threads)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (64, 4200), (65, 33), (257, 515), (130, 768)])
+def test_float32_as_pairs_of_bfloat16(native: NativeLibrary, shape: tuple[int, int]) -> None:
+    """Where the level has them; else the same bits as without."""
+    torch.manual_seed(shape[1])
+    weight, bias = weight_of("float32", *shape, group=0), torch.randn(shape[0])
+    packed = NativePacker(native, num_threads=2, half_pairs=True).pack(weight, bias)
+    plain = NativePacker(native, num_threads=2).pack(weight, bias)
+    has_pairs = native.function("millrace_has_half_pairs", c_int64)()
+    assert packed.struct.format == (HALF_PAIRS if has_pairs else FLOAT32)
+    x = inside(max(ROWS), shape[1])
+    x.copy_(torch.randn(max(ROWS), shape[1]))
+    whole = run(native, packed, x, inside(len(x), shape[0]), threads=2)
+    exact = weight.dequantize().double()
+    # Of 24 bits 16 are kept on each side, and the product of both rests is left out.
+    size = x.double().abs() @ exact.abs().T + 1
+    assert ((whole - (x.double() @ exact.T + bias)).abs() <= 2.0**-15 * size).all()
+    assert has_pairs or torch.equal(whole, run(native, plain, x, inside(len(x), shape[0]), threads=2))
+    for rows in ROWS:
+        part = run(native, packed, x[-rows:], inside(rows, shape[0]), threads=3)
+        assert torch.equal(part, whole[-rows:]), rows
 
 
 def test_a_broken_row_is_its_own_fault(native: NativeLibrary) -> None:
