@@ -37,6 +37,21 @@ REASONS = (
     Reason.QUEUE_LIMIT_EXCEEDED,
     Reason.ENGINE_UNAVAILABLE,
 )
+# The same where files and batches are kept, and nothing is computed meanwhile.
+STORED_REASONS = (
+    Reason.MALFORMED_BODY,
+    Reason.INVALID_ARGUMENT,
+    Reason.UNSUPPORTED_FIELD,
+    Reason.MISSING_CREDENTIALS,
+    Reason.INVALID_CREDENTIALS,
+    Reason.STORED_NOT_FOUND,
+    Reason.METHOD_NOT_ALLOWED,
+    Reason.REQUEST_TOO_LARGE,
+    Reason.STORE_FULL,
+    Reason.REQUEST_RATE_EXCEEDED,
+    Reason.INTERNAL,
+    Reason.STORE_UNAVAILABLE,
+)
 
 
 def or_null(*schemas: Mapping[str, Any]) -> dict[str, Any]:

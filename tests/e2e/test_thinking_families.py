@@ -1,5 +1,5 @@
-"""Budgets of thoughts over the three APIs where a family writes them in its own form: the real services over a
-model whose every token says which one comes next, and which never ends a thought by itself.
+"""Budgets of thoughts over the three APIs where a family writes them in its own form: the real services over
+a model whose every token says which one comes next, and which never ends a thought by itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _REQUESTS = 70
 def _next_of(tokenizer: Tokenizer, family: str) -> dict[int, int]:
     """Which token comes next: an opening, and then words in a circle, as behind what is forced."""
     last, opening, _ = OPENINGS[family]
-    chain = [tokenizer.token_to_id(each) for each in (last, *opening, *_WORDS, _WORDS[0])]
-    assert None not in chain
+    vocabulary = tokenizer.get_vocab()
+    chain = [vocabulary[each] for each in (last, *opening, *_WORDS, _WORDS[0])]
     return dict.fromkeys(range(tokenizer.get_vocab_size()), chain[-1]) | dict(pairwise(chain))
 
 
@@ -57,7 +57,7 @@ def _write_weights(folder: Path, tokenizer: Tokenizer, following: dict[int, int]
         pad_token_id=None,
         tie_word_embeddings=False,
     )
-    model = transformers.LlamaForCausalLM(config).float()
+    model = transformers.LlamaForCausalLM(config)
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (config.vocab_size, _WIDTH))
     head = np.zeros_like(signs)
     for token, after in following.items():

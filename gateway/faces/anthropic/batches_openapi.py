@@ -5,31 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from contract.errors import MillraceError, Reason
+from contract.errors import MillraceError
 from gateway.batches.lines import MAX_CUSTOM_ID
 from gateway.faces.anthropic.batches import BATCHES, MAX_PAGE, BatchRequest, MessageBatchBody
 from gateway.faces.anthropic.errors import ERRORS, ApiErrorBody
-from gateway.faces.schemas import TEXT, answer_schemas, by_status, framed, or_null, ref, text, told
+from gateway.faces.schemas import (
+    STORED_REASONS,
+    TEXT,
+    answer_schemas,
+    by_status,
+    framed,
+    or_null,
+    ref,
+    text,
+    told,
+)
 
 PATH = f"{BATCHES}/openapi.json"
 _ABOUT = """Message batches. Each of `requests` is answered as its `params` are by `/v1/messages`, in
 what capacity is left; `results` are JSON lines `{"custom_id", "result": {"type", "message" | "error"}}`. What
 `params` may be is told by the result. `status_detail` of a batch says what holds it up.
 """
-_REASONS = (
-    Reason.MALFORMED_BODY,
-    Reason.INVALID_ARGUMENT,
-    Reason.UNSUPPORTED_FIELD,
-    Reason.MISSING_CREDENTIALS,
-    Reason.INVALID_CREDENTIALS,
-    Reason.STORED_NOT_FOUND,
-    Reason.METHOD_NOT_ALLOWED,
-    Reason.REQUEST_TOO_LARGE,
-    Reason.STORE_FULL,
-    Reason.REQUEST_RATE_EXCEEDED,
-    Reason.INTERNAL,
-    Reason.STORE_UNAVAILABLE,
-)
 _COUNTS = ("processing", "succeeded", "errored", "canceled", "expired")
 
 
@@ -91,7 +87,7 @@ def document() -> bytes:
 
 def _paths() -> dict[str, dict[str, Any]]:
     content = {"application/json": {"schema": ref(ApiErrorBody)}}
-    statuses = by_status(_REASONS, lambda reason: ERRORS.status(MillraceError(reason, "")))
+    statuses = by_status(STORED_REASONS, lambda reason: ERRORS.status(MillraceError(reason, "")))
     refusals = {
         status: {"description": told(reasons), "content": content} for status, reasons in statuses.items()
     }

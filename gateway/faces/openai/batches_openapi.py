@@ -11,7 +11,7 @@ from gateway.batches.types import BatchStatus
 from gateway.faces.openai.batches import BATCHES, BatchBody
 from gateway.faces.openai.files import FILES, MAX_PAGE, PURPOSES
 from gateway.faces.queries import MAX_LIMIT
-from gateway.faces.schemas import TEXT, answer_schemas, by_status, framed, or_null, ref, told
+from gateway.faces.schemas import STORED_REASONS, TEXT, answer_schemas, by_status, framed, or_null, ref, told
 from gateway.pipeline.validate import MAX_METADATA_KEY, MAX_METADATA_VALUE
 from gateway.types.request import MAX_METADATA
 
@@ -22,20 +22,6 @@ what capacity is left, and its results are files of lines
 `{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`. A line that is no
 request, or is refused, becomes a line of the error file. `status_detail` of a batch says what holds it up.
 """
-_REASONS = (
-    Reason.MALFORMED_BODY,
-    Reason.INVALID_ARGUMENT,
-    Reason.UNSUPPORTED_FIELD,
-    Reason.MISSING_CREDENTIALS,
-    Reason.INVALID_CREDENTIALS,
-    Reason.STORED_NOT_FOUND,
-    Reason.METHOD_NOT_ALLOWED,
-    Reason.REQUEST_TOO_LARGE,
-    Reason.STORE_FULL,
-    Reason.REQUEST_RATE_EXCEEDED,
-    Reason.INTERNAL,
-    Reason.STORE_UNAVAILABLE,
-)
 _NATURAL = {"type": "integer", "minimum": 0}
 _MOMENT, _ID = or_null(_NATURAL), or_null(TEXT)
 _KEPT = {"type": "integer", "minimum": MIN_KEPT_S, "maximum": MAX_KEPT_S}
@@ -142,7 +128,7 @@ def document() -> bytes:
 
 
 def _paths() -> dict[str, dict[str, Any]]:
-    statuses = by_status(_REASONS, lambda reason: reason.mapping.http_status)
+    statuses = by_status(STORED_REASONS, lambda reason: reason.mapping.http_status)
     refusals = {status: {"description": told(reasons)} for status, reasons in statuses.items()}
     bodies = {
         "createFile": {"multipart/form-data": {"schema": _FORM}},
