@@ -1,0 +1,144 @@
+"""EleutherAI's harness over three tasks of its three kinds: the endpoint's scores beside those that its own
+transformers back end finds for the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
+from report import API_KEY, BASE_URL, MODEL, OUT, works
+
+CHECKPOINT = os.environ["CLIENTS_TOKENIZER"]
+# Tokens of context that both sides are held to.
+MAX_LENGTH = 512
+NUM_DOCUMENTS = int(os.environ.get("CLIENTS_DOCUMENTS", "40"))
+WORDS = [
+    "the",
+    "sea",
+    "is",
+    "blue",
+    "and",
+    "a",
+    "cold",
+    "wind",
+    "comes",
+    "from",
+    "the",
+    "north",
+    "while",
+    "red",
+    "boats",
+    "sail",
+    "home",
+    "with",
+    "fish",
+]
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "sums": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{sum}}",
+        "generation_kwargs": {"until": ["\n", "."], "max_gen_toks": 12, "do_sample": False, "temperature": 0},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+}
+
+
+def documents() -> list[dict[str, Any]]:
+    """What all tasks are asked of."""
+    draw, found = random.Random(3), []
+    for _ in range(NUM_DOCUMENTS):
+        one, other = draw.randint(2, 60), draw.randint(2, 30)
+        choices = [f" {one + other + off}" for off in (0, 1, -2, 10)]
+        draw.shuffle(choices)
+        found.append(
+            {
+                "question": f"Question: What is {one} plus {other}?\nAnswer:",
+                "choices": choices,
+                "answer": choices.index(f" {one + other}"),
+                "sum": f" {one + other}",
+                "text": " ".join(draw.choices(WORDS, k=draw.randint(20, 60))),
+            }
+        )
+    return found
+
+
+def write_tasks(folder: Path) -> None:
+    """The tasks' files, over documents of this folder: nothing is asked of a hub."""
+    data = folder / "documents.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in documents()), encoding="utf-8")
+    for name, task in TASKS.items():
+        whole = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+            **task,
+        }
+        # JSON is YAML.
+        (folder / f"{name}.yaml").write_text(json.dumps(whole), encoding="utf-8")
+
+
+def scores(model: Any, folder: Path) -> dict[str, dict[str, float]]:
+    """Each task's metrics, with their standard errors."""
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=200, log_samples=False
+    )
+    return found["results"]
+
+
+def close(task: str, ours: dict[str, float], theirs: dict[str, float]) -> None:
+    """Scores must be within the harness's own standard error, perplexities within a thousandth."""
+    for metric, value in theirs.items():
+        if metric in ("alias", "name", "sample_len") or "stderr" in metric:
+            continue
+        error = theirs.get(metric.replace(",", "_stderr,"), "N/A")
+        allowed = 1e-3 * value if task == "texts" else error
+        assert abs(ours[metric] - value) <= allowed, (task, metric, ours[metric], value, allowed)
+        print(task, metric, ours[metric], value, allowed, flush=True)
+
+
+TASKS_FOLDER = OUT / "tasks"
+TASKS_FOLDER.mkdir(exist_ok=True)
+write_tasks(TASKS_FOLDER)
+os.environ["OPENAI_API_KEY"] = API_KEY
+own = scores(
+    HFLM(pretrained=CHECKPOINT, device="cpu", dtype="float32", batch_size=1, max_length=MAX_LENGTH),
+    TASKS_FOLDER,
+)
+endpoint = LocalCompletionsAPI(
+    model=MODEL,
+    base_url=f"{BASE_URL}/completions",
+    tokenizer=CHECKPOINT,
+    tokenizer_backend="huggingface",
+    tokenized_requests=True,
+    num_concurrent=4,
+    max_length=MAX_LENGTH,
+    seed=1,
+)
+served = scores(endpoint, TASKS_FOLDER)
+for name in TASKS:
+    with works(f"the harness's scores of {name}, as of its transformers back end"):
+        close(name, served[name], own[name])
