@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.engine.report import Row, options, publish
 from services.cli.temporary import temporary_stack
-from services.gate.cases import Case, LayerName, Pair, ServerAnswer
+from services.gate.cases import Case, GateVerdict, LayerName, Pair, ServerAnswer
 from services.gate.client import Endpoint, GateClient
 from services.gate.run import ROUND
 from services.gate.scoring import Scorer
@@ -43,7 +43,7 @@ from services.gate.suite import (
     TokensLayer,
     build_cases,
 )
-from services.gate.verdict import GateVerdict, rule_of
+from services.gate.verdict import rule_of
 from services.supervisor.config import BUNDLED_MODEL
 
 MOST_ANSWERS = 300

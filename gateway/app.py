@@ -32,6 +32,7 @@ from gateway.intake.intake import Intake
 from gateway.models.catalog import Catalog
 from gateway.models.keeper import ModelKeeper
 from gateway.models.loads import ModelLoads
+from gateway.models.route_watch import RouteWatch
 from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.books import Books
 from gateway.pipeline.pipeline import Pipeline
@@ -93,6 +94,7 @@ class Gateway:
             on_change=self._catalog.promote,
             on_unclaimed=self._edge.note_unclaimed,
         )
+        self._routes = RouteWatch(self._config, self._catalog, metrics)
         self._keeper = ModelKeeper(settings, self._catalog, self._tokenizer, self._edge.prices)
         self.grpc = grpc_server(self._config, self._intake.refusals)
         attempts = Attempts(
@@ -208,12 +210,14 @@ class Gateway:
             self._background.start()
         if self._batches is not None:
             self._batches.start()
+        await self._routes.start()
         await self.grpc.start()
         await self.http.start()
         keeping = self._keeper.run(source(), self._fleet.note_change)
         self._tasks += [
             asyncio.create_task(keeping, name="keep models"),
             asyncio.create_task(self._connect(), name="connect"),
+            asyncio.create_task(self._routes.run(), name="routes"),
             asyncio.create_task(self._loads.run(), name="models on demand"),
         ]
 
@@ -264,6 +268,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._routes.close()
         await self._shadows.close()
         if self._background is not None:
             await self._background.close()

@@ -23,19 +23,25 @@ _TIMEOUT_S = 2.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def running_with(address: str) -> Iterator[str]:
-    """Sums of the files that the gateways were started with that a name resolves to."""
+def metrics_pages(address: str) -> Iterator[tuple[str, str]]:
+    """Address and metrics of every gateway that a name resolves to; whoever does not answer is left out."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return
-    for ip in {each[4][0] for each in found}:
+    for ip in sorted({str(each[4][0]) for each in found}):
         try:
             with _OPENER.open(f"http://{ip}:{port}/metrics", timeout=_TIMEOUT_S) as answer:
                 text = answer.read().decode()
         except (OSError, http.client.HTTPException):
             continue
+        yield f"{ip}:{port}", text
+
+
+def running_with(address: str) -> Iterator[str]:
+    """Sums of the files that the gateways were started with that a name resolves to."""
+    for _, text in metrics_pages(address):
         for family in text_string_to_metric_families(text):
             if family.name == CONFIGURATION_INFO.name:
                 yield from (sample.labels["sha256"] for sample in family.samples)

@@ -56,6 +56,15 @@ class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting_entries: PositiveInt = 100_000
 
 
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.rollout]`: where `millrace rollout` sets the weights of `[routes]`."""
+
+    # SQLAlchemy URL, the same for all gateways; "" is the ledger's.
+    url: str = ""
+    # A change is in force after at most so long, in seconds. Nothing is asked where there are no [routes].
+    interval_s: PositiveFloat = 0.5
+
+
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway.store]`: responses and conversations of `/v1/responses` that are kept, encrypted."""
 
@@ -284,6 +293,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     default_tier: str = DEFAULT_TIER
     limits: LimitsConfig = LimitsConfig()
     ledger: LedgerConfig = LedgerConfig()
+    rollout: RolloutConfig = RolloutConfig()
     store: StoreConfig = StoreConfig()
     batches: BatchesConfig = BatchesConfig()
     routing: RoutingConfig = RoutingConfig()

@@ -178,7 +178,11 @@ class Fleet:
 
     def serving(self, model: str) -> bool:
         """Whether an engine takes new requests for a version of a model."""
-        return any(each.state is EngineState.READY for each in self.of(model))
+        return self.num_ready(model) > 0
+
+    def num_ready(self, model: str) -> int:
+        """How many engines take new requests for a version of a model."""
+        return sum(each.state is EngineState.READY for each in self.of(model))
 
     def takers(self, submission: Submission) -> list[Attachment]:
         """Engines that take this submission now."""

@@ -10,7 +10,7 @@ import msgspec
 from contract.engines import EngineInfo
 from contract.errors import MillraceError, Reason, invalid
 from gateway.engines.fleet import Fleet
-from gateway.models.routes import pick, sticky_key
+from gateway.models.routes import SetRoute, pick, sticky_key
 from gateway.text.detokenizer import Vocabulary
 from gateway.tiers import Tiers
 from gateway.types.request import Identity
@@ -52,6 +52,8 @@ class Catalog:
         # By name.
         self._served: dict[str, ServedModel] = {}
         self._pending: dict[str, ServedModel] = {}
+        # By alias: what rollouts have set.
+        self._set_routes: Mapping[str, SetRoute] = {}
         # Why a model is not served yet.
         self.failures: dict[str, str] = {}
         # Set once: engines are attached as this says.
@@ -147,6 +149,21 @@ class Catalog:
 
     # --- what a name stands for ---
 
+    def set_routes(self, routes: Mapping[str, SetRoute]) -> None:
+        """Takes what rollouts have set. A request that is accepted keeps its model."""
+        self._set_routes = routes
+
+    def route(self, alias: str) -> Mapping[str, float] | None:
+        """Weights in force by model; None for what is no alias."""
+        configured = self.models.routes.get(alias)
+        found = None if configured is None else self._set_routes.get(alias)
+        return configured if configured is None or found is None else found.over(configured, time.monotonic())
+
+    def num_engines(self, name: str) -> int:
+        """Engines that take new requests for a model."""
+        served = self._served.get(name)
+        return 0 if served is None else self.fleet.num_ready(served.key)
+
     def names(self, identity: Identity) -> list[str]:
         """Names that the caller may ask for."""
         return [name for name in self._all_names() if not self._refused(identity, name)]
@@ -173,7 +190,7 @@ class Catalog:
     def resolve(self, identity: Identity, name: str, *, tier: str, cache_key: str = "") -> Target:
         """What a request goes to; raises as `check`, and TOKENIZER_UNAVAILABLE for what is not loaded yet."""
         self.check(identity, name)
-        if (weights := self.models.routes.get(name)) is not None:
+        if (weights := self.route(name)) is not None:
             name = self._routed(name, weights, sticky_key(identity.tenant, cache_key))
         target = self._find(name)
         assert target is not None, "what may be used is served"
@@ -188,7 +205,7 @@ class Catalog:
 
     def any_of(self, name: str) -> ServedModel | None:
         """A model that `name` may stand for: those of one alias are alike in form."""
-        if (weights := self.models.routes.get(name)) is not None:
+        if (weights := self.route(name)) is not None:
             name = max(weights, key=weights.__getitem__)
         found = self._find(name)
         return None if found is None else found.served

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 
 _WHOLE = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class SetRoute:
+    """Weights of an alias by model that a rollout has set over the file's."""
+
+    weights: Mapping[str, float]
+    # Without the candidate: these hold when nobody has watched for too long.
+    without: Mapping[str, float]
+    # The file's when they were set. Another file is a later word, which wins.
+    configured: Mapping[str, float]
+    # Monotonic, in seconds.
+    ends_s: float = math.inf
+
+    def over(self, configured: Mapping[str, float], now_s: float) -> Mapping[str, float]:
+        """What holds where the file says `configured`."""
+        if configured != self.configured:
+            return configured
+        return self.weights if now_s < self.ends_s else self.without
 
 
 def sticky_key(tenant: str, prompt_cache_key: str) -> str:

@@ -213,7 +213,7 @@ class Books:
             # cut by a limit is not. What the grammar leaves open has been judged.
             complete = (judge is None or judge.all_valid) and end.outcome.name in COMPLETE
             kind = span_attributes.GUIDED_KINDS[type(form)]
-            self.metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
+            self.metrics.add(names.GUIDED_OUTPUTS, kind=kind, model=info.model, valid=str(complete).lower())
         self._observe(end)
         self._observe_gen_ai(end)
         self._count_tokens(end)

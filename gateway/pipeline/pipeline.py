@@ -313,7 +313,7 @@ class Pipeline:
             names.GATEWAY_REQUEST, parent=caller.trace, kind=SpanKind.SERVER, start_s=caller.received_s
         )
         tier_name = caller.identity.tier
-        call = None
+        call = target = None
         try:
             tier = self._checked(caller, request)
             tier_name = tier.name
@@ -324,7 +324,7 @@ class Pipeline:
             async with self.loads.using(target.served, tell):
                 attempt = await self._attempt(call, target)
         except BaseException as error:
-            self._refused(span, caller, request, tier_name, call, error)
+            self._refused(span, caller, request, tier_name, call, target, error)
             # A name for any other would keep it, with all of the request, until the collector comes by.
             if not isinstance(error, MillraceError):
                 raise
@@ -356,13 +356,15 @@ class Pipeline:
         request: GenerationRequest,
         tier: str,
         call: Call | None,
+        target: Target | None,
         error: BaseException,
     ) -> None:
         if call is not None:
             self._deferred.call(call.record)
         if call is None or not call.is_closed:
-            # A name that is not served is a client's own word.
-            model = request.model if self.catalog.knows(request.model) else ""
+            # A name that is not served is a client's own word. Of an alias the model counts that it led to.
+            known = request.model if self.catalog.knows(request.model) else ""
+            model = known if target is None else target.told
             refused = partial(self.books.refused, span, caller, request, tier)
             self._deferred.call(refused, model, error, time.monotonic())
 

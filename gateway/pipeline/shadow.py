@@ -19,7 +19,7 @@ import msgspec
 from opentelemetry.trace import INVALID_SPAN
 
 from contract.chat import JsonSchemaFormat
-from contract.errors import MillraceError
+from contract.errors import MillraceError, Reason
 from gateway.config import TierConfig
 from gateway.limits.limiter import Charges
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
@@ -152,6 +152,9 @@ class Shadows:
         except MillraceError as error:
             _log.info("a shadow of model %s has failed: %s", config.model, error.message)
             self._count(name, config.model, "failed")
+            if error.reason is not Reason.QUEUE_LIMIT_EXCEEDED:
+                # An engine that has no room for a copy says nothing of its answers.
+                self._prefer("live", name, config.model)
 
     def _copy(self, call: Call) -> Call:
         """The same request, asked by nobody."""
@@ -187,7 +190,7 @@ class Shadows:
         labels: Any = {"model": name, "shadow": shadow}
         self._count(name, shadow, "same" if math.isclose(agreement, 1.0) else "different")
         self._metrics.observe(names.SHADOW_AGREEMENT, agreement, **labels)
-        form = end.call.request.response_format
+        form, valid = end.call.request.response_format, dict[str, bool]()
         for side, answer in (("live", live), ("shadow", copied)):
             if answer.ttft_s is not None:
                 self._metrics.observe(names.SHADOW_TTFT, answer.ttft_s, side=side, **labels)
@@ -201,8 +204,14 @@ class Shadows:
             )
             self._metrics.add(names.SHADOW_COST, cost / NANOS_PER_UNIT, side=side, **labels)
             if form is not None:
-                is_valid = await self._is_valid(end.call, form, answer)
-                self._metrics.add(names.SHADOW_OUTPUTS, side=side, valid=str(is_valid).lower(), **labels)
+                valid[side] = await self._is_valid(end.call, form, answer)
+                told = str(valid[side]).lower()
+                self._metrics.add(names.SHADOW_OUTPUTS, side=side, valid=told, **labels)
+        better = [side for side, is_valid in valid.items() if is_valid]
+        self._prefer(better[0] if len(better) == 1 else "neither", name, shadow)
+
+    def _prefer(self, better: str, name: str, shadow: str) -> None:
+        self._metrics.add(names.SHADOW_PAIRS, model=name, shadow=shadow, better=better)
 
     async def _is_valid(self, call: Call, form: Any, answer: Answered) -> bool:
         if not answer.is_complete or not isinstance(form, JsonSchemaFormat):

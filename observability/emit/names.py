@@ -349,6 +349,11 @@ SHADOW_OUTPUTS = counter(
     "{output}",
     "Constrained answers of both sides (live or shadow), by whether they satisfy their constraint.",
 )
+SHADOW_PAIRS = counter(
+    "millrace_shadow_pairs_total{model,shadow,better=live|shadow|neither}",
+    "{pair}",
+    "Pairs of answers by which one is whole and satisfies its constraint where the other does not.",
+)
 SHADOW_TTFT = histogram(
     "millrace_shadow_time_to_first_token_seconds{model,shadow,side}",
     "s",
@@ -367,10 +372,18 @@ SHADOW_COST = counter(
     "What answers that were compared cost, or would have cost.",
 )
 GUIDED_OUTPUTS = counter(
-    "millrace_guided_outputs_total{kind,valid=true|false}",
+    "millrace_guided_outputs_total{kind,model,valid=true|false}",
     "{output}",
     "Guided requests that succeeded; valid is inferred from their end (no limit cut them), as each token was "
     "allowed by the grammar. Only where a schema is not wholly enforced, the text is checked.",
+)
+
+ROUTE_SHARE = gauge("millrace_route_share_ratio{alias,model}", "1", "Share that a model has of an alias.")
+ROUTE_ENGINES = gauge("millrace_route_engines{alias,model}", "{engine}", "Engines that could answer for it.")
+ROLLOUT_SILENCE = gauge(
+    "millrace_rollout_silence_seconds{alias}",
+    "s",
+    "Since the last sign of life of whoever watches a rollout.",
 )
 
 # Files and batches. What the database tells, every gateway tells: its highest value counts.

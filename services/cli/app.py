@@ -17,6 +17,7 @@ from rich.table import Table
 from checkpoint.known import known_models
 from contract.errors import MillraceError
 from contract.formats import ReasoningFormat, ToolCallFormat
+from observability.emit import names
 from runtime.errors import ConfigError, described
 from services.bench.command import app as bench_app
 from services.cli import owners
@@ -441,6 +442,10 @@ def _on_metrics(module: str, arguments: list[str]) -> int:
     return owners.run_module(module, [*targets, *arguments])
 
 
+def _on_rollout(module: str, arguments: list[str]) -> int:
+    return owners.run_configured(module, [*owners.metrics_targets(kind=names.GATEWAY), *arguments])
+
+
 def _pass_on(group: typer.Typer, name: str, run: Callable[[str, list[str]], int], module: str) -> None:
     """Adds a command of another package, which takes its own options. Its help is in `_OWNED`."""
 
@@ -459,6 +464,7 @@ _OWNED = {
     "observability.analysis.diagnose": "Find the slice of the last hour's requests that explains slow ones.",
     "observability.analysis.shadows": "Compare what shadows would have answered with what was.",
     "observability.analysis.top": "Show engines, tiers, queues and rates, live.",
+    "services.rollout": "Advance a candidate 1, 10, 50, 100 % of an alias, or take it back.",
     "gateway.auth.keys": "Create, list and revoke API keys.",
     "gateway.ledger": "Report tokens and cost by tenant, key and model.",
     "tokenizer_svc.check": "Report what of a JSON schema would be enforced.",
@@ -468,6 +474,7 @@ _pass_on(app, "why", _on_one_trace, "observability.analysis.why")
 _pass_on(app, "diagnose", _on_traces, "observability.analysis.diagnose")
 _pass_on(app, "top", _on_metrics, "observability.analysis.top")
 _pass_on(app, "shadows", _on_metrics, "observability.analysis.shadows")
+_pass_on(app, "rollout", _on_rollout, "services.rollout")
 _pass_on(app, "keys", owners.run_configured, "gateway.auth.keys")
 _pass_on(app, "usage", owners.run_configured, "gateway.ledger")
 _pass_on(schema_app, "check", owners.run_module, "tokenizer_svc.check")

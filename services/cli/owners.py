@@ -153,12 +153,14 @@ def last_request(environ: Mapping[str, str] = os.environ) -> list[str]:
         return []
 
 
-def metrics_targets(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Options that name every Prometheus endpoint of the running stack; none when there is no stack."""
+def metrics_targets(environ: Mapping[str, str] = os.environ, *, kind: str = "") -> list[str]:
+    """Options that name every Prometheus endpoint of the running stack, or those of one kind of service; none
+    when there is no stack.
+    """
     state = running_stack(environ)
     processes = state.processes if state else ()
     return [
         f"--target={process.name}={process.addresses['metrics']}"
         for process in processes
-        if "metrics" in process.addresses
+        if "metrics" in process.addresses and process.name.startswith(kind)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from enum import StrEnum
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -10,6 +11,17 @@ import msgspec
 LayerName = Literal["tokens", "intrinsic", "task", "structure", "long_context", "behaviour"]
 LAYERS: tuple[LayerName, ...] = get_args(LayerName)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class GateVerdict(StrEnum):
+    """Of a layer, or of all."""
+
+    WORSE = "worse"
+    NOT_WORSE = "not worse"
+    NOT_ENOUGH = "not enough cases yet"
+
+
+EXIT_STATUS = {GateVerdict.NOT_WORSE: 0, GateVerdict.WORSE: 1, GateVerdict.NOT_ENOUGH: 3}
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):

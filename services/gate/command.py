@@ -19,11 +19,10 @@ from services.cli.options import flattened
 from services.cli.target import ServerTarget, find_target, running_stack
 from services.cli.temporary import temporary_stack
 from services.gate import page, report
-from services.gate.cases import LayerName
+from services.gate.cases import EXIT_STATUS, GateVerdict, LayerName
 from services.gate.client import Endpoint, GateClient
 from services.gate.run import Comparison, GateRun
 from services.gate.suite import read_suite
-from services.gate.verdict import EXIT_STATUS, GateVerdict
 from services.supervisor.config import state_directory
 
 _notes = Console(stderr=True, highlight=False)

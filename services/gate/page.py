@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from services.gate.cases import GateVerdict
 from services.gate.report import UNITS, told
 from services.gate.run import Comparison
-from services.gate.verdict import Cell, GateVerdict, LayerResult
+from services.gate.verdict import Cell, LayerResult
 
 _COLOURS = {GateVerdict.WORSE: "#b3261e", GateVerdict.NOT_WORSE: "#1b6e3a", GateVerdict.NOT_ENOUGH: "#8a6100"}
 _HEAD = """<!doctype html>

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from runtime.errors import ConfigError
+from services.gate.cases import GateVerdict
 from services.gate.run import Comparison
-from services.gate.verdict import Cell, GateVerdict, LayerResult
+from services.gate.verdict import Cell, LayerResult
 
 STYLES = {GateVerdict.WORSE: "red", GateVerdict.NOT_WORSE: "green", GateVerdict.NOT_ENOUGH: "yellow"}
 UNITS = {"tokens": "distance", "intrinsic": "nats/token"}

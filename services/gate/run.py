@@ -12,13 +12,13 @@ import msgspec
 
 from runtime.errors import ConfigError
 from services.gate import suite as suites
-from services.gate.cases import Case, LayerName, Pair, Scored, ServerAnswer
+from services.gate.cases import Case, GateVerdict, LayerName, Pair, Scored, ServerAnswer
 from services.gate.client import Endpoint, GateClient, ServerIdentity
 from services.gate.kept import KeptAnswers
 from services.gate.sandbox import Sandbox
 from services.gate.scoring import Scorer
 from services.gate.suite import Suite
-from services.gate.verdict import GateVerdict, LayerResult, differences_of, judge_layer, overall, rule_of
+from services.gate.verdict import LayerResult, differences_of, judge_layer, overall, rule_of
 
 # Cases between looks. Looking costs nothing; asking together keeps servers busy.
 ROUND = 20

@@ -20,10 +20,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from services.gate.betting import STAKES
+
 Differences: TypeAlias = NDArray[np.float64]
 
-# Stakes, from those for small effects to nearly everything; the same weight each.
-_STAKES = np.array([*(2.0**-power for power in range(7, 0, -1)), 0.7, 0.85, 0.95, 0.99])
+_STAKES = np.array(STAKES)
 _BISECTIONS = 40
 # No more cases than so many times those there are: a forecast beyond is none.
 MOST_TIMES = 200

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import StrEnum
 
 import msgspec
 import numpy as np
 
 from services.gate import statistics
-from services.gate.cases import LayerName, Scored
+from services.gate.cases import GateVerdict, LayerName, Scored
 from services.gate.scoring import INTRINSIC_SCALE
 from services.gate.statistics import Differences
 from services.gate.suite import Suite
@@ -18,17 +17,6 @@ from services.gate.suite import Suite
 # What a baseline gets at least for a layer to say much: it cannot lose what it does not have.
 _TELLING_SCORE = 0.1
 _BINARY = ("task", "structure", "long_context", "behaviour")
-
-
-class GateVerdict(StrEnum):
-    """Of a layer, or of all."""
-
-    WORSE = "worse"
-    NOT_WORSE = "not worse"
-    NOT_ENOUGH = "not enough cases yet"
-
-
-EXIT_STATUS = {GateVerdict.NOT_WORSE: 0, GateVerdict.WORSE: 1, GateVerdict.NOT_ENOUGH: 3}
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):

@@ -159,8 +159,8 @@ def _written(stack: Stack) -> set[str]:
 
 
 # Of the local span store, which a stack starts without an endpoint of its own, of a limit store that
-# gateways share, of devices whose peak is known, and of models beside the one that these stacks have: their
-# unit tests read them.
+# gateways share, of devices whose peak is known, of aliases, and of models beside the one that these stacks
+# have: their unit tests read them.
 _OF_OTHERS: frozenset[Metric] = frozenset(
     {
         names.SPANS_STORED,
@@ -171,9 +171,13 @@ _OF_OTHERS: frozenset[Metric] = frozenset(
         names.SHADOW_REQUESTS,
         names.SHADOW_AGREEMENT,
         names.SHADOW_OUTPUTS,
+        names.SHADOW_PAIRS,
         names.SHADOW_TTFT,
         names.SHADOW_TPOT,
         names.SHADOW_COST,
+        names.ROUTE_SHARE,
+        names.ROUTE_ENGINES,
+        names.ROLLOUT_SILENCE,
     }
 )
 

@@ -35,6 +35,16 @@ async def outcomes(stack: Deployment) -> dict[str, float]:
     return {outcome: count for outcome, count in found.items() if count}
 
 
+def pairs(page: str) -> dict[str, float]:
+    """Pairs of answers by who was better."""
+    found = {}
+    for line in page.splitlines():
+        if line.startswith("millrace_shadow_pairs_total{"):
+            labels, _, value = line.rpartition(" ")
+            found[labels.partition('better="')[2].partition('"')[0]] = float(value)
+    return {better: count for better, count in found.items() if count}
+
+
 async def test_a_copy_is_compared_and_charged_to_nobody() -> None:
     big, small = engine("big"), engine("small")
     small.reply = says("I am bit")
@@ -48,6 +58,8 @@ async def test_a_copy_is_compared_and_charged_to_nobody() -> None:
         page = (await stack.http.get("/metrics")).text
         # Seven of eight characters.
         assert 'millrace_shadow_agreement_ratio_sum{model="big",shadow="small"} 0.875' in page
+        # Neither of both is broken.
+        assert pairs(page) == {"neither": 1.0}
         assert 'millrace_tokens_total{kind="completion",model="small"' not in page
         assert 'millrace_requests_total{face="http",model="small"' not in page
         # Nobody asks the shadow's own model in vain.
@@ -64,6 +76,18 @@ async def test_equal_answers_agree_and_schemas_are_judged() -> None:
         for side in ("live", "shadow"):
             labels = f'{{model="big",shadow="small",side="{side}",valid="true"}}'
             assert f"millrace_shadow_outputs_total{labels} 1.0" in page
+        assert pairs(page) == {"neither": 1.0}
+
+
+async def test_a_copy_that_breaks_its_constraint_is_a_pair_lost_and_one_that_mends_it_is_won() -> None:
+    replies = {"cut": says("never at an end"), "whole": says("{}")}
+    for live, shadow, better in (("cut", "whole", "shadow"), ("whole", "cut", "live")):
+        big, small = engine("big"), engine("small")
+        big.reply, small.reply = replies[live], replies[shadow]
+        async with deployed(big, small, tables=shadowed()) as stack:
+            await answer(stack, model="big", response_format={"type": "json_object"}, max_tokens=4)
+            await outcomes(stack)
+            assert pairs((await stack.http.get("/metrics")).text) == {better: 1.0}
 
 
 async def test_a_share_of_requests_is_copied() -> None:
@@ -98,6 +122,9 @@ async def test_a_shadow_that_fails_changes_nothing(
     async with deployed(engine("big"), shadow, tables=shadowed(**options)) as stack:
         assert await answer(stack, model="big") == ("big", "I am big")
         assert await outcomes(stack) == told
+        # An engine without room says nothing of its answers; any other failure is a pair lost.
+        lost = {} if shadow.refusal is not None else {"live": 1.0}
+        assert pairs((await stack.http.get("/metrics")).text) == lost
         assert await answer(stack, model="big") == ("big", "I am big")
 
 

@@ -8,12 +8,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from services.gate.cases import CHAT, Case, LayerName, Pair, ServerAnswer
+from services.gate.cases import CHAT, Case, GateVerdict, LayerName, Pair, ServerAnswer
 from services.gate.run import ROUND
 from services.gate.scoring import Scorer
 from services.gate.statistics import Differences
 from services.gate.suite import read_suite
-from services.gate.verdict import GateVerdict, rule_of
+from services.gate.verdict import rule_of
 from tests.unit.services.gate.toy import Spoiled, ToyModel
 
 SUITE = read_suite(None)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from services.gate import statistics
+from services.gate.cases import GateVerdict
 from services.gate.suite import TokensLayer, read_suite
-from services.gate.verdict import GateVerdict, LayerRule
+from services.gate.verdict import LayerRule
 
 
 def _differences(mean: float, count: int, seed: int) -> statistics.Differences:
