@@ -43,6 +43,7 @@ COMMANDS = {
     "on_vllm": "peers.on_vllm",
     "prefix_restart": "prefix_restart --rounds 3",
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
+    "test_time": "test_time",
     "tracing_overhead": "tracing_overhead",
     "weight_forms": "weight_forms --layers 2 --only Q --rows 1 8 32 256 --rounds 5",
 }

@@ -39,6 +39,7 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.shadow import Shadows
 from gateway.settings import Settings
 from gateway.store.store import Store
+from gateway.test_time.deliberations import Deliberations
 from gateway.tokenizer.client import TokenizerClient
 from gateway.types.error_form import ErrorForms
 from gateway.ui import routes as ui
@@ -130,7 +131,8 @@ class Gateway:
         books.expects(self._settings.models.models, edge.tiers.all.values())
         books.when_written = self._shadows.offer
         self._loads.running = books.running_by_model
-        return Pipeline(
+        attempts.deliberates = deliberations = Deliberations(attempts, self._telemetry)
+        pipeline = Pipeline(
             catalog=self._catalog,
             attempts=attempts,
             tiers=edge.tiers,
@@ -140,6 +142,8 @@ class Gateway:
             telemetry=self._telemetry,
             deferred=edge.deferred,
         )
+        deliberations.pipeline = pipeline
+        return pipeline
 
     def _build_http(self) -> HttpServer:
         secret = self._settings.security.secret()

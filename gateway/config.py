@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,9 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 
+# Ways to choose one answer among several samples (`test_time` of a request).
+StrategyName: TypeAlias = Literal["best_of", "self_consistency", "deepconf"]
+STRATEGIES: tuple[StrategyName, ...] = ("best_of", "self_consistency", "deepconf")
 # Tier and tenant of an installation that configures none.
 DEFAULT_TIER = "standard"
 DEVELOPMENT_TENANT = "development"
@@ -300,6 +303,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict)
 
 
+class DeliberationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[tiers.<name>.test_time]`: requests that choose one answer among several samples. Without it
+    `test_time` is refused.
+    """
+
+    # Of best_of, self_consistency and deepconf those that requests may name.
+    strategies: tuple[StrategyName, ...] = STRATEGIES
+    # Samples of one request at most.
+    max_samples: Annotated[int, msgspec.Meta(ge=2, le=128)] = 8
+    # Generated tokens of all samples of a request: the limit of those that name a budget, and the budget of
+    # those that name none.
+    max_budget_tokens: PositiveInt | None = None
+
+
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tiers.<name>]`: one service level, promised to every request under it."""
 
@@ -329,6 +346,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_thinking_tokens: PositiveInt | None = None
     # Model that answers where this one would be refused for its load ("*": any other one).
     fallback: dict[str, str] = {}
+    test_time: DeliberationConfig | None = None
 
     @property
     def accepted_within_ms(self) -> int | None:

@@ -23,6 +23,7 @@ from gateway.engines.attachment import Computed, EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Backlog, Mailbox
 from gateway.engines.types import EngineOutput, Submission
+from gateway.types.deliberation import Deliberated
 
 # How long an engine may take to say what it has done for a request that was taken back: it does so after the
 # step that runs, which takes seconds where long prompts meet a slow processor. Nobody waits for this.
@@ -49,6 +50,9 @@ class ContinuousStream:
     `renew` signs the context again for a continuation: an accepted request is not refused for its wait, or
     for its age. `tell` puts an engine's refusal into the caller's terms.
     """
+
+    # What became of samples, where one was chosen among several.
+    deliberated: Deliberated | None = None
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class ContinuousStream:
         # Kept, so that it is not collected while it waits.
         self._telling: asyncio.Task[Any] | None = None
         # Connections that were lost, in order; several choices on one are one loss.
-        self._losses: dict[tuple[str, int], None] = {}
+        self.losses: dict[tuple[str, int], None] = {}
         # Moments, in monotonic seconds, at which an engine was lost and at which work went on.
         self.interruptions: list[tuple[float, float]] = []
         # How the first engine was chosen; the target of the present one, and the pool that it names.
@@ -105,7 +109,7 @@ class ContinuousStream:
     @property
     def num_losses(self) -> int:
         """Engines lost so far."""
-        return len(self._losses)
+        return len(self.losses)
 
     def start(self) -> None:
         """Submits to the engine that routing picks; raises ENGINE_UNAVAILABLE when there is none, and
@@ -164,7 +168,7 @@ class ContinuousStream:
 
         Nothing, of an engine that has not said so after ten seconds.
         """
-        unheard = self._unheard()
+        unheard = self.unheard()
         if unheard:
             await asyncio.wait(unheard, timeout=_ANSWER_S)
         told = [leg.computed for leg in self._all_legs if leg.worked is not None]
@@ -179,7 +183,7 @@ class ContinuousStream:
         """Has `call` made when engines have said all of what was taken back: at once where nothing was, and
         after ten seconds in any case.
         """
-        unheard = self._unheard()
+        unheard = self.unheard()
         if not unheard:
             call()
             return
@@ -199,7 +203,8 @@ class ContinuousStream:
         """Tokens that engines have generated for it, taken or not, as far as they have said so."""
         return sum(leg.num_generated for leg in self._all_legs)
 
-    def _unheard(self) -> list[asyncio.Future[None]]:
+    def unheard(self) -> list[asyncio.Future[None]]:
+        """Resolved when engines have said their last word of what was taken back."""
         worked = (leg.worked for leg in self._all_legs)
         return [each for each in worked if each is not None and not each.done()]
 
@@ -229,7 +234,7 @@ class ContinuousStream:
             return
         if lost.error is not None and not self._may_retry(lost.error, num_before):
             raise self._told(lost.error, lost.choice_index)
-        self._losses[leg.attachment.target, leg.connection] = None
+        self.losses[leg.attachment.target, leg.connection] = None
         num_losses = num_before + 1
         if num_losses > self._config.max_continuations:
             raise self._lost(f"{num_losses} engines were lost under it")
@@ -241,7 +246,7 @@ class ContinuousStream:
         return error.reason in _ELSEWHERE and num_losses < self._config.max_continuations and bool(others)
 
     def _submit(self, submission: Submission, num_losses: int) -> Leg:
-        last_lost = next(reversed(self._losses), None)
+        last_lost = next(reversed(self.losses), None)
         route = self._fleet.pick(submission, avoid=() if last_lost is None else last_lost[:1])
         self.route = self.route or route
         self.engine = route.attachment.target
@@ -315,6 +320,6 @@ class ContinuousStream:
         return MillraceError(
             Reason.ENGINE_LOST,
             f"the engine that served this request is gone and {why}; send the request again",
-            metadata={"engines": ",".join(target for target, _ in self._losses)},
+            metadata={"engines": ",".join(target for target, _ in self.losses)},
             retry_after_s=1.0,
         )

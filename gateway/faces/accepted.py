@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,8 @@ from gateway.pipeline.pipeline import Answer, Pipeline
 from gateway.types.request import GenerationRequest
 from runtime.loads import LoadState
 
+# How often a stream says that its answer is being chosen.
+_KEEP_ALIVE_S = 5.0
 # Deltas whose events are written at once.
 _TOGETHER = 32
 
@@ -90,6 +92,24 @@ def _left_out(answer: Answer) -> list[str]:
         for index, info in enumerate(attempt.info for attempt in answer.attempts)
         if info.left_out is not None
     ]
+
+
+async def first_deltas(
+    exchange: Exchange, answer: Answer, source: AsyncIterator[tuple[int, list[ChoiceDelta]]]
+) -> tuple[int, list[ChoiceDelta]]:
+    """What a stream begins with. Where an answer is chosen among several first, which takes a while, lines
+    that clients pass over say that it is under way: neither they nor a proxy take silence for an end.
+    """
+    if not any(attempt.call.request.test_time for attempt in answer.attempts):
+        return await anext(source)
+    first = asyncio.ensure_future(anext(source))
+    try:
+        while not (await asyncio.wait((first,), timeout=_KEEP_ALIVE_S))[0]:
+            await exchange.begin_events()
+            await exchange.write(b": samples are under way\n\n")
+        return first.result()
+    finally:
+        first.cancel()
 
 
 async def write_events(

@@ -214,6 +214,7 @@ class Attempt:
             drafted_tokens=meter.statistics.drafted_tokens,
             accepted_tokens=meter.statistics.accepted_tokens,
             delayed_by_s=dict(meter.statistics.delayed_by_s),
+            deliberated=self.stream.deliberated,
         )
 
     def tool_calls(self) -> list[tuple[str, str]]:

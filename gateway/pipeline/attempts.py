@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -42,8 +43,10 @@ from gateway.pipeline.validate import (
     shortened,
     token_limit,
 )
+from gateway.tiers import Tier
 from gateway.tokenizer.client import TokenizerClient
-from gateway.types.request import Prepared
+from gateway.types.deliberation import Deliberation
+from gateway.types.request import GenerationRequest, Prepared
 from observability.emit import names
 from observability.emit.metrics import Metrics
 
@@ -66,6 +69,35 @@ def expected_wait_s(fleet: Fleet, model: str, pool: str) -> float:
     )
 
 
+class Deliberates(Protocol):
+    """Thinks longer for requests that ask for it."""
+
+    def admitted(self, request: GenerationRequest, tier: Tier) -> GenerationRequest:
+        """The request with what its tier lets it have; raises why it may not."""
+        ...
+
+    def of_a_sample(self, call: Call, sampling: SamplingParams) -> SamplingParams:
+        """The options of each sample."""
+        ...
+
+    def most_tokens(self, ask: Deliberation, sampling: SamplingParams) -> int:
+        """Generated tokens that all samples may take together."""
+        ...
+
+    def stream(
+        self,
+        call: Call,
+        prepared: Prepared,
+        reader: AnswerReader,
+        budget_tokens: int,
+        fleet: Fleet,
+        submission: Submission,
+        **options: Any,
+    ) -> ContinuousStream:
+        """The stream of an attempt, which gives one answer."""
+        ...
+
+
 class Attempts:
     """Makes attempts of calls: of one call as many as are wanted, each to a model of its own."""
 
@@ -85,6 +117,8 @@ class Attempts:
         self.limiter = limiter
         self.callers = callers
         self.intake = intake
+        # For requests that think longer; set where it is built.
+        self.deliberates: Deliberates | None = None
         self._metrics = metrics
         self._keeps_transcripts = keeps_transcripts
         # By model: one that is served no more is forgotten with its last request.
@@ -131,15 +165,19 @@ class Attempts:
             sampling, thinking = reader.thoughts.held(request, prepared, sampling, most)
         if seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=seed)
+        if self.deliberates is not None and request.test_time is not None:
+            sampling = self.deliberates.of_a_sample(call, sampling)
         reservation = await self._reserve(call, target, len(prepared.token_ids), sampling, is_limited)
         try:
-            if sampling.ranks_at_the_end and reservation.is_short:
-                sampling = shortened(sampling, reservation.tokens_per_sequence)
+            if reservation.is_short and (sampling.ranks_at_the_end or _deliberates(call)):
+                # Of samples each may have what is left for all, so that the first one is not in vain.
+                sampling = shortened(sampling, min(sampling.max_tokens, reservation.tokens_per_sequence))
             with call.step(names.GATEWAY_ADMIT) as step:
                 wait_s = expected_wait_s(self.fleet, served.key, call.tier.config.pool)
                 call.later(self._note_wait, step.attributes, wait_s, call.tier.name)
             with call.step(names.GATEWAY_ROUTE) as routing:
-                stream = self._route(call, target, prepared, sampling, thinking, context)
+                make_stream = self._maker(call, target, prepared, sampling, reservation)
+                stream = self._route(call, target, prepared, sampling, thinking, context, make_stream)
                 submitted_s = time.monotonic()
                 await _let_go(stream)
                 call.later(self._note_route, routing.attributes, stream.engine, stream.route)
@@ -244,7 +282,9 @@ class Attempts:
         if not is_limited:
             return self.limiter.unlimited()
         asked, num_sequences = call.request.sampling.max_tokens, 1
-        if sampling.ranks_at_the_end:
+        if self.deliberates is not None and (ask := _deliberates(call)) is not None:
+            asked = self.deliberates.most_tokens(ask, sampling)
+        elif sampling.ranks_at_the_end:
             # Nothing of them is seen before all is computed: all that they may take is reserved.
             asked, num_sequences = sampling.max_tokens, max(sampling.best_of, sampling.beam_width)
         elif asked is not None:
@@ -269,11 +309,11 @@ class Attempts:
         sampling: SamplingParams,
         thinking: ThinkingTags | None,
         context: Any,
+        make_stream: Callable[..., ContinuousStream],
     ) -> ContinuousStream:
         caller, tier, served = call.caller, call.tier, target.served
         asked = call.request.pooling
         pooling = None if asked is None else PoolingParams(task=asked.task, dimensions=asked.dimensions)
-        make_stream = ContinuousStream if asked is None else TextStream
         stream = make_stream(
             self.fleet,
             Submission(
@@ -300,6 +340,23 @@ class Attempts:
         stream.start()
         return stream
 
+    def _maker(
+        self,
+        call: Call,
+        target: Target,
+        prepared: Prepared,
+        sampling: SamplingParams,
+        reservation: Reservation,
+    ) -> Callable[..., ContinuousStream]:
+        """What makes the stream of a call."""
+        ask = call.request.test_time
+        if self.deliberates is None or ask is None:
+            return ContinuousStream if call.request.pooling is None else TextStream
+        budget = self.deliberates.most_tokens(ask, sampling)
+        if reservation.is_short:
+            budget = min(budget, reservation.charges.completion_tokens)
+        return partial(self.deliberates.stream, call, prepared, self.reader(target.served), budget)
+
     def _judge(self, call: Call, target: Target, prepared: Prepared, context: Any) -> OutputJudge | None:
         report, form = prepared.enforcement, call.request.response_format
         if not isinstance(form, JsonSchemaFormat) or report is None:
@@ -319,6 +376,12 @@ class Attempts:
         attributes[names.ROUTE_REASON] = route.reason.value
         attributes[names.ROUTE_PREFIX_TOKENS] = route.prefix_tokens
         self._metrics.add(names.ROUTED, engine=engine, reason=route.reason.value)
+
+
+def _deliberates(call: Call) -> Deliberation | None:
+    """How it does, unless it has the plain answer instead."""
+    ask = call.request.test_time
+    return None if ask is None or ask.failure else ask
 
 
 def _info(

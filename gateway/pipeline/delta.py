@@ -24,6 +24,7 @@ from gateway.text.delta import TextDelta
 from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
 from gateway.text.tool_calls import PARSERS
 from gateway.text.tool_calls.parser import CallIds
+from gateway.types.deliberation import Deliberated
 from gateway.types.request import GenerationRequest, Prepared
 
 
@@ -93,6 +94,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     # Named cause to seconds lost, of all choices together.
     delayed_by_s: Mapping[str, float] = {}
+    # What was spent on which sample, where `test_time` was asked for.
+    deliberated: Deliberated | None = None
 
     @property
     def billed_tokens(self) -> int:

@@ -28,7 +28,14 @@ from gateway.pipeline.books import Books
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.shadow import Shadows
-from gateway.pipeline.validate import check_cut, check_streams, prompt_limit, token_limit, validate
+from gateway.pipeline.validate import (
+    check_answers,
+    check_cut,
+    check_streams,
+    prompt_limit,
+    token_limit,
+    validate,
+)
 from gateway.settings import ANY_MODEL
 from gateway.text.detokenizer import detokenizer
 from gateway.tiers import Tier, Tiers
@@ -315,7 +322,7 @@ class Pipeline:
         tier_name = caller.identity.tier
         call = target = None
         try:
-            tier = self._checked(caller, request)
+            tier, request = self._checked(caller, request)
             tier_name = tier.name
             target = self.catalog.resolve(
                 caller.identity, request.model, tier=tier.name, cache_key=request.prompt_cache_key
@@ -336,8 +343,8 @@ class Pipeline:
         self._deferred.call(call.record)
         return attempt
 
-    def _checked(self, caller: Caller, request: GenerationRequest) -> Tier:
-        """The tier under which the request may be served; raises why it is not."""
+    def _checked(self, caller: Caller, request: GenerationRequest) -> tuple[Tier, GenerationRequest]:
+        """The tier under which the request may be served, and what it has of it; raises why it is not."""
         if self.draining:
             raise MillraceError(
                 Reason.DRAINING, "this gateway is shutting down; send the request again", retry_after_s=1.0
@@ -345,9 +352,12 @@ class Pipeline:
         validate(request, self.intake.limits)
         self.catalog.check(caller.identity, request.model)
         tier = self.tiers.resolve(caller.identity, request.service_tier)
+        if request.test_time is not None and self.attempts.deliberates is not None:
+            request = self.attempts.deliberates.admitted(request, tier)
+            check_answers(request, request.num_prompts, self.intake.limits)
         if request.num_streams > 1 and (most := self.limiter.stream_limit(caller.identity, tier)):
             check_streams(request, *most)
-        return tier
+        return tier, request
 
     def _refused(
         self,

@@ -99,7 +99,7 @@ class Shadows:
         if config is None or target.adapter or target.served.name == config.model:
             return False
         sampling = call.request.sampling
-        _, num_sequences = sampling.branches
+        _, num_sequences = call.request.branches
         chosen = share(f"shadow\0{call.request.model}", call.caller.identity.request_id) < config.share
         return num_sequences == 1 and sampling.max_tokens != 0 and chosen
 

@@ -210,7 +210,7 @@ def prompt_limit(request: GenerationRequest, limit: int) -> int:
 
 def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestConfig) -> None:
     """Raises INVALID_ARGUMENT for more answers than one request may have computed."""
-    name, num_each = request.sampling.branches
+    name, num_each = request.branches
     if num_prompts * num_each > limits.max_answers:
         raise refuse(
             request,
@@ -222,7 +222,7 @@ def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestC
 
 def check_streams(request: GenerationRequest, limit: int, whose: str) -> None:
     """Raises INVALID_ARGUMENT for more sequences than may ever run at a time under a limit of somebody."""
-    name, num_each = request.sampling.branches
+    name, num_each = request.branches
     if request.num_streams <= limit:
         return
     remedy = "ask for fewer"

@@ -18,6 +18,7 @@ from contract.errors import MillraceError, Reason
 from contract.grammar import EnforcementReport, GrammarSpec
 from contract.pooling import Task
 from contract.sampling import SamplingOptions
+from gateway.types.deliberation import Deliberation
 
 # `truncate_prompt_tokens`: to what the model has room for beside the answer.
 FITTING = -1
@@ -133,6 +134,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     # The prompt is read, and nothing generated.
     pooling: PooledAsk | None = None
+    # One answer is chosen among several samples.
+    test_time: Deliberation | None = None
     service_tier: str = ""
     # Requests with the same one had better meet on one engine.
     prompt_cache_key: str = ""
@@ -162,7 +165,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_streams(self) -> int:
         """Sequences that it has under way at a time, those that came together with it included."""
-        return self.num_prompts * self.sampling.branches[1]
+        return self.num_prompts * self.branches[1]
+
+    @property
+    def branches(self) -> tuple[str, int]:
+        """See SamplingOptions; samples are sequences, too."""
+        if self.test_time is not None:
+            return "test_time.samples", self.test_time.num_samples
+        return self.sampling.branches
 
     def field(self, name: str) -> str:
         """The name under which the caller knows a field, or a part of one as in "messages[0].role"."""

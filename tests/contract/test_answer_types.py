@@ -89,7 +89,7 @@ async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
     engine = ScriptedEngine(reply=lambda submit, choice: [*written(TEXT), END_ID])
     tokenizer = JudgingTokenizer()
     tokenizer.generation_config = '{"temperature": 0.8}'
-    tables = {"gateway": {"admin_tenants": ["acme"], "max_body_bytes": 8192}}
+    tables = {"gateway": {"admin_tenants": ["acme"], "max_body_bytes": 8192}, "tier": {"test_time": {}}}
     async with deployed(engine, tokenizer=tokenizer, tables=tables) as stack:
         stack.tokenizer.assistant_prefix = "<think>\n"
         seen = Seen(stack)
@@ -99,6 +99,8 @@ async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
         for extra in ({"tools": TOOLS, **logprobs}, {"response_format": SCHEMA}, {"stop": "sure"}):
             await seen.post(answers.ChatCompletion, CHAT, messages=MESSAGES, **asked, **extra)
             await seen.stream(answers.ChatCompletionChunk, CHAT, messages=MESSAGES, **COUNTED, **extra)
+        test_time = {"strategy": "self_consistency", "samples": 2}
+        await seen.post(answers.ChatCompletion, CHAT, messages=MESSAGES, **asked, test_time=test_time)
         for extra in ({"logprobs": 2, "echo": True}, {"response_format": SCHEMA}, {"stop": "sure"}):
             await seen.post(answers.Completion, COMPLETIONS, **continued, **asked, **extra)
             await seen.stream(answers.CompletionChunk, COMPLETIONS, **continued, **COUNTED, **extra)

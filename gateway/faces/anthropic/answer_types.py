@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway.types.deliberation import Deliberated
 
 TokenCount: TypeAlias = Annotated[int, Meta(ge=0)]
 StopReason: TypeAlias = Literal[
@@ -31,6 +33,8 @@ class MessageUsage(Struct, frozen=True, kw_only=True):
     output_tokens_details: ThoughtTokens
     # The tier that serves; "standard" for the one that others call default.
     service_tier: str
+    # Extension: where it was asked for, at the end.
+    test_time: Deliberated | UnsetType = UNSET
 
 
 class TextAnswer(Struct, frozen=True, tag_field="type", tag="text"):

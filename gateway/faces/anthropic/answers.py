@@ -140,6 +140,7 @@ class MessageWriter:
             output_tokens=usage.billed_tokens,
             output_tokens_details=answers.ThoughtTokens(usage.reasoning_tokens),
             service_tier="standard" if self._tier == "default" else self._tier,
+            test_time=usage.deliberated or msgspec.UNSET,
         )
 
     def _stopped(self, end: ChoiceDelta, usage: Usage) -> tuple[answers.StopReason, str | None]:

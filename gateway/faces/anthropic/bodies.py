@@ -6,6 +6,7 @@ import msgspec
 
 from gateway.faces.anthropic.fields import FIELDS
 from gateway.faces.bodies import Tolerance
+from gateway.faces.test_time import DeliberationBody
 
 
 class ContentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,6 +117,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fi
     # Extensions, as in /v1/chat/completions.
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
+    test_time: DeliberationBody | None = None
 
 
 # Strange keys of messages, blocks and tools are ignored.

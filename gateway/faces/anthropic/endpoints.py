@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from contract.errors import MillraceError
-from gateway.faces.accepted import AcceptedAnswer, write_events
+from gateway.faces.accepted import AcceptedAnswer, first_deltas, write_events
 from gateway.faces.anthropic.answer_types import InputTokenCount, MessageModel, MessageModelList
 from gateway.faces.anthropic.answers import MessageWriter
 from gateway.faces.anthropic.bodies import COUNT_TOKENS, MESSAGES, TOLERANCE, CountTokensBody, MessagesBody
@@ -132,7 +132,7 @@ def _omits_thinking(body: MessagesBody) -> bool:
 async def _stream(exchange: Exchange, answer: Answer, writer: MessageWriter) -> None:
     # The status can still say what is wrong until the first delta is there.
     source = answer.deltas()
-    _, deltas = await anext(source)
+    _, deltas = await first_deltas(exchange, answer, source)
     (attempt,) = answer.attempts
     await exchange.begin_events()
     first = writer.begin(attempt.usage())

@@ -12,6 +12,7 @@ import msgspec
 
 from contract.errors import MillraceError, Reason
 from contract.sampling import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, OPTIONS
+from gateway.faces import test_time
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic import bodies
 from gateway.faces.anthropic.errors import ERRORS, ApiErrorBody
@@ -54,6 +55,7 @@ BEYOND: Mapping[str, str] = {
     r"messages\[\d+\]\.content\[\d+\]\.signature": "it is that of the thinking beside it, where it is ours",
     r"messages": "calls of the last message have results",
     **BEYOND_CUT,
+    **test_time.BEYOND,
     r"output_format": "output_config.format does not say it as well",
 }
 _ABOUT = """Anthropic's Messages API. Unknown keys of messages, blocks and tools are ignored, and named in
@@ -121,6 +123,7 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
     bodies.MessageMetadata: {"user_id": or_null(text(MAX_METADATA_VALUE))},
     bodies.OutputConfig: {"effort": {"enum": [*EFFORTS, None]}},
     bodies.OutputFormat: {"type": {"const": "json_schema"}, "schema": _OBJECT},
+    **test_time.SCHEMAS,
     bodies.ThinkingConfig: {"display": {"enum": ["summarized", "omitted", None]}},
 }
 _REQUIRED = {"ToolDefinition": ["name", "input_schema"], "OutputFormat": ["type", "schema"]}

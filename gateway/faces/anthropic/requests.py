@@ -32,6 +32,7 @@ from gateway.faces.anthropic.fields import FIELDS
 from gateway.faces.anthropic.thoughts import Thoughts
 from gateway.faces.anthropic.turns import TurnReader, content_text, unanswered
 from gateway.faces.options import thinking_options
+from gateway.faces.test_time import deliberation
 from gateway.pipeline.validate import MAX_METADATA_VALUE, SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
 
@@ -97,6 +98,7 @@ def message_request(
             service_tier="" if body.service_tier in OWN_TIER else body.service_tier or "",
             cache_salt=body.cache_salt,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            test_time=deliberation(body.test_time),
             metadata=_labels(body),
             streaming=bool(body.stream),
         )

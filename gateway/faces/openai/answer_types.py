@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from contract.errors import Reason
 from contract.grammar import KeywordStatus, Verdict
+from gateway.types.deliberation import Deliberated
 
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
 _CODES = sorted({reason.openai_code for reason in Reason})
@@ -69,6 +70,7 @@ class UsageBody(Struct, frozen=True):
     completion_tokens_details: ReasoningTokens
     time_to_first_token: dict[str, float] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    test_time: Deliberated | UnsetType = UNSET
 
 
 class ChatToken(Struct, frozen=True):

@@ -303,6 +303,7 @@ def usage_body(usages: Sequence[Usage], *, timing: bool) -> UsageBody:
         completion_tokens_details=ReasoningTokens(sum(usage.reasoning_tokens for usage in usages)),
         time_to_first_token=times,
         timings=timings,
+        test_time=usages[0].deliberated or msgspec.UNSET,
     )
 
 

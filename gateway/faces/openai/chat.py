@@ -14,6 +14,7 @@ from gateway.faces.bodies import Tolerance
 from gateway.faces.openai.fields import FIELDS
 from gateway.faces.openai.requests import CommonBody, check_common, generation_request, sampling
 from gateway.faces.options import effort_options, json_text, tool_mode
+from gateway.faces.test_time import DeliberationBody, deliberation
 from gateway.pipeline.validate import SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
 
@@ -123,6 +124,8 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     max_thinking_tokens: int | None = None
+    # One answer is chosen among several samples.
+    test_time: DeliberationBody | None = None
     # False: what the model thinks is counted, and not shown.
     include_reasoning: bool | None = None
     safety_identifier: str | None = None
@@ -166,6 +169,7 @@ def chat_request(
         ),
         names={**CONVERSATION_NAMES, "max_tokens": max_field, "logprobs": "top_logprobs"},
         safety_identifier=body.safety_identifier,
+        test_time=deliberation(body.test_time),
     )
 
 

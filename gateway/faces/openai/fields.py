@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.faces import test_time
 from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
@@ -34,6 +35,7 @@ REFUSED: Mapping[str, str] = {
     "thinking": "use max_thinking_tokens; reasoning_effort none ends all thinking",
     "include_reasoning": "thoughts are told apart in /v1/chat/completions alone",
     "max_thinking_tokens": "thoughts are told apart in /v1/chat/completions alone",
+    "test_time": "samples of one answer are chosen from in /v1/chat/completions, responses and messages",
     "request_id": "send the header x-request-id",
     "prompt_logprobs": "use /v1/completions with echo and logprobs, or Generate of the gRPC face",
     "kv_transfer_params": "engines decide where keys and values live",
@@ -77,6 +79,7 @@ ACCEPTED: Mapping[str, str] = {
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "truncate_prompt_tokens": "of a longer conversation the oldest turns, of a longer prompt the beginning "
     "is left out, which `x-millrace-warning` tells; -1: to what the model has room for beside the answer",
+    **test_time.ACCEPTED,
 }
 
 FIELDS = Unserved(

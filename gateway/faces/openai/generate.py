@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from contract.errors import MillraceError
-from gateway.faces.accepted import AcceptedAnswer, write_events
+from gateway.faces.accepted import AcceptedAnswer, first_deltas, write_events
 from gateway.faces.bodies import read
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.answer_types import UsageBody
@@ -97,7 +97,7 @@ async def _stream(
 ) -> None:
     # The status can still say what is wrong until the first delta is there.
     source = answer.deltas()
-    index, deltas = await anext(source)
+    index, deltas = await first_deltas(exchange, answer, source)
     if body.counts_continuously:
         writers[index].count(_usage(answer, body))
     await exchange.begin_events()

@@ -18,6 +18,7 @@ from contract.sampling import (
     MAX_STOP_STRINGS,
     OPTIONS,
 )
+from gateway.faces import test_time
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.adapters import LoadBody, UnloadBody
 from gateway.faces.openai.chat import TOLERANCE
@@ -79,6 +80,7 @@ BEYOND: Mapping[str, str] = {
     r"metadata\.(user|safety_identifier)": "it is what the field of that name says, where both are given",
     r"reasoning_effort": "it is for models that reason",
     r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
+    **test_time.BEYOND,
     r"include_reasoning": "logprobs show what is thought, so one of them is left out",
     **BEYOND_CUT,
     r"(documents|chat_template_kwargs)([.\[].*)?": "the template reads it, and reasoning_effort agrees",
@@ -150,6 +152,7 @@ _FIELDS: Mapping[Struct, Mapping[str, Any]] = {
     TokenizeBody: {"model": or_null(text(MAX_MODEL_NAME)), "truncate_prompt_tokens": CUT},
     DetokenizeBody: {"model": or_null(text(MAX_MODEL_NAME)), "tokens": list_of(_ID, 0)},
     StreamOptions: {"include_obfuscation": _NOT_SET},
+    **test_time.SCHEMAS,
     JsonSchemaBody: {
         "name": {"anyOf": [_NAMED, {"const": ""}]},
         "schema": {"type": ["object", "boolean"]},

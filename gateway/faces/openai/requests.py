@@ -24,6 +24,7 @@ from contract.errors import invalid, unsupported
 from contract.sampling import CommonOptions, SamplingOptions
 from gateway.faces.options import labels
 from gateway.pipeline.validate import check_metadata
+from gateway.types.deliberation import Deliberation
 from gateway.types.request import GenerationRequest
 
 # A token id as a key of a JSON object is written.
@@ -144,6 +145,7 @@ def generation_request(
     echo: bool = False,
     num_prompts: int = 1,
     safety_identifier: str | None = None,
+    test_time: Deliberation | None = None,
 ) -> GenerationRequest:
     """The domain request; `names` are our fields' in this body."""
     format_, format_field = response_format(body)
@@ -158,6 +160,7 @@ def generation_request(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         metadata=labels(body.metadata, user=body.user, safety_identifier=safety_identifier),
         allow_fallback=body.allow_fallback is not False,
+        test_time=test_time,
         echo=echo,
         num_prompts=num_prompts,
         streaming=bool(body.stream),

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from gateway.types.deliberation import Deliberated
+
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -93,6 +95,8 @@ class ResponseUsage(Struct, frozen=True):
     total_tokens: Count
     input_tokens_details: InputTokensDetails
     output_tokens_details: OutputTokensDetails
+    # Extension: where it was asked for.
+    test_time: Deliberated | UnsetType = UNSET
 
 
 class Response(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from contract.chat import Conversation, Message, Role
 from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
-from gateway.faces.accepted import AcceptedAnswer, write_events
+from gateway.faces.accepted import AcceptedAnswer, first_deltas, write_events
 from gateway.faces.bodies import read
 from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens, Response
 from gateway.faces.responses.background import BackgroundResponses
@@ -342,7 +342,7 @@ async def _stream(
 ) -> None:
     # The status can still say what is wrong until the first delta is there.
     source = answer.deltas()
-    _, deltas = await anext(source)
+    _, deltas = await first_deltas(exchange, answer, source)
     await exchange.begin_events()
     first = writer.begin()
     try:

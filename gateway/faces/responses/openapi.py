@@ -12,6 +12,7 @@ import msgspec
 
 from contract.errors import Reason
 from contract.sampling import OPTIONS
+from gateway.faces import test_time
 from gateway.faces.options import EFFORTS
 from gateway.faces.responses import answer_types as answers
 from gateway.faces.responses import requests as bodies
@@ -60,6 +61,7 @@ BEYOND: Mapping[str, str] = {
     r"reasoning\.effort": "the model reasons",
     r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
     r"stream_options": "stream is true",
+    **test_time.BEYOND,
     r"background|store|previous_response_id|conversation": "the operator lets what is asked for be kept, and "
     "it is there; a conversation is given or a previous response, not both",
     r"metadata\.(user|safety_identifier)": "it is what the field of that name says, where both are given",
@@ -119,6 +121,7 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "prompt_cache_key": or_null(text(MAX_PROMPT_CACHE_KEY)),
         "cache_salt": or_null(text(MAX_CACHE_SALT, 1)),
     },
+    **test_time.SCHEMAS,
     bodies.TextBody: {"verbosity": {"enum": ["medium", None]}},
     bodies.TextFormatBody: {"type": {"enum": ["text", "json_object", "json_schema"]}},
     bodies.ReasoningBody: {

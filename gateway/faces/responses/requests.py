@@ -26,6 +26,7 @@ from gateway.faces.responses.tools import (
     field_parts,
     toolbox,
 )
+from gateway.faces.test_time import DeliberationBody, deliberation
 from gateway.pipeline.validate import check_counts, check_metadata
 from gateway.types.request import FITTING, GenerationRequest
 
@@ -129,8 +130,9 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Extension, as in /v1/chat/completions.
+    # Extensions, as in /v1/chat/completions.
     cache_salt: str | None = None
+    test_time: DeliberationBody | None = None
 
     def includes(self, part: str) -> bool:
         """Whether a part of answers was asked for that is not always in them."""
@@ -204,6 +206,7 @@ def asked(
         prompt_cache_key=body.prompt_cache_key or "",
         cache_salt=body.cache_salt,
         truncate_prompt_tokens=cut_to(body),
+        test_time=deliberation(body.test_time),
         metadata=labels(body.metadata, user=body.user, safety_identifier=body.safety_identifier),
         streaming=bool(body.stream),
         field_names=FIELD_NAMES,

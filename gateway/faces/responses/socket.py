@@ -97,7 +97,11 @@ class ResponseSocket:
             # Templates want a turn of the user's.
             prompt = replace(prompt, messages=(*prompt.messages, Message(role=Role.USER, content="")))
         request = replace(
-            request, prompt=prompt, sampling=SamplingOptions(max_tokens=1), response_format=None
+            request,
+            prompt=prompt,
+            sampling=SamplingOptions(max_tokens=1),
+            response_format=None,
+            test_time=None,
         )
         async with AcceptedAnswer(turn, pipeline, [request]) as answer:
             writer = self._endpoints.writer(held.body, understood, answer.attempts[0], streams=True)

@@ -70,6 +70,7 @@ def response_usage(usage: Usage) -> ResponseUsage:
         total_tokens=usage.prompt_tokens + usage.billed_tokens,
         input_tokens_details=InputTokensDetails(usage.cached_prompt_tokens),
         output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
+        test_time=usage.deliberated or msgspec.UNSET,
     )
 
 

@@ -69,6 +69,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     # Of candidates that are not returned, told with the first choice's end or the answer to a cancellation.
     # All but one are told before the first token, too.
     candidate_tokens: int = 0
+    # Minus the log-probability of a choice's token at a place, and of its only alternative.
+    surety: Callable[[int, int], float] = lambda choice, place: 0.5
     # What every end of a choice tells to have taken.
     engine_s: float = 0.0
     # Ends the stream of every gateway after this many tokens in all; -1 never does.
@@ -219,11 +221,15 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             piece = tokens[done : min(done + self.tokens_per_step, limit)]
             output = engine_pb2.RequestOutput(handle=submit.handle, choice_index=choice, token_ids=piece)
             if submit.sampling.HasField("logprobs"):
-                drawn = [output_pb2.TokenLogprob(token_id=token, logprob=-0.5) for token in piece]
+                logprobs = [-self.surety(choice, done + place) for place in range(len(piece))]
+                drawn = [
+                    output_pb2.TokenLogprob(token_id=token, logprob=logprob)
+                    for token, logprob in zip(piece, logprobs, strict=True)
+                ]
                 # Where alternatives are asked for, a token is the only one of its own.
                 tops = [[each] if submit.sampling.logprobs else [] for each in drawn]
                 output.logprobs.extend(
-                    output_pb2.TokenLogprob(token_id=each.token_id, logprob=-0.5, top=top)
+                    output_pb2.TokenLogprob(token_id=each.token_id, logprob=each.logprob, top=top)
                     for each, top in zip(drawn, tops, strict=True)
                 )
             if not any_told:

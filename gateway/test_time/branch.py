@@ -1,0 +1,146 @@
+"""One sample of an answer under way: its tokens as an engine gave them, and its text."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from contract.engines import CancelReason
+from contract.outputs import FinishReason, FirstToken, TokenLogprobs
+from gateway.engines.continuation import ContinuousStream
+from gateway.engines.types import EngineOutput
+from gateway.pipeline.delta import ChoiceDelta, ChoiceStream
+from gateway.text.delta import ToolCallDelta
+from gateway.types.deliberation import TokensOfSample
+
+# Tokens of the chosen answer that are told at once.
+_TOGETHER = 16
+_COMPLETE = frozenset({FinishReason.STOP, FinishReason.TOOL_CALLS})
+
+
+class Branch:
+    """A sample. What it gives is kept until one is chosen."""
+
+    def __init__(
+        self, index: int, stream: ContinuousStream, choice: ChoiceStream, logprobs: int | None
+    ) -> None:
+        """`logprobs` is what the client asked for: alternatives that it is not shown are not kept."""
+        self.index = index
+        self.stream = stream
+        self.is_open = True
+        # Why it ended; None for one that was ended, or failed.
+        self.finish: FinishReason | None = None
+        self.num_tokens = 0
+        self.vote: str | None = None
+        self.score: float | None = None
+        self.has_failed = False
+        self.first_token: FirstToken | None = None
+        self.started_s = time.monotonic()
+        self.first_output_s = self.ended_s = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self._choice = choice
+        self._logprobs = logprobs
+        self._logprob_sum = 0.0
+        self._said = ChoiceDelta()
+        self._outputs: list[EngineOutput] = []
+
+    def take(self, output: EngineOutput) -> tuple[TokenLogprobs, ...]:
+        """Takes in an output; gives the log-probabilities of the tokens that belong to the answer."""
+        if not self.first_output_s:
+            self.first_output_s = time.monotonic()
+        self.first_token = self.first_token or output.first_token
+        logprobs = output.logprobs
+        kept = EngineOutput(0, [], logprobs=(), prompt_logprobs=output.prompt_logprobs)
+        # The text may end before the output's last token, which is then taken out of it.
+        delta = self._choice.feed(output)
+        logprobs = logprobs[: len(output.token_ids)]
+        kept.token_ids = list(output.token_ids)
+        if self._logprobs is not None:
+            kept.logprobs = tuple(self._shown(each, self._logprobs) for each in logprobs)
+        self.num_tokens += len(kept.token_ids)
+        self._logprob_sum += math.fsum(max(each.logprob, -9999.0) for each in logprobs)
+        if delta is not None:
+            self._said.absorb_text(delta)
+            if delta.finish_reason is not None:
+                kept.finish_reason = output.finish_reason or FinishReason.STOP
+                self.close(delta.finish_reason)
+        self._outputs.append(kept)
+        return logprobs
+
+    def close(self, finish: FinishReason | None, reason: CancelReason = CancelReason.STOP_STRING) -> None:
+        """Nothing more is taken of it; what its engine has not ended, ends there at once."""
+        if self.is_open:
+            self.is_open, self.finish, self.ended_s = False, finish, time.monotonic()
+            self.stream.cancel(reason)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it ended by itself."""
+        return self.finish in _COMPLETE
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self._said.content
+
+    @property
+    def calls(self) -> list[ToolCallDelta]:
+        """Tools that it calls."""
+        return self._said.tool_calls
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; 0 without any."""
+        return self._logprob_sum / self.num_tokens if self.num_tokens else 0.0
+
+    def told(self, *, is_chosen: bool, score: float | None) -> TokensOfSample:
+        """As usage tells it."""
+        if is_chosen:
+            outcome = "chosen"
+        elif self.has_failed:
+            outcome = "failed"
+        elif self.finish is None:
+            outcome = "stopped"
+        else:
+            outcome = "complete" if self.is_complete else "cut"
+        return TokensOfSample(
+            completion_tokens=self.num_tokens,
+            outcome=outcome,  # type: ignore[arg-type]
+            vote=self.vote,
+            score=score if score is not None and math.isfinite(score) else None,
+        )
+
+    def pieces(self) -> list[EngineOutput]:
+        """The answer as an engine would give it, in pieces of some tokens. One that was ended is cut."""
+        pieces: list[EngineOutput] = []
+        for output in self._outputs:
+            if not pieces or len(pieces[-1].token_ids) >= _TOGETHER:
+                pieces.append(EngineOutput(0, []))
+            last = pieces[-1]
+            last.token_ids += output.token_ids
+            last.logprobs += output.logprobs
+            last.prompt_logprobs = last.prompt_logprobs or output.prompt_logprobs
+            last.finish_reason = output.finish_reason
+        if not pieces:
+            pieces.append(EngineOutput(0, []))
+        pieces[-1].finish_reason = pieces[-1].finish_reason or FinishReason.LENGTH
+        return pieces
+
+    @staticmethod
+    def _shown(token: TokenLogprobs, number: int) -> TokenLogprobs:
+        if len(token.top_ids) <= number:
+            return token
+        return replace(token, top_ids=token.top_ids[:number], top_logprobs=token.top_logprobs[:number])
+
+
+def first_token_of(branches: Sequence[Branch], decided_s: float) -> FirstToken | None:
+    """Where the time to the answer went: from the first sample's first token on, it was decided."""
+    first = branches[0]
+    if first.first_token is None:
+        return None
+    deliberated_s = max(0.0, decided_s - first.first_output_s)
+    return replace(first.first_token, first_decode_s=first.first_token.first_decode_s + deliberated_s)

@@ -1,0 +1,67 @@
+"""How sure a model was while it wrote: DeepConf's group confidence (Fu et al., arXiv 2508.15260).
+
+A token's confidence is minus the mean log-probability of the likeliest tokens at its place: where one stands
+out, the others are unlikely, and it is high. A group is a window of tokens; a trace is as weak as its
+weakest group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from contract.outputs import TokenLogprobs
+
+# Alternatives that a token's confidence is the mean of, as many as engines report.
+TOP = 20
+# The paper's window. Traces of fewer tokens have windows of a part of their length.
+_MAX_WINDOW = 2048
+_PART_OF_TRACE = 4
+_MIN_WINDOW = 8
+# Share of the traces that warm up whose weakest group is above the threshold.
+_KEPT = 0.9
+
+
+def token_confidence(token: TokenLogprobs) -> float:
+    """Of one token, from what the engine computed; tokens that a constraint forbids do not count."""
+    allowed = [each for each in token.top_logprobs if each > -math.inf]
+    return -math.fsum(allowed) / len(allowed) if allowed else 0.0
+
+
+class Groups:
+    """The groups of one trace, as it grows."""
+
+    def __init__(self) -> None:
+        self._confidences: list[float] = []
+
+    def add(self, confidences: Sequence[float]) -> None:
+        """Takes in further tokens."""
+        self._confidences += confidences
+
+    def __len__(self) -> int:
+        return len(self._confidences)
+
+    def weakest(self, window: int, *, since: int = 0) -> float:
+        """Mean of the weakest whole window, of those that end behind `since` tokens; of all tokens where
+        there are fewer than a window, and infinity where no window ends there.
+        """
+        values = self._confidences
+        if len(values) < window:
+            return math.fsum(values) / len(values) if values and not since else math.inf
+        ends = range(max(window, since + 1), len(values) + 1)
+        return min((math.fsum(values[end - window : end]) / window for end in ends), default=math.inf)
+
+
+def window_of(lengths: Sequence[int]) -> int:
+    """Tokens of a group, for traces of about these lengths."""
+    typical = sorted(lengths)[len(lengths) // 2]
+    return max(_MIN_WINDOW, min(_MAX_WINDOW, typical // _PART_OF_TRACE))
+
+
+def threshold(weakest: Sequence[float]) -> float:
+    """Below it a trace ends: the percentile of those that warmed up, between neighbours in proportion."""
+    ordered = sorted(weakest)
+    place = (1 - _KEPT) * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -1,0 +1,190 @@
+"""Makes the streams of requests that think longer, of what the gateway has: models, tokenizer, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from contract.errors import MillraceError
+from contract.grammar import Verdict
+from contract.sampling import SamplingParams
+from gateway.engines.continuation import ContinuousStream
+from gateway.engines.fleet import Fleet
+from gateway.engines.types import Submission
+from gateway.pipeline.attempts import Attempts
+from gateway.pipeline.call import Call
+from gateway.pipeline.delta import AnswerReader
+from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.pooled_answers import pooled_answer
+from gateway.pipeline.pooled_requests import PooledForm, scored_request, scores_of
+from gateway.test_time import admission, ballots
+from gateway.test_time.branch import Branch
+from gateway.test_time.scorers import CheckScorer, ModelScorer, SchemaScorer, Scorer, question_of
+from gateway.test_time.strategies import BestOf, DeepConf, SelfConsistency, Strategy
+from gateway.test_time.stream import DeliberateStream, Plan
+from gateway.tiers import Tier
+from gateway.types.deliberation import Deliberated, Deliberation
+from gateway.types.request import GenerationRequest, Prepared
+from observability.emit import names
+from observability.emit.tracing import Telemetry
+
+_SCORER = "test_time.scorer"
+
+
+def strategy_of(ask: Deliberation, scorer: Scorer | None) -> Strategy:
+    """A strategy that nothing has happened to."""
+    match ask.strategy:
+        case "self_consistency":
+            return SelfConsistency(ask.num_samples, ask.confidence or admission.DEFAULT_CONFIDENCE)
+        case "deepconf":
+            return DeepConf(ask.num_samples, ask.confidence or admission.DEFAULT_CONFIDENCE)
+        case _ if scorer is not None and scorer.enough is not None:
+            return BestOf(ask.num_samples, rates=True, enough=scorer.enough)
+        case _:
+            return BestOf(ask.num_samples, rates=scorer is not None)
+
+
+def _plainly(ask: Deliberation) -> Deliberated:
+    """What is told of a request that has the plain answer instead."""
+    return Deliberated(
+        strategy=ask.strategy,
+        ended_by="failure",
+        max_samples=1,
+        samples=[],
+        completion_tokens=0,
+        failure=ask.failure,
+    )
+
+
+class Deliberations:
+    """What attempts ask of this room."""
+
+    def __init__(self, attempts: Attempts, telemetry: Telemetry) -> None:
+        self._attempts = attempts
+        self._telemetry = telemetry
+        # Answers requests to models that score; set where it is built.
+        self.pipeline: Pipeline | None = None
+
+    def admitted(self, request: GenerationRequest, tier: Tier) -> GenerationRequest:
+        """The request with what its tier lets it have; raises what `admission` does."""
+        ask = request.test_time
+        assert ask is not None, "it thinks longer"
+        admission.checked(request, ask)
+        try:
+            allowed = admission.within_tier(request, ask, tier)
+        except MillraceError as error:
+            allowed = admission.failed(ask, error)
+        return replace(request, test_time=allowed)
+
+    def of_a_sample(self, call: Call, sampling: SamplingParams) -> SamplingParams:
+        """The options of each sample of a call, which may have the plain answer from now on."""
+        ask = call.request.test_time
+        if ask is None or ask.failure:
+            return sampling
+        try:
+            return admission.of_a_sample(call.request, ask, sampling)
+        except MillraceError as error:
+            if error.field != call.request.field("test_time.budget_tokens"):
+                raise
+            call.request = replace(call.request, test_time=admission.failed(ask, error))
+            return sampling
+
+    def most_tokens(self, ask: Deliberation, sampling: SamplingParams) -> int:
+        """See `admission`."""
+        return admission.most_tokens(ask, sampling)
+
+    def stream(
+        self,
+        call: Call,
+        prepared: Prepared,
+        reader: AnswerReader,
+        budget_tokens: int,
+        fleet: Fleet,
+        submission: Submission,
+        **options: Any,
+    ) -> ContinuousStream:
+        """The stream of a call; the last three are those of ContinuousStream."""
+        ask = call.request.test_time
+        assert ask is not None, "it thinks longer"
+        if ask.failure:
+            plain = ContinuousStream(fleet, submission, **options)
+            plain.deliberated = _plainly(ask)
+            return plain
+        scorer, request, spec = self._scorer(call, submission), call.request, ask.scorer
+        assert spec is not None, "as completed"
+        plan = Plan(
+            ask=ask,
+            strategy=strategy_of(ask, scorer),
+            scorer=scorer,
+            ballot=None if ask.strategy == "best_of" else spec,
+            pattern=ballots.compiled(spec, request.field(_SCORER)),
+            budget_tokens=budget_tokens,
+            logprobs=request.sampling.logprobs,
+            scorer_field=request.field(_SCORER),
+            choice=lambda: reader.choices(request, prepared, call.caller.identity.request_id, 1)[0],
+            note=partial(self._note, call),
+            left_s=call.caller.remaining_s(),
+        )
+        return DeliberateStream(fleet, submission, plan=plan, **options)
+
+    def _scorer(self, call: Call, submission: Submission) -> Scorer | None:
+        request = call.request
+        ask = request.test_time
+        if ask is None or ask.scorer is None or ask.strategy != "best_of":
+            return None
+        spec = ask.scorer
+        match spec.type:
+            case "likelihood":
+                return None
+            case "schema":
+
+                async def validate(text: str) -> Verdict:
+                    return await self._attempts.tokenizer.validate(
+                        submission.model, spec.schema_json, text, context=submission.context
+                    )
+
+                return SchemaScorer(validate)
+            case "model":
+
+                async def score(pairs: list[tuple[str, str]]) -> tuple[list[float], int]:
+                    return await self._score(call, spec.model, pairs)
+
+                return ModelScorer(question_of(request.prompt), score)
+            case _:
+                return CheckScorer(spec, ballots.compiled(spec, request.field(_SCORER)))
+
+    async def _score(
+        self, call: Call, model: str, pairs: Sequence[tuple[str, str]]
+    ) -> tuple[list[float], int]:
+        """What a served model scores pairs with, and the tokens that it has read for it."""
+        assert self.pipeline is not None, "as whoever builds it sets"
+        # A row of its own in the ledger, because a model has prices of its own.
+        caller = call.caller
+        form = PooledForm(
+            model=model,
+            service_tier=call.request.service_tier,
+            metadata=call.request.metadata,
+            face=call.request.face,
+            field_names={"model": f"{_SCORER}.model"},
+        )
+        served = self.pipeline.model(caller, model)
+        request = scored_request(form, served, pairs, (_SCORER, _SCORER))
+        answer = await pooled_answer(self.pipeline, caller, request)
+        return scores_of(answer.outputs, pairs), answer.prompt_tokens
+
+    def _note(self, call: Call, branch: Branch) -> None:
+        self._telemetry.record(
+            names.GATEWAY_SAMPLE,
+            parent=call.span,
+            start_s=branch.started_s,
+            end_s=branch.ended_s,
+            attributes={
+                names.CHOICE_INDEX: branch.index,
+                names.OUTPUT_TOKENS: branch.num_tokens,
+                names.ENGINE_ID: branch.stream.engine,
+                names.OUTCOME: "stopped" if branch.finish is None else branch.finish.name.lower(),
+            },
+        )

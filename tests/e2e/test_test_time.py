@@ -1,0 +1,109 @@
+"""Thinking longer over the real stack: votes of the bundled model stop early, and every book agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from gateway.ledger.tables import REQUESTS, open_ledger
+from observability.emit import names
+from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, running_stack
+
+SAMPLES = 8
+MAX_TOKENS = 64
+BLOCK_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack whose standard tier may think longer."""
+    config = f"{CONFIG}\n[tiers.standard.test_time]\nmax_samples = {SAMPLES}\n"
+    with running_stack(tmp_path_factory.mktemp("thinking"), config=config) as stack:
+        yield stack
+        stack.assert_nothing_leaked()
+
+
+def ask(stack: Stack, content: str, **fields: Any) -> httpx.Response:
+    body = {
+        "model": stack.model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": MAX_TOKENS,
+        "seed": 7,
+        **fields,
+    }
+    headers = {"authorization": f"Bearer {stack.state.api_key}"}
+    answer = httpx.post(
+        f"{stack.url}/v1/chat/completions", json=body, headers=headers, timeout=LIMIT_S, trust_env=False
+    )
+    assert answer.status_code == httpx.codes.OK, answer.text
+    return answer
+
+
+def rows(stack: Stack, request_id: str) -> list[Any]:
+    with open_ledger(f"sqlite:///{stack.directory}/ledger.sqlite").connect() as connection:
+        of_request = select(REQUESTS).where(REQUESTS.c.request_id == request_id)
+        return list(connection.execute(of_request).mappings())
+
+
+def computed(stack: Stack) -> float:
+    """Prompt tokens that engines had to compute."""
+    readings = stack.metrics("engine")
+    return sum(each.value(names.PREFIX_QUERIES) - each.value(names.PREFIX_HITS) for each in readings)
+
+
+def test_votes_on_a_sum_stop_early_and_usage_ledger_and_trace_add_up(thinking: Stack) -> None:
+    asked = {"strategy": "self_consistency", "samples": SAMPLES, "scorer": {"type": "number"}}
+    answer = ask(thinking, "What is 47 + 85?", temperature=0.3, test_time=asked)
+    usage = answer.json()["usage"]
+    told, request_id = usage["test_time"], answer.headers["x-request-id"]
+    assert "132" in answer.json()["choices"][0]["message"]["content"]
+    assert max(told["votes"], key=told["votes"].get) == "132"
+    assert told["ended_by"] == "decided"
+    assert len(told["samples"]) + told["not_begun"] == SAMPLES
+    assert told["not_begun"] >= SAMPLES // 4
+    lengths = [each["completion_tokens"] for each in told["samples"]]
+    assert sum(lengths) == told["completion_tokens"] == usage["completion_tokens"]
+
+    assert eventually(lambda: bool(rows(thinking, request_id)))
+    (row,) = rows(thinking, request_id)
+    chosen = next(each for each in told["samples"] if each["outcome"] == "chosen")
+    assert row["completion_tokens"] == chosen["completion_tokens"]
+    assert row["completion_tokens"] + row["candidate_tokens"] == usage["completion_tokens"]
+    assert row["prompt_tokens"] == usage["prompt_tokens"]
+
+    spans = thinking.trace(request_id, [names.GATEWAY_SAMPLE, names.ENGINE_REQUEST])
+    (request,) = [span for span in spans if span.name == names.GATEWAY_REQUEST]
+    samples = [span for span in spans if span.name == names.GATEWAY_SAMPLE]
+    assert {span.parent_id for span in samples} == {request.span_id}
+    assert len(samples) == len(lengths)
+
+
+def test_the_votes_are_those_of_n(thinking: Stack) -> None:
+    asked = {"strategy": "best_of", "samples": 4}
+    told = ask(thinking, "What is 23 + 58?", test_time=asked).json()
+    whole = ask(thinking, "What is 23 + 58?", n=4, logprobs=True).json()
+    lengths = [len(each["logprobs"]["content"]) for each in whole["choices"]]
+    assert [each["completion_tokens"] for each in told["usage"]["test_time"]["samples"]] == lengths
+    chosen = [each["outcome"] for each in told["usage"]["test_time"]["samples"]].index("chosen")
+    assert told["choices"][0]["message"] == whole["choices"][chosen]["message"]
+
+
+def test_a_prompt_is_computed_once_for_all_samples_and_again_under_another_salt(thinking: Stack) -> None:
+    prompt = "Bob keeps a list of names and numbers. " * 20 + "What is 12 + 21?"
+    asked = {"strategy": "best_of", "samples": SAMPLES}
+    before = computed(thinking)
+    usage = ask(thinking, prompt, test_time=asked, cache_salt="one").json()["usage"]
+    num_tokens = usage["prompt_tokens"]
+    assert num_tokens > 10 * BLOCK_TOKENS
+    # The others compute the part of a block that a cache does not keep.
+    first = computed(thinking) - before
+    assert num_tokens - BLOCK_TOKENS <= first <= num_tokens + (SAMPLES - 1) * BLOCK_TOKENS
+    ask(thinking, prompt, test_time=asked, cache_salt="one")
+    again = computed(thinking) - before - first
+    assert again <= SAMPLES * BLOCK_TOKENS
+    ask(thinking, prompt, test_time=asked, cache_salt="two")
+    assert computed(thinking) - before - first - again >= num_tokens - BLOCK_TOKENS
