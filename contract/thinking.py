@@ -70,6 +70,8 @@ class _State(NamedTuple):
     # Tokens that have come of a lead with the opening tag behind it; then of the thought's name.
     num_opening: int = 0
     num_name: int = 0
+    # The thought had to be closed: what the model itself would close it with later belongs to no thought.
+    was_forced: bool = False
 
 
 class Thought:
@@ -111,14 +113,15 @@ class Thought:
 
     @property
     def is_over(self) -> bool:
-        """Nothing will be forced any more."""
-        return self._state.thinks is False and not self._state.pending
+        """Nothing will be forced or excluded any more."""
+        state = self._state
+        return state.thinks is False and not state.pending and not state.was_forced
 
     @property
     def num_free(self) -> int:
         """So many tokens may come before one can be forced or excluded."""
         state = self._state
-        if state.pending:
+        if state.pending or state.was_forced:
             return 0
         if self._may_not_open:
             return max(0, self._decisive - state.num_opening)
@@ -163,7 +166,11 @@ class Thought:
         return self._tags.close_id if left < 2 or state.at_break else None
 
     def excluded(self) -> int | None:
-        """The token that must not come next, where there is one: it would open a thought without a budget."""
+        """The token that must not come next, where there is one: it would open a thought without a budget, or
+        close one a second time.
+        """
+        if self._state.was_forced:
+            return self._tags.close_id
         if not self._may_not_open or self._state.num_opening != self._decisive:
             return None
         return self._opening[self._decisive]
@@ -198,13 +205,18 @@ class Thought:
         return state if token in self._breaks else state._replace(thinks=False)
 
     def _closed(self, state: _State, token: int) -> _State:
-        tags = self._tags
+        tags, forced = self._tags, token == self.forced()
         pending: tuple[int, ...] = ()
         if tags.answer:
-            pending = tuple(tags.answer) if token == self.forced() else ()
+            pending = tuple(tags.answer) if forced else ()
         elif self.num_free == 0 and state.is_broken is not False:
             pending = tuple(tags.blank_line)
-        after = _State(None if tags.lead else False, state.num_thought + 1, pending=pending)
+        after = _State(
+            None if tags.lead else False,
+            state.num_thought + 1,
+            pending=pending,
+            was_forced=forced and not tags.lead,
+        )
         return self._outside(after, token) if token != tags.close_id and tags.lead else after
 
     # Masks: rows of 32 tokens a word, of numpy or torch.

@@ -37,11 +37,13 @@ OPENED = ThinkingTags(
 
 
 def written(thought: Thought, wanted: list[int], length: int) -> list[int]:
-    """An output of a model that wants to write `wanted` over and over."""
+    """An output of a model that wants to write `wanted` over and over, and a word where it may not."""
     output: list[int] = []
     while len(output) < length:
-        forced = thought.forced()
-        output.append(wanted[len(output) % len(wanted)] if forced is None else forced)
+        forced, next_one = thought.forced(), wanted[len(output) % len(wanted)]
+        if next_one == thought.excluded():
+            next_one = WORD
+        output.append(next_one if forced is None else forced)
         thought.read(output[-1:])
     return output
 
@@ -57,6 +59,8 @@ def written(thought: Thought, wanted: list[int], length: int) -> list[int]:
         (OPENED, [9], [WORD], 2, [WORD, CLOSE, WORD, WORD]),
         # A line break that is there already.
         (OPENED, [9, BREAK], [BREAK], 3, [BREAK, CLOSE, BLANK, BREAK]),
+        # Once it was closed by force, it is not closed again.
+        (TAGS, [], [OPEN, BREAK, WORD, WORD, 7, CLOSE], 3, [OPEN, BREAK, CLOSE, BLANK, 7, WORD]),
         # It closes by itself, does not think, or comes to its tag after line breaks.
         (TAGS, [], [OPEN, BREAK, CLOSE, WORD], 9, [OPEN, BREAK, CLOSE, WORD, OPEN, BREAK]),
         (TAGS, [], [WORD, OPEN], 2, [WORD, OPEN] * 4),

@@ -155,6 +155,27 @@ def test_two_hundred_mixed_budgets_hold_and_nobody_changes_anybody(
         assert alone[number, 0] == plain[number, 0]
 
 
+@pytest.mark.parametrize("method", ["off", "ngram"])
+def test_what_was_closed_by_force_is_not_closed_again(method: str) -> None:
+    """By a model that comes to its own end of the thought later."""
+    speculation = SpeculationConfig(method=method, min_ngram=1, min_acceptance=0.0)
+    wants_to = {"logit_bias": {CLOSE: 12.0, END: -100.0}, "temperature": 0.0, "frequency_penalty": 0.0}
+    with closing(open_runner(BUNDLED, speculation=speculation, kv_cache_bytes=64 << 20)) as runner:
+        requests = [
+            request_of(number, sampling={**wants_to, "max_thinking_tokens": 3, "max_tokens": 80})
+            for number in range(24)
+        ]
+        free = [
+            request_of(number, sampling={**wants_to, "max_thinking_tokens": 70, "max_tokens": 80})
+            for number in range(100, 124)
+        ]
+        outputs, _ = run(runner, requests + free)
+    counts = {number: output.count(CLOSE) for (number, _), output in outputs.items()}
+    assert {counts[each.request_id] for each in requests} == {1}
+    # It wants to, where nobody has closed anything for it.
+    assert max(counts[each.request_id] for each in free) > 1
+
+
 def test_preemption_leads_to_the_same_place(runner: ModelRunner, plain: Outputs) -> None:
     requests = [request_of(number) for number in range(30)]
     urgent = [request_of(number, priority=9) for number in range(30, 60)]
