@@ -58,7 +58,8 @@ stored = getattr(AutoConfig.from_pretrained(folder), "quantization_config", {})
 # Weights of this format are taken apart in bfloat16, which float32 inputs do not go with.
 changed = stored.get("format") == "mxfp4-pack-quantized"
 settings = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if changed else {}
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).float()
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings)
+model = model.float() if changed else model
 with torch.no_grad():
     save_file({"logits": model(torch.tensor([ids])).logits[0].float().contiguous()}, target)
 """
