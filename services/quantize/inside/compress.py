@@ -240,6 +240,9 @@ def _nf4(job: dict[str, Any]) -> None:
 
 def _compress(job: dict[str, Any]) -> None:
     LayersOneByOne.folder = Path(job["layers"])
+    if not torch.accelerator.is_available():
+        # AWQ pins inputs for copies to a device, which fails where there is none.
+        IntermediatesCache.pin_memory = lambda *_: None
     model = _load(job)
     batches = _batches(job)
     oneshot(model=model, dataset=batches, recipe=_recipe(job), pipeline=PIPELINE)

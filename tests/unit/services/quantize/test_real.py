@@ -33,8 +33,8 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "vocab_size": 2048,
 }
-# How far log-probabilities may be apart. Inputs are rounded to int8 at the same places only as far as
-# floating point agrees; transformers rounds those of fp8 as well, which the engine on CPUs does not.
+# How far apart log-probabilities may be;
+# where inputs are rounded to int8, in the mean (the oracle rounds none).
 CASES: tuple[tuple[SchemeName, MethodName, float], ...] = (
     ("int8", "rtn", 1e-3),
     ("int8", "awq", 1e-3),
@@ -42,10 +42,10 @@ CASES: tuple[tuple[SchemeName, MethodName, float], ...] = (
     ("int4", "rtn", 1e-3),
     ("int4", "awq", 1e-3),
     ("int4", "gptq", 1e-3),
-    ("w8a8", "rtn", 0.1),
-    ("w8a8", "gptq", 0.1),
-    ("w8a8", "smoothquant", 0.1),
-    ("fp8", "rtn", 0.5),
+    ("w8a8", "rtn", 0.2),
+    ("w8a8", "gptq", 0.2),
+    ("w8a8", "smoothquant", 0.2),
+    ("fp8", "rtn", 1e-3),
     ("mxfp4", "rtn", 1e-3),
     ("nf4", "rtn", 1e-3),
 )
@@ -55,11 +55,14 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 folder, target, ids = sys.argv[1], sys.argv[2], [int(each) for each in sys.argv[3].split(",")]
 stored = getattr(AutoConfig.from_pretrained(folder), "quantization_config", {})
-# Weights of this format are taken apart in bfloat16, which float32 inputs do not go with.
-changed = stored.get("format") == "mxfp4-pack-quantized"
+# What weights stand for, without the rounding of inputs; those of MXFP4 are taken apart in bfloat16, which
+# float32 inputs do not go with.
+changed = stored.get("format") in ("int-quantized", "float-quantized", "mxfp4-pack-quantized")
 settings = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if changed else {}
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings)
-model = model.float() if changed else model
+if changed:
+    from compressed_tensors.quantization import disable_quantization
+    model = model.float().apply(disable_quantization)
 with torch.no_grad():
     save_file({"logits": model(torch.tensor([ids])).logits[0].float().contiguous()}, target)
 """
@@ -137,12 +140,17 @@ def by_engine(folder: Path, prompt: list[int], vocab_size: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def assert_agrees(
-    python: Path, folder: Path, tolerance: float, vocab_size: int = SIZES["vocab_size"]
-) -> None:
+def assert_agrees(python: Path, folder: Path, tolerance: float, *, in_the_mean: bool = False) -> None:
+    vocab_size = SIZES["vocab_size"]
     prompt = prompt_of(33, vocab_size)
     expected, ours = by_transformers(python, folder, prompt), by_engine(folder, prompt, vocab_size)
-    torch.testing.assert_close(ours, expected[: len(ours)], atol=tolerance, rtol=0)
+    expected = expected[: len(ours)]
+    if in_the_mean:
+        # As far as rounding of inputs moves them, and far less than another model would.
+        assert float((ours - expected).abs().mean()) < tolerance
+        assert float((ours - expected.roll(1, 0)).abs().mean()) > 5 * tolerance
+    else:
+        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(("scheme", "method", "tolerance"), CASES)
@@ -155,7 +163,7 @@ def test_the_engine_agrees_with_transformers_on_what_was_written(
     assert found.peak_bytes > 100 << 20
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert settings["quant_method"] == ("bitsandbytes" if scheme == "nf4" else "compressed-tensors")
-    assert_agrees(quantizer, tmp_path / "out", tolerance)
+    assert_agrees(quantizer, tmp_path / "out", tolerance, in_the_mean=scheme == "w8a8")
 
 
 @pytest.mark.usefixtures("quantizer")
