@@ -87,7 +87,7 @@ def _provenance(quantized: Quantized) -> Iterator[tuple[str, str]]:
     yield (
         "memory",
         f"{quantized.peak_bytes / _MIB:.0f} MiB at the peak of quantizing"
-        + (f", weights bounded to {job.memory_bytes / _MIB:.0f} MiB" if job.memory_bytes else ""),
+        + (f", {quantized.offloaded_bytes / _MIB:.0f} MiB of weights on disk" if job.memory_bytes else ""),
     )
     layers = f"{quantized.layers} layers"
     if quantized.kept_layers:

@@ -65,6 +65,10 @@ class _Loaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=
     layers: int
 
 
+class _Offloaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="offloaded"):
+    num_bytes: int
+
+
 class _Texts(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="texts"):
     texts: int
     tokens: int
@@ -84,7 +88,7 @@ class _Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="d
     versions: dict[str, str]
 
 
-_Event = LayerProgress | _Loaded | _Texts | _Saving | _Failed | _Done
+_Event = LayerProgress | _Loaded | _Offloaded | _Texts | _Saving | _Failed | _Done
 Tell = Callable[[str], None]
 Advance = Callable[[LayerProgress], None]
 
@@ -98,6 +102,8 @@ class Quantized(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     # Of the child: its largest resident set, and how long this run of it took.
     peak_bytes: int
+    # Weights that lay on disk.
+    offloaded_bytes: int
     seconds: float
     layers: int
     kept_layers: int
@@ -190,6 +196,7 @@ def compress(
             model_digest=digest,
             versions=found.done.versions,
             peak_bytes=found.done.peak_bytes,
+            offloaded_bytes=found.offloaded_bytes,
             seconds=found.done.seconds,
             layers=found.layers,
             kept_layers=found.kept_layers,
@@ -235,7 +242,7 @@ class _Child:
 
     def __init__(self, python: Path, folder: Path, tell: Tell, advance: Advance) -> None:
         self._python, self._folder, self._tell, self._advance = python, folder, tell, advance
-        self.layers = self.kept_layers = 0
+        self.layers = self.kept_layers = self.offloaded_bytes = 0
         self.texts = _Texts(texts=0, tokens=0)
         self._done: _Done | None = None
         self._failed = ""
@@ -281,6 +288,8 @@ class _Child:
                     self._advance(layer)
                 case _Loaded(layers=layers):
                     self.layers = layers
+                case _Offloaded(num_bytes=num_bytes):
+                    self.offloaded_bytes = num_bytes
                 case _Texts() as texts:
                     self.texts = texts
                 case _Saving():

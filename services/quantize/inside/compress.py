@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import sys
 import time
 from importlib import metadata
@@ -211,14 +212,18 @@ def _rendered(tokenizer: Any, row: dict[str, Any], job: dict[str, Any]) -> str:
 def _load(job: dict[str, Any]) -> Any:
     if not job["memory_bytes"]:
         return AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
+    folder = Path(job["offload"])
+    shutil.rmtree(folder, ignore_errors=True)
     with load_offloaded_model():
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             job["model"],
             dtype="auto",
             device_map="auto_offload",
             max_memory={"cpu": job["memory_bytes"]},
-            offload_folder=job["offload"],
+            offload_folder=str(folder),
         )
+    tell("offloaded", num_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    return model
 
 
 def _nf4(job: dict[str, Any]) -> None:

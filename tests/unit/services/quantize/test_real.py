@@ -188,7 +188,8 @@ def test_an_interrupted_run_goes_on_to_the_same_tensors(
 def test_weights_beyond_the_bound_lie_on_disk_and_change_nothing(tmp_path: Path) -> None:
     checkpoint = model(tmp_path / "model")
     made(checkpoint, tmp_path / "whole", "int4", "gptq")
-    made(checkpoint, tmp_path / "out", "int4", "gptq", memory_bytes=1 << 20)
+    bounded = made(checkpoint, tmp_path / "out", "int4", "gptq", memory_bytes=1 << 20)
+    assert bounded.offloaded_bytes > bounded.bytes_before // 2
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -205,5 +206,5 @@ def test_a_gguf_file_is_turned_dense(family: str, tmp_path: Path, quantizer: Pat
     prompt = prompt_of(33, SIZES["vocab_size"])
     expected = by_transformers(quantizer, tmp_path / "dense", prompt)
     ours = by_engine(tmp_path / "model.gguf", prompt, SIZES["vocab_size"])
-    torch.testing.assert_close(ours, expected[: len(ours)], atol=0.2, rtol=0)
+    assert float((ours - expected[: len(ours)]).abs().mean()) < 0.1
     assert_agrees(quantizer, tmp_path / "dense", 1e-3)
