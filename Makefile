@@ -54,12 +54,12 @@ test: $(VENV)/bin/python ## Lint, types, architecture, unit and end-to-end tests
 
 .PHONY: test-fast
 test-fast: dev redis ## Unit tests, contracts and import rules, without what took long when it last ran
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e and not agents" --fast --durations=5 \
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e and not agents and not quantizer" --fast --durations=5 \
 		tests/unit tests/contract tests/architecture $(PYTEST_ARGS)
 
 .PHONY: test-unit
 test-unit: dev redis ## Tests that start no stack, without those of kernels for GPUs
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e and not agents" --durations=10 \
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e and not agents and not quantizer" --durations=10 \
 		$(if $(TESTS),,--ignore $(GPU_TESTS)) \
 		$(PYTEST_ARGS) $(TESTS)
 

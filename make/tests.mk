@@ -10,6 +10,10 @@ GPU_TESTS := tests/kernels/triton
 test-vllm: dev redis ## Kill engines that have vLLM's core, which `millrace engine install vllm` installs
 	$(BIN)/python -m pytest -n 0 -m vllm --durations=10 $(PYTEST_ARGS) $(or $(TESTS),tests/chaos)
 
+.PHONY: test-quantize
+test-quantize: dev ## Quantize by every scheme and method; `python -m services.quantize.environment` installs what does
+	$(BIN)/python -m pytest -n 0 -m quantizer --durations=10 $(PYTEST_ARGS) $(or $(TESTS),tests/unit/services/quantize)
+
 .PHONY: test-containers
 test-containers: dev ## Start docker-compose.yml and k8s/ with a real container engine, and use what runs
 	@# The engine is stopped if it was started for this.

@@ -60,6 +60,7 @@ _NOT_CONFIG = frozenset(
         "MILLRACE_PACKAGE_INDEX",
         "MILLRACE_STATE_DIR",
         "MILLRACE_URL",
+        "MILLRACE_QUANTIZE_HOME",
         "MILLRACE_VLLM_HOME",
     }
 )

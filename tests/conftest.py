@@ -80,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.e2e)
         if "vllm" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.vllm)
+        if "quantizer" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.quantizer)
     _keep(config, items, _each(items, config.getoption("--every")))
     if config.getoption("--fast"):
         cache = getattr(config, "cache", None)

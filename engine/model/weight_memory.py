@@ -161,6 +161,9 @@ def _stored_bytes(name: str, header: TensorHeader, scheme: Scheme, coded: bool) 
         # Two numbers of 4 bits; NVFP4 has a scale for each output.
         scales = 0 if scheme.method == "bitsandbytes" else FLOAT_BYTES * header.shape[0]
         held = {"fixed_bytes": elements + scales} if coded else {"num_plain": 2 * elements}
+        if scheme.is_mxfp4 and not coded:
+            # Each becomes an int8.
+            held = {"fixed_bytes": 2 * elements}
         return WeightCount(num_weights=2 * elements, **held)
     # Suffix to (weights, bytes) for each stored element.
     sizes = {
@@ -174,7 +177,7 @@ def _stored_bytes(name: str, header: TensorHeader, scheme: Scheme, coded: bool) 
         ".weight_g_idx": (0, 8),
         ".scales": (0, FLOAT_BYTES),
         "_scales": (0, 1 if coded else FLOAT_BYTES),
-        ".weight_scale": (0, FLOAT_BYTES),
+        ".weight_scale": (0, 1 if coded and header.dtype == "U8" else FLOAT_BYTES),
         ".weight_scale_inv": (0, 0),
         ".weight_scale_2": (0, 0),
         ".weight_global_scale": (0, 0),

@@ -61,6 +61,24 @@ def mxfp4_weight(blocks: Tensor, scales: Tensor, *, coded: bool) -> CodedWeight 
     return Int8Weight(values=table.to(blocks.device)[codes.long()], scale=scale)
 
 
+def mxfp4_linear(source: FourBitSource, name: str, outputs: int, inputs: int) -> CodedWeight | Int8Weight:
+    """The layer `name` as compressed-tensors stores it: weight_packed uint8 [N, K/2], and weight_scale uint8
+    [N, K/32] of exponents.
+    """
+    if inputs % MXFP4_GROUP:
+        raise ConfigError(
+            f"tensor {name}.weight_packed: {inputs} inputs do not fall into the groups of {MXFP4_GROUP} of "
+            "MXFP4; repeat the conversion that wrote it, without this layer"
+        )
+    data = source.stored(f"{name}.weight_packed", (outputs, inputs // 2))
+    scales = source.stored(f"{name}.weight_scale", (outputs, inputs // MXFP4_GROUP))
+    if scales.dtype != torch.uint8:
+        raise ConfigError(f"tensor {name}.weight_scale is stored in {scales.dtype}; MXFP4 has uint8 there")
+    if bool((scales == MXFP4_NAN).any()):
+        raise ConfigError(f"tensor {name}.weight_scale holds a scale that is no number")
+    return mxfp4_weight(data.view(outputs, -1, MXFP4_GROUP // 2), scales, coded=source.keeps_codes)
+
+
 def nvfp4_weight(
     source: FourBitSource, name: str, outputs: int, inputs: int, packed: str, factor: float
 ) -> WeightFormat:

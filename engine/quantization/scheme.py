@@ -29,6 +29,7 @@ OLDER_FILES = {
 COMPRESSED_FORMATS = (
     "pack-quantized",
     "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
     "int-quantized",
     "float-quantized",
     "naive-quantized",
@@ -72,6 +73,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int] = (128, 128)
     # Whether GPTQ's inputs belong to groups in an order of their own.
     has_order: bool = False
+    # Whether groups of compressed-tensors' fp4 have powers of two for scales, and not e4m3.
+    is_mxfp4: bool = False
     groups: tuple[LayerGroup, ...] = ()
 
     def group_of(self, name: str) -> LayerGroup | None:
@@ -179,7 +182,7 @@ def _gptq(keys: _Keys) -> Scheme:
 
 
 def _compressed(keys: _Keys) -> Scheme:
-    keys.one_of("format", COMPRESSED_FORMATS, "dense")
+    form = keys.one_of("format", COMPRESSED_FORMATS, "dense")
     keys.one_of("quantization_status", ("compressed", "frozen"), "compressed")
     _refuse_transforms(keys)
     groups = keys.inside("config_groups")
@@ -208,7 +211,13 @@ def _compressed(keys: _Keys) -> Scheme:
             # What is rounded to fp8 for a GPU's sake is computed in floating point here.
             int8.append(inputs.one_of("type", ("int", "float"), "int") == "int")
     rounds = bool(int8) and all(int8)
-    return Scheme(method="compressed-tensors", int8_activations=rounds, block=blocks, groups=tuple(found))
+    return Scheme(
+        method="compressed-tensors",
+        int8_activations=rounds,
+        block=blocks,
+        is_mxfp4=form == "mxfp4-pack-quantized",
+        groups=tuple(found),
+    )
 
 
 def _refuse_transforms(keys: _Keys) -> None:

@@ -21,6 +21,7 @@ from engine.quantization.four_bit_floats import (
     BITSANDBYTES_PARTS,
     bitsandbytes_weight,
     factor_of,
+    mxfp4_linear,
     nvfp4_weight,
 )
 from engine.quantization.gguf_blocks import block_readers
@@ -168,6 +169,8 @@ def _compressed(
     for unused in ("input_scale", "input_zero_point", "input_global_scale"):
         source.discard(f"{name}.{unused}")
     if source.element_type(f"{name}.weight_packed") == "U8":
+        if source.element_type(f"{name}.weight_scale") == "U8":
+            return mxfp4_linear(source, name, outputs, inputs)
         factor = 1 / factor_of(source, f"{name}.weight_global_scale")
         return nvfp4_weight(source, name, outputs, inputs, "weight_packed", factor)
     is_packed = source.has(f"{name}.weight_packed") or source.has(f"{name}.weight_shape")
@@ -392,7 +395,7 @@ _READERS: dict[str, Callable[[TensorSource, str, int, int, Scheme], WeightFormat
     "gptq": _gptq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
-    # Only the experts of gpt-oss are stored so; `four_bit_floats.mxfp4_weight` reads them.
+    # Only the experts of gpt-oss are stored so; `model.weights` reads them.
     "mxfp4": lambda *_: None,
     "bitsandbytes": lambda source, name, outputs, inputs, _: bitsandbytes_weight(
         source, name, outputs, inputs

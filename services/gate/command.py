@@ -91,7 +91,7 @@ def gate(options: GateOptions) -> None:
                 all_cases=options.all_cases,
                 judge_key=options.judge_key,
             )
-            found = asyncio.run(_compare(run, baseline, candidate))
+            found = asyncio.run(compare_shown(run, baseline, candidate))
         report.show(found, console)
         _write(options, found)
     except (ConfigError, OSError) as error:
@@ -113,27 +113,29 @@ def _endpoint(option: str, named: str, key: str) -> Iterator[Endpoint]:
     """What `--baseline` or `--candidate` names, served as long as it is needed. Raises ConfigError."""
     address, _, model = named.partition("#")
     if _URL.match(address):
-        yield _of(find_target(address), model, key)
+        yield endpoint_of(find_target(address), model, key)
         return
     stack = running_stack()
     if not Path(named).exists() and stack is not None and asyncio.run(_serves(find_target(), named)):
-        yield _of(find_target(), named, key)
+        yield endpoint_of(find_target(), named, key)
         return
     _notes.print(f"{option}: starting a stack that serves {named}", markup=False, soft_wrap=True)
     with temporary_stack(named) as target:
-        yield _of(target, "", "")
+        yield endpoint_of(target)
 
 
-def _of(target: ServerTarget, model: str, key: str) -> Endpoint:
+def endpoint_of(target: ServerTarget, model: str = "", key: str = "") -> Endpoint:
+    """A server as the gate asks it; its only model unless one is named."""
     return Endpoint(url=target.url, model=model, api_key=key or target.api_key)
 
 
 async def _serves(target: ServerTarget, model: str) -> bool:
-    async with GateClient(_of(target, "", "")) as client:
+    async with GateClient(endpoint_of(target)) as client:
         return model in [card["id"] for card in await client.cards()]
 
 
-async def _compare(run: GateRun, baseline: Endpoint, candidate: Endpoint) -> Comparison:
+async def compare_shown(run: GateRun, baseline: Endpoint, candidate: Endpoint) -> Comparison:
+    """The comparison, with its progress on standard error. Raises ConfigError."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_notes, transient=True) as progress:
         tasks: dict[LayerName, TaskID] = {}

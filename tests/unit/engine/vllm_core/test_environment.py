@@ -39,7 +39,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Pip:
 
     pip = Pip()
     monkeypatch.setattr(install.venv, "create", create)
-    monkeypatch.setattr(install, "_pip", pip)
+    monkeypatch.setattr(install, "pip", pip)
     return pip
 
 

@@ -1,0 +1,1 @@
+"""Smaller checkpoints, with proof: `millrace quantize`. Its page is DESIGN.md."""
