@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 import msgspec
 import psutil
@@ -26,6 +25,7 @@ from observability.emit import names
 from services.bench.client import BenchTarget, Client
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest
+from services.rollout.store import RolloutStore, StoredDecision
 from services.supervisor.config import BUNDLED_MODEL
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import CONFIG, START_LIMIT_S, Stack, eventually, running_stack
@@ -42,8 +42,13 @@ path = "{good}"
 path = "{good}"
 [models."chat@3"]
 path = "{bad}"
+[models."chat@4"]
+path = "{good}"
+# It has no room for any of the requests, and refuses them.
+max_context_tokens = 8
 [routes]
 chat = {{"chat@1" = 100, "chat@2" = 0}}
+fail = {{"chat@1" = 100, "chat@4" = 0}}
 talk = {{"chat@1" = 100, "chat@3" = 0}}
 [shadows.talk]
 model = "chat@3"
@@ -166,19 +171,17 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, told
 
 
-def history(stack: Stack, alias: str) -> list[dict[str, Any]]:
-    shown = subprocess.run(
-        [*COMMAND, "history", alias, "--json"], env=environment(stack), capture_output=True, check=True
-    )
-    found: list[dict[str, Any]] = json.loads(shown.stdout)
-    return found
+def history(stack: Stack, alias: str) -> list[StoredDecision]:
+    store = RolloutStore(f"sqlite:///{stack.directory / 'ledger.sqlite'}")
+    try:
+        return store.decisions(alias)
+    finally:
+        store.close()
 
 
 def decided(stack: Stack, alias: str) -> list[tuple[str, float]]:
     """Decisions that changed something, and the candidate's share after each."""
-    return [
-        (each["action"], each["share_after"]) for each in history(stack, alias) if each["action"] != "hold"
-    ]
+    return [(each.action, each.share_after) for each in history(stack, alias) if each.action != "hold"]
 
 
 def num_rows(stack: Stack) -> int:
@@ -206,11 +209,26 @@ def test_one_that_answers_garbage_takes_itself_back_at_one_per_cent(versions: St
     assert status == 1, told
     assert decided(versions, "talk") == [("begin", 0.01), ("take back", 0.0)]
     last = history(versions, "talk")[-1]
-    assert last["reason"].startswith("shadow agreement"), last
-    (evidence,) = [each for each in last["evidence"] if each["figure"] == "shadow agreement"]
-    assert evidence["verdict"] == "worse"
+    assert last.reason.startswith("shadow agreement"), last
+    (evidence,) = [each for each in last.evidence if each.figure == "shadow agreement"]
+    assert evidence.verdict == "worse"
     # Of the requests hardly any have met it.
     assert load.share_of("chat@3") < 0.05
+    assert_nothing_lost(versions, load, before)
+
+
+def test_one_that_fails_takes_itself_back_after_a_few_requests(versions: Stack) -> None:
+    before, load = num_rows(versions), Load(versions, "fail")
+    with load.running():
+        status, told = ended(start(versions, "fail", "chat@4", first_s=120))
+    assert status == 1, told
+    assert decided(versions, "fail") == [("begin", 0.01), ("take back", 0.0)]
+    assert history(versions, "fail")[-1].reason.startswith("errors"), told
+    refused = [each for each in load.records if not each.ok]
+    # Those that have met it were told so, and nobody else was.
+    assert {each.status for each in refused} == {400}
+    assert len(refused) < 0.05 * len(load.records)
+    load.records = [each for each in load.records if each.ok]
     assert_nothing_lost(versions, load, before)
 
 
@@ -236,7 +254,7 @@ def test_one_whose_engine_dies_takes_itself_back_at_one_per_cent(versions: Stack
     before, load = num_rows(versions), Load(versions, "chat")
     with load.running():
         process = start(versions, "chat", "chat@2", first_s=120)
-        assert eventually(lambda: [each["share_after"] for each in history(versions, "chat")] == [0.01])
+        assert eventually(lambda: decided(versions, "chat") == [("begin", 0.01)])
         os.kill(engine_of(versions, "chat@2"), signal.SIGKILL)
         status, told = ended(process)
     assert status == 1, told
@@ -264,6 +282,9 @@ def test_a_good_one_gets_all_though_its_watcher_is_killed(versions: Stack) -> No
         ("advance", 0.5),
         ("advance", 1.0),
     ]
-    assert [each["why"] for each in history(versions, "chat")].count("resumed") == 1
+    shown = subprocess.run(
+        [*COMMAND, "history", "chat", "--json"], env=environment(versions), capture_output=True, check=True
+    )
+    assert [each["why"] for each in json.loads(shown.stdout)].count("resumed") == 1
     assert {each.model for each in load.records[number + NUM_AT_A_TIME :]} == {"chat@2"}
     assert_nothing_lost(versions, load, before)
