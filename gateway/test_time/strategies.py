@@ -1,7 +1,7 @@
 """Strategies: from what becomes of samples to what is done next.
 
-A strategy is told of events and answers each with a Decision. It knows no engine, no clock and no text, and draws
-nothing: the same events lead to the same steps, live and in `replay`.
+A strategy is told of events and answers each with a Decision. It knows no engine, no clock and no text, and
+draws nothing: the same events lead to the same steps, live and in `replay`.
 """
 
 from __future__ import annotations
