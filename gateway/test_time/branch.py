@@ -22,7 +22,7 @@ _TOGETHER = 16
 _COMPLETE = frozenset({FinishReason.STOP, FinishReason.TOOL_CALLS})
 
 
-class Branch:
+class RunningSample:
     """A sample. What it gives is kept until one is chosen."""
 
     def __init__(
@@ -137,7 +137,7 @@ class Branch:
         return replace(token, top_ids=token.top_ids[:number], top_logprobs=token.top_logprobs[:number])
 
 
-def first_token_of(branches: Sequence[Branch], decided_s: float) -> FirstToken | None:
+def first_token_of(branches: Sequence[RunningSample], decided_s: float) -> FirstToken | None:
     """Where the time to the answer went: from the first sample's first token on, it was decided."""
     first = branches[0]
     if first.first_token is None:

@@ -21,9 +21,9 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.pooled_answers import pooled_answer
 from gateway.pipeline.pooled_requests import PooledForm, scored_request, scores_of
 from gateway.test_time import admission, ballots
-from gateway.test_time.branch import Branch
-from gateway.test_time.scorers import CheckScorer, ModelScorer, SchemaScorer, Scorer, question_of
-from gateway.test_time.strategies import BestOf, DeepConf, SelfConsistency, Strategy
+from gateway.test_time.branch import RunningSample
+from gateway.test_time.scorers import AnswerScorer, CheckScorer, ModelScorer, SchemaScorer, question_of
+from gateway.test_time.strategies import BestSample, DeepConf, SelfConsistency, Strategy
 from gateway.test_time.stream import DeliberateStream, Plan
 from gateway.tiers import Tier
 from gateway.types.deliberation import Deliberated, Deliberation
@@ -34,7 +34,7 @@ from observability.emit.tracing import Telemetry
 _SCORER = "test_time.scorer"
 
 
-def strategy_of(ask: Deliberation, scorer: Scorer | None) -> Strategy:
+def strategy_of(ask: Deliberation, scorer: AnswerScorer | None) -> Strategy:
     """A strategy that nothing has happened to."""
     match ask.strategy:
         case "self_consistency":
@@ -42,9 +42,9 @@ def strategy_of(ask: Deliberation, scorer: Scorer | None) -> Strategy:
         case "deepconf":
             return DeepConf(ask.num_samples, ask.confidence or admission.DEFAULT_CONFIDENCE)
         case _ if scorer is not None and scorer.enough is not None:
-            return BestOf(ask.num_samples, rates=True, enough=scorer.enough)
+            return BestSample(ask.num_samples, rates=True, enough=scorer.enough)
         case _:
-            return BestOf(ask.num_samples, rates=scorer is not None)
+            return BestSample(ask.num_samples, rates=scorer is not None)
 
 
 def _plainly(ask: Deliberation) -> Deliberated:
@@ -130,7 +130,7 @@ class Deliberations:
         )
         return DeliberateStream(fleet, submission, plan=plan, **options)
 
-    def _scorer(self, call: Call, submission: Submission) -> Scorer | None:
+    def _scorer(self, call: Call, submission: Submission) -> AnswerScorer | None:
         request = call.request
         ask = request.test_time
         if ask is None or ask.scorer is None or ask.strategy != "best_of":
@@ -175,7 +175,7 @@ class Deliberations:
         answer = await pooled_answer(self.pipeline, caller, request)
         return scores_of(answer.outputs, pairs), answer.prompt_tokens
 
-    def _note(self, call: Call, branch: Branch) -> None:
+    def _note(self, call: Call, branch: RunningSample) -> None:
         self._telemetry.record(
             names.GATEWAY_SAMPLE,
             parent=call.span,

@@ -15,7 +15,7 @@ from gateway.types.deliberation import ScorerSpec
 _QUESTION = 16 * 1024
 
 
-class Scorer(Protocol):
+class AnswerScorer(Protocol):
     """Scores texts."""
 
     # A score of so much is as good as any; None where only a comparison tells.
@@ -39,7 +39,7 @@ class CheckScorer:
         self._pattern = pattern
 
     async def score(self, texts: Sequence[str]) -> list[float]:
-        """See Scorer."""
+        """See AnswerScorer."""
         return [float(self._passes(text)) for text in texts]
 
     def _passes(self, text: str) -> bool:
@@ -62,7 +62,7 @@ class SchemaScorer:
         self._validate = validate
 
     async def score(self, texts: Sequence[str]) -> list[float]:
-        """See Scorer."""
+        """See AnswerScorer."""
         return [float((await self._validate(ballots.json_value(text) or text)).valid) for text in texts]
 
 
@@ -80,7 +80,7 @@ class ModelScorer:
         self.num_tokens = 0
 
     async def score(self, texts: Sequence[str]) -> list[float]:
-        """See Scorer."""
+        """See AnswerScorer."""
         # A text of nothing is no pair: it is the worst answer there is.
         asked = [(self._question, text) for text in texts if text.strip()]
         scores: list[float] = []

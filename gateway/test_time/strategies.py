@@ -1,7 +1,7 @@
 """Strategies: from what becomes of samples to what is done next.
 
-A strategy is told of events and answers each with a Step. It knows no engine, no clock and no text, and draws
-nothing: the same events lead to the same steps, live and in `replay`.
+A strategy is told of events and answers each with a Decision. It knows no engine, no clock and no text, and
+draws nothing: the same events lead to the same steps, live and in `replay`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.test_time.confidence import Groups, threshold, window_of
 from gateway.test_time.votes import decided, leader, votes_needed
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What is done next; nothing by default."""
 
     # Further samples that begin.
@@ -63,7 +63,7 @@ class Concluded(msgspec.Struct, frozen=True, kw_only=True, tag="concluded"):
 
 
 Event: TypeAlias = Sample | Grown | Rated | Concluded
-NOTHING = Step()
+NOTHING = Decision()
 
 
 class Strategy(Protocol):
@@ -72,11 +72,11 @@ class Strategy(Protocol):
     # Whether it is told of samples that grow.
     watches: bool
 
-    def begin(self) -> Step:
+    def begin(self) -> Decision:
         """The first step; it starts something."""
         ...
 
-    def take(self, event: Event) -> Step:
+    def take(self, event: Event) -> Decision:
         """What is done after an event."""
         ...
 
@@ -85,7 +85,7 @@ class Strategy(Protocol):
         ...
 
 
-def replay(strategy: Strategy, events: Iterable[Event]) -> list[Step]:
+def replay(strategy: Strategy, events: Iterable[Event]) -> list[Decision]:
     """The steps of a fresh strategy after recorded events."""
     return [strategy.begin(), *map(strategy.take, events)]
 
@@ -100,7 +100,7 @@ class _Samples:
         self._num_begun = 0
         self._ended: dict[int, Sample] = {}
 
-    def take(self, event: Event) -> Step:
+    def take(self, event: Event) -> Decision:
         """See Strategy."""
         match event:
             case Sample():
@@ -117,29 +117,29 @@ class _Samples:
         """See Strategy."""
         return {}
 
-    def _after(self, sample: Sample) -> Step:
+    def _after(self, sample: Sample) -> Decision:
         raise NotImplementedError
 
     def _best(self) -> int | None:
         raise NotImplementedError
 
-    def _grown(self, event: Grown) -> Step:
+    def _grown(self, event: Grown) -> Decision:
         return NOTHING
 
-    def _rated(self, scores: Mapping[int, float]) -> Step:
+    def _rated(self, scores: Mapping[int, float]) -> Decision:
         return NOTHING
 
-    def _begin(self, number: int) -> Step:
+    def _begin(self, number: int) -> Decision:
         number = min(number, self._num_samples - self._num_begun)
         self._num_begun += number
-        return Step(start=number)
+        return Decision(start=number)
 
     @property
     def _num_open(self) -> int:
         return self._num_begun - len(self._ended)
 
-    def _conclude(self, ended_by: str) -> Step:
-        return Step(winner=self._best(), ended_by=ended_by)
+    def _conclude(self, ended_by: str) -> Decision:
+        return Decision(winner=self._best(), ended_by=ended_by)
 
     def _likeliest(self, among: Iterable[Sample]) -> int | None:
         """The likeliest of some samples; the first of equals."""
@@ -152,7 +152,7 @@ class _Samples:
         return self._likeliest(complete or (each for each in self._ended.values() if each.is_answer))
 
 
-class BestOf(_Samples):
+class BestSample(_Samples):
     """The likeliest sample, or the one that scores best. All are rated together when all have ended; with
     `enough`, each when it ends, and one that scores so much ends the others. Of those as many begin as there
     are already, when none of these does: most are not needed.
@@ -165,29 +165,29 @@ class BestOf(_Samples):
         self._scores: dict[int, float] = {}
         self._num_asked = 0
 
-    def begin(self) -> Step:
+    def begin(self) -> Decision:
         """See Strategy."""
         return self._begin(self._num_samples if self._enough == math.inf else 1)
 
-    def _after(self, sample: Sample) -> Step:
+    def _after(self, sample: Sample) -> Decision:
         if self._enough < math.inf and sample.is_complete:
             self._num_asked += 1
-            return Step(rate=(sample.index,))
+            return Decision(rate=(sample.index,))
         if self._num_open:
             return NOTHING
         complete = tuple(index for index, each in sorted(self._ended.items()) if each.is_complete)
         if self._rates and self._enough == math.inf and complete:
             self._num_asked = len(complete)
-            return Step(rate=complete)
+            return Decision(rate=complete)
         return self._more()
 
-    def _rated(self, scores: Mapping[int, float]) -> Step:
+    def _rated(self, scores: Mapping[int, float]) -> Decision:
         self._scores.update(scores)
         if any(score >= self._enough for score in scores.values()):
-            return Step(winner=self._best(), ended_by="decided")
+            return Decision(winner=self._best(), ended_by="decided")
         return self._more()
 
-    def _more(self) -> Step:
+    def _more(self) -> Decision:
         if self._num_open or len(self._scores) < self._num_asked:
             return NOTHING
         if self._num_begun < self._num_samples:
@@ -210,7 +210,7 @@ class SelfConsistency(_Samples):
         super().__init__(num_samples)
         self._confidence = confidence
 
-    def begin(self) -> Step:
+    def begin(self) -> Decision:
         """See Strategy."""
         return self._begin(votes_needed({}, 0, self._num_samples, self._confidence))
 
@@ -222,11 +222,11 @@ class SelfConsistency(_Samples):
                 votes[sample.vote] = votes.get(sample.vote, 0) + 1
         return votes
 
-    def _after(self, sample: Sample) -> Step:
+    def _after(self, sample: Sample) -> Decision:
         votes, num_cast = self.votes(), len(self._ended)
         if decided(votes, num_cast, self._num_samples, self._confidence):
             ended_by = "all_samples" if num_cast == self._num_samples else "decided"
-            return Step(winner=self._best(), ended_by=ended_by)
+            return Decision(winner=self._best(), ended_by=ended_by)
         if self._num_open:
             return NOTHING
         if self._num_begun < self._num_samples:
@@ -259,7 +259,7 @@ class DeepConf(_Samples):
         self._window = 0
         self._threshold = -math.inf
 
-    def begin(self) -> Step:
+    def begin(self) -> Decision:
         """See Strategy."""
         return self._begin(self._num_warming)
 
@@ -272,7 +272,7 @@ class DeepConf(_Samples):
                 votes[answer] = votes.get(answer, 0.0) + weight
         return votes
 
-    def _grown(self, event: Grown) -> Step:
+    def _grown(self, event: Grown) -> Decision:
         groups = self._groups.setdefault(event.index, Groups())
         num_before = len(groups)
         groups.add(event.confidences)
@@ -284,7 +284,7 @@ class DeepConf(_Samples):
         after = self._next()
         return msgspec.structs.replace(after, end=(event.index,))
 
-    def _after(self, sample: Sample) -> Step:
+    def _after(self, sample: Sample) -> Decision:
         if self._window:
             self._weigh(sample)
         elif not self._num_open:
@@ -305,14 +305,14 @@ class DeepConf(_Samples):
         if groups is not None and sample.is_complete:
             self._weights[sample.index] = groups.weakest(self._window)
 
-    def _next(self) -> Step:
+    def _next(self) -> Decision:
         if not self._window:
             return NOTHING
         votes = self.votes()
         total = math.fsum(votes.values())
         if total and max(votes.values()) / total >= self._confidence:
             ended_by = "all_samples" if len(self._ended) == self._num_samples else "decided"
-            return Step(winner=self._best(), ended_by=ended_by)
+            return Decision(winner=self._best(), ended_by=ended_by)
         if self._num_begun < self._num_samples:
             return self._begin(self._num_samples)
         return NOTHING if self._num_open else self._conclude("all_samples")

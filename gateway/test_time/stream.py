@@ -29,10 +29,10 @@ from gateway.engines.types import EngineOutput, Submission
 from gateway.pipeline.attempt import check_ended
 from gateway.pipeline.delta import ChoiceStream
 from gateway.test_time import ballots
-from gateway.test_time.branch import Branch, first_token_of
+from gateway.test_time.branch import RunningSample, first_token_of
 from gateway.test_time.confidence import token_confidence
-from gateway.test_time.scorers import Scorer, unanswered
-from gateway.test_time.strategies import Concluded, Event, Grown, Rated, Sample, Step, Strategy
+from gateway.test_time.scorers import AnswerScorer, unanswered
+from gateway.test_time.strategies import Concluded, Decision, Event, Grown, Rated, Sample, Strategy
 from gateway.types.deliberation import Deliberated, Deliberation, ScorerSpec
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
     ask: Deliberation
     strategy: Strategy
-    scorer: Scorer | None
+    scorer: AnswerScorer | None
     # What is voted on, and its pattern; None where nothing is.
     ballot: ScorerSpec | None
     pattern: Any
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     # Reads the tokens of a sample.
     choice: Callable[[], ChoiceStream]
     # Told of every sample that has ended.
-    note: Callable[[Branch], None]
+    note: Callable[[RunningSample], None]
     # Seconds until the deadline; infinity without one.
     left_s: float
 
@@ -70,10 +70,10 @@ class DeliberateStream(ContinuousStream):
     def __init__(self, fleet: Fleet, submission: Submission, *, plan: Plan, **options: Any) -> None:
         super().__init__(fleet, submission, **options)
         self.events: list[Event] = []
-        self.steps: list[Step] = []
+        self.steps: list[Decision] = []
         self._plan = plan
         self._options = {name: each for name, each in options.items() if name != "backlog"}
-        self._branches: list[Branch] = []
+        self._branches: list[RunningSample] = []
         # Samples that are to begin, and wait for the first one's prompt or for room in the budget.
         self._num_waiting = 0
         self._failure: MillraceError | None = None
@@ -94,7 +94,7 @@ class DeliberateStream(ContinuousStream):
         """Begins the first sample; see `ContinuousStream.start`."""
         self._submission = self._fleet.adapters.asked_for(self._submission)
         self._num_waiting = self._plan.strategy.begin().start
-        self.steps.append(Step(start=self._num_waiting))
+        self.steps.append(Decision(start=self._num_waiting))
         first = self._open()
         self.route, self.engine, self.pool = first.stream.route, first.stream.engine, first.stream.pool
         left_s = self._plan.left_s
@@ -164,7 +164,7 @@ class DeliberateStream(ContinuousStream):
         self._feed(Concluded(ended_by=self._over_by))
         return self._pieces is not None
 
-    def _open(self) -> Branch:
+    def _open(self) -> RunningSample:
         """Begins a sample; raises what `ContinuousStream.start` does."""
         index = len(self._branches)
         sampling = self._submission.sampling
@@ -176,7 +176,7 @@ class DeliberateStream(ContinuousStream):
         )
         stream.start()
         self._num_waiting -= 1
-        branch = Branch(index, stream, self._plan.choice(), self._plan.logprobs)
+        branch = RunningSample(index, stream, self._plan.choice(), self._plan.logprobs)
         self._branches.append(branch)
         branch.task = asyncio.create_task(self._read(branch), name=f"sample {index}")
         return branch
@@ -198,7 +198,7 @@ class DeliberateStream(ContinuousStream):
         if self._pieces is None and not any(one.is_open for one in self._branches) and not self._rating:
             self.conclude("budget" if self._num_waiting else "failure")
 
-    async def _read(self, branch: Branch) -> None:
+    async def _read(self, branch: RunningSample) -> None:
         try:
             while branch.is_open:
                 for output in await branch.stream.take():
@@ -211,7 +211,7 @@ class DeliberateStream(ContinuousStream):
             _log.exception("a sample of request %s failed", self._submission.request_id)
             self._fail(branch, MillraceError(Reason.INTERNAL, "a sample failed; the gateway's log has why"))
 
-    def _take(self, branch: Branch, output: EngineOutput) -> None:
+    def _take(self, branch: RunningSample, output: EngineOutput) -> None:
         check_ended(output.finish_reason)
         if output.statistics is not None:
             self._statistics.add(output.statistics)
@@ -231,7 +231,7 @@ class DeliberateStream(ContinuousStream):
         if self._num_waiting:
             self._open_more()
 
-    def _fail(self, branch: Branch, error: MillraceError) -> None:
+    def _fail(self, branch: RunningSample, error: MillraceError) -> None:
         if not branch.is_open:
             return
         branch.has_failed = True
@@ -247,7 +247,7 @@ class DeliberateStream(ContinuousStream):
         if self._num_waiting:
             self._open_more()
 
-    def _sample(self, branch: Branch) -> Sample:
+    def _sample(self, branch: RunningSample) -> Sample:
         return Sample(
             index=branch.index,
             is_complete=branch.is_complete,
@@ -314,7 +314,7 @@ class DeliberateStream(ContinuousStream):
             self._end_others(None, CancelReason.STOP_STRING)
             self.interrupt(told)
 
-    def _choose(self, step: Step) -> None:
+    def _choose(self, step: Decision) -> None:
         if step.winner is None:
             # At a deadline there is a little time left, in which something may come.
             if step.ended_by != "deadline" and not any(each.is_open for each in self._branches):
@@ -331,7 +331,7 @@ class DeliberateStream(ContinuousStream):
         self.deliberated = self._summary(step, winner)
         self._report(at_once=True)
 
-    def _end_others(self, winner: Branch | None, reason: CancelReason) -> None:
+    def _end_others(self, winner: RunningSample | None, reason: CancelReason) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._num_waiting = 0
@@ -346,7 +346,7 @@ class DeliberateStream(ContinuousStream):
             if task is not running:
                 task.cancel()
 
-    def _record(self, branch: Branch) -> None:
+    def _record(self, branch: RunningSample) -> None:
         """Of a sample that has ended: its span, and what was lost under it."""
         stream = branch.stream
         self.losses.update(stream.losses)
@@ -354,7 +354,7 @@ class DeliberateStream(ContinuousStream):
         self.engine, self.pool = stream.engine, stream.pool
         self._plan.note(branch)
 
-    def _summary(self, step: Step, winner: Branch) -> Deliberated:
+    def _summary(self, step: Decision, winner: RunningSample) -> Deliberated:
         plan, strategy = self._plan, self._plan.strategy
         ranks = plan.ballot is None and plan.scorer is None
         asked = plan.ask.num_samples

@@ -10,15 +10,15 @@ import pytest
 from contract.outputs import TokenLogprobs
 from gateway.test_time.confidence import Groups, threshold, token_confidence, window_of
 from gateway.test_time.strategies import (
-    BestOf,
+    BestSample,
     Concluded,
+    Decision,
     DeepConf,
     Event,
     Grown,
     Rated,
     Sample,
     SelfConsistency,
-    Step,
     Strategy,
     replay,
 )
@@ -28,7 +28,7 @@ def ended(index: int, vote: str | None = None, logprob: float = -1.0, *, complet
     return Sample(index=index, is_complete=complete, mean_logprob=logprob, vote=vote, num_tokens=10)
 
 
-def after(strategy: Strategy, *events: Event) -> Step:
+def after(strategy: Strategy, *events: Event) -> Decision:
     """The last step."""
     return replay(strategy, events)[-1]
 
@@ -38,24 +38,26 @@ def after(strategy: Strategy, *events: Event) -> Step:
 
 def test_the_likeliest_of_all_samples_wins_and_one_that_was_cut_does_not() -> None:
     samples = [ended(0, logprob=-0.5), ended(1, logprob=-0.1, complete=False), ended(2, logprob=-0.4)]
-    steps = replay(BestOf(3), samples)
+    steps = replay(BestSample(3), samples)
     assert [each.start for each in steps] == [3, 0, 0, 0]
     assert (steps[-1].winner, steps[-1].ended_by) == (2, "all_samples")
 
 
 def test_samples_that_were_all_cut_still_give_an_answer() -> None:
     cut = [ended(index, logprob=-index, complete=False) for index in range(2)]
-    assert after(BestOf(2), *cut).winner == 0
+    assert after(BestSample(2), *cut).winner == 0
 
 
 def test_a_model_rates_all_samples_at_once() -> None:
-    steps = replay(BestOf(2, rates=True), [ended(1), ended(0, logprob=-9.0), Rated(scores={0: 0.7, 1: 0.2})])
+    steps = replay(
+        BestSample(2, rates=True), [ended(1), ended(0, logprob=-9.0), Rated(scores={0: 0.7, 1: 0.2})]
+    )
     assert steps[2].rate == (0, 1)
     assert steps[-1].winner == 0
 
 
 def test_a_check_that_is_passed_ends_the_others_and_those_begin_as_they_are_needed() -> None:
-    strategy = BestOf(8, rates=True, enough=1.0)
+    strategy = BestSample(8, rates=True, enough=1.0)
     events: list[Event] = []
     for index in range(3):
         events += [ended(index), Rated(scores={index: 0.0})]
@@ -70,7 +72,7 @@ def test_where_no_sample_passes_the_likeliest_is_given() -> None:
     events: list[Event] = []
     for index in range(2):
         events += [ended(index, logprob=-2.0 + index), Rated(scores={index: 0.0})]
-    assert after(BestOf(2, rates=True, enough=1.0), *events) == Step(winner=1, ended_by="all_samples")
+    assert after(BestSample(2, rates=True, enough=1.0), *events) == Decision(winner=1, ended_by="all_samples")
 
 
 # --- votes -------------------------------------------------------------------------------------------------
@@ -94,16 +96,16 @@ def test_more_are_asked_where_votes_differ_and_no_more_than_there_are() -> None:
 
 def test_samples_without_an_answer_vote_for_nothing_and_the_likeliest_is_given() -> None:
     events = [ended(index, None, -index) for index in range(8)]
-    assert after(SelfConsistency(8, 0.95), *events) == Step(winner=0, ended_by="all_samples")
+    assert after(SelfConsistency(8, 0.95), *events) == Decision(winner=0, ended_by="all_samples")
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: BestOf(4), lambda: SelfConsistency(4, 0.95), lambda: DeepConf(4, 0.95)]
+    "make", [lambda: BestSample(4), lambda: SelfConsistency(4, 0.95), lambda: DeepConf(4, 0.95)]
 )
 def test_the_end_of_time_or_budget_gives_the_best_so_far(make: Callable[[], Strategy]) -> None:
     cut = ended(0, complete=False)
-    assert after(make(), cut, Concluded(ended_by="deadline")) == Step(winner=0, ended_by="deadline")
-    assert after(make(), Concluded(ended_by="budget")) == Step(winner=None, ended_by="budget")
+    assert after(make(), cut, Concluded(ended_by="deadline")) == Decision(winner=0, ended_by="deadline")
+    assert after(make(), Concluded(ended_by="budget")) == Decision(winner=None, ended_by="budget")
 
 
 # --- confidence --------------------------------------------------------------------------------------------
@@ -176,14 +178,14 @@ def test_windows_slide_over_a_trace() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(
-    "make", [lambda: BestOf(8), lambda: SelfConsistency(8, 0.95), lambda: DeepConf(8, 0.9)]
+    "make", [lambda: BestSample(8), lambda: SelfConsistency(8, 0.95), lambda: DeepConf(8, 0.9)]
 )
 def test_live_decisions_equal_a_replay(make: Callable[[], Strategy], seed: int) -> None:
     """Samples that grow and end in any order; what the strategy starts and ends is what happens."""
     rng = random.Random(seed)
-    live, events, steps = make(), list[Event](), list[Step]()
+    live, events, steps = make(), list[Event](), list[Decision]()
 
-    def see(step: Step) -> None:
+    def see(step: Decision) -> None:
         steps.append(step)
         running.extend(range(len(left), len(left) + step.start))
         left.extend(rng.randrange(8, 40) for _ in range(step.start))
