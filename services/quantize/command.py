@@ -18,8 +18,8 @@ from checkpoint.known import known_models
 from runtime.errors import ConfigError, described
 from services.cli.options import flattened
 from services.gate import report
+from services.gate.cases import EXIT_STATUS
 from services.gate.suite import Suite, read_suite
-from services.gate.verdict import EXIT_STATUS
 from services.quantize.calibration import BUNDLED, CalibrationSet, CalibrationText, read_calibration
 from services.quantize.choices import CALIBRATED, MethodName, SchemeName, check_choice
 from services.supervisor import checkpoint
