@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from runtime.errors import ConfigError
 from services.cli.app import app
+from services.gate.cases import GateVerdict
 from services.gate.client import ServerIdentity
 from services.gate.run import Comparison, Side
 from services.gate.suite import Suite, TaskLayer
-from services.gate.verdict import GateVerdict, LayerResult
+from services.gate.verdict import LayerResult
 from services.quantize import card, environment
 from services.quantize.calibration import CalibrationSet, CalibrationText
 from services.quantize.judge import default_suite
