@@ -73,6 +73,8 @@ _END = "<|im_end|>"
 _ANSWER_TOKENS = 40
 _TOGETHER = 8
 _TASK_SEED = 5
+# AWQ runs each text through a layer some eighty times.
+CALIBRATION_TEXTS, CALIBRATION_TOKENS = 48, 256
 Text = tuple[list[int], NDArray[np.bool_]]
 
 
@@ -197,7 +199,9 @@ def _quantized(subject: Subject, work: Path, scheme: SchemeName, method: MethodN
     if out.exists():
         return out
     texts = (
-        read_calibration(str(subject.calibration), divided=False, most=64) if method in CALIBRATED else None
+        read_calibration(str(subject.calibration), divided=False, most=CALIBRATION_TEXTS)
+        if method in CALIBRATED
+        else None
     )
     job = QuantizeJob(
         model=subject.name,
@@ -207,7 +211,7 @@ def _quantized(subject: Subject, work: Path, scheme: SchemeName, method: MethodN
         group_size=choose_group(subject.checkpoint, scheme, None),
         out=out,
         calibration=texts,
-        max_tokens=256,
+        max_tokens=CALIBRATION_TOKENS,
     )
     compress(job, lambda found, folder: None, Console().print, lambda layer: None)
     return out
@@ -375,7 +379,7 @@ def page(record: dict[str, Any]) -> str:
 _NOTES = (
     "SmolLM2 is published in Q4_1 here and was turned dense, so its bfloat16 was rounded to 4 bits once: "
     "forms of 4 bits in groups of 32 lose less than they would of the original. fp8 is float8 weights alone "
-    "on a CPU. Calibration: 64 texts, 256 tokens of each at most."
+    f"on a CPU. Calibration: {CALIBRATION_TEXTS} texts, {CALIBRATION_TOKENS} tokens of each at most."
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from engine.vllm_core import install
 from runtime.errors import ConfigError
 from services.cli.app import app
 from services.gate.cases import GateVerdict
@@ -156,6 +157,24 @@ def test_without_an_index_the_command_and_another_way_are_named(
         ConfigError, match=r"ended with 1 at install torch==2.*PIP_INDEX_URL.*pip install llm"
     ):
         environment.ensure_quantizer(lambda text: None)
+
+
+def test_torch_for_cpus_is_installed_before_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def pip(python: Path, *arguments: str) -> None:
+        asked.append(arguments)
+
+    monkeypatch.setattr(install, "pip", pip)
+    monkeypatch.setattr(environment, "pip", pip)
+    monkeypatch.setattr(environment.shutil, "which", lambda program: None)
+    monkeypatch.setattr(install.venv, "create", lambda folder, **_: (folder / "bin").mkdir(parents=True))
+    monkeypatch.setenv("MILLRACE_QUANTIZE_HOME", str(tmp_path / "made"))
+    told: list[str] = []
+    assert environment.ensure_quantizer(told.append) == tmp_path / "made" / "bin" / "python"
+    torch = f"torch=={install.TORCH}+cpu"
+    assert asked == [("install", "--no-deps", torch), ("install", torch, *environment.PACKAGES)]
+    assert "installing llm-compressor" in told[0]
 
 
 # --- the command ------------------------------------------------------------------------------------------
