@@ -49,6 +49,32 @@ def test_three_bad_ones_at_one_per_cent_are_enough(rate: str) -> None:
     assert decide(PLAN, situation(counts, seconds=3.0)).action is RolloutAction.HOLD
 
 
+@pytest.mark.parametrize(("delta", "needed"), [(0.01, 514), (0.05, 101)])
+def test_so_many_requests_without_an_error_show_it_as_the_page_says(delta: float, needed: int) -> None:
+    plenty = (0.0, 1e6)
+    before, then = (
+        compare_rates("errors", plenty, (0.0, float(number)), delta, PLAN.alarm, PLAN.miss).verdict
+        for number in (needed - 1, needed)
+    )
+    assert (before, then) == (GateVerdict.NOT_ENOUGH, GateVerdict.NOT_WORSE)
+
+
+@pytest.mark.parametrize(
+    ("num_baseline", "num_candidate", "failed"), [(1000, 2, 2), (100, 4, 4), (1000, 12, 4)]
+)
+def test_so_few_failures_take_back_as_the_page_says(
+    num_baseline: int, num_candidate: int, failed: int
+) -> None:
+    counts = {
+        "baseline.errors.all": float(num_baseline),
+        "candidate.errors.all": float(num_candidate),
+        "candidate.errors.bad": float(failed),
+    }
+    assert decide(PLAN, situation(counts, seconds=1.0)).action is RolloutAction.TAKE_BACK
+    counts["candidate.errors.bad"] = counts["candidate.errors.all"] = 1.0
+    assert decide(PLAN, situation(counts, seconds=1.0)).action is RolloutAction.HOLD
+
+
 def test_copies_that_fail_take_back_before_a_client_has_met_it() -> None:
     counts = {"baseline.errors.all": 100.0, "shadow.better.live": 15.0}
     assert decide(PLAN, situation(counts, seconds=1.0)).action is RolloutAction.TAKE_BACK
