@@ -32,24 +32,31 @@ class Groups:
     """The groups of one trace, as it grows."""
 
     def __init__(self) -> None:
-        self._confidences: list[float] = []
+        # Of all tokens up to each: a window is a difference, however long it is.
+        self._sums = [0.0]
 
     def add(self, confidences: Sequence[float]) -> None:
         """Takes in further tokens."""
-        self._confidences += confidences
+        for each in confidences:
+            self._sums.append(self._sums[-1] + each)
 
     def __len__(self) -> int:
-        return len(self._confidences)
+        return len(self._sums) - 1
 
     def weakest(self, window: int, *, since: int = 0) -> float:
         """Mean of the weakest whole window, of those that end behind `since` tokens; of all tokens where
         there are fewer than a window, and infinity where no window ends there.
         """
-        values = self._confidences
-        if len(values) < window:
-            return math.fsum(values) / len(values) if values and not since else math.inf
-        ends = range(max(window, since + 1), len(values) + 1)
-        return min((math.fsum(values[end - window : end]) / window for end in ends), default=math.inf)
+        number, sums = len(self), self._sums
+        if number < window:
+            return _mean(sums[-1], number) if number and not since else math.inf
+        ends = range(max(window, since + 1), number + 1)
+        return min((_mean(sums[end] - sums[end - window], window) for end in ends), default=math.inf)
+
+
+def _mean(total: float, number: int) -> float:
+    """Rounded, so that equal windows are equal wherever they stand."""
+    return round(total / number, 6)
 
 
 def window_of(lengths: Sequence[int]) -> int:

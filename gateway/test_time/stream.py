@@ -219,6 +219,7 @@ class DeliberateStream(ContinuousStream):
         if self._plan.strategy.watches and logprobs:
             confidences = tuple(map(token_confidence, logprobs))
             self._feed(Grown(index=branch.index, confidences=confidences))
+        # One that was ended meanwhile has no reason of its own.
         if not branch.is_open and self._pieces is None and branch.finish is not None:
             self._record(branch)
             ballot = self._plan.ballot
@@ -230,6 +231,12 @@ class DeliberateStream(ContinuousStream):
                 self.conclude(self._over_by)
         if self._num_waiting:
             self._open_more()
+
+    def _stop(self, branch: RunningSample) -> None:
+        """Ends a sample that is not wanted, be it with its last token."""
+        branch.close(None)
+        branch.finish = None
+        self._record(branch)
 
     def _fail(self, branch: RunningSample, error: MillraceError) -> None:
         if not branch.is_open:
@@ -267,9 +274,7 @@ class DeliberateStream(ContinuousStream):
         self.events.append(event)
         self.steps.append(step)
         for index in step.end:
-            branch = self._branches[index]
-            branch.close(None)
-            self._record(branch)
+            self._stop(self._branches[index])
         if step.ended_by:
             self._choose(step)
             return
@@ -291,17 +296,15 @@ class DeliberateStream(ContinuousStream):
         assert plan.scorer is not None, "a strategy that rates has a scorer"
         try:
             scores = await plan.scorer.score([self._branches[index].text for index in indices])
+            for index, score in zip(indices, scores, strict=True):
+                self._branches[index].score = score
+            self._rating.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._feed(Rated(scores=dict(zip(indices, scores, strict=True))))
         except MillraceError as error:
             self._unrated(error)
-            return
         except Exception:
             _log.exception("the samples of request %s were not scored", self._submission.request_id)
             self._unrated(MillraceError(Reason.INTERNAL, "it failed; the gateway's log has why"))
-            return
-        for index, score in zip(indices, scores, strict=True):
-            self._branches[index].score = score
-        self._rating.discard(asyncio.current_task())  # type: ignore[arg-type]
-        self._feed(Rated(scores=dict(zip(indices, scores, strict=True))))
 
     def _unrated(self, error: MillraceError) -> None:
         spec = self._plan.ask.scorer

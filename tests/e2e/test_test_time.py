@@ -80,6 +80,7 @@ def test_votes_on_a_sum_stop_early_and_usage_ledger_and_trace_add_up(thinking: S
     samples = [span for span in spans if span.name == names.GATEWAY_SAMPLE]
     assert {span.parent_id for span in samples} == {request.span_id}
     assert len(samples) == len(lengths)
+    assert thinking.command("trace", request_id).count(names.GATEWAY_SAMPLE) == len(lengths)
 
 
 def test_the_votes_are_those_of_n(thinking: Stack) -> None:

@@ -258,6 +258,26 @@ async def test_traces_below_the_threshold_end_in_the_engine(streams: list[Delibe
     assert stream.steps == replay(strategy_of(stream._plan.ask, None), stream.events)
 
 
+async def test_a_trace_that_falls_below_the_threshold_with_its_last_token_has_no_vote(
+    streams: list[DeliberateStream],
+) -> None:
+    texts = [f"a text of more than forty tokens, so that there is a window {number}" for number in range(8)]
+
+    def surety(choice: int, place: int) -> float:
+        return 0.0 if choice == 6 and place == len(texts[0]) else 2.0 + choice / 100
+
+    async with deployed(ScriptedEngine(reply=saying(*texts), surety=surety), tables=TIER) as stack:
+        body = {**BODIES[CHAT], "max_tokens": 100, "test_time": {"strategy": "deepconf", "samples": 8}}
+        _, usage = said(CHAT, await stack.http.post(CHAT, json=body))
+    told = usage["test_time"]
+    assert told["samples"][6]["outcome"] == "stopped"
+    assert told["samples"][6]["completion_tokens"] == len(texts[0]) + 1
+    assert sorted(told["votes"]) == ["0", "1", "2", "3", "4", "5", "7"]
+    (stream,) = streams
+    assert stream.steps == replay(strategy_of(stream._plan.ask, None), stream.events)
+    assert sum(decision.end != () for decision in stream.steps) == 1
+
+
 @pytest.mark.parametrize("strategy", ["best_of", "self_consistency", "deepconf"])
 async def test_log_probabilities_are_those_that_were_asked_for(strategy: str) -> None:
     async with deployed(ScriptedEngine(reply=saying("7")), tables=TIER) as stack:
