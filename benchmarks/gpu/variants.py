@@ -31,7 +31,7 @@ from kernels.linear.triton_scaled import quantize_rows
 from kernels.norm.triton_norm import rms_norm
 from kernels.paged_cache.store import allocate_layer
 from kernels.paged_cache.triton_blocks import move_blocks
-from kernels.recurrent.backends import ScanInputs, ScanWeights
+from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights
 from kernels.recurrent.rows import StateRows
 from kernels.recurrent.triton_recurrent import TritonRecurrent
 from kernels.rope.triton_rope import rope_and_store
@@ -293,6 +293,13 @@ def _recurrent() -> Iterator[tuple[str, Callable[[], object]]]:
         size = values if is_delta else heads * values
         norm = partial(backend.gated_norm, gate, gate, make(size), 1e-6)
         yield f"gated norm, {name}", partial(norm, size=size, gate_first=not is_delta, kind="silu")
+    # RecurrentGemma 2B.
+    heads, size = 10, 256
+    x, gates = make(rows, heads * size), make(rows, heads, 2 * size)
+    known = RgLruWeights(bias=make(heads, 2 * size), rate=make(heads * size))
+    yield "recurrent units", partial(backend.rg_lru, x, gates, known, make(4, heads, 1, size), step)
+    gated = partial(backend.gated_norm, x, x, None, 0.0, size=heads * size, gate_first=False)
+    yield "gate, recurrent units", partial(gated, kind="gelu_tanh")
 
 
 def _rope() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -36,6 +36,9 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
     experts, size = spec.experts, spec.intermediate_size_of(index)
     if experts is not None and index in experts.layers and not experts.joins_dense:
         size = experts.shared_intermediate_size
+        if experts.latent_size:
+            yield hidden, [experts.latent_size]
+            yield experts.latent_size, [hidden]
     if size:
         gate_up = [2 * size] if spec.fused_gate_up else [size, size]
         yield hidden, gate_up if spec.gated else [size]
@@ -81,7 +84,9 @@ def _of_state(state: StateSpec, hidden: int) -> Iterator[tuple[int, list[int]]]:
         yield hidden, [hidden]
         return
     values, heads = state.num_heads * state.value_dim, state.num_heads
-    if state.kind == "mamba2":
+    if state.kind == "rg_lru":
+        yield hidden, [values, values]
+    elif state.kind == "mamba2":
         yield hidden, [values + state.channels + heads]
     elif state.layout != "by_group":
         yield hidden, [state.channels, values, heads, heads]

@@ -43,11 +43,12 @@ from engine.model.records import (
     ModelRecord,
     Norm,
     Recurrence,
+    RecurrentUnit,
     ShortConvolution,
     SparseFeedForward,
 )
 from engine.model.spec import NEVER_DRAWN, ModelSpec
-from engine.model.state_layers import convolve, read_state, recur
+from engine.model.state_layers import convolve, read_state, recur, recur_units
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import adapter_step
 from kernels.attention.backends import AttentionBackend
@@ -141,6 +142,8 @@ def mix(mixer: Mixer, x: Any, cache: Any, step: StepContext) -> Tensor:
         return convolve(mixer, x, cache, step)
     if isinstance(mixer, Recurrence):
         return recur(mixer, x, cache, step)
+    if isinstance(mixer, RecurrentUnit):
+        return recur_units(mixer, x, cache, step)
     if isinstance(mixer, JointMixer):
         return recur(mixer.recurrence, x, cache.state, step) + attend(mixer.attention, x, cache.keys, step)
     return attend(mixer, x, cache, step)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from engine.model.experts import experts_together
-from engine.model.layers import read_feed_forward
+from engine.model.layers import read_feed_forward, read_linear
 from engine.model.records import FeedForward, Linear, SparseFeedForward
 from engine.model.spec import ExpertSpec, ModelSpec
-from engine.model.weights import WeightReader
-from kernels.linear.formats import DenseWeight, WeightFormat, rows_of
+from engine.model.weights import WeightReader, unblocked
+from kernels.linear.formats import DenseWeight, PartedWeight, WeightFormat, parts_of, rows_of
+
+Weight = WeightFormat | PartedWeight
 
 
 def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> SparseFeedForward:
@@ -29,6 +31,11 @@ def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> Sp
     if experts.shared_intermediate_size:
         name = f"{layer_prefix}.mlp.shared_experts"
         sparse.shared = read_feed_forward(weights, name, spec, experts.shared_intermediate_size)
+    if experts.latent_size:
+        hidden, width = spec.hidden_size, experts.latent_size
+        taken, given = (f"{prefix}.{name}_latent_proj" for name in ("fc1", "fc2"))
+        sparse.latent_in = read_linear(weights, [taken], [width], hidden, spec.mlp_bias)
+        sparse.latent_out = read_linear(weights, [given], [hidden], width, spec.mlp_bias)
     if experts.shared_gate:
         # A row, or a plain vector in GGUF.
         name = f"{prefix}.shared_experts_gate.weight"
@@ -59,7 +66,7 @@ def read_experts(weights: WeightReader, router: str, name: str, spec: ModelSpec)
     )
 
 
-def _expert(spec: ModelSpec, gate_up: WeightFormat, down: WeightFormat, *biases: Tensor) -> FeedForward:
+def _expert(spec: ModelSpec, gate_up: Weight, down: Weight, *biases: Tensor) -> FeedForward:
     first, second = biases or (None, None)
     return FeedForward(
         gate_up=Linear(weight=gate_up, bias=first),
@@ -76,16 +83,34 @@ def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, Exper
         if weights.has(f"{prefix}.gate_up_proj"):
             # Newer checkpoints of the same families.
             return _stacked_experts(weights, prefix, spec, experts)
-        size, hidden = experts.intermediate_size, spec.hidden_size
-        found = []
+        size, hidden = experts.intermediate_size, experts.latent_size or spec.hidden_size
+        gate_ups, downs = [], []
         for index in range(experts.num_experts):
             *entering, down_name = (f"{prefix}.{index}.{name}" for name in names)
             entering = entering if spec.gated else entering[1:]
-            gate_up = weights.linear(entering, [size] * len(entering), hidden)
-            found.append(_expert(spec, gate_up, weights.linear([down_name], [hidden], size)))
-        return found
+            gate_ups.append(weights.linear(entering, [size] * len(entering), hidden))
+            downs.append(weights.linear([down_name], [hidden], size))
+        pairs = zip(_in_equal_parts(gate_ups, size, weights.dtype), downs, strict=True)
+        return [_expert(spec, gate_up, down) for gate_up, down in pairs]
 
     return read
+
+
+def _in_equal_parts(given: list[Weight], size: int, dtype: torch.dtype) -> list[Weight]:
+    """Weights of gates and as many others, cut between them in all experts where one is in parts: products
+    take parts of all experts at once, which must have one size.
+    """
+    if len({len(parts_of(weight)) for weight in given}) == 1:
+        return given
+    found: list[Weight] = []
+    for weight in given:
+        if isinstance(weight, PartedWeight):
+            found.append(weight)
+            continue
+        whole = unblocked(weight, dtype)
+        halves = rows_of(whole, slice(size)), rows_of(whole, slice(size, None))
+        found.append(PartedWeight(parts=halves))
+    return found
 
 
 def _fused_experts(

@@ -56,12 +56,23 @@ def feed_sparse(
     [T, E].
     """
     logits = multiply(sparse.router, (x if asked is None else asked).float())
-    correction = cast("Tensor | None", sparse.correction)
-    scales = cast("Tensor | None", sparse.expert_scales)
     shared = None if sparse.shared is None else feed(sparse.shared, x, kernels, adapters)
     if shared is not None and sparse.shared_gate is not None:
         gate = multiply(sparse.shared_gate, x.float())
         shared = shared * (1.0 / (1.0 + torch.exp(-gate))).to(x.dtype)
+    if sparse.latent_in is None or sparse.latent_out is None:
+        return _routed(sparse, x, logits, kernels, shared)
+    given = _routed(sparse, multiply(sparse.latent_in, x, adapters), logits, kernels, None)
+    out = multiply(sparse.latent_out, given, adapters)
+    return out if shared is None else out + shared
+
+
+def _routed(
+    sparse: SparseFeedForward, x: Tensor, logits: Tensor, kernels: Kernels, shared: Tensor | None
+) -> Tensor:
+    """What the chosen experts make of x [T, E], which the router gave logits [T, X], plus what is shared."""
+    correction = cast("Tensor | None", sparse.correction)
+    scales = cast("Tensor | None", sparse.expert_scales)
     if sparse.together is not None:
         out: Tensor = sparse.together(
             x,

@@ -277,14 +277,20 @@ class _HandingOver:
 
     def pack(self, linear: Linear) -> None:
         """Packs weight and bias of a layer, and lets them go."""
-        packed = self._packer().pack(linear.weight, linear.bias)
+        from kernels.linear.native import packed_by
+
+        linear.weight = packed_by(self._hand_over, linear.weight, linear.bias)
+        linear.bias = linear.product = None
+
+    def _hand_over(self, weight: Any, bias: Any) -> PackedWeight:
+        packed = self._packer().pack(weight, bias)
         self._connection.send((_WEIGHT, bytes(packed.struct), packed.sizes))
         for part, num_bytes in packed.sizes.items():
             _send_from(self._connection, memory_at(getattr(packed.struct, part), num_bytes))
         handed = PackedWeight(packed.struct, self._none.arena, packed.sizes)
         self.numbers[id(handed)] = len(self._handed)
         self._handed.append(handed)
-        linear.weight, linear.bias, linear.product = handed, None, None
+        return handed
 
 
 class _Pickler(pickle.Pickler):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from engine.model.altup_ops import StreamBuffers, advance, gather, spread
@@ -25,11 +26,12 @@ from engine.model.records import (
     ModelRecord,
     Norm,
     Recurrence,
+    RecurrentUnit,
     ShortConvolution,
     SparseFeedForward,
 )
 from engine.model.spec import INNER_NORM_EPS
-from engine.model.state_builder import add_convolution, add_gate, add_recurrence
+from engine.model.state_builder import add_convolution, add_gate, add_recurrence, add_unit
 from kernels.activation.native import KINDS, ActivationArgs
 from kernels.adapters.native import NativeChanges
 from kernels.altup.native import CutOffArgs
@@ -76,7 +78,7 @@ class ProgramBuilder:
         # Where there is more than one.
         self.streams: StreamBuffers | None = None
         # Each thread converts few rows for itself, more of narrow ones: the widest need not take most room.
-        widths = {linear.packed.inputs for layer in model.layers for linear in layer.linears()}
+        widths = {linear.packed_parts[0].inputs for layer in model.layers for linear in layer.linears()}
         rooms = [make_workspace(library, max_tokens, width, num_threads) for width in widths]
         self.workspace = max(rooms, key=lambda room: room.size)
         self.num_threads = num_threads
@@ -124,6 +126,8 @@ class ProgramBuilder:
             add_convolution(self, mixer, cache, x, out, join)
         elif isinstance(mixer, Recurrence):
             add_recurrence(self, mixer, cache, x, out, join)
+        elif isinstance(mixer, RecurrentUnit):
+            add_unit(self, mixer, cache, x, out, join)
         elif isinstance(mixer, JointMixer):
             self.mix(mixer.recurrence, cache.state, x, out, join)
             self.mix(mixer.attention, cache.keys, x, out, True)
@@ -254,18 +258,20 @@ class ProgramBuilder:
 
     def product(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
         """out (+)= x W^T + b; x and out may be wider than the product."""
-        weight = linear.packed
-        args = gemm_args(
-            weight,
-            self.step + NUM_TOKENS,
-            address_of(x),
-            address_of(out),
-            address_of(self.workspace),
-            x_stride=row_stride(x),
-            out_stride=row_stride(out),
-            accumulate=join,
-        )
-        self.ops.extend(product_ops(self.library, args, weight, x, out, self.workspace))
+        begin = 0
+        for weight in linear.packed_parts:
+            args = gemm_args(
+                weight,
+                self.step + NUM_TOKENS,
+                address_of(x),
+                address_of(out[:, begin:]),
+                address_of(self.workspace),
+                x_stride=row_stride(x),
+                out_stride=row_stride(out),
+                accumulate=join,
+            )
+            self.ops.extend(product_ops(self.library, args, weight, x, out, self.workspace))
+            begin += weight.outputs
         if linear.changes is not None:
             changes: NativeChanges = linear.changes
             # One width for all layers: an adapter of lower rank fills the beginning of the rows.
@@ -386,9 +392,9 @@ class ProgramBuilder:
             eps=INNER_NORM_EPS,
         )
         self.add("latent_cache", args, attention, cos, sin)
-        self._head_product(q, attention.key_up, queries)
+        self.head_product(q, attention.key_up, queries)
         self.attend(attention, cache, 1, queries, mixed)
-        self._head_product(mixed, attention.value_up, values)
+        self.head_product(mixed, attention.value_up, values)
         self.product(attention.output, values, out, join)
 
     def _query_input(self, attention: LatentAttention, x: Floats) -> Floats:
@@ -409,7 +415,7 @@ class ProgramBuilder:
         self.ops.append(norm_op(self.library, args, attention, inner))
         return inner
 
-    def _head_product(self, x: Floats, weight: Values, out: Floats) -> None:
+    def head_product(self, x: Floats, weight: Values, out: Floats) -> None:
         """out[t, h, :M] = x[t, h, :I] weight[h]; weight [H, I, M], and rows of heads may be wider."""
         heads, inputs, outputs = weight.shape
         args = HeadProductArgs(
@@ -467,6 +473,7 @@ class ProgramBuilder:
                 experts,
                 max_tokens=self.max_tokens,
                 hidden_size=self.spec.hidden_size,
+                width=experts.latent_size or self.spec.hidden_size,
                 intermediate_size=experts.intermediate_size,
                 num_threads=self.num_threads,
                 plain=not self.spec.gated,
@@ -474,17 +481,22 @@ class ProgramBuilder:
         layer = SparseLayer(
             routing=experts,
             router=feed_forward.router.packed,
-            gate_up=[expert.gate_up.packed for expert in feed_forward.experts],
+            gate_up=[expert.gate_up.packed_parts for expert in feed_forward.experts],
             down=[expert.down.packed for expert in feed_forward.experts],
             activation=feed_forward.activation,
             correction=feed_forward.correction,
             expert_scales=feed_forward.expert_scales,
             plain=feed_forward.experts[0].plain,
         )
-        rows = self.step + NUM_TOKENS
-        self.ops += sparse_ops(
-            self.library, layer, self.expert_buffers, rows, x, out, accumulate=join, asked=asked
-        )
+        ops = partial(sparse_ops, self.library, layer, self.expert_buffers, self.step + NUM_TOKENS)
+        latent_in, latent_out = feed_forward.latent_in, feed_forward.latent_out
+        if latent_in is None or latent_out is None:
+            self.ops += ops(x, out, accumulate=join, asked=asked)
+        else:
+            taken, given = (self.buffer(name, experts.latent_size) for name in ("latent_in", "latent_out"))
+            self.product(latent_in, x, taken, False)
+            self.ops += ops(taken, given, accumulate=False, asked=x)
+            self.product(latent_out, given, out, join)
         gates = None
         if feed_forward.shared_gate is not None:
             gates = self.buffer("shared_gates", 1)

@@ -18,7 +18,8 @@ from engine.model.records import Linear, ModelRecord, Norm
 from engine.model.rope import query_scales, rope_table
 from engine.model.spec import NEVER_DRAWN, ModelSpec
 from engine.model.weights import Progress, WeightReader
-from kernels.linear.native import NativePacker
+from kernels.linear.native import NativePacker, packed_by
+from kernels.linear.parts import pack_any
 from kernels.selection import Kernels, torch_kernels
 
 
@@ -40,7 +41,7 @@ class NativePacking:
         self.keeps_float16 = packer.keeps_float16
 
     def pack(self, linear: Linear) -> None:
-        linear.weight = self._packer.pack(linear.weight, linear.bias)
+        linear.weight = packed_by(self._packer.pack, linear.weight, linear.bias)
         linear.bias = linear.product = None
 
 
@@ -54,7 +55,7 @@ def read_model(
             packing.pack(linear)
         else:
             # Which product serves a shape is found out while loading, not in the first step.
-            linear.product = weights.kernels.linear.pack(linear.weight)
+            linear.product = pack_any(weights.kernels.linear, linear.weight)
             # Some multiply by an order of their own.
             linear.weight = getattr(linear.product, "kept", linear.weight)
 

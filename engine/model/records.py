@@ -28,7 +28,7 @@ Floats = NDArray[np.float32]
 class Linear:
     """x W^T + b [outputs, inputs]; several tensors of the checkpoint may be stacked into one."""
 
-    # A WeightFormat; or a PackedWeight, which holds the bias.
+    # A WeightFormat or PartedWeight; or, with the bias, a PackedWeight or a tuple of them side by side.
     weight: Any
     bias: Any = None
     # The weight as torch multiplies with it, made when it is packed for torch.
@@ -42,9 +42,14 @@ class Linear:
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as the native kernels take it."""
+        """The weight as the native kernels take it, of one form."""
         assert isinstance(self.weight, PackedWeight), "packed while it was loaded"
         return self.weight
+
+    @property
+    def packed_parts(self) -> tuple[PackedWeight, ...]:
+        """The same of one form or of several."""
+        return self.weight if isinstance(self.weight, tuple) else (self.packed,)
 
 
 @dataclass(kw_only=True)
@@ -184,6 +189,26 @@ class Recurrence:
 
 
 @dataclass(kw_only=True)
+class RecurrentUnit:
+    """A convolution, a real-gated linear recurrent unit over its channels, times an activated gate. Its one
+    projection gives channels and gate.
+    """
+
+    inner: Linear
+    weight: Values  # [W, C]
+    bias: Values | None
+    gates: Values  # [H, D, 2 D], of what is taken in and of the recurrence
+    gate_bias: Values  # [H, 2 D]
+    rate: Values  # [C], negative
+    output: Linear
+
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's input goes to."""
+        return self.inner
+
+
+@dataclass(kw_only=True)
 class JointMixer:
     """Attention and a recurrence side by side."""
 
@@ -194,7 +219,7 @@ class JointMixer:
     entry = None
 
 
-Mixer = Attention | LatentAttention | ShortConvolution | Recurrence | JointMixer
+Mixer = Attention | LatentAttention | ShortConvolution | Recurrence | RecurrentUnit | JointMixer
 
 
 @dataclass(kw_only=True)
@@ -231,6 +256,9 @@ class SparseFeedForward:
     # Its one output's sigmoid multiplies the shared feed-forward.
     shared_gate: Linear | None = None
     together: Any = None
+    # To what experts take, and from what they give, where that is not the stream.
+    latent_in: Linear | None = None
+    latent_out: Linear | None = None
 
     # Its input goes to the router, too.
     entry = None
@@ -345,6 +373,8 @@ class Layer:
         for part in (*joint, indexer, dense, shared, self.per_layer):
             if part is not None:
                 yield from (value for value in vars(part).values() if isinstance(value, Linear))
+        if self.sparse is not None and self.sparse.latent_in and self.sparse.latent_out:
+            yield from (self.sparse.latent_in, self.sparse.latent_out)
         if self.altup is not None:
             yield from (self.altup.left, self.altup.right)
 
@@ -396,7 +426,7 @@ class ModelRecord:
 
 
 _RECORDS = (
-    *(Linear, Norm, Attention, LatentAttention, ShortConvolution, Recurrence, JointMixer),
+    *(Linear, Norm, Attention, LatentAttention, ShortConvolution, Recurrence, RecurrentUnit, JointMixer),
     *(FeedForward, SparseFeedForward, JoinedFeedForward, Indexer, PerLayerInput, PerLayerTable),
     *(AltUp, StreamEnds, Layer, PooledHead, ModelRecord),
 )

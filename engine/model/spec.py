@@ -134,15 +134,17 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that carry a state from token to token (kernels/recurrent): a short convolution alone, or in
-    front of Mamba 2's scan (arXiv 2405.21060) or the gated delta rule (arXiv 2412.06464).
+    front of Mamba 2's scan (arXiv 2405.21060), the gated delta rule (arXiv 2412.06464) or a real-gated linear
+    recurrent unit (RG-LRU, arXiv 2402.19427).
     """
 
-    kind: Literal["convolution", "mamba2", "delta"]
+    kind: Literal["convolution", "mamba2", "delta", "rg_lru"]
     layers: tuple[int, ...]
     # Inputs that a convolution takes, the token's own included, of so many channels.
     taps: int
     channels: int
-    # Heads of values, and of queries and keys that they share; none with a convolution alone.
+    # Heads of values, and of queries and keys that they share; none with a convolution alone. With RG-LRU
+    # those of gates, whose "values" are channels and whose "keys" are one.
     num_heads: int = 0
     num_groups: int = 0
     key_dim: int = 0
@@ -195,6 +197,8 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     # turns, with biases).
     # "fused": two tensors for each, of which the first is gate_up_proj.
     layout: Literal["separate", "fused", "mixtral", "gpt_oss", "stacked", "inputs_first"] = "separate"
+    # Elements of what experts take and give, a projection of the stream and back; 0: the stream's own.
+    latent_size: int = 0
     # Experts are beside a dense feed-forward, each with norms of its own (Gemma 4); see `joined_experts`.
     joins_dense: bool = False
 

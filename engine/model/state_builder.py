@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from typing import Protocol
 
-from engine.model.records import Floats, Linear, Recurrence, ShortConvolution
-from kernels.host import address_of, row_stride
+from engine.model.records import Floats, Linear, Recurrence, RecurrentUnit, ShortConvolution
+from kernels.host import Values, address_of, row_stride
 from kernels.recurrent.native import (
     GATES,
     SCANS,
     GatedRowArgs,
+    RgLruArgs,
     ScanArgs,
     ScanInputsArgs,
     ShortConvolutionArgs,
@@ -31,6 +32,9 @@ class OpBuilder(Protocol):
 
     def product(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
         """out (+)= x W^T + b."""
+
+    def head_product(self, x: Floats, weight: Values, out: Floats) -> None:
+        """out[t, h, :M] = x[t, h, :I] weight[h]; weight [H, I, M]."""
 
 
 def add_convolution(
@@ -65,7 +69,7 @@ def add_recurrence(
     """Projection, convolution, scan, gated norm, output."""
     spec, places = mixer.spec, mixer.places
     size = spec.num_heads * spec.value_dim
-    inner = builder.buffer("state_inner", mixer.inner.packed.outputs)
+    inner = builder.buffer("state_inner", sum(part.outputs for part in mixer.inner.packed_parts))
     channels = builder.buffer("state_channels", spec.channels)
     mixed = builder.buffer("state_mixed", size)
     builder.product(mixer.inner, x, inner, False)
@@ -85,6 +89,46 @@ def add_recurrence(
     _add_scan(builder, mixer, cache, inner, channels, mixed)
     _add_norm(builder, mixer, inner, mixed)
     builder.product(mixer.output, mixed, out, join)
+
+
+def add_unit(
+    builder: OpBuilder, mixer: RecurrentUnit, cache: StateCache, x: Floats, out: Floats, join: bool
+) -> None:
+    """Projection, convolution, gates, recurrent unit, activated gate, output."""
+    taps, width = mixer.weight.shape
+    size = mixer.gates.shape[1]
+    inner = builder.buffer("state_inner", 2 * width)
+    channels = builder.buffer("state_channels", width)
+    gates = builder.buffer("state_gates", 2 * width)
+    builder.product(mixer.inner, x, inner, False)
+    convolution = ShortConvolutionArgs(
+        step=builder.step,
+        x=address_of(inner),
+        weight=address_of(mixer.weight),
+        bias=None if mixer.bias is None else address_of(mixer.bias),
+        out=address_of(channels),
+        states=address_of(cache.inputs),
+        channels=width,
+        taps=taps,
+        x_stride=row_stride(inner),
+        activates=0,
+    )
+    builder.add("short_convolution", convolution, mixer, cache, inner, channels)
+    builder.head_product(channels, mixer.gates, gates)
+    unit = RgLruArgs(
+        step=builder.step,
+        x=address_of(channels),
+        gates=address_of(gates),
+        bias=address_of(mixer.gate_bias),
+        rate=address_of(mixer.rate),
+        out=address_of(channels),
+        states=address_of(cache.matrix),
+        channels=width,
+        head_dim=size,
+    )
+    builder.add("rg_lru", unit, mixer, cache, channels, gates)
+    add_gate(builder, channels, inner[:, width:], kind="gelu_tanh")
+    builder.product(mixer.output, channels, out, join)
 
 
 def _add_norm(builder: OpBuilder, mixer: Recurrence, inner: Floats, mixed: Floats) -> None:
@@ -154,8 +198,8 @@ def _add_scan(
     builder.add("state_scan", scan, mixer, cache, channels, factors, mixed)
 
 
-def add_gate(builder: OpBuilder, mixed: Floats, gates: Floats) -> None:
-    """mixed [T, X] times the sigmoids of gates, in place."""
+def add_gate(builder: OpBuilder, mixed: Floats, gates: Floats, kind: str = "sigmoid") -> None:
+    """mixed [T, X] times the activation of gates, in place."""
     width = mixed.shape[1]
     args = GatedRowArgs(
         step=builder.step,
@@ -166,6 +210,6 @@ def add_gate(builder: OpBuilder, mixed: Floats, gates: Floats) -> None:
         size=width,
         x_stride=row_stride(mixed),
         gate_stride=row_stride(gates),
-        gate_kind=GATES["sigmoid"],
+        gate_kind=GATES[kind],
     )
     builder.add("gated_norm", args, mixed, gates)

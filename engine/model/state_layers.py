@@ -13,17 +13,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from engine.model.layers import StepContext, multiply, read_floats, read_linear
-from engine.model.records import Linear, Recurrence, ShortConvolution, StatePlaces
+from engine.model.records import Linear, Recurrence, RecurrentUnit, ShortConvolution, StatePlaces
 from engine.model.spec import ModelSpec, StateSpec
 from engine.model.weights import WeightReader
-from kernels.recurrent.backends import ScanInputs, ScanWeights
+from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights
 from kernels.recurrent.store import StateCache
 from kernels.rows import QuantizedRows
 
 
-def read_state(weights: WeightReader, prefix: str, spec: ModelSpec) -> ShortConvolution | Recurrence:
+def read_state(
+    weights: WeightReader, prefix: str, spec: ModelSpec
+) -> ShortConvolution | Recurrence | RecurrentUnit:
     """The mixer of a layer with a state, whose tensors' names begin with `prefix`."""
     state, hidden = spec.state, spec.hidden_size
     assert state is not None, "called for such layers only"
@@ -37,6 +40,10 @@ def read_state(weights: WeightReader, prefix: str, spec: ModelSpec) -> ShortConv
     if state.kind == "convolution":
         inner = read_linear(weights, [f"{prefix}.in_proj"], [3 * hidden], hidden, state.bias)
         return ShortConvolution(inner=inner, **common)
+    if state.kind == "rg_lru":
+        names = [f"{prefix}.x_proj", f"{prefix}.y_proj"]
+        inner = read_linear(weights, names, [state.channels] * 2, hidden, state.bias)
+        return RecurrentUnit(inner=inner, **_read_gates(weights, f"{prefix}.rg_lru", state), **common)
     read_inner = _read_mamba2_inner if state.kind == "mamba2" else _read_delta_inner
     inner, places = read_inner(weights, prefix, state, hidden)
     return Recurrence(
@@ -49,6 +56,18 @@ def read_state(weights: WeightReader, prefix: str, spec: ModelSpec) -> ShortConv
         norm=_read_state_norm(weights, f"{prefix}.norm.weight", state) if state.norm_size else None,
         **common,
     )
+
+
+def _read_gates(weights: WeightReader, prefix: str, state: StateSpec) -> dict[str, Any]:
+    """Products of each head's channels that open a recurrent unit, and its rate, in which eight is fixed."""
+    heads, size, parts = state.num_heads, state.value_dim, ("input", "recurrent")
+    products = [read_floats(weights, f"{prefix}.{part}_gate_weight", heads, size, size) for part in parts]
+    biases = [read_floats(weights, f"{prefix}.{part}_gate_bias", heads, size) for part in parts]
+    return {
+        "gates": torch.cat(products, dim=2).contiguous(),
+        "gate_bias": torch.cat(biases, dim=1).contiguous(),
+        "rate": -8.0 * softplus(read_floats(weights, f"{prefix}.recurrent_param", state.channels)),
+    }
 
 
 def _read_taps(weights: WeightReader, prefix: str, state: StateSpec) -> Tensor:
@@ -135,6 +154,31 @@ def convolve(
     convolved = step.kernels.recurrent.short_convolution
     mixed = convolved(first * inner, weight, bias, cache.inputs, step.states, activates=False)
     return multiply(mixer.output, (second * mixed).to(step.dtype), step.adapters)
+
+
+def recur_units(
+    mixer: RecurrentUnit, x: Tensor | QuantizedRows, cache: StateCache, step: StepContext
+) -> Tensor:
+    """x [T, E] -> [T, E]; moves the states of this step's sequences on."""
+    assert step.states is not None, "the model has states"
+    kernels, gates = step.kernels.recurrent, cast("Tensor", mixer.gates)
+    (heads, size), channels = gates.shape[:2], mixer.weight.shape[1]
+    projected = multiply(mixer.inner, x, step.adapters).float()
+    mixed = kernels.short_convolution(
+        projected[:, :channels],
+        cast("Tensor", mixer.weight),
+        cast("Tensor | None", mixer.bias),
+        cache.inputs,
+        step.states,
+        activates=False,
+    )
+    by_head = mixed.view(-1, heads, size).transpose(0, 1).contiguous()
+    opened = step.kernels.linear.batched(by_head, gates).transpose(0, 1).contiguous()
+    weights = RgLruWeights(bias=cast("Tensor", mixer.gate_bias), rate=cast("Tensor", mixer.rate))
+    taken = kernels.rg_lru(mixed, opened, weights, cache.matrix, step.states)
+    gate = projected[:, channels:]
+    gated = kernels.gated_norm(taken, gate, None, 0.0, size=channels, gate_first=False, kind="gelu_tanh")
+    return multiply(mixer.output, gated.to(step.dtype), step.adapters)
 
 
 def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step: StepContext) -> Tensor:

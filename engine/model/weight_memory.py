@@ -40,6 +40,8 @@ NEVER_QUANTIZED = (
 HEAD = "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"
 EMBEDDING = "model.embed_tokens.weight"
+# Ends of names of products by heads.
+KEPT_IN_FLOAT32 = (".input_gate_weight", ".recurrent_gate_weight")
 # Parts of names of tensors with two dimensions that are looked up, or taken apart before they are multiplied.
 NEVER_MULTIPLIED = (
     *("embed_tokens.weight", "embed_positions.weight", "embed_tokens_per_layer.weight"),
@@ -135,8 +137,8 @@ def _count(
             return stored
     if header.dtype in ELEMENT_BYTES and header.dtype not in FLOAT_TYPES | FP8_TYPES:
         return WeightCount()
-    if name == POSITIONS:
-        # Added in float32.
+    if name == POSITIONS or name.endswith(KEPT_IN_FLOAT32):
+        # Computed in float32.
         return WeightCount(num_weights=elements, fixed_bytes=FLOAT_BYTES * elements)
     fixed = _at_load_bytes(name, _outputs_first(header.shape, spec), config)
     if fixed is None:

@@ -34,8 +34,11 @@ from engine.quantization.stored import read_weight
 from kernels.linear.formats import (
     DenseWeight,
     Fp8Weight,
+    PartedWeight,
     WeightFormat,
     is_finite,
+    parts_of,
+    picked_rows,
     rows_of,
     scales_of,
     stack,
@@ -159,7 +162,7 @@ class WeightReader:
         *,
         calibrates: bool = False,
         order: Tensor | None = None,
-    ) -> WeightFormat:
+    ) -> WeightFormat | PartedWeight:
         """The weight of the linear layers `names`, their outputs one after another, or in that `order`.
 
         With `calibrates` the caller sees to it that a weight comes back quantized only when the ranges of its
@@ -168,8 +171,11 @@ class WeightReader:
         parts = [self._layer(name, size, inputs) for name, size in zip(names, outputs, strict=True)]
         weight = stack(parts, self.dtype)
         if order is not None:
-            weight = rows_of(_unblocked(weight, self.dtype), order)
-        return weight if calibrates and self.calibrates else self.quantized(weight)
+            parts = [unblocked(part, self.dtype) for part in parts_of(weight)]
+            weight = picked_rows(parts, order, self.dtype)
+        if isinstance(weight, PartedWeight) or (calibrates and self.calibrates):
+            return weight
+        return self.quantized(weight)
 
     @property
     def calibrates(self) -> bool:
@@ -230,7 +236,7 @@ class WeightReader:
         """The first rows of the weight of the layer `name` that makes logits: those behind them are padding,
         which is never drawn.
         """
-        weight = _unblocked(self._layer(name, *shape), self.dtype)
+        weight = unblocked(self._layer(name, *shape), self.dtype)
         return self.quantized_head(rows_of(weight, slice(num_rows)))
 
     def tied_head(self, name: str, shape: tuple[int, int], embedding: Tensor, num_rows: int) -> WeightFormat:
@@ -385,7 +391,7 @@ class WeightReader:
         return self._files[file]
 
 
-def _unblocked(weight: WeightFormat, dtype: torch.dtype) -> WeightFormat:
+def unblocked(weight: WeightFormat, dtype: torch.dtype) -> WeightFormat:
     """A weight whose rows can be picked: those of fp8 blocks share scales."""
     if isinstance(weight, Fp8Weight) and weight.blocked:
         return DenseWeight(values=weight.dequantize().to(dtype))

@@ -35,7 +35,8 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
         multiplied -= spec.per_layer.num_embeddings * spec.num_layers * spec.per_layer.width
     if spec.experts is not None:
         idle = spec.experts.num_experts - spec.experts.num_active
-        per_expert = (3 if spec.gated else 2) * spec.hidden_size * spec.experts.intermediate_size
+        width = spec.experts.latent_size or spec.hidden_size
+        per_expert = (3 if spec.gated else 2) * width * spec.experts.intermediate_size
         multiplied -= len(spec.experts.layers) * idle * per_expert
     return ModelWork(
         flop_per_token=2.0 * multiplied,

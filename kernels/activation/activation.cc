@@ -21,12 +21,6 @@ Vec gelu(Vec gate, Vec up) {
   return mul(mul(mul(set1(0.5f), gate), share), up);
 }
 
-Vec gelu_tanh(Vec gate, Vec up) {
-  const Vec cube = mul(mul(gate, gate), gate);
-  const Vec inner = mul(set1(0.79788456080286536f), add(gate, mul(set1(0.044715f), cube)));
-  return mul(mul(mul(set1(0.5f), gate), add(set1(1.0f), tanh(inner))), up);
-}
-
 Vec clamped_swiglu(Vec gate, Vec up) {
   const Vec low = min(set1(7.0f), gate);
   const Vec linear = add(max(set1(-7.0f), min(set1(7.0f), up)), set1(1.0f));
@@ -80,7 +74,9 @@ extern "C" void activation(const ActivationArgs& args, int thread, int num_threa
   switch (args.kind) {
     case kSilu: return gate_rows(args, num_rows, thread, num_threads, silu);
     case kGelu: return gate_rows(args, num_rows, thread, num_threads, gelu);
-    case kGeluTanh: return gate_rows(args, num_rows, thread, num_threads, gelu_tanh);
+    case kGeluTanh:
+      return gate_rows(args, num_rows, thread, num_threads,
+                       [](Vec gate, Vec up) { return mul(gelu_tanh(gate), up); });
     case kClampedSwiglu: return gate_rows(args, num_rows, thread, num_threads, clamped_swiglu);
     case kRelu2: return gate_rows(args, num_rows, thread, num_threads, relu2);
     case kXielu:

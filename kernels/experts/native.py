@@ -34,12 +34,12 @@ GROUP_SCORES = {"best": 0, "two_best": 1}
 @dataclass(frozen=True, kw_only=True)
 class SparseLayer:
     """Packed weights of one layer: router [X, E], and for each expert [2 I, E] (gates first), or [I, E] where
-    it is `plain`, and [E, I].
+    it is `plain`, and [E, I]. The first of these may have parts side by side, of equal sizes in all experts.
     """
 
     routing: Routing
     router: PackedWeight
-    gate_up: Sequence[PackedWeight]
+    gate_up: Sequence[Sequence[PackedWeight]]
     down: Sequence[PackedWeight]
     activation: str
     correction: Values | None = None  # [X] float32, takes part in the choice alone
@@ -57,12 +57,15 @@ class ExpertBuffers:
         *,
         max_tokens: int,
         hidden_size: int,
+        width: int = 0,
         intermediate_size: int,
         num_threads: int,
         plain: bool = False,
     ) -> None:
-        """`plain`: experts have no gates."""
-        experts, active = routing.num_experts, routing.num_active
+        """The router takes `hidden_size` elements; experts take and give `width`, which is as many where 0.
+        `plain`: experts have no gates.
+        """
+        experts, active, width = routing.num_experts, routing.num_active, width or hidden_size
         num_places = max_tokens * active
         self.logits = empty((max_tokens, experts))
         self.ids = empty((max_tokens, active), np.int64)
@@ -72,9 +75,9 @@ class ExpertBuffers:
         self.places = empty((num_places,), np.int64)
         self.ranks = empty((num_places,), np.int64)
         self.gate_up = empty((num_places, (1 if plain else 2) * intermediate_size))
-        self.changes = empty((num_places, hidden_size))
+        self.changes = empty((num_places, width))
         self.router_workspace = make_workspace(library, max_tokens, hidden_size, num_threads)
-        widest = -(-max(hidden_size, intermediate_size) // INPUT_MULTIPLE) * INPUT_MULTIPLE
+        widest = -(-max(width, intermediate_size) // INPUT_MULTIPLE) * INPUT_MULTIPLE
         needed = library.function("millrace_expert_workspace", c_int64, (c_int64,) * 3)
         self.workspace = empty((int(needed(num_places, experts, widest)),), np.uint8)
 
@@ -146,7 +149,7 @@ def sparse_ops(
         *product_ops(library, router, layer, buffers, asked),
         Op(library, "route", _route_args(layer, buffers, num_rows), buffers, layer),
         Op(library, "expert_plan", plan, buffers),
-        *_expert_products(library, layer.gate_up, buffers, x, gate_up, buffers.places, routing),
+        *_gate_up_ops(library, layer, buffers, x),
         Op(library, "activation", activation, buffers),
         *_expert_products(library, layer.down, buffers, gate_up, changes, None, routing),
         Op(library, "expert_sum", total, buffers, out),
@@ -172,6 +175,16 @@ def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> An
         routing.tolerance,
         None if layer.expert_scales is None else address_of(layer.expert_scales),
     )
+
+
+def _gate_up_ops(library: NativeLibrary, layer: SparseLayer, buffers: ExpertBuffers, x: Values) -> list[Op]:
+    """What goes into the activation, part by part."""
+    ops, begin = [], 0
+    for weights in zip(*layer.gate_up, strict=True):
+        out = buffers.gate_up[:, begin:]
+        ops += _expert_products(library, weights, buffers, x, out, buffers.places, layer.routing)
+        begin += weights[0].outputs
+    return ops
 
 
 def _expert_products(

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from kernels.linear.formats import WeightFormat
+from kernels.linear.formats import PartedWeight, WeightFormat
 from kernels.linear.reference import (
     Product,
 )
@@ -61,7 +61,7 @@ class LinearBackend(Protocol):
     def batched(self, left: Tensor, right: Tensor) -> Tensor:
         """left [B, M, K], right [B, K, N] -> [B, M, N]."""
 
-    def grouped(self, weights: Sequence[WeightFormat]) -> GroupedProduct | None:
+    def grouped(self, weights: Sequence[WeightFormat | PartedWeight]) -> GroupedProduct | None:
         """The product with one of several weights [N, K] per row, or None where rows must be sorted on the
         host.
         """

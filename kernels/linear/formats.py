@@ -15,9 +15,9 @@ Shape letters: N outputs, K inputs, G groups of K/G neighbouring (stored) inputs
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -30,10 +30,6 @@ FP8_BLOCK = 128
 FP8_LIMIT = 448.0
 # Smallest magnitude, as a number of 7 bits, that is not finite.
 FP8_NOT_FINITE = {torch.float8_e4m3fn: 127, torch.float8_e5m2: 124}
-
-# Bits of a code; the largest number that one stands for.
-CODED_BITS = (2, 3, 4, 5, 6)
-INT8_MOST = 127
 
 Activations = Literal["float", "int8"]
 
@@ -289,25 +285,56 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
+@dataclass(frozen=True, kw_only=True)
+class PartedWeight:
+    """Outputs one after another, of forms that no single one holds without growing: products are made part by
+    part.
+    """
+
+    parts: tuple[WeightFormat, ...]  # two or more, of equal K
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] in float32."""
+        return torch.cat([part.dequantize().float() for part in self.parts])
+
+
+def parts_of(weight: WeightFormat | PartedWeight) -> tuple[WeightFormat, ...]:
+    """What of a weight has one form."""
+    return weight.parts if isinstance(weight, PartedWeight) else (weight,)
+
+
+def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat | PartedWeight:
     """One weight with the outputs of all of them (equal K), first to last.
 
-    Weights that have no common form (other groups, other orders, one of them dense) are dequantized to
-    `dtype`.
+    Neighbours of one form become one; dense ones of several types are of `dtype` then. The others stay apart.
     """
-    if len(weights) > 1 and all(isinstance(weight, CodedWeight) for weight in weights):
-        weights = _alike([weight for weight in weights if isinstance(weight, CodedWeight)]) or weights
+    runs: list[list[WeightFormat]] = []
+    for weight in weights:
+        if runs and _have_one_form(runs[-1][-1], weight):
+            runs[-1].append(weight)
+        else:
+            runs.append([weight])
+    found = [_one_of(run, dtype) for run in runs]
+    return found[0] if len(found) == 1 else PartedWeight(parts=tuple(found))
+
+
+def _one_of(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
+    """One weight of several that have one form."""
     first = weights[0]
     if len(weights) == 1:
         return first
-    if not all(_have_one_form(first, weight) for weight in weights):
-        return DenseWeight(values=torch.cat([weight.dequantize().to(dtype) for weight in weights]))
-    if any(getattr(weight, "minimum", None) is not None for weight in weights):
-        weights = [_with_minimum(weight) for weight in weights]
+    dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
+    if len({values.dtype for values in dense}) > 1:
+        return DenseWeight(values=torch.cat([values.to(dtype) for values in dense]))
     parts: dict[str, Any] = {
         name: _joined([getattr(weight, name) for weight in weights])
         for name in _OF_OUTPUTS
-        if getattr(weights[0], name, None) is not None
+        if getattr(first, name, None) is not None
     }
     return replace(first, **parts)
 
@@ -317,75 +344,37 @@ def _have_one_form(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, DenseWeight):
-        return bool(left.values.dtype == right.values.dtype)
+        return True
+    shared = ("activations", "order", "smoothing", "book", "blocked", "rounds_inputs")
+    alike = all(_same(getattr(left, name, None), getattr(right, name, None)) for name in shared)
     if isinstance(left, Fp8Weight):
-        whole = not (left.blocked and right.shape[0] % FP8_BLOCK)
-        return bool(left.blocked == right.blocked and left.rounds_inputs == right.rounds_inputs and whole)
-    if isinstance(left, CodedWeight):
-        alike = left.book == right.book and _forms(left) == _forms(right)
-    elif isinstance(left, FloatCodedWeight):
-        alike = torch.equal(left.book, right.book)
-    else:
-        shared = ("activations", "order", "smoothing")
-        alike = all(_same(getattr(left, name, None), getattr(right, name, None)) for name in shared)
-    return alike and bool(left.scale.shape[1] == right.scale.shape[1])
+        return alike and not (left.blocked and left.shape[0] % FP8_BLOCK)
+    return alike and _forms(left) == _forms(right)
 
 
-def _forms(weight: CodedWeight) -> list[tuple[int, torch.dtype] | None]:
-    """Groups, or spans, and types of what codes are scaled by."""
-    parts = (weight.step, weight.minimum, weight.low)
+def _forms(weight: WeightFormat) -> list[tuple[int, torch.dtype] | None]:
+    """Groups, or spans, and types of what a weight is scaled by."""
+    parts = [getattr(weight, name, None) for name in ("scale", "step", "minimum", "low")]
     return [None if part is None else (part.shape[1], part.dtype) for part in parts]
 
 
-def _alike(weights: Sequence[CodedWeight]) -> list[CodedWeight] | None:
-    """The same weights in codes of one kind with equal groups and spans; None where no 6 bits hold that."""
-    books = [weight.book for weight in weights]
-    lowest, highest = min(map(min, books)), max(map(max, books))
-    bits = max(2, (highest - lowest).bit_length())
-    book = tuple(range(lowest, lowest + (1 << bits)))
-    steps = {weight.step.dtype for weight in weights if weight.step is not None}
-    if len(set(books)) == 1:
-        bits, book = weights[0].bits, books[0]
-    elif bits > CODED_BITS[-1] or book[-1] > INT8_MOST:
-        return None
-    if len(steps) > 1 or (steps and steps != {torch.int8} and any(weight.step is None for weight in weights)):
-        return None
-    groups = math.lcm(*(weight.num_groups for weight in weights))
-    spans = math.lcm(*(weight.scale.shape[1] for weight in weights))
-    has_minimum, has_low = (any(getattr(w, part) is not None for w in weights) for part in ("minimum", "low"))
-    made = []
-    for weight in weights:
-        codes, shape = weight.codes, (weight.shape[0], groups)
-        if weight.book != book:
-            places = torch.tensor([book.index(value) for value in weight.book], dtype=torch.uint8)
-            codes = places.to(codes.device)[codes.long()]
-        ones = torch.ones(shape, dtype=torch.int8, device=codes.device)
-        step = low = minimum = None
-        if steps:
-            step = ones if weight.step is None else _spread(weight.step, groups)
-        if has_minimum:
-            given = torch.zeros_like(weight.scale) if weight.minimum is None else weight.minimum
-            minimum = _spread(given, spans)
-        if has_low:
-            low = ones if weight.low is None else _spread(weight.low, groups)
-        scale = _spread(weight.scale, spans)
-        made.append(
-            CodedWeight(codes=codes, bits=bits, book=book, scale=scale, step=step, minimum=minimum, low=low)
-        )
-    return made
+def picked_rows(
+    parts: Sequence[WeightFormat], rows: Tensor, dtype: torch.dtype
+) -> WeightFormat | PartedWeight:
+    """Some outputs of a weight of these parts, in the order in which `rows` [R] names them."""
+    begins = torch.tensor([0, *(part.shape[0] for part in parts)]).cumsum(0).to(rows.device)
+    owners = torch.bucketize(rows, begins[1:], right=True).tolist()
+    found, first = [], 0
+    for owner, run in groupby(owners):
+        last = first + len(list(run))
+        found.append(rows_of(parts[owner], rows[first:last] - begins[owner]))
+        first = last
+    return stack(found, dtype)
 
 
-def _spread(values: Tensor, count: int) -> Tensor:
-    """[N, G] as [N, count]: each number for so many neighbours."""
-    if values.dtype in FP8_NOT_FINITE:
-        return _spread(values.view(torch.uint8), count).view(values.dtype)
-    return values.repeat_interleave(count // values.shape[1], 1)
-
-
-def _with_minimum(weight: WeightFormat) -> WeightFormat:
-    if not isinstance(weight, Int4Weight) or weight.minimum is not None:
-        return weight
-    return replace(weight, minimum=-INT4_MIDDLE * weight.scale)
+def with_minimum(weight: Int4Weight) -> Int4Weight:
+    """The same weight with minima."""
+    return weight if weight.minimum is not None else replace(weight, minimum=-INT4_MIDDLE * weight.scale)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -398,7 +387,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _same(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
-    return left is right
+    return left is right if isinstance(left, Tensor) or isinstance(right, Tensor) else bool(left == right)
 
 
 def _by_group(values: Tensor, scale: Tensor, minimum: Tensor | None) -> Tensor:

@@ -21,7 +21,9 @@ from kernels.linear.formats import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,
+    PartedWeight,
     WeightFormat,
+    parts_of,
 )
 from kernels.linear.packed import (
     BFLOAT16,
@@ -177,6 +179,20 @@ class NativePacker:
             struct,
         )
         self.library.run([Op(self.library, "pack_weight", args)], num_threads=self.num_threads)
+
+
+def packed_by(
+    pack: Callable[[WeightFormat, Tensor | None], PackedWeight],
+    weight: WeightFormat | PartedWeight,
+    bias: Tensor | None,
+) -> PackedWeight | tuple[PackedWeight, ...]:
+    """A weight with its bias [N], packed by `pack`: one, or the parts of several forms side by side."""
+    parts = parts_of(weight)
+    if len(parts) == 1:
+        return pack(parts[0], bias)
+    sizes = [part.shape[0] for part in parts]
+    biases = [None] * len(parts) if bias is None else torch.split(bias, sizes)
+    return tuple(pack(part, each) for part, each in zip(parts, biases, strict=True))
 
 
 class NativeProduct:

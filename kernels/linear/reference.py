@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear.batched import batched_product
-from kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, dense_values
+from kernels.linear.formats import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    PartedWeight,
+    WeightFormat,
+    dense_values,
+)
 from kernels.linear.quantized import DequantizedProduct, IntegerProduct, RoundedProduct
 from kernels.linear.rows import ROW_MULTIPLE
 
@@ -136,6 +143,6 @@ class TorchLinear:
         """See LinearBackend."""
         return batched_product(left, right)
 
-    def grouped(self, weights: Sequence[WeightFormat]) -> None:
+    def grouped(self, weights: Sequence[WeightFormat | PartedWeight]) -> None:
         """See LinearBackend: experts take turns here."""
         return

@@ -24,9 +24,11 @@ from kernels.linear.formats import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,
+    PartedWeight,
     WeightFormat,
     dense_values,
     stack,
+    with_minimum,
 )
 from kernels.linear.reference import Product
 from kernels.linear.triton_dense import dense_batched_product, dense_product
@@ -181,6 +183,9 @@ class GroupedWeightOnly(Grouped):
 
     def __init__(self, weights: Sequence[WeightFormat]) -> None:
         super().__init__(len(weights))
+        int4 = [weight for weight in weights if isinstance(weight, Int4Weight)]
+        if any(weight.minimum is not None for weight in int4):
+            weights = [with_minimum(weight) for weight in int4]
         stacked = stack(weights, torch.float32)
         assert isinstance(stacked, Int4Weight | Int8Weight), "of one kind"
         self.weight = pack_levels_for_triton(stacked)  # [X * N, K]
@@ -268,7 +273,7 @@ class TritonLinear:
         return torch.bmm(left, right)
 
     def grouped(
-        self, weights: Sequence[WeightFormat]
+        self, weights: Sequence[WeightFormat | PartedWeight]
     ) -> GroupedDense | GroupedWeightOnly | GroupedScaled | None:
         """See LinearBackend. Experts with an order or smoothing of their own, or of unlike formats, are
         sorted on the host, one after another.

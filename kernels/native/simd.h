@@ -93,6 +93,13 @@ inline Vec tanh(Vec x) {
   return select(less(size, set1(0.625f)), near, sign_of(x, far));
 }
 
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+inline Vec gelu_tanh(Vec x) {
+  const Vec cube = mul(mul(x, x), x);
+  const Vec inner = mul(set1(0.79788456080286536f), add(x, mul(set1(0.044715f), cube)));
+  return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));
+}
+
 // 1 - erf(|x|) within 1e-6 of itself (Numerical Recipes, third edition, section 6.2.2).
 inline Vec erfc_of_size(Vec x) {
   const Vec size = abs(x);

@@ -46,6 +46,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
 inline Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline Vec sign_of(Vec a, Vec magnitude) {
   return _mm256_or_ps(_mm256_and_ps(a, _mm256_set1_ps(-0.0f)), magnitude);

@@ -34,6 +34,7 @@ inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }
 // The second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a); }
 inline Vec abs(Vec a) { return _mm512_abs_ps(a); }
 inline Vec sign_of(Vec a, Vec magnitude) {
   return _mm512_or_ps(_mm512_and_ps(a, _mm512_set1_ps(-0.0f)), magnitude);

@@ -65,6 +65,7 @@ inline Vec max(Vec a, Vec b) { return {max(a.low, b.low), max(a.high, b.high)}; 
 inline Vec min(Vec a, Vec b) {
   return {vbslq_f32(vcltq_f32(a.low, b.low), a.low, b.low), vbslq_f32(vcltq_f32(a.high, b.high), a.high, b.high)};
 }
+inline Vec sqrt(Vec a) { return {vsqrtq_f32(a.low), vsqrtq_f32(a.high)}; }
 inline Vec abs(Vec a) { return {vabsq_f32(a.low), vabsq_f32(a.high)}; }
 inline Vec sign_of(Vec a, Vec magnitude) {
   const uint32x4_t sign = vdupq_n_u32(0x80000000u);

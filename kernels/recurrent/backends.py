@@ -1,7 +1,7 @@
 """Layers that carry a state from token to token, over slots of states. A back end is chosen once, by name.
 
 Shape letters: S sequences, T tokens of all of them, C channels, W taps, H heads of values, G heads of keys,
-K key dim, V value dim, N slots.
+K key dim, V value dim, D channels of a head, N slots.
 """
 
 from __future__ import annotations
@@ -39,6 +39,13 @@ class ScanInputs(NamedTuple):
     gains: Tensor | None  # [T, H]
 
 
+class RgLruWeights(NamedTuple):
+    """What a real-gated linear recurrent unit has learned, beside its gates' products."""
+
+    bias: Tensor  # [H, 2 D] of gates
+    rate: Tensor  # [C] negative
+
+
 class RecurrentBackend(Protocol):
     """Computes from states in slots, and moves them on. A result depends neither on the batch nor on where a
     prompt was cut.
@@ -65,6 +72,12 @@ class RecurrentBackend(Protocol):
     def scan(self, inputs: ScanInputs, weights: ScanWeights, states: Tensor, step: Any) -> Tensor:
         """-> [T, H, V]; state = decay state + key (x) change, out = query . state + skip value; the change is
         gain value, or with the delta rule gain (value - key . decay state). `states` [N, H, K, V] as above.
+        """
+
+    def rg_lru(self, x: Tensor, gates: Tensor, weights: RgLruWeights, states: Tensor, step: Any) -> Tensor:
+        """x [T, C], gates [T, H, 2 D] of inputs and of the recurrence, C = H D -> [T, C], all in float32:
+        state = decay state + sqrt(1 - decay^2) taken, decay = exp(rate sigmoid(second gate)), taken =
+        x sigmoid(first gate); a sequence begins with what it takes. `states` [N, H, 1, D] as above.
         """
 
     def gated_norm(

@@ -8,8 +8,9 @@ from kernels.native.mirror import structure
 LARGEST_KEY = 512
 # Values of ScanKind and RowGate.
 SCANS = {"mamba2": 0, "delta": 1}
-GATES = {"silu": 0, "sigmoid": 1}
+GATES = {"silu": 0, "sigmoid": 1, "gelu_tanh": 2}
 ShortConvolutionArgs = structure("ShortConvolutionArgs")
 ScanInputsArgs = structure("ScanInputsArgs")
 ScanArgs = structure("ScanArgs")
+RgLruArgs = structure("RgLruArgs")
 GatedRowArgs = structure("GatedRowArgs")

@@ -225,8 +225,43 @@ void scan_row(const ScanArgs& args, const Row& row, int64_t head, int64_t from) 
   if (copies) copy_rows(room, strip.stride, own, values, keys, width);
 }
 
+// Channels [from, to) of one head of a row's units.
+void advance_units(const RgLruArgs& args, const Row& row, int64_t head, int64_t from, int64_t to) {
+  const int64_t size = args.head_dim, heads = args.channels / size, at = head * size;
+  const float *bias = args.bias + 2 * at, *rate = args.rate + at;
+  const auto state_of = [&](int64_t slot) { return args.states + slot * args.channels + at; };
+  float* own = state_of(row.slot);
+  int64_t each = row.first_snapshot;
+  for (int64_t token = row.begin; token < row.end; ++token) {
+    const float* x = args.x + token * args.channels + at;
+    const float* gates = args.gates + (token * heads + head) * 2 * size;
+    float* out = args.out + token * args.channels + at;
+    const bool begins = row.is_fresh && token == row.begin;
+    for (int64_t i = from; i < to; i += kLanes) {
+      const Mask m = first(to - i);
+      const Vec opened = sigmoid(add(load(gates + i, m), load(bias + i, m)));
+      Vec state = mul(load(x + i, m), opened);
+      if (!begins) {
+        const Vec share = sigmoid(add(load(gates + size + i, m), load(bias + size + i, m)));
+        const Vec exponent = mul(load(rate + i, m), share);
+        const Vec rest = sub(set1(1.0f), exp(add(exponent, exponent)));
+        // NaN stays NaN, as max returns its second operand then.
+        state = fma(exp(exponent), load(own + i, m), mul(state, sqrt(max(zero(), rest))));
+      }
+      store(own + i, m, state);
+      store(out + i, m, state);
+    }
+    if (each < row.end_snapshots && args.step->snapshot_rows[each] == token) {
+      std::memcpy(state_of(args.step->snapshot_slots[each]) + from, own + from, sizeof(float) * (to - from));
+      ++each;
+    }
+  }
+}
+
 Vec gate_of(const GatedRowArgs& args, const float* gate, int64_t i, Mask m) {
-  const Vec g = load(gate + i, m), share = sigmoid(g);
+  const Vec g = load(gate + i, m);
+  if (args.gate_kind == kGateGeluTanh) return gelu_tanh(g);
+  const Vec share = sigmoid(g);
   return args.gate_kind == kGateSilu ? mul(g, share) : share;
 }
 
@@ -309,6 +344,17 @@ extern "C" void state_scan(const ScanArgs& args, int thread, int num_threads) {
   }
 }
 
+extern "C" void rg_lru(const RgLruArgs& args, int thread, int num_threads) {
+  const int64_t pieces = (args.head_dim + kPiece - 1) / kPiece;
+  const int64_t per_sequence = args.channels / args.head_dim * pieces;
+  const Range mine = share(args.step->num_sequences * per_sequence, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t part = unit % per_sequence, from = part % pieces * kPiece;
+    const int64_t to = from + kPiece < args.head_dim ? from + kPiece : args.head_dim;
+    advance_units(args, row_of(*args.step, unit / per_sequence), part / pieces, from, to);
+  }
+}
+
 extern "C" void gated_norm(const GatedRowArgs& args, int thread, int num_threads) {
   const int64_t groups = args.width / args.size;
   const Range mine = share(args.step->num_tokens * groups, thread, num_threads);
@@ -318,4 +364,5 @@ extern "C" void gated_norm(const GatedRowArgs& args, int thread, int num_threads
 MILLRACE_OP(short_convolution, ShortConvolutionArgs)
 MILLRACE_OP(scan_inputs, ScanInputsArgs)
 MILLRACE_OP(state_scan, ScanArgs)
+MILLRACE_OP(rg_lru, RgLruArgs)
 MILLRACE_OP(gated_norm, GatedRowArgs)

@@ -1,5 +1,6 @@
 // Layers that carry a state from token to token instead of looking back: a short causal convolution, and a matrix
-// per head that decays and takes in keys and values (Mamba 2's scan, the gated delta rule).
+// per head that decays and takes in keys and values (Mamba 2's scan, the gated delta rule), or a number per channel
+// (RG-LRU).
 //
 // A sequence's state lies in a slot of the cache; step->state_slots names it. A row that begins at position 0 begins
 // with zeros, whatever lies there. Beside its own slot a row may leave its state, as it is after some tokens, in
@@ -85,7 +86,22 @@ struct ScanArgs {
   int64_t kind;  // ScanKind
 };
 
-enum RowGate : int64_t { kGateSilu = 0, kGateSigmoid = 1 };
+// A real-gated linear recurrent unit (RG-LRU, arXiv 2402.19427), channel by channel: state = decay state +
+// sqrt(1 - decay^2) taken, where decay = exp(rate sigmoid(second gate)) and taken = x sigmoid(first gate); out = state.
+// A sequence begins with what it takes.
+struct RgLruArgs {
+  const Step* step;
+  const float* x;      // [T, C]
+  const float* gates;  // [T, H, 2, C / H]
+  const float* bias;   // [H, 2, C / H] of gates
+  const float* rate;   // [C], negative
+  float* out;          // [T, C]; may be x
+  float* states;       // [N, C]
+  int64_t channels;
+  int64_t head_dim;  // C / H
+};
+
+enum RowGate : int64_t { kGateSilu = 0, kGateSigmoid = 1, kGateGeluTanh = 2 };
 
 // out = norm(x) weight act(gate), or norm(x act(gate)) weight with gate_first, per group of `size` elements; without a
 // weight, x act(gate).

@@ -3,11 +3,13 @@
 A state lies in a slot of the cache. Sequences are computed one after another, and their tokens as well, so
 that a result depends neither on the batch nor on where a prompt was cut.
 
-Shape letters: T tokens, C channels, W taps, H heads of values, G heads of keys, K key dim, V value dim.
+Shape letters: T tokens, C channels, W taps, H heads of values, G heads of keys, K key dim, V value dim,
+D channels of a head.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kernels.recurrent.backends import ScanInputs, ScanWeights
+from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights
 from kernels.recurrent.rows import StateRows
 
 LENGTH_EPS = 1e-6
@@ -96,6 +98,14 @@ def _sigmoid(x: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-x))
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+    return 0.5 * x * (1 + torch.tanh(inner))
+
+
+_GATES = {"silu": lambda gate: gate * _sigmoid(gate), "sigmoid": _sigmoid, "gelu_tanh": _gelu_tanh}
+
+
 def mamba2_factors(
     decays: Tensor, rate: Tensor, bias: Tensor, limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
@@ -151,6 +161,26 @@ def state_scan(
     return out
 
 
+def rg_lru(x: Tensor, gates: Tensor, weights: RgLruWeights, states: Tensor, step: StateStep) -> Tensor:
+    """x [T, C], gates [T, H, 2 D] -> [T, C]; see RecurrentBackend. Padding rows stay zero."""
+    out, shape = torch.zeros_like(x), states.shape[1:]
+    first, second = (gates + weights.bias).chunk(2, dim=-1)
+    taken = x * _sigmoid(first).flatten(1)
+    exponent = weights.rate * _sigmoid(second).flatten(1)
+    decay, rest = torch.exp(exponent), torch.sqrt((1.0 - torch.exp(2.0 * exponent)).clamp(min=0.0))
+    for row in step.rows:
+        state = states[row.slot].flatten()
+        left = dict(row.snapshots)
+        for token in range(row.begin, row.end):
+            begins = row.is_fresh and token == row.begin
+            state = taken[token] if begins else decay[token] * state + rest[token] * taken[token]
+            out[token] = state
+            if token + 1 in left:
+                states[left[token + 1]] = state.view(shape)
+        states[row.slot] = state.view(shape)
+    return out
+
+
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, size: int, gate_first: bool, kind: str
 ) -> Tensor:
@@ -158,7 +188,7 @@ def gated_norm(
     of x, gate [T, X], in float32; weight [X], or [size] for all groups; without one, x act(gate).
     """
     gate = gate.float()
-    factor = _sigmoid(gate) if kind == "sigmoid" else gate * _sigmoid(gate)
+    factor = _GATES[kind](gate)
     x = x.float() * factor if gate_first else x.float()
     if weight is not None:
         groups = x.view(x.shape[0], -1, size)
@@ -171,6 +201,7 @@ class TorchRecurrent:
     """See RecurrentBackend: sequence by sequence, as the host knows where they are."""
 
     short_convolution = staticmethod(short_convolution)
+    rg_lru = staticmethod(rg_lru)
     gated_norm = staticmethod(gated_norm)
 
     def place(

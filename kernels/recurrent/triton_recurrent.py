@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.host import on_device
-from kernels.recurrent.backends import ScanInputs, ScanWeights
+from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights
 from kernels.recurrent.rows import StateRows
 
 _CHANNELS = 256
 # Elements of a state that a program of one warp holds, and values at most.
 _STATE_ELEMENTS, _VALUES = 1024, 16
+# Channels of a program that carries one number for each.
+_UNITS = 64
+_GATES = {"silu": 0, "sigmoid": 1, "gelu_tanh": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +208,49 @@ def state_scan_kernel(
 
 
 @triton.jit
+def rg_lru_kernel(
+    x,
+    gates,
+    bias,
+    rate,
+    states,
+    out,
+    rows,
+    snapshots,
+    channels,
+    head_dim,
+    BLOCK: tl.constexpr,
+):
+    """One program for some channels of a sequence, token by token."""
+    row = rows + 6 * tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    # Of a channel its first gate; the second lies a head further.
+    opening = channel // head_dim * 2 * head_dim + channel % head_dim
+    own, begin, row_end, last = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 5)
+    num_kept = tl.where(tl.load(row + 3) == 0, channels, 0)
+    state = tl.load(states + own * channels + channel, mask=channel < num_kept, other=0.0)
+    # The token that a sequence begins with; it has none before where it goes on.
+    beginning = tl.where(num_kept == 0, begin, -1)
+    speed = tl.load(rate + channel, mask=inside, other=0.0)
+    first_bias = tl.load(bias + opening, mask=inside, other=0.0)
+    second_bias = tl.load(bias + opening + head_dim, mask=inside, other=0.0)
+    for each in range(tl.load(row + 4), last + 1):
+        end, slot = _next_part(snapshots, each, last, row_end, own)
+        for token in range(begin, end):
+            opened = gates + token * 2 * channels + opening
+            first = tl.load(opened, mask=inside, other=0.0) + first_bias
+            second = tl.load(opened + head_dim, mask=inside, other=0.0) + second_bias
+            taken = tl.load(x + token * channels + channel, mask=inside, other=0.0) * _sigmoid(first)
+            exponent = speed * _sigmoid(second)
+            rest = tl.sqrt(tl.maximum(1.0 - tl.exp(2.0 * exponent), 0.0))
+            state = tl.where(token == beginning, taken, tl.exp(exponent) * state + rest * taken)
+            tl.store(out + token * channels + channel, state, mask=inside)
+        tl.store(states + slot * channels + channel, state, mask=inside)
+        begin = end
+
+
+@triton.jit
 def gated_norm_kernel(
     x,
     gate,
@@ -219,7 +265,7 @@ def gated_norm_kernel(
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
     GATE_FIRST: tl.constexpr,
-    SILU: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """One program for a group of a token."""
     token = (tl.program_id(0) // num_groups).to(tl.int64)
@@ -229,8 +275,13 @@ def gated_norm_kernel(
     column = group * size + offset
     value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     opened = tl.load(gate + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    factor = _sigmoid(opened)
-    if SILU:
+    if KIND == 2:
+        # tanh(x) = 2 sigmoid(2x) - 1
+        inner = 0.7978845608028654 * (opened + 0.044715 * opened * opened * opened)
+        factor = opened * _sigmoid(2.0 * inner)
+    else:
+        factor = _sigmoid(opened)
+    if KIND == 0:
         factor = opened * factor
     if GATE_FIRST:
         value = value * factor
@@ -361,6 +412,30 @@ class TritonRecurrent:
         )
         return out
 
+    def rg_lru(
+        self, x: Tensor, gates: Tensor, weights: RgLruWeights, states: Tensor, step: StateTable
+    ) -> Tensor:
+        """See RecurrentBackend."""
+        assert x.is_contiguous(), "rows lie side by side"
+        assert gates.is_contiguous(), "as above"
+        channels = x.shape[1]
+        out = torch.zeros_like(x)
+        rg_lru_kernel[(step.rows.shape[0], triton.cdiv(channels, _UNITS))](
+            x,
+            gates,
+            weights.bias,
+            weights.rate,
+            states,
+            out,
+            step.rows,
+            step.snapshots,
+            channels,
+            channels // gates.shape[1],
+            BLOCK=_UNITS,
+            num_warps=1,
+        )
+        return out
+
     def gated_norm(
         self,
         x: Tensor,
@@ -393,7 +468,7 @@ class TritonRecurrent:
                 BLOCK=block,
                 NORMS=weight is not None,
                 GATE_FIRST=gate_first,
-                SILU=kind == "silu",
+                KIND=_GATES[kind],
                 num_warps=max(1, min(16, block // 512)),
             )
         return out

@@ -55,6 +55,7 @@ from engine.model.families import (  # noqa: F401
     qwen2,
     qwen3,
     qwen3_next,
+    recurrent_gemma,
     seed_oss,
     smollm3,
     stablelm,

@@ -93,8 +93,8 @@ def _kinds(config: ConfigReader) -> list[str]:
 
 
 def _experts(config: ConfigReader, layers: tuple[int, ...]) -> ExpertSpec:
-    """As DeepSeek-V3 chooses them."""
-    config.require("moe_latent_size", None, None)
+    """As DeepSeek-V3 chooses them; they may take and give a projection of the stream."""
+    latent = config.optional_integer("moe_latent_size")
     return ExpertSpec(
         num_experts=config.count("n_routed_experts", 8),
         num_active=config.count("num_experts_per_tok", 2),
@@ -108,6 +108,7 @@ def _experts(config: ConfigReader, layers: tuple[int, ...]) -> ExpertSpec:
         group_score="two_best",
         correction_bias=True,
         shared_intermediate_size=config.count("moe_shared_expert_intermediate_size"),
+        latent_size=0 if latent is None else config.count("moe_latent_size"),
     )
 
 

@@ -74,6 +74,7 @@ _STATES = {
     "convolution": "short convolutions",
     "mamba2": "Mamba 2",
     "delta": "the gated delta rule",
+    "rg_lru": "recurrent units (RG-LRU)",
 }
 HEADINGS = ("architecture", "attention", "norms", "feed-forward", "forms")
 FORM_HEADINGS = ("form", "bits on CPUs", "bits elsewhere")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int64
+from dataclasses import replace
 from itertools import cycle, islice
 
 import numpy as np
@@ -15,7 +16,7 @@ from kernels.activation.reference import gate
 from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
 from kernels.experts.reference import route
 from kernels.experts.routing import Routing
-from kernels.linear.formats import DenseWeight
+from kernels.linear.formats import DenseWeight, rows_of
 from kernels.linear.native import NativePacker
 from kernels.linear.rows import ROW_MULTIPLE
 from kernels.native.library import NativeLibrary
@@ -70,7 +71,7 @@ class Layer:
         self.layer = SparseLayer(
             routing=routing,
             router=packer.pack(DenseWeight(values=self.router)),
-            gate_up=[packer.pack(weight) for weight in self.gate_up],
+            gate_up=[(packer.pack(weight),) for weight in self.gate_up],
             down=[packer.pack(weight, bias) for weight, bias in zip(self.down, self.biases, strict=True)],
             activation="silu",
             correction=self.correction,
@@ -186,3 +187,17 @@ def test_equal_experts_are_taken_in_order(native: NativeLibrary) -> None:
     layer = Layer(native, Routing(num_experts=8, num_active=3))
     layer(torch.zeros(4, HIDDEN))
     assert layer.buffers.ids[:4].tolist() == [[0, 1, 2]] * 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_gates_and_the_rest_may_be_weights_of_their_own(native: NativeLibrary, kind: str) -> None:
+    layer = Layer(native, ROUTINGS["softmax"], kind)
+    x = torch.randn(9, layer.hidden)
+    together, packer = layer(x).clone(), NativePacker(native, num_threads=layer.threads)
+    half = layer.gate_up[0].shape[0] // 2
+    apart = [
+        tuple(packer.pack(rows_of(weight, part)) for part in (slice(half), slice(half, None)))
+        for weight in layer.gate_up
+    ]
+    layer.layer = replace(layer.layer, gate_up=apart)
+    assert torch.equal(layer(x), together)

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.native.library import NativeLibrary, Op, StepStruct
+from kernels.recurrent.backends import RgLruWeights
 from kernels.recurrent.native import (
     GATES,
     SCANS,
     GatedRowArgs,
+    RgLruArgs,
     ScanArgs,
     ScanInputsArgs,
     ShortConvolutionArgs,
@@ -24,6 +26,7 @@ from kernels.recurrent.reference import (
     delta_factors,
     gated_norm,
     mamba2_factors,
+    rg_lru,
     short_convolution,
     state_scan,
     to_length,
@@ -198,6 +201,70 @@ def test_a_prompt_in_pieces_and_alone_has_the_bits_of_the_whole(
     for slot in (1, 2):
         assert torch.equal(states[0, slot], states[1, slot])
         assert torch.equal(inputs[0, slot], inputs[1, slot])
+
+
+@dataclass
+class Units:
+    """Inputs of recurrent units over a batch."""
+
+    heads: int
+    size: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        self.x = torch.randn(self.num_tokens, self.heads * self.size)
+        self.gates = torch.randn(self.num_tokens, self.heads, 2 * self.size)
+        rate = -3.0 * torch.rand(self.heads * self.size)
+        # Some keep nearly all, and some nearly nothing.
+        rate[::3], rate[1::5] = -1e-6, -40.0
+        self.weights = RgLruWeights(bias=torch.randn(self.heads, 2 * self.size), rate=rate)
+
+    def native(
+        self, library: NativeLibrary, batch: Batch, states: Tensor, tokens: slice = slice(None)
+    ) -> Tensor:
+        x, gates, step = self.x[tokens].contiguous(), self.gates[tokens].contiguous(), batch.native()
+        out = torch.full_like(x, NAN)
+        args = RgLruArgs(
+            step=ctypes.addressof(step),
+            x=x.data_ptr(),
+            gates=gates.data_ptr(),
+            bias=self.weights.bias.data_ptr(),
+            rate=self.weights.rate.data_ptr(),
+            out=out.data_ptr(),
+            states=states.data_ptr(),
+            channels=x.shape[1],
+            head_dim=self.size,
+        )
+        run(library, "rg_lru", args)
+        return out
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 1), (3, 7), (2, 16), (4, 33), (2, 300)])
+def test_rg_lru(native: NativeLibrary, heads: int, size: int) -> None:
+    torch.manual_seed(heads + size)
+    units = Units(heads, size, BATCH.num_tokens)
+    ours = states_of(heads, 1, size)
+    theirs = ours.clone()
+    out = units.native(native, BATCH, ours)
+    expected = rg_lru(units.x, units.gates, units.weights, theirs, BATCH.reference())
+    torch.testing.assert_close(out, expected, **CLOSE)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize("cut", [1, 6, 16])
+def test_units_of_a_prompt_in_pieces_have_the_bits_of_the_whole(native: NativeLibrary, cut: int) -> None:
+    torch.manual_seed(cut)
+    whole = Batch(rows=[(0, 17), (0, 4)], slots=[2, 5], snapshots=[((8, 1),), ()])
+    units = Units(3, 24, whole.num_tokens)
+    states = torch.full((2, NUM_SLOTS, 3, 1, 24), NAN)
+    together, outs = units.native(native, whole, states[0])[:17], []
+    for begin, end in ((0, cut), (cut, 17)):
+        copies = (((8, 1),) if begin < 8 <= end else (),)
+        piece = Batch(rows=[(begin, end - begin)], slots=[2], snapshots=list(copies))
+        outs.append(units.native(native, piece, states[1], slice(begin, end)))
+    assert torch.equal(torch.cat(outs), together)
+    for slot in (1, 2):
+        assert torch.equal(states[0, slot], states[1, slot])
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 100])

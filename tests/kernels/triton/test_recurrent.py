@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.recurrent.backends import RecurrentBackend, ScanInputs, ScanWeights
+from kernels.recurrent.backends import RecurrentBackend, RgLruWeights, ScanInputs, ScanWeights
 from kernels.recurrent.reference import TorchRecurrent
 from kernels.recurrent.triton_recurrent import TritonRecurrent
 from tests.kernels.drawn import drawn
@@ -154,7 +154,7 @@ def test_a_prompt_in_pieces_and_alone_has_the_bits_of_the_whole(
 
 @pytest.mark.parametrize("size", [1, 7, 100])
 @pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize("kind", ["silu", "sigmoid"])
+@pytest.mark.parametrize("kind", ["silu", "sigmoid", "gelu_tanh"])
 @pytest.mark.parametrize("weights", ["none", "shared", "own"])
 def test_gated_norm(device: torch.device, size: int, gate_first: bool, kind: str, weights: str) -> None:
     width = 3 * size
@@ -165,3 +165,51 @@ def test_gated_norm(device: torch.device, size: int, gate_first: bool, kind: str
     found = TritonRecurrent().gated_norm(x.to(device), gate.to(device), moved, 1e-5, **options)
     expected = TorchRecurrent().gated_norm(x, gate, weight, 1e-5, **options)
     torch.testing.assert_close(found.cpu(), expected, **CLOSE)
+
+
+def advanced(
+    backend: RecurrentBackend,
+    device: torch.device,
+    batch: Batch,
+    inputs: tuple[Tensor, Tensor],
+    weights: RgLruWeights,
+    states: Tensor,
+) -> Tensor:
+    """What recurrent units give; moves `states` on."""
+    x, gates = (padded(part).to(device) for part in inputs)
+    moved = states.to(device)
+    known = RgLruWeights(*(part.to(device) for part in weights))
+    out = backend.rg_lru(x, gates, known, moved, placed(backend, batch, device))
+    states.copy_(moved)
+    return out.cpu()[:-PADDING]
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 1), (3, 7), (4, 33), (2, 100)])
+def test_rg_lru(device: torch.device, heads: int, size: int) -> None:
+    torch.manual_seed(heads + size)
+    inputs = drawn(BATCH.num_tokens, heads * size), drawn(BATCH.num_tokens, heads, 2 * size, seed=1)
+    weights = RgLruWeights(bias=drawn(heads, 2 * size, seed=2), rate=-3.0 * drawn(heads * size, seed=3).abs())
+    ours = states_of(heads, 1, size)
+    theirs = ours.clone()
+    found = advanced(TritonRecurrent(), device, BATCH, inputs, weights, ours)
+    expected = advanced(TorchRecurrent(), torch.device("cpu"), BATCH, inputs, weights, theirs)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize("cut", [1, 6, 16])
+def test_units_of_a_prompt_in_pieces_have_the_bits_of_the_whole(device: torch.device, cut: int) -> None:
+    whole = Batch(rows=[(0, 17), (0, 4)], slots=[2, 5], snapshots=[((8, 1),), ()])
+    inputs = drawn(whole.num_tokens, 72), drawn(whole.num_tokens, 3, 48, seed=1)
+    weights = RgLruWeights(bias=drawn(3, 48, seed=2), rate=-drawn(72, seed=3).abs())
+    states, backend = torch.full((2, NUM_SLOTS, 3, 1, 24), NAN), TritonRecurrent()
+    together = advanced(backend, device, whole, inputs, weights, states[0])[:17]
+    outs = []
+    for begin, end in ((0, cut), (cut, 17)):
+        copies = (((8, 1),) if begin < 8 <= end else (),)
+        piece = Batch(rows=[(begin, end - begin)], slots=[2], snapshots=list(copies))
+        taken = inputs[0][begin:end], inputs[1][begin:end]
+        outs.append(advanced(backend, device, piece, taken, weights, states[1]))
+    assert torch.equal(torch.cat(outs), together)
+    for slot in (1, 2):
+        assert torch.equal(states[0, slot], states[1, slot])

@@ -125,6 +125,23 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "nemotron-h-latent": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"],
+            "head_dim": 16,
+            "mlp_bias": True,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 36,
+            "moe_latent_size": 20,
+            "moe_shared_expert_intermediate_size": 28,
+        },
+    ),
     "falcon-h1": (
         "falcon_h1",
         MAMBA
@@ -156,6 +173,27 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-hybrid": (
         "olmo_hybrid",
         {key: value for key, value in DELTA.items() if key != "head_dim"} | {"rope_parameters": None},
+    ),
+    "recurrent-gemma": (
+        "recurrent_gemma",
+        {
+            "num_hidden_layers": 4,
+            "attention_window_size": 21,
+            "intermediate_size": 2 * 36,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "recurrent-gemma-wide": (
+        "recurrent_gemma",
+        {
+            "num_hidden_layers": 3,
+            "block_types": ["recurrent", "attention"],
+            "attention_window_size": 200,
+            "conv1d_width": 3,
+            "attention_bias": True,
+            "logits_soft_cap": 5.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
     ),
     "olmo-hybrid-turned": (
         "olmo_hybrid",

@@ -39,7 +39,7 @@ def write(
     arch: str,
     kinds: Mapping[str, Kind],
     metadata: Mapping[str, Any] | None = None,
-    extra: Mapping[str, NDArray[np.float32]] | None = None,
+    extra: Mapping[str, NDArray[np.float32] | tuple[NDArray[Any], Kind]] | None = None,
     rope_theta: float = 500.0,
     rounded: Mapping[Kind, Encoder] | None = None,
     split: int = 0,
@@ -63,7 +63,8 @@ def write(
             writer.add_tensor(f"{target}.{suffix}", data, raw_dtype=kind)
             parameter.copy_(torch.from_numpy(_as_read(meaning, f"{target}.{suffix}", arch, config)))
     for name, values in (extra or {}).items():
-        writer.add_tensor(name, values)
+        data, raw = values if isinstance(values, tuple) else (values, None)
+        writer.add_tensor(name, data, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

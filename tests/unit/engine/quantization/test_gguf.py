@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_mixed_types_as_in_q4_k_m(tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path / "original", "llama", **WIDE)
     kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output.": Kind.Q6_K, "": Kind.Q4_K}
     write(tmp_path / "model.gguf", oracle, "llama", kinds)
-    assert assert_equals(tmp_path / "model.gguf", oracle, tolerance=1e-3) is DenseWeight
+    assert assert_equals(tmp_path / "model.gguf", oracle, tolerance=1e-3) == [Int4Weight, DenseWeight]
 
 
 @pytest.mark.parametrize(("kind", "encode", "error"), [(Kind.Q4_K, q4_k, 0.06), (Kind.Q6_K, q6_k, 0.025)])
@@ -236,22 +237,31 @@ def test_families(name: str, tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path / "original", model_type, **SIZES | changes)
     if model_type in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
         kinds = {"ffn_gate_inp": Kind.F32, "": Kind.F16}
-        _write_experts(tmp_path / "model.gguf", oracle, arch, kinds, metadata)
+        write_experts(tmp_path / "model.gguf", oracle, arch, kinds, metadata)
     else:
         write(tmp_path / "model.gguf", oracle, arch, {"": Kind.F32}, metadata)
     assert_equals(tmp_path / "model.gguf", oracle)
 
 
-def _write_experts(path: Path, oracle: Any, arch: str, kinds: Any, metadata: Any) -> None:
-    """Experts are three tensors in GGUF, and gate and up are one in transformers."""
-    extra = {}
+def write_experts(
+    path: Path, oracle: Any, arch: str, kinds: Any, metadata: Any, types: Mapping[str, Kind] | None = None
+) -> None:
+    """Experts are three tensors in GGUF, of these `types`, and gate and up are one in transformers."""
+    extra: dict[str, Any] = {}
     held = {}
     for layer, module in enumerate(oracle.model.layers):
         experts = module.mlp.experts if hasattr(module, "mlp") else module.block_sparse_moe.experts
         gate, up = experts.gate_up_proj.detach().numpy().copy().reshape(4, 2, -1, 64).swapaxes(0, 1)
         down = experts.down_proj.detach().numpy().copy()
+        meant = {}
         for part, values in (("gate", gate), ("up", up), ("down", down)):
-            extra[f"blk.{layer}.ffn_{part}_exps.weight"] = np.ascontiguousarray(values)
+            kind = (types or {}).get(part, Kind.F32)
+            data = gguf.quants.quantize(np.ascontiguousarray(values), kind)
+            meant[part] = torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
+            extra[f"blk.{layer}.ffn_{part}_exps.weight"] = data, kind
+        with torch.no_grad():
+            experts.gate_up_proj.copy_(torch.cat((meant["gate"], meant["up"]), dim=1))
+            experts.down_proj.copy_(meant["down"])
         held[layer] = (experts, experts.gate_up_proj, experts.down_proj)
         del experts.gate_up_proj, experts.down_proj
     write(path, oracle, arch, kinds, metadata, extra)

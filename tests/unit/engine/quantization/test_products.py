@@ -14,11 +14,13 @@ from kernels.linear.formats import (
     Int8Weight,
     WeightFormat,
     pack_levels,
-    rows_of,
+    parts_of,
+    picked_rows,
     stack,
 )
+from kernels.linear.parts import pack_any
 from kernels.linear.quantized import quantize_rows
-from kernels.linear.reference import pack_linear
+from kernels.linear.reference import TorchLinear, pack_linear
 
 SHAPES = [(7, 64), (33, 96), (199, 1024)]
 
@@ -118,7 +120,7 @@ def test_rows_do_not_depend_on_the_batch(activations: str, dtype: torch.dtype) -
         assert torch.equal(product(x[-rows:]), whole[-rows:])
 
 
-def test_stacking_keeps_what_is_alike_and_dequantizes_the_rest() -> None:
+def test_stacking_keeps_every_form() -> None:
     pairs = [*weights(6, 64).values(), DenseWeight(values=draw(1, 6, 64))]
     for upper in pairs:
         for lower in pairs:
@@ -127,6 +129,10 @@ def test_stacking_keeps_what_is_alike_and_dequantizes_the_rest() -> None:
             torch.testing.assert_close(both.dequantize(), expected, rtol=0, atol=1e-6)
             if upper is lower:
                 assert type(both) is type(upper)
-            torch.testing.assert_close(
-                rows_of(both, slice(6, 12)).dequantize(), expected[6:], rtol=0, atol=1e-6
-            )
+            picked = picked_rows(parts_of(both), torch.arange(6, 12), torch.float32)
+            torch.testing.assert_close(picked.dequantize(), expected[6:], rtol=0, atol=1e-6)
+            product = pack_any(TorchLinear(), both)
+            x = draw(3, 16, 64)
+            bias = draw(4, 1, 12)[0]
+            plain = torch.cat([pack_linear(each)(x) for each in (upper, lower)], dim=1) + bias
+            torch.testing.assert_close(product(x, bias), plain, rtol=0, atol=1e-5)

@@ -21,7 +21,7 @@ from tests.unit.engine.driver import Driver
 from tests.unit.engine.model.hybrids import HYBRIDS
 from tests.unit.engine.runner.driver import poison_floats, prompt_of
 
-FAMILIES = ["lfm2", "qwen3.5", "bamba", "falcon-h1"]
+FAMILIES = ["lfm2", "qwen3.5", "bamba", "falcon-h1", "recurrent-gemma"]
 GIB = 1 << 30
 
 
@@ -186,9 +186,11 @@ def test_what_states_cannot_follow_is_refused_by_name(
         ("qwen3.5", {"linear_num_value_heads": 5}),
         ("bamba", {"mamba_d_head": 13}),
         ("bamba", {"time_step_limit": [2.0, 1.0]}),
+        ("recurrent-gemma", {"hidden_activation": "silu"}),
+        ("recurrent-gemma", {"block_types": ["recurrent"]}),
+        ("recurrent-gemma", {"lru_width": 50}),
         ("falcon-h1", {"attention_bias": True}),
         ("falcon-h1", {"ssm_multipliers": [1.0]}),
-        ("nemotron-h-moe", {"moe_latent_size": 8}),
         ("olmo-hybrid", {"layer_types": ["linear_attention"] * 4}),
     ],
 )
