@@ -206,5 +206,5 @@ def usage_message(usage: Usage, *, timing: bool) -> output_pb2.Usage:
     ttft = asdict(usage.ttft) if timing and usage.ttft is not None else None
     # The API's completion_tokens are all that were generated, as OpenAI counts.
     numbers = asdict(usage) | {"completion_tokens": usage.billed_tokens, "ttft": ttft}
-    del numbers["delayed_by_s"]
+    del numbers["delayed_by_s"], numbers["deliberated"]
     return output_pb2.Usage(**numbers)
