@@ -1,8 +1,8 @@
 """Schemathesis against the documents of three APIs that the stack serves, with every check that it has.
 
 CLIENTS_SECONDS says how long it looks for bodies in each mode, after the examples and the corners (30), of
-all documents together; and CLIENTS_SEED where it begins (1): the same bodies each time, so that what fails has
-to do with what changed. A long look begins elsewhere.
+all documents together; and CLIENTS_SEED where it begins (1): the same bodies each time, so that what fails
+has to do with what changed. A long look begins elsewhere.
 """
 
 from __future__ import annotations
