@@ -219,6 +219,7 @@ class Application:
         save for `public` ones.
         """
         self._routes = routes
+        self._own_paths = frozenset(path for _, path in routes)
         self._below = below
         self._nothing = wrap(self._refuse)
         self._public = public
@@ -233,15 +234,20 @@ class Application:
 
     def _other(self, exchange: Exchange) -> Handler:
         path, method = exchange.path, "GET" if exchange.method == "HEAD" else exchange.method
+        if (found := self._routes.get((method, path))) is not None:
+            return found
+        # A path of its own is no parameter of what is below another one: its methods are all that it takes.
+        any_method = path not in self._own_paths
         for beginning, (served, handler) in self._below.items():
-            if path.startswith(beginning) and served in ("", method):
+            if path.startswith(beginning) and (served == method or (served == "" and any_method)):
                 return handler
-        return self._routes.get((method, path), self._refuse if path in self._public else self._nothing)
+        return self._refuse if path in self._public else self._nothing
 
     async def _refuse(self, exchange: Exchange) -> None:
         path = exchange.path
         methods = [method for method, served in self._routes if served == path]
-        methods += [method for beginning, (method, _) in self._below.items() if path.startswith(beginning)]
+        below = [method for beginning, (method, _) in self._below.items() if path.startswith(beginning)]
+        methods += filter(None, below)
         allowed = ", ".join(methods)
         if not allowed:
             raise not_found(path, self._not_served)

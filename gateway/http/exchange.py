@@ -191,6 +191,10 @@ class Exchange:
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def peek_body(self) -> bytes:
+        """What was read of the request's body and nobody has taken; it stays to be taken."""
+        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+
     def drop_body(self) -> None:
         """Forgets what was read of the body: nobody takes it any more."""
         self._pieces.clear()

@@ -42,6 +42,7 @@ from gateway.pipeline.validate import (
     ranked_tokens,
     shortened,
     token_limit,
+    uncut,
 )
 from gateway.tiers import Tier
 from gateway.tokenizer.client import TokenizerClient
@@ -232,19 +233,24 @@ class Attempts:
         if request.pooling is not None:
             prepare = self.tokenizer.prepare_texts
         with call.step(names.GATEWAY_PREPARE) as step:
-            prepared = await prepare(
-                # An adapter has the vocabulary of the model that it adapts.
-                model=served.key,
-                prompt=prompt,
-                response_format=request.response_format,
-                context=context,
-                tenant=call.caller.identity.tenant,
-                traceparent=call.traceparent,
-                timeout_s=call.caller.remaining_s(),
-                max_prompt_tokens=cut.max_tokens,
-                truncates=cut.truncates,
-                keeps_start=cut.keeps_start,
-            )
+            try:
+                prepared = await prepare(
+                    # An adapter has the vocabulary of the model that it adapts.
+                    model=served.key,
+                    prompt=prompt,
+                    response_format=request.response_format,
+                    context=context,
+                    tenant=call.caller.identity.tenant,
+                    traceparent=call.traceparent,
+                    timeout_s=call.caller.remaining_s(),
+                    max_prompt_tokens=cut.max_tokens,
+                    truncates=cut.truncates,
+                    keeps_start=cut.keeps_start,
+                )
+            except MillraceError as error:
+                if (shown := uncut(request, error, limit, cut.max_tokens)) is error:
+                    raise
+                raise shown from error
         call.later(self._metrics.observe, names.PREPARE_SECONDS, step.end_s - step.start_s)
         if prepared.vocabulary_fingerprint != served.vocabulary.fingerprint:
             raise MillraceError(

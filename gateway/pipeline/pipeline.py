@@ -34,6 +34,7 @@ from gateway.pipeline.validate import (
     check_streams,
     prompt_limit,
     token_limit,
+    uncut,
     validate,
 )
 from gateway.settings import ANY_MODEL
@@ -274,15 +275,16 @@ class Pipeline:
         tier = self.tiers.resolve(caller.identity, request.service_tier)
         check_cut(request)
         limit = token_limit(self.max_model_len(served), tier.config.max_context_tokens)
+        room = 0 if request.truncate_prompt_tokens is None else prompt_limit(request, limit)
         try:
             return await self.attempts.tokenizer.tokenize(
                 served.key,
                 prompt,
-                truncated_to=0 if request.truncate_prompt_tokens is None else prompt_limit(request, limit),
+                truncated_to=room,
                 context=self.callers.sign(caller, tier, ("", ""), served.key),
             )
         except MillraceError as error:
-            raise request.tell(error) from error
+            raise request.tell(uncut(request, error, limit, room)) from error
 
     async def decode(self, caller: Caller, served: ServedModel, token_ids: Sequence[int], field: str) -> str:
         """Text of token ids; raises INVALID_ARGUMENT below `field` for one that the model does not have."""

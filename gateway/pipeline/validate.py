@@ -208,6 +208,27 @@ def prompt_limit(request: GenerationRequest, limit: int) -> int:
     return limit - max(answer, 1) if answer < limit else limit
 
 
+def uncut(request: GenerationRequest, error: MillraceError, limit: int, room: int) -> MillraceError:
+    """The refusal of a prompt that has more than `room` tokens though all was left out that may be, where the
+    model and the tier have `limit`. Who counts the tokens knows of `room` alone.
+    """
+    if error.reason is not Reason.CONTEXT_LENGTH_EXCEEDED or request.truncate_prompt_tokens is None:
+        return error
+    num_tokens, field = error.metadata.get("prompt_tokens", ""), error.field
+    least = "at least " if "at least" in error.message else ""
+    problem = f"the prompt has {least}{num_tokens} tokens without all that may be left out of it"
+    if request.truncate_prompt_tokens != FITTING:
+        name = request.field("truncate_prompt_tokens")
+        problem += f", and {name} allows {room}; ask for more, or shorten the last turn"
+    elif num_tokens.isdigit() and int(num_tokens) < limit and request.sampling.max_tokens is not None:
+        field = request.field("max_tokens")
+        problem += f", and {field} {request.sampling.max_tokens} leaves room for {room}; ask for fewer"
+    else:
+        problem += f", and {limit - room} are kept for the answer; shorten the last turn"
+    metadata = {**error.metadata, "max_context_tokens": str(limit)}
+    return MillraceError(error.reason, context_length(limit, problem), field=field, metadata=metadata)
+
+
 def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestConfig) -> None:
     """Raises INVALID_ARGUMENT for more answers than one request may have computed."""
     name, num_each = request.branches

@@ -18,6 +18,7 @@ from gateway.faces.anthropic.errors import ERRORS, error_event
 from gateway.faces.anthropic.requests import MessageRequest, eager_tools, message_request
 from gateway.faces.anthropic.thoughts import PURPOSE, Thoughts
 from gateway.faces.bodies import read
+from gateway.faces.enforcement import unenforced
 from gateway.faces.sealed import Seal
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.errors import unexpected
@@ -53,6 +54,8 @@ class MessagesEndpoints:
         async with AcceptedAnswer(exchange, pipeline, [made.request], streams=bool(body.stream)) as answer:
             _tell_limits(exchange)
             (attempt,) = answer.attempts
+            for warning in unenforced(attempt.info.enforcement, made.request):
+                exchange.add_headers({WARNING_HEADER: warning})
             writer = MessageWriter(
                 attempt.info,
                 tier=attempt.call.tier.openai_name,

@@ -17,6 +17,7 @@ from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
 from gateway.faces.accepted import AcceptedAnswer, first_deltas, write_events
 from gateway.faces.bodies import read
+from gateway.faces.enforcement import unenforced
 from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens, Response
 from gateway.faces.responses.background import BackgroundResponses
 from gateway.faces.responses.fields import FIELDS
@@ -52,8 +53,6 @@ from gateway.store.store import Store
 from gateway.types.request import Caller, GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
-# Characters of a client's own words in a header.
-_MAX_WARNING = 512
 _UNKEPT = ("store has no effect: answers are not kept; send earlier items again in input",)
 _SUMMARISE = (
     "Summarise our conversation so far for an assistant that goes on with it and sees nothing else of it: "
@@ -131,7 +130,7 @@ class ResponseEndpoints:
         """
         pipeline, tenant = self.pipeline(), exchange.verified_caller.identity.tenant
         async with AcceptedAnswer(exchange, pipeline, [understood.request], streams=streams) as answer:
-            _warn(exchange, _unenforced(answer.attempts[0], understood))
+            _warn(exchange, unenforced(answer.attempts[0].info.enforcement, understood.request))
             writer = self.writer(held.body, understood, answer.attempts[0], streams=streams)
             writer.response = held.told(writer.response)
             if tell is not None:
@@ -283,26 +282,6 @@ def _summary(body: CompactBody, request: GenerationRequest) -> GenerationRequest
 def _warn(exchange: Exchange, warnings: Sequence[str]) -> None:
     for warning in warnings:
         exchange.add_headers({WARNING_HEADER: warning})
-
-
-def _unenforced(attempt: Attempt, understood: Asked) -> list[str]:
-    report = attempt.info.enforcement
-    if report is None or report.exact:
-        return []
-    warnings, parts = [], []
-    # Paths are a client's words, and this is for a header: `ascii` writes what could end it as an escape.
-    for each in (*report.approximated, *report.unenforced):
-        if each.keyword != "input_grammar":
-            parts.append(f"{each.keyword} at {each.path}")
-            continue
-        _, _, index, _ = each.path.split("/")
-        field = understood.request.field(f"tools[{index}].function.input_grammar")
-        problem = f"{field} is not enforced: {each.note}; the model is told of it"
-        warnings.append(ascii(problem)[1:-1][:_MAX_WARNING])
-    if parts:
-        missed = ascii(", ".join(parts))[1:-1][:_MAX_WARNING]
-        warnings.append(f"text.format is not enforced exactly: {missed}")
-    return warnings
 
 
 def _said_by_user(body: PromptBody, request_id: str) -> list[dict[str, object]]:

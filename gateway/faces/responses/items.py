@@ -19,7 +19,7 @@ from gateway.pipeline.validate import SizedConversation
 # Opens what was sealed for the caller's tenant; raises INVALID_ARGUMENT below a field: (sealed, field).
 Open: TypeAlias = Callable[[str, str], str]
 
-_NO_STORE = "answers are not stored here; send the item itself"
+_NO_REFERENCE = "send the item itself"
 
 
 class ItemPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -157,9 +157,9 @@ class _Turns:
 
 
 def _take(turns: _Turns, item: InputItem, field: str, unseal: Open) -> None:
-    kind = item.type or ("message" if item.role is not None else "item_reference")
+    kind = _kind(item, field)
     if kind == "item_reference":
-        raise unsupported(f"{field}.id", _NO_STORE, "it names an item that is kept")
+        raise unsupported(f"{field}.id", _NO_REFERENCE, "a reference to a kept item has no place here")
     if kind not in _REQUIRED:
         remedy = f"use one of {', '.join(_REQUIRED)}"
         raise unsupported(f"{field}.type", remedy, f"{kind!r} is not supported")
@@ -184,6 +184,19 @@ def _take(turns: _Turns, item: InputItem, field: str, unseal: Open) -> None:
         case _:
             content = text_of(item.output, f"{field}.output")
             turns.add(Message(role=Role.TOOL, content=content, tool_call_id=item.call_id or ""))
+
+
+def _kind(item: InputItem, field: str) -> str:
+    """The type of an item; without one it is a message where it has a role, else a reference by its id."""
+    if item.type is not None:
+        return item.type
+    if item.role is not None:
+        return "message"
+    if item.id is None:
+        raise invalid(
+            f"{field}.type", f"it is required in an item without role: one of {', '.join(_REQUIRED)}"
+        )
+    return "item_reference"
 
 
 def _take_message(turns: _Turns, item: InputItem, field: str) -> None:

@@ -54,13 +54,13 @@ BEYOND_REASONS: Mapping[Reason, str] = {
     Reason.TEMPLATE_FAILED: "the checkpoint's template renders the conversation",
 }
 BEYOND: Mapping[str, str] = {
-    r"input(\[\d+\].*)?": "an item has the fields of its type, and what was sealed was sealed here",
+    r"(input|items)(\[\d+\].*)?": "an item has the fields of its type, and what was sealed was sealed here",
     r"tools\[\d+\].*": "a tool has the fields of its type, and a name of its own",
     r"tool_choice.*": "it names tools; a call that is forced leaves no room for a schema",
     r"text\.format\..*": "a format has the fields of its type",
     r"reasoning\.effort": "the model reasons",
     r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
-    r"stream_options": "stream is true",
+    r"stream_options|starting_after": "stream is true",
     **test_time.BEYOND,
     r"background|store|previous_response_id|conversation": "the operator lets what is asked for be kept, and "
     "it is there; a conversation is given or a previous response, not both",

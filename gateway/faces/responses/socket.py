@@ -29,7 +29,7 @@ from gateway.faces.responses.requests import Asked, ResponseBody
 from gateway.faces.responses.writer import response_usage
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
-from gateway.intake.intake import ByteLease
+from gateway.intake.intake import LARGE_BYTES, ByteLease
 from gateway.store.database import not_found
 from gateway.types.error_form import ErrorForm
 
@@ -47,7 +47,14 @@ class CreateEvent(ResponseBody, frozen=True, kw_only=True, forbid_unknown_fields
     generate: bool | None = None
 
 
+class _AnyEvent(msgspec.Struct, frozen=True):
+    """Of any event its type, which says what else is to be in it."""
+
+    type: str = ""
+
+
 _DECODER = msgspec.json.Decoder(FIELDS.declared_in(CreateEvent))
+_TYPE_DECODER = msgspec.json.Decoder(_AnyEvent)
 
 
 class ResponseSocket:
@@ -69,6 +76,7 @@ class ResponseSocket:
             return _checked(event)
 
         try:
+            _check_type(turn)
             event, understood = await self._endpoints.read(turn, _DECODER, ready)
             if event.store is False and continues and (self._last is None or continues != self._last.id):
                 # As the specification has it: what keeps nothing finds nothing that is kept.
@@ -170,10 +178,27 @@ def _error_event(status: int, error: dict[str, Any], headers: Mapping[str, str])
     return _encode(event)
 
 
+def _check_type(turn: Exchange) -> None:
+    """Raises for an event of another type, whatever else is in it; what is no event is told by its reader."""
+    data = turn.peek_body()
+    if len(data) > LARGE_BYTES:
+        return
+    try:
+        kind = _TYPE_DECODER.decode(data).type
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    if kind:
+        _check_known(kind)
+
+
+def _check_known(kind: str) -> None:
+    if kind != CREATE:
+        raise invalid("type", f"{kind[:80]!r} is not served; send {CREATE}")
+
+
 def _checked(event: CreateEvent) -> CreateEvent:
     """The event as the body of a stream; raises for what a POST alone can ask for."""
-    if event.type != CREATE:
-        raise invalid("type", f"{event.type[:80]!r} is not served; send {CREATE}")
+    _check_known(event.type)
     if event.stream is False:
         raise unsupported("stream", "leave it out, or use POST", "events are all that a WebSocket has")
     if event.background:

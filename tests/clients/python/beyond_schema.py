@@ -40,9 +40,12 @@ def served(body: object, model: str, path: str) -> object:
     if not isinstance(body, dict) or "model" not in body:
         return body
     asked = {**body, "model": model}
+    if path.startswith("/v1/responses/"):
+        return asked
     if path.startswith("/v1/") and not path.endswith("/count_tokens"):
-        other = "max_completion_tokens"
-        name = other if asked.get(other) is not None else "max_tokens"
+        other = "max_output_tokens" if path == "/v1/responses" else "max_completion_tokens"
+        is_named_so = path == "/v1/responses" or asked.get(other) is not None
+        name = other if is_named_so else "max_tokens"
         given = asked.get(name)
         asked[name] = MAX_TOKENS if given is None else min(given, MAX_TOKENS)
     return asked

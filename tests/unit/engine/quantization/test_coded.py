@@ -26,13 +26,14 @@ from kernels.linear.formats import (
     CodedWeight,
     DenseWeight,
     Fp8Weight,
+    Int8Weight,
     PartedWeight,
     parts_of,
     picked_rows,
     rows_of,
     stack,
 )
-from kernels.linear.packed import BFLOAT16, CODED, FLOAT8, FLOAT_CODES, INT8_GROUPED, PackedWeight
+from kernels.linear.packed import BFLOAT16, CODED, FLOAT8, FLOAT_CODES, INT8_GROUPED
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint

@@ -495,6 +495,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
     ({"input": [{"type": "computer_call", "id": "cu_1"}]}, "input[0].type"),
+    ({"input": [{"foo": 1}]}, "input[0].type"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     (

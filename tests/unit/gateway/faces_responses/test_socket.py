@@ -508,3 +508,13 @@ async def test_openais_own_client_is_served() -> None:
                 if event.type == "response.completed":
                     break
     assert text == "It is 4."
+
+
+@pytest.mark.parametrize("event", [{"type": "session.update"}, {"type": "session.update", "session": {}}])
+async def test_an_event_of_another_type_is_refused_by_its_type(event: dict[str, Any]) -> None:
+    async with serving() as stack, opened(stack) as socket:
+        await socket.send(json.dumps(event))
+        error = (await next_event(socket))["error"]
+        assert error["param"] == "type"
+        assert "send response.create" in error["message"]
+        assert (await turn(socket))["status"] == "completed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -169,3 +170,86 @@ async def test_what_stands_before_every_text_is_asked_for_by_grpc_as_well() -> N
             counting = inference_pb2.CountTokensRequest(model="tiny", text="abc", add_special_tokens=adds)
             counted = await stack.inference.CountTokens(counting, metadata=METADATA)
             assert counted.num_tokens == expected
+
+
+HUGE = [{"role": "user", "content": "b" * 3 * ROOM}]
+SHORT = [{"role": "user", "content": "a" * 20}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "told"),
+    [
+        ("responses", {"input": HUGE, "truncation": "auto"}, "input", "are kept for the answer"),
+        (
+            "responses",
+            {"input": SHORT, "truncation": "auto", "max_output_tokens": ROOM - 1},
+            "max_output_tokens",
+            f"max_output_tokens {ROOM - 1} leaves room for 1",
+        ),
+        ("responses/input_tokens", {"input": HUGE, "truncation": "auto"}, "input", "are kept for the answer"),
+        (
+            "messages",
+            {"messages": HUGE, "max_tokens": 8, "truncate_prompt_tokens": -1},
+            "messages",
+            "8 are kept for the answer",
+        ),
+        (
+            "chat/completions",
+            {"messages": SHORT, "truncate_prompt_tokens": 5},
+            "messages",
+            "truncate_prompt_tokens allows 5",
+        ),
+    ],
+)
+async def test_what_cannot_be_cut_is_refused_by_the_models_own_length(
+    path: str, body: dict[str, Any], field: str, told: str
+) -> None:
+    async with deployed(small()) as stack:
+        refused = await stack.http.post(f"/v1/{path}", json={"model": "tiny", **body})
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert f"maximum context length is {ROOM} tokens" in error["message"]
+        assert told in error["message"]
+        assert (error.get("param") or error["details"]["field"]) == field
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "tool", "field"),
+    [
+        (
+            "chat/completions",
+            "messages",
+            {"type": "function", "function": {"name": "f", "parameters": None}},
+            "tools[0].function.parameters",
+        ),
+        (
+            "responses",
+            "input",
+            {"type": "function", "name": "f", "parameters": None},
+            "tools[0].parameters",
+        ),
+        ("messages", "messages", {"name": "f", "input_schema": None}, "tools[0].input_schema"),
+    ],
+)
+async def test_a_tools_schema_is_told_of_by_the_faces_own_name(
+    path: str, prompt: str, tool: dict[str, Any], field: str
+) -> None:
+    def asked(schema: dict[str, Any]) -> dict[str, Any]:
+        text = json.dumps(tool).replace("null", json.dumps(schema))
+        limit = {"max_tokens": 8} if prompt == "messages" else {}
+        return {"model": "tiny", prompt: SHORT, "tools": [json.loads(text)], **limit}
+
+    async with deployed() as stack:
+        refused = await stack.http.post(f"/v1/{path}", json=asked({"type": "impossible"}))
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert (error.get("param") or error["details"]["field"]) == field
+        assert error["message"].startswith(f"{field}: ")
+        loose = asked({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})
+        served = await stack.http.post(f"/v1/{path}", json=loose)
+        assert served.status_code == 200, served.text
+        if path == "chat/completions":
+            assert served.json()["enforcement"]["unenforced"][0]["keyword"] == "$ref"
+        else:
+            told = f"{field} is not enforced exactly: $ref at /properties/a/$ref"
+            assert served.headers[WARNING_HEADER] == told

@@ -8,7 +8,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from contract.chat import turns_of, without_oldest
-from contract.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason, context_length
 from contract.proto import chat
 from contract.proto.status import to_detail
 from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, SPECIAL_IDS, TOKENS, encode
@@ -53,6 +53,8 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 )
             response.grammar.digest = "d"
             response.grammar.payload = b"grammar"
+        for index, tool in enumerate(request.conversation.tools):
+            _compile(response, tool.parameters_json, index)
         return response
 
     async def PrepareStream(self, requests: Any, context: Any) -> Any:
@@ -85,6 +87,13 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 fields = chat.conversation_fields(without_oldest(whole, num_out))
                 request.conversation.CopyFrom(chat_pb2.Conversation(**fields))
                 ids = self._ids(request)
+            if len(ids) > most:
+                raise MillraceError(
+                    Reason.CONTEXT_LENGTH_EXCEEDED,
+                    context_length(most, f"the prompt has {len(ids)} tokens; shorten the prompt"),
+                    field="conversation.messages",
+                    metadata={"prompt_tokens": str(len(ids)), "max_context_tokens": str(most)},
+                )
             if num_out:
                 response.num_truncated_turns, response.num_turns = num_out, num_turns
         else:
@@ -102,3 +111,13 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             case _:
                 lines = [f"{turn.role}: {turn.content}\n" for turn in request.conversation.messages]
                 return encode("".join(lines))
+
+
+def _compile(response: Any, schema: str, index: int) -> None:
+    """A tool's schema: one that is impossible is refused, a reference to nowhere not enforced."""
+    if "impossible" in schema:
+        field = f"conversation.tools[{index}].function.parameters"
+        raise MillraceError(Reason.GRAMMAR_REFUSED, f"{field}: no such type", field=field)
+    if "#/nowhere" in schema:
+        path = f"/tools/{index}/parameters/properties/a/$ref"
+        response.enforcement.unenforced.add(keyword="$ref", path=path, note="it leads nowhere")

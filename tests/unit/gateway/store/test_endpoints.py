@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -388,3 +389,24 @@ async def test_background_that_fails_says_why(tmp_path: Path) -> None:
         told = await get(stack, f"responses/{made['id']}")
         assert told["status"] == "failed"
         assert told["error"]["code"] == "engine_lost"
+
+
+async def test_an_item_of_no_type_is_refused_for_its_type(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stack:
+        for path, body, field in (
+            ("conversations", {"items": [{}]}, "items[0].type"),
+            ("responses", {"model": "tiny", "input": [{"foo": 1}]}, "input[0].type"),
+            ("conversations", {"items": [{"type": "item_reference", "id": "msg_1"}]}, "items[0].id"),
+        ):
+            refused = await send(stack, "POST", path, **body)
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"]["param"] == field
+            assert "not stored" not in refused.json()["error"]["message"]
+
+
+async def test_where_to_go_on_is_for_streams_alone_and_the_document_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stack:
+        refused = (await send(stack, "GET", "responses/resp_0?starting_after=0")).json()["error"]
+        beyond = (await get(stack, "responses/openapi.json"))["x-beyond-schema"]
+    rules = [each["rule"] for each in beyond if re.match(each.get("param", "^$"), refused["param"])]
+    assert rules == ["stream is true"]
