@@ -47,8 +47,8 @@ def card(quantized: Quantized, quality: str) -> str:
         "---",
         f"# {name}, {job.scheme} by {job.method}",
         "",
-        f"{stored[0].upper()}{stored[1:]}; {_METHODS[job.method]}. "
-        "Millrace, vLLM and transformers load it as it is.",
+        f"{stored[0].upper()}{stored[1:]}; {_METHODS[job.method]}. It is stored as {kind} does, which "
+        "Millrace, vLLM and transformers read.",
         "",
         "## Is it still as good?",
         "",

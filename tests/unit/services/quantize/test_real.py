@@ -60,6 +60,9 @@ stored = getattr(AutoConfig.from_pretrained(folder), "quantization_config", {})
 changed = stored.get("format") in ("int-quantized", "float-quantized", "mxfp4-pack-quantized")
 settings = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if changed else {}
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings)
+if stored.get("quant_method") == "bitsandbytes":
+    # Its own product rounds to bfloat16 on some processors.
+    model = model.dequantize().float()
 if changed:
     from compressed_tensors.quantization import disable_quantization
     model = model.float().apply(disable_quantization)
