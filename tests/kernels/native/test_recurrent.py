@@ -216,7 +216,7 @@ class Units:
         self.gates = torch.randn(self.num_tokens, self.heads, 2 * self.size)
         rate = -3.0 * torch.rand(self.heads * self.size)
         # Some keep nearly all, and some nearly nothing.
-        rate[::3], rate[1::5] = -1e-6, -40.0
+        rate[::3], rate[1::5] = -0.01, -40.0
         self.weights = RgLruWeights(bias=torch.randn(self.heads, 2 * self.size), rate=rate)
 
     def native(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -18,10 +19,13 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 from checkpoint.gguf_reader import open_gguf
-from engine.config import EngineConfig
+from engine.config import EngineConfig, PackedWeightsConfig
 from engine.model import plan_command
+from engine.model.kept_weights import KeptWeights
+from engine.model.loader import load_here
 from engine.model.plan import make_plan, plan_input, weights_bytes
 from engine.quantization.gguf_blocks import block_readers
+from engine.runner.build import build_here
 from kernels.linear.formats import (
     CodedWeight,
     DenseWeight,
@@ -42,7 +46,7 @@ from tests.unit.engine.quantization.gguf_writer import drawn_blocks, write
 from tests.unit.engine.quantization.test_gguf import WIDE, write_experts
 from tests.unit.engine.quantization.test_stored import FP8, SIZES, assert_equals, compressed
 from tests.unit.engine.quantization.writers import Writer, rewrite, stored_bytes
-from tests.unit.engine.runner.driver import open_runner
+from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 
 BITS = {
     Kind.Q2_K: 2,
@@ -392,3 +396,21 @@ def test_the_plan_says_which_form_has_how_many_bits(
     assert plan_command.main(["--config", str(file)]) == 0
     printed = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
     assert "Q4_K in 4.75 bits" in printed
+
+
+def test_parts_come_from_the_loader_and_are_kept(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "original", "llama", **WIDE)
+    path, prompt = tmp_path / "model.gguf", prompt_of(20, 199)
+    write(path, oracle, "llama", {"token_embd": Kind.F16} | MIXED["Q4_K_M"])
+    kept = KeptWeights(PackedWeightsConfig(path=str(tmp_path / "kept"), min_bytes=0))
+    outputs = []
+    for load in (load_here, kept.load, kept.load):
+        with closing(open_runner(path, native="required", build=partial(build_here, load=load))) as runner:
+            parts = runner.model.model.layers[0].attention.qkv.packed_parts
+            assert [part.struct.format for part in parts] == [CODED + 4, CODED + 6]
+            (job,) = Driver(runner).run([Job(prompt)])
+        outputs.append(job.output)
+        if (writing := kept.write_later()) is not None:
+            writing.join()
+    assert len(list((tmp_path / "kept").glob("*.packed"))) == 1
+    assert outputs[0] == outputs[1] == outputs[2]
