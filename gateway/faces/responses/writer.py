@@ -39,6 +39,7 @@ from gateway.faces.responses.answer_types import (
 )
 from gateway.faces.responses.custom_input import CustomInput
 from gateway.faces.responses.tools import Toolbox
+from gateway.faces.timings import timings
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.text.delta import TextPart, ThoughtPart, ToolCallDelta
 from gateway.text.detokenizer import Vocabulary
@@ -106,16 +107,19 @@ class ResponseWriter:
         streams: bool,
         vocabulary: Vocabulary | None = None,
         seal: Callable[[str], str] | None = None,
+        tells_timing: bool = False,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         """`response` is the resource in progress, without output. With a `vocabulary` texts have their
-        log-probabilities; with `seal` thoughts have an `encrypted_content`. `now_s` is in Unix seconds.
+        log-probabilities; with `seal` thoughts have an `encrypted_content`. `tells_timing` adds where the
+        time went to what is counted in the end. `now_s` is in Unix seconds.
         """
         self.response = response
         self.sequence_number = 0
         self._tools = tools
         self._streams = streams
         self._seal = seal
+        self._tells_timing = tells_timing
         self._now_s = now_s
         self._vocabulary = vocabulary
         self._pieces: dict[int, tuple[bytes, bytes]] = {}
@@ -174,8 +178,14 @@ class ResponseWriter:
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             completed_at=None if is_cut else int(self._now_s()),
             output=self._items,
-            usage=response_usage(usage),
+            **self.counted(usage),
         )
+
+    def counted(self, usage: Usage | None) -> dict[str, Any]:
+        """The fields of the resource that tell what it took; none of it where nothing was counted."""
+        if usage is None:
+            return {}
+        return {"usage": response_usage(usage), "timing": timings(usage, asked=self._tells_timing)}
 
     def end(self) -> bytes:
         """The last events: of the item that is written, and of the response, which is concluded."""
@@ -192,7 +202,7 @@ class ResponseWriter:
             status="failed",
             error=ResponseError(code, message),
             output=self._items,
-            usage=None if usage is None else response_usage(usage),
+            **self.counted(usage),
         )
         param = error.field or None
         told = EventError(error.mapping.openai_type, code, message, param)
@@ -209,7 +219,7 @@ class ResponseWriter:
             self.response,
             status="cancelled",
             output=self._items,
-            usage=None if usage is None else response_usage(usage),
+            **self.counted(usage),
         )
         self._emit("response.incomplete", response=self.response)
         return self._written() + (DONE if self._streams else b"")

@@ -582,3 +582,18 @@ async def test_a_client_that_leaves_ends_the_work() -> None:
             engine.changed.clear()
             await engine.changed.wait()
     assert engine.num_generated < 4000
+
+
+async def test_timing_is_told_in_the_words_of_chat_where_it_is_asked_for() -> None:
+    async with serving() as stack:
+        chat = await stack.chat(include_timing=True)
+        whole = (await post(stack, include_timing=True)).json()
+        streamed = await events(stack, include_timing=True)
+        assert whole["timing"].keys() == chat.json()["usage"]["timings"].keys()
+        assert whole["timing"]["first_token_ms"] > 0
+        assert whole["timing"]["cached_tokens"] == whole["usage"]["input_tokens_details"]["cached_tokens"]
+        assert streamed[-1]["response"]["timing"].keys() == whole["timing"].keys()
+        assert "timing" not in streamed[0]["response"]
+        left_out = (await post(stack)).json()
+        assert "timing" not in left_out
+        spec.ResponseResource.model_validate(left_out)
