@@ -133,6 +133,7 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     # Extensions, as in /v1/chat/completions.
     cache_salt: str | None = None
     include_timing: bool | None = None
+    include_reasoning: bool | None = None
     test_time: DeliberationBody | None = None
 
     def includes(self, part: str) -> bool:

@@ -107,18 +107,21 @@ class ResponseWriter:
         streams: bool,
         vocabulary: Vocabulary | None = None,
         seal: Callable[[str], str] | None = None,
+        shows_reasoning: bool = True,
         tells_timing: bool = False,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         """`response` is the resource in progress, without output. With a `vocabulary` texts have their
-        log-probabilities; with `seal` thoughts have an `encrypted_content`. `tells_timing` adds where the
-        time went to what is counted in the end. `now_s` is in Unix seconds.
+        log-probabilities; with `seal` thoughts have an `encrypted_content`, which is all
+        of them unless it `shows_reasoning`. `tells_timing` adds where the time went to what is counted in the
+        end. `now_s` is in Unix seconds.
         """
         self.response = response
         self.sequence_number = 0
         self._tools = tools
         self._streams = streams
         self._seal = seal
+        self._shows_reasoning = shows_reasoning
         self._tells_timing = tells_timing
         self._now_s = now_s
         self._vocabulary = vocabulary
@@ -246,7 +249,8 @@ class ResponseWriter:
     def _think(self, text: str) -> None:
         item = self._item("reasoning")
         item.texts.append(text)
-        self._emit_of(item, "response.reasoning_text.delta", content_index=0, delta=text)
+        if self._shows_reasoning:
+            self._emit_of(item, "response.reasoning_text.delta", content_index=0, delta=text)
 
     def _say(self, text: str) -> None:
         text = self._held + text
@@ -304,7 +308,7 @@ class ResponseWriter:
                 item.fields["namespace"] = called.namespace
         added = self._made(item, "in_progress")
         self._emit("response.output_item.added", output_index=index, item=added)
-        if piece is None:
+        if piece is None and (kind != "reasoning" or self._shows_reasoning):
             part = ReasoningText(text="") if kind == "reasoning" else OutputText(text="")
             self._emit_of(item, "response.content_part.added", content_index=0, part=part)
         return item
@@ -316,6 +320,8 @@ class ResponseWriter:
             return
         text = item.text
         match item.kind:
+            case "reasoning" if not self._shows_reasoning:
+                pass
             case "reasoning":
                 self._emit_of(item, "response.reasoning_text.done", content_index=0, text=text)
                 part: Any = ReasoningText(text=text)
@@ -344,7 +350,8 @@ class ResponseWriter:
         match item.kind:
             case "reasoning":
                 sealed = msgspec.UNSET if self._seal is None or begins else self._seal(text)
-                content = [] if begins else [ReasoningText(text=text)]
+                hidden = begins or not self._shows_reasoning
+                content = [] if hidden else [ReasoningText(text=text)]
                 return ReasoningItem(id=item.id, content=content, encrypted_content=sealed, status=status)
             case "message":
                 parts = [] if begins else [OutputText(text=text, logprobs=_list(item.logprobs))]
