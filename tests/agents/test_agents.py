@@ -18,6 +18,8 @@ from tests.e2e.stack import Stack, eventually
 pytestmark = pytest.mark.agents
 
 _ENVIRONMENTS = Path(os.environ.get("AGENTS_FOLDER", "build/agents")).resolve()
+# A service, and the file that the task has made when it is killed: calls enough come after each.
+_KILLS = (("engine-0", "mill.py"), ("tokenizer", "out.txt"), ("gateway-0", "notes.md"))
 # How often each agent does its task, of which the record has many.
 _RUNS = int(os.environ.get("AGENTS_RUNS", "1"))
 
@@ -41,7 +43,8 @@ def _task(agent: Agent, packages: Path, folder: Path, *, kills: bool) -> None:
     script = agent.script(work)
     with scripted_stack(folder / "stack", script, num_engines=2) as stack:
         done = threading.Event()
-        killer = threading.Thread(target=_kill_each, args=(stack, work, done))
+        killed: list[str] = []
+        killer = threading.Thread(target=_kill_each, args=(stack, work, done, killed))
         if kills:
             killer.start()
         try:
@@ -52,6 +55,7 @@ def _task(agent: Agent, packages: Path, folder: Path, *, kills: bool) -> None:
                 killer.join()
         assert (run.files, run.status) == (FILES, 0), run.said + stack.transcript()
         assert FINAL in run.said
+        assert killed == [name for name, _ in _KILLS if kills], run.said + stack.transcript()
         # Envoy writes its log after a while.
         assert eventually(lambda: bool(_methods(folder))), stack.transcript()
         assert _methods(folder) == {agent.method}
@@ -65,13 +69,14 @@ def _methods(folder: Path) -> set[str]:
     return {each["method"] for each in asked if each["path"].partition("?")[0] in PATHS} - {"HEAD"}
 
 
-def _kill_each(stack: Stack, work: Path, done: threading.Event) -> None:
-    """Each service once, when the task has come so far."""
-    for name, file in (("engine-0", "mill.py"), ("tokenizer", "out.txt"), ("gateway-0", "notes.md")):
+def _kill_each(stack: Stack, work: Path, done: threading.Event, killed: list[str]) -> None:
+    """Each service once, when the task has come so far; `killed` gets their names."""
+    for name, file in _KILLS:
         eventually(lambda file=file: done.is_set() or (work / file).exists(), 240.0)
         if done.is_set():
             return
         os.kill(stack.pid(name), signal.SIGKILL)
+        killed.append(name)
 
 
 @pytest.mark.parametrize("number", range(_RUNS))

@@ -12,6 +12,7 @@ from gateway.faces.openai import chat, completions
 from gateway.faces.openai import fields as openai
 from gateway.faces.responses import fields as responses
 from gateway.faces.responses import items, requests, tools
+from gateway.faces.test_time import DeliberationBody
 from gateway.faces.unserved import Unserved
 
 _HEAD = """## Fields
@@ -31,6 +32,7 @@ _MESSAGES_KINDS = (
     ("output_config.", bodies.OutputConfig),
     ("output_config.format.", bodies.OutputFormat),
     ("metadata.", bodies.MessageMetadata),
+    ("test_time.", DeliberationBody),
 )
 _RESPONSES_KINDS = (
     ("", requests.ResponseBody),
@@ -43,12 +45,13 @@ _RESPONSES_KINDS = (
     ("text.format.", requests.TextFormatBody),
     ("reasoning.", requests.ReasoningBody),
     ("stream_options.", requests.ResponseStreamOptions),
+    ("test_time.", DeliberationBody),
 )
 
 
 def section() -> str:
     """The part of the page that no client has to be run for."""
-    chats = (("", chat.ChatBody), ("", completions.CompletionBody))
+    chats = (("", chat.ChatBody), ("", completions.CompletionBody), ("test_time.", DeliberationBody))
     return "\n".join(
         (
             _HEAD,

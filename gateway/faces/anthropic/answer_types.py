@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from gateway.faces.timings import Timings
 from gateway.types.deliberation import Deliberated
 
 TokenCount: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -71,6 +72,8 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    # Extension: where it was asked for, at the end; in a stream it is message_delta's.
+    timing: Timings | UnsetType = UNSET
 
 
 class InputTokenCount(Struct, frozen=True):
@@ -144,6 +147,7 @@ class BlockStop(Struct, frozen=True, tag_field="type", tag="content_block_stop")
 class MessageDelta(Struct, frozen=True, tag_field="type", tag="message_delta"):
     delta: MessageEnd
     usage: MessageUsage
+    timing: Timings | UnsetType = UNSET
 
 
 class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):

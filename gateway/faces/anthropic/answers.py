@@ -10,12 +10,14 @@ from collections.abc import Collection
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from contract.chat import MESSAGE_ID
 from contract.outputs import FinishReason
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic.thoughts import Thoughts
 from gateway.faces.anthropic.turns import TOOL_ID
+from gateway.faces.timings import timings
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import TextDelta, TextPart, ThoughtPart, ToolCallDelta
 
@@ -41,9 +43,10 @@ class MessageWriter:
         thoughts: Thoughts,
         shows_thinking: bool = True,
         eager_tools: Collection[str] = (),
+        tells_timing: bool = False,
     ) -> None:
         """`tier` is what the API calls the tier that serves, `max_tokens` what was asked for; `eager_tools`
-        have their arguments sent as they come.
+        have their arguments sent as they come. `tells_timing` adds where the time went at the end.
         """
         self._info = info
         self._tier = tier
@@ -51,6 +54,7 @@ class MessageWriter:
         self._thoughts = thoughts
         self._shows_thinking = shows_thinking
         self._eager_tools = eager_tools
+        self._tells_timing = tells_timing
         self._index = -1
         # Type of the block that is open; "" for none.
         self._open = ""
@@ -94,7 +98,8 @@ class MessageWriter:
         parts: list[bytes] = []
         self._close(parts)
         ended = answers.MessageEnd(*self._stopped(self._end, usage))
-        parts += (_event(answers.MessageDelta(ended, self._usage(usage))), _STOP)
+        timing = timings(usage, asked=self._tells_timing)
+        parts += (_event(answers.MessageDelta(ended, self._usage(usage), timing)), _STOP)
         return b"".join(parts)
 
     def body(self, gathered: ChoiceDelta, usage: Usage) -> bytes:
@@ -114,7 +119,8 @@ class MessageWriter:
                 case ToolCallDelta():
                     block = answers.ToolUseAnswer(_tool_id(part), part.name, as_input(part.arguments))
                     blocks.append(block)
-        return _encode(self._message(blocks, *self._stopped(gathered, usage), usage))
+        message = self._message(blocks, *self._stopped(gathered, usage), usage)
+        return _encode(replace(message, timing=timings(usage, asked=self._tells_timing)))
 
     def _message(
         self,

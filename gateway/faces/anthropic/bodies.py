@@ -117,6 +117,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fi
     # Extensions, as in /v1/chat/completions.
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
+    include_timing: bool | None = None
     test_time: DeliberationBody | None = None
 
 

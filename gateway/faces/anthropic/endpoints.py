@@ -63,6 +63,7 @@ class MessagesEndpoints:
                 thoughts=thoughts,
                 shows_thinking=not _omits_thinking(body),
                 eager_tools=eager_tools(body),
+                tells_timing=bool(body.include_timing),
             )
             if body.stream:
                 await _stream(exchange, answer, writer)

@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from contract.errors import Reason
 from contract.grammar import KeywordStatus, Verdict
+from gateway.faces.timings import Timings
 from gateway.types.deliberation import Deliberated
 
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -42,22 +43,6 @@ class CachedTokens(Struct, frozen=True):
 
 class ReasoningTokens(Struct, frozen=True):
     reasoning_tokens: Natural
-
-
-class Timings(Struct, frozen=True):
-    """What became of the time, in the words of the traces. Tokens a second are those after the first, of all
-    choices together; of drafted tokens some were accepted. `delayed_by_ms` has the causes that held it back.
-    """
-
-    queue_ms: float
-    prepare_ms: float
-    prefill_ms: float
-    first_token_ms: float
-    tokens_per_second: float | None
-    cached_tokens: Natural
-    drafted_tokens: Natural
-    accepted_tokens: Natural
-    delayed_by_ms: dict[str, float]
 
 
 class UsageBody(Struct, frozen=True):

@@ -17,10 +17,10 @@ from gateway.faces.openai.answer_types import (
     CachedTokens,
     Enforcement,
     ReasoningTokens,
-    Timings,
     UsageBody,
 )
-from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, TimeToFirstToken, Usage
+from gateway.faces.timings import timings
+from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.detokenizer import Detokenizer, TokenTexts, detokenizer
 
@@ -290,11 +290,9 @@ def usage_body(usages: Sequence[Usage], *, timing: bool) -> UsageBody:
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.billed_tokens for usage in usages)
     times: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
-    timings: Timings | msgspec.UnsetType = msgspec.UNSET
     if timing and (ttft := usages[0].ttft) is not None:
         parts = msgspec.structs.asdict(ttft).items()
         times = {f"{name.removesuffix('_s')}_ms": value * 1000 for name, value in parts}
-        timings = _timings(usages[0], ttft)
     return UsageBody(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -302,22 +300,8 @@ def usage_body(usages: Sequence[Usage], *, timing: bool) -> UsageBody:
         prompt_tokens_details=CachedTokens(sum(usage.cached_prompt_tokens for usage in usages)),
         completion_tokens_details=ReasoningTokens(sum(usage.reasoning_tokens for usage in usages)),
         time_to_first_token=times,
-        timings=timings,
+        timings=timings(usages[0], asked=timing),
         test_time=usages[0].deliberated or msgspec.UNSET,
-    )
-
-
-def _timings(usage: Usage, ttft: TimeToFirstToken) -> Timings:
-    return Timings(
-        queue_ms=ttft.queue_s * 1000,
-        prepare_ms=ttft.preprocess_s * 1000,
-        prefill_ms=ttft.prefill_s * 1000,
-        first_token_ms=ttft.total_s * 1000,
-        tokens_per_second=usage.tokens_per_s,
-        cached_tokens=usage.cached_prompt_tokens,
-        drafted_tokens=usage.drafted_tokens,
-        accepted_tokens=usage.accepted_tokens,
-        delayed_by_ms={cause: value * 1000 for cause, value in usage.delayed_by_s.items()},
     )
 
 

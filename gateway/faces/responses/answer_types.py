@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from gateway.faces.timings import Timings
 from gateway.types.deliberation import Deliberated
 
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -135,6 +136,8 @@ class Response(Struct, frozen=True, kw_only=True):
     metadata: dict[str, str]
     safety_identifier: str | None
     prompt_cache_key: str | None
+    # Extension: where it was asked for, at the end.
+    timing: Timings | UnsetType = UNSET
     # Over a WebSocket: what HTTP says in x-millrace-warning and x-millrace-ignored.
     warnings: list[str] | UnsetType = UNSET
 

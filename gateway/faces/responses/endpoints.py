@@ -228,6 +228,8 @@ class ResponseEndpoints:
             streams=streams,
             vocabulary=attempt.reader.texts.vocabulary if body.wants_logprobs else None,
             seal=partial(self._seal.close, tenant) if body.includes(ENCRYPTED_REASONING) else None,
+            shows_reasoning=body.include_reasoning is not False,
+            tells_timing=bool(body.include_timing),
         )
 
     def _at_once(self, caller: Caller, body: PromptBody) -> GenerationRequest | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.faces import test_time
+from gateway.faces import test_time, timings
 from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
@@ -36,6 +36,8 @@ ACCEPTED: Mapping[str, str] = {
     "truncation": "auto leaves out the oldest turns, and results without their calls, and says so in "
     "x-millrace-warning",
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
+    "include_reasoning": "false leaves the text of thoughts out; encrypted_content is there where asked for",
+    **timings.ACCEPTED,
     **test_time.ACCEPTED,
     "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",
     "background": "where answers are kept; text comes in pieces, or whole with log-probabilities",

@@ -132,6 +132,8 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: str | None = None
     # Extensions, as in /v1/chat/completions.
     cache_salt: str | None = None
+    include_timing: bool | None = None
+    include_reasoning: bool | None = None
     test_time: DeliberationBody | None = None
 
     def includes(self, part: str) -> bool:

@@ -26,7 +26,6 @@ from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import InputItem
 from gateway.faces.responses.keeping import HeldRequest, LastResponse
 from gateway.faces.responses.requests import Asked, ResponseBody
-from gateway.faces.responses.writer import response_usage
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import LARGE_BYTES, ByteLease
@@ -124,7 +123,7 @@ class ResponseSocket:
                     writer.response,
                     status="completed",
                     completed_at=int(time.time()),
-                    usage=response_usage(answer.usages()[0]),
+                    **writer.counted(answer.usages()[0]),
                 ),
             )
             await turn.end_events(writer.end())

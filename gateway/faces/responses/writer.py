@@ -39,6 +39,7 @@ from gateway.faces.responses.answer_types import (
 )
 from gateway.faces.responses.custom_input import CustomInput
 from gateway.faces.responses.tools import Toolbox
+from gateway.faces.timings import timings
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.text.delta import TextPart, ThoughtPart, ToolCallDelta
 from gateway.text.detokenizer import Vocabulary
@@ -106,16 +107,22 @@ class ResponseWriter:
         streams: bool,
         vocabulary: Vocabulary | None = None,
         seal: Callable[[str], str] | None = None,
+        shows_reasoning: bool = True,
+        tells_timing: bool = False,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         """`response` is the resource in progress, without output. With a `vocabulary` texts have their
-        log-probabilities; with `seal` thoughts have an `encrypted_content`. `now_s` is in Unix seconds.
+        log-probabilities; with `seal` thoughts have an `encrypted_content`, which is all
+        of them unless it `shows_reasoning`. `tells_timing` adds where the time went to what is counted in the
+        end. `now_s` is in Unix seconds.
         """
         self.response = response
         self.sequence_number = 0
         self._tools = tools
         self._streams = streams
         self._seal = seal
+        self._shows_reasoning = shows_reasoning
+        self._tells_timing = tells_timing
         self._now_s = now_s
         self._vocabulary = vocabulary
         self._pieces: dict[int, tuple[bytes, bytes]] = {}
@@ -174,8 +181,14 @@ class ResponseWriter:
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             completed_at=None if is_cut else int(self._now_s()),
             output=self._items,
-            usage=response_usage(usage),
+            **self.counted(usage),
         )
+
+    def counted(self, usage: Usage | None) -> dict[str, Any]:
+        """The fields of the resource that tell what it took; none of it where nothing was counted."""
+        if usage is None:
+            return {}
+        return {"usage": response_usage(usage), "timing": timings(usage, asked=self._tells_timing)}
 
     def end(self) -> bytes:
         """The last events: of the item that is written, and of the response, which is concluded."""
@@ -192,7 +205,7 @@ class ResponseWriter:
             status="failed",
             error=ResponseError(code, message),
             output=self._items,
-            usage=None if usage is None else response_usage(usage),
+            **self.counted(usage),
         )
         param = error.field or None
         told = EventError(error.mapping.openai_type, code, message, param)
@@ -209,7 +222,7 @@ class ResponseWriter:
             self.response,
             status="cancelled",
             output=self._items,
-            usage=None if usage is None else response_usage(usage),
+            **self.counted(usage),
         )
         self._emit("response.incomplete", response=self.response)
         return self._written() + (DONE if self._streams else b"")
@@ -236,7 +249,8 @@ class ResponseWriter:
     def _think(self, text: str) -> None:
         item = self._item("reasoning")
         item.texts.append(text)
-        self._emit_of(item, "response.reasoning_text.delta", content_index=0, delta=text)
+        if self._shows_reasoning:
+            self._emit_of(item, "response.reasoning_text.delta", content_index=0, delta=text)
 
     def _say(self, text: str) -> None:
         text = self._held + text
@@ -294,7 +308,7 @@ class ResponseWriter:
                 item.fields["namespace"] = called.namespace
         added = self._made(item, "in_progress")
         self._emit("response.output_item.added", output_index=index, item=added)
-        if piece is None:
+        if piece is None and (kind != "reasoning" or self._shows_reasoning):
             part = ReasoningText(text="") if kind == "reasoning" else OutputText(text="")
             self._emit_of(item, "response.content_part.added", content_index=0, part=part)
         return item
@@ -306,6 +320,8 @@ class ResponseWriter:
             return
         text = item.text
         match item.kind:
+            case "reasoning" if not self._shows_reasoning:
+                pass
             case "reasoning":
                 self._emit_of(item, "response.reasoning_text.done", content_index=0, text=text)
                 part: Any = ReasoningText(text=text)
@@ -334,7 +350,8 @@ class ResponseWriter:
         match item.kind:
             case "reasoning":
                 sealed = msgspec.UNSET if self._seal is None or begins else self._seal(text)
-                content = [] if begins else [ReasoningText(text=text)]
+                hidden = begins or not self._shows_reasoning
+                content = [] if hidden else [ReasoningText(text=text)]
                 return ReasoningItem(id=item.id, content=content, encrypted_content=sealed, status=status)
             case "message":
                 parts = [] if begins else [OutputText(text=text, logprobs=_list(item.logprobs))]

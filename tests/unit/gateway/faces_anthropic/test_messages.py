@@ -529,3 +529,17 @@ async def test_a_key_comes_in_the_apis_own_header() -> None:
             response = await stack.http.post(f"{PATH}?beta=true", json=BODY, headers=asked)
             assert response.status_code == status
             assert status == 200 or response.json()["error"]["type"] == "authentication_error"
+
+
+async def test_timing_is_told_in_the_words_of_chat_where_it_is_asked_for() -> None:
+    async with deployed() as stack:
+        chat = await stack.chat(include_timing=True)
+        timed = {**BODY, "include_timing": True}
+        whole = (await stack.http.post(PATH, json=timed)).json()
+        streamed = (await stack.http.post(PATH, json={**timed, "stream": True})).text
+        (end,) = [block for block in streamed.split("\n\n") if block.startswith("event: message_delta")]
+        ended = msgspec.json.decode(end.partition("data: ")[2])
+        assert whole["timing"].keys() == chat.json()["usage"]["timings"].keys() == ended["timing"].keys()
+        assert whole["timing"]["first_token_ms"] > 0
+        assert whole["timing"]["cached_tokens"] == whole["usage"]["cache_read_input_tokens"]
+        assert "timing" not in (await stack.http.post(PATH, json=BODY)).json()

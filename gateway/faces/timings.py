@@ -1,0 +1,48 @@
+"""Where the time of an answer went, as every face over HTTP tells it where `include_timing` asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway.pipeline.delta import Usage
+
+# What is to be known of the field, by faces whose usage has a fixed form.
+ACCEPTED: Mapping[str, str] = {
+    "include_timing": "`timing` has the numbers of `usage.timings` of `/v1/chat/completions`"
+}
+
+
+class Timings(Struct, frozen=True):
+    """What became of the time, in the words of the traces. Tokens a second are those after the first, of all
+    choices together; of drafted tokens some were accepted. `delayed_by_ms` has the causes that held it back.
+    """
+
+    queue_ms: float
+    prepare_ms: float
+    prefill_ms: float
+    first_token_ms: float
+    tokens_per_second: float | None
+    cached_tokens: Annotated[int, Meta(ge=0)]
+    drafted_tokens: Annotated[int, Meta(ge=0)]
+    accepted_tokens: Annotated[int, Meta(ge=0)]
+    delayed_by_ms: dict[str, float]
+
+
+def timings(usage: Usage, *, asked: bool = True) -> Timings | UnsetType:
+    """The timings; UNSET where they are not `asked` for, or there was no token."""
+    if not asked or (ttft := usage.ttft) is None:
+        return UNSET
+    return Timings(
+        queue_ms=ttft.queue_s * 1000,
+        prepare_ms=ttft.preprocess_s * 1000,
+        prefill_ms=ttft.prefill_s * 1000,
+        first_token_ms=ttft.total_s * 1000,
+        tokens_per_second=usage.tokens_per_s,
+        cached_tokens=usage.cached_prompt_tokens,
+        drafted_tokens=usage.drafted_tokens,
+        accepted_tokens=usage.accepted_tokens,
+        delayed_by_ms={cause: value * 1000 for cause, value in usage.delayed_by_s.items()},
+    )
