@@ -54,7 +54,13 @@ _FIELD_NAMES = {
     "max_thinking_tokens": "thinking.budget_tokens",
     "continue_final_message": "messages",
 }
-_FIELD_PARTS = {".function.name": ".name", ".enable_thinking": "", ".thinking": "", ".reasoning_effort": ""}
+_FIELD_PARTS = {
+    ".function.name": ".name",
+    ".function.parameters": ".input_schema",
+    ".enable_thinking": "",
+    ".thinking": "",
+    ".reasoning_effort": "",
+}
 
 
 class MessageRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from contract.chat import Conversation, Message, Role
 from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
-from gateway.faces.accepted import AcceptedAnswer, first_deltas, write_events
+from gateway.faces.accepted import MAX_WARNING, AcceptedAnswer, first_deltas, tool_field, write_events
 from gateway.faces.bodies import read
 from gateway.faces.responses.answer_types import CompactedResponse, CompactionItem, InputTokens, Response
 from gateway.faces.responses.background import BackgroundResponses
@@ -52,8 +52,6 @@ from gateway.store.store import Store
 from gateway.types.request import Caller, GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
-# Characters of a client's own words in a header.
-_MAX_WARNING = 512
 _UNKEPT = ("store has no effect: answers are not kept; send earlier items again in input",)
 _SUMMARISE = (
     "Summarise our conversation so far for an assistant that goes on with it and sees nothing else of it: "
@@ -292,15 +290,17 @@ def _unenforced(attempt: Attempt, understood: Asked) -> list[str]:
     warnings, parts = [], []
     # Paths are a client's words, and this is for a header: `ascii` writes what could end it as an escape.
     for each in (*report.approximated, *report.unenforced):
+        if each.keyword == "parameters":
+            # `AcceptedAnswer` tells it.
+            continue
         if each.keyword != "input_grammar":
             parts.append(f"{each.keyword} at {each.path}")
             continue
-        _, _, index, _ = each.path.split("/")
-        field = understood.request.field(f"tools[{index}].function.input_grammar")
+        field = tool_field(understood.request, each)
         problem = f"{field} is not enforced: {each.note}; the model is told of it"
-        warnings.append(ascii(problem)[1:-1][:_MAX_WARNING])
+        warnings.append(ascii(problem)[1:-1][:MAX_WARNING])
     if parts:
-        missed = ascii(", ".join(parts))[1:-1][:_MAX_WARNING]
+        missed = ascii(", ".join(parts))[1:-1][:MAX_WARNING]
         warnings.append(f"text.format is not enforced exactly: {missed}")
     return warnings
 
