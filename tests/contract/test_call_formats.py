@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.chat import Tool
 from contract.formats import REASONING, UNKNOWN_FORMAT, ToolCallFormat
 from gateway.text.delta import TextDelta
 from gateway.text.harmony import HarmonyParser
@@ -55,6 +56,15 @@ def read(name: str, pieces: Iterable[str], types: ToolTypes = TYPES) -> Read:
 def test_the_format_is_known_by_what_the_template_writes(name: str) -> None:
     assert tool_call_format({"default": source_of(name)}, set(), {"bos_token": ""}) == name
     assert reasoning_format({"default": source_of(name)}, set()) == FAMILIES[name].reasoning
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_name_is_read_however_long_an_api_lets_it_be(name: str) -> None:
+    called = "mcp-" + "n" * 126
+    types = ToolTypes((Tool(name=called, parameters_json=json.dumps(SCHEMA)),))
+    text = turn(name, [(called, {"text": "x"})])
+    _, _, ((_, read_name, arguments),) = read(name, text, types)
+    assert (read_name, json.loads(arguments)) == (called, {"text": "x"})
 
 
 @pytest.mark.parametrize("name", FAMILIES)

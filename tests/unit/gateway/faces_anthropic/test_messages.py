@@ -502,6 +502,17 @@ async def test_a_count_is_what_a_message_is_charged() -> None:
         assert refused_field(refused) == "max_tokens"
 
 
+async def test_the_name_of_a_tool_has_up_to_128_characters() -> None:
+    name = "n" * 128
+    async with deployed(ScriptedEngine(reply=says(call("{}", name)))) as stack:
+        answer = await whole(stack, tools=[{**TOOL, "name": name}])
+        (block,) = answer.content
+        assert isinstance(block, answers.ToolUseAnswer)
+        assert block.name == name
+        refused = await stack.http.post(PATH, json={**BODY, "tools": [{**TOOL, "name": name + "n"}]})
+        assert refused_field(refused) == "tools[0].name"
+
+
 async def test_all_apis_tell_of_a_tool_whose_schema_is_not_enforced() -> None:
     chat = {**BODY, "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}
     response = {"model": "tiny", "input": "hi", "tools": [{"type": "function", "name": "add"}]}
