@@ -30,11 +30,9 @@ class TaggedParser(ToolCallParser):
         self._form = form
         self._tools = tools
         # How a call of a tool of the request begins where the model has left out the mark before it, as
-        # Qwen3-Coder does at times. Grammars lead calls from that mark on, so strict tools are not among them.
-        is_coder = form.call_open and form.name_close == ">"
-        self._bare = {
-            f"{form.call_open}{name}{form.name_close}": name for name in (tools.not_strict if is_coder else ())
-        }
+        # Qwen3-Coder does at times. Grammars lead calls from that mark on, so no strict tools are here.
+        bare = tools.not_strict if form.call_open and form.name_close == ">" else ()
+        self._bare = {f"{form.call_open}{name}{form.name_close}": name for name in bare}
         # Takes some of the text and returns the rest.
         self._step: Callable[[TaggedParser, str], str] = TaggedParser._content
         # What was read of the format since the last call, white space behind it, and a part of it that is
