@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from contract.grammar import KeywordStatus
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.pipeline.delta import ChoiceDelta
@@ -18,6 +19,8 @@ from runtime.loads import LoadState
 _KEEP_ALIVE_S = 5.0
 # Deltas whose events are written at once.
 _TOGETHER = 32
+# Characters of a client's own words in a header.
+MAX_WARNING = 512
 
 
 class AcceptedAnswer:
@@ -53,7 +56,7 @@ class AcceptedAnswer:
             raise
         self._accepting = None
         exchange.add_headers(pipeline.limiter.headers(caller.identity))
-        for told in _left_out(self._answer):
+        for told in (*_left_out(self._answer), *_any_object(self._answer)):
             exchange.add_headers({WARNING_HEADER: told})
         return self._answer
 
@@ -92,6 +95,25 @@ def _left_out(answer: Answer) -> list[str]:
         for index, info in enumerate(attempt.info for attempt in answer.attempts)
         if info.left_out is not None
     ]
+
+
+def _any_object(answer: Answer) -> list[str]:
+    """The tools of whose schemas nothing is enforced. Their names are a client's words, and this is for a
+    header: `ascii` writes what could end it as an escape.
+    """
+    return [
+        ascii(f"{tool_field(attempt.call.request, each)} is not enforced: {each.note}")[1:-1][:MAX_WARNING]
+        for attempt in answer.attempts
+        if attempt.info.enforcement is not None
+        for each in attempt.info.enforcement.unenforced
+        if each.keyword == "parameters"
+    ]
+
+
+def tool_field(request: GenerationRequest, status: KeywordStatus) -> str:
+    """The body's field that a report about a part of a tool, as /tools/0/parameters, is about."""
+    _, _, index, part = status.path.split("/")
+    return request.field(f"tools[{index}].function.{part}")
 
 
 async def first_deltas(

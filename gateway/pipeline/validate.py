@@ -143,6 +143,7 @@ MAX_CACHE_SALT = 256
 _ANSWER_PART = 8
 # Names of tools and of schemas, by OpenAI's rule.
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ANY_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class SizedConversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -423,8 +424,8 @@ def _check_tool_choice(request: GenerationRequest, conversation: Conversation, r
     choice = conversation.tool_choice
     names = [tool.name for tool in conversation.tools]
     for index, name in enumerate(names):
-        if not NAME.fullmatch(name):
-            raise refused(f"tools[{index}].function.name", _no_name(name))
+        if not _ANY_NAME.fullmatch(name) or len(name) > request.max_tool_name:
+            raise refused(f"tools[{index}].function.name", _no_name(name, request.max_tool_name))
         if name in names[:index]:
             raise refused(f"tools[{index}].function.name", f"{name!r} is there twice")
     if not choice.forces:
@@ -451,8 +452,8 @@ def _check_format(request: GenerationRequest, refused: Refuse) -> None:
         raise refused("response_format", "no options are given")
 
 
-def _no_name(text: str) -> str:
-    return f"{text[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'"
+def _no_name(text: str, most: int = 64) -> str:
+    return f"{text[:80]!r} is not a name; use 1 to {most} of letters, digits, '_' and '-'"
 
 
 def _constrained(request: GenerationRequest) -> bool:

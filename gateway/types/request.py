@@ -158,6 +158,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     id_prefix: str = ""
     # For metrics: http or grpc.
     face: str = "http"
+    # Characters of a tool's name, by the API's rule.
+    max_tool_name: int = 64
     # Our field name to the face's own, for error messages; and parts of names such as ".function.name".
     field_names: Mapping[str, str] = {}
     field_parts: Mapping[str, str] = {}

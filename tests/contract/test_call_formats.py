@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from typing import get_args
 
 import jsonschema_rs
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.chat import Tool
 from contract.formats import REASONING, UNKNOWN_FORMAT, ToolCallFormat
 from gateway.text.delta import TextDelta
 from gateway.text.harmony import HarmonyParser
@@ -55,6 +57,37 @@ def read(name: str, pieces: Iterable[str], types: ToolTypes = TYPES) -> Read:
 def test_the_format_is_known_by_what_the_template_writes(name: str) -> None:
     assert tool_call_format({"default": source_of(name)}, set(), {"bos_token": ""}) == name
     assert reasoning_format({"default": source_of(name)}, set()) == FAMILIES[name].reasoning
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_name_is_read_however_long_an_api_lets_it_be(name: str) -> None:
+    called = "mcp-" + "n" * 126
+    types = ToolTypes((Tool(name=called, parameters_json=json.dumps(SCHEMA)),))
+    text = turn(name, [(called, {"text": "x"})])
+    _, _, ((_, read_name, arguments),) = read(name, text, types)
+    assert (read_name, json.loads(arguments)) == (called, {"text": "x"})
+
+
+@pytest.mark.parametrize("lead", ["", "I will look.\n\n"])
+@pytest.mark.parametrize("end", ["\n</tool_call>", "", "\n</tool_call>\n"])
+def test_qwen_calls_an_offered_tool_without_the_opening_mark(lead: str, end: str) -> None:
+    call = "<function=get_weather>\n<parameter=text>\nx\n</parameter>\n</function>"
+    two = [("id0", "get_weather", '{"text": "x"}'), ("id1", "get_weather", '{"text": "x"}')]
+    for calls, expected in ((call, two[:1]), (f"{call}\n</tool_call>\n<tool_call>\n{call}", two)):
+        text = lead + calls + end
+        whole = read("qwen_xml", [text])
+        assert (whole[0].strip(), whole[2]) == (lead.strip(), expected)
+        assert all(read("qwen_xml", [text[:at], text[at:]]) == whole for at in range(len(text)))
+        assert read("qwen_xml", text) == whole
+    for no_call in (
+        call.replace("get_weather", "elsewhere"),
+        "It is written <function=get_weather>, then its arguments.",
+    ):
+        assert read("qwen_xml", no_call) == (no_call, "", [])
+    # No grammar has led what stands there, and strict tools are called by what follows their schemas alone.
+    strict = ToolTypes([msgspec.structs.replace(tool, strict=True) for tool in TOOLS])
+    for types in (ToolTypes(()), strict):
+        assert read("qwen_xml", call, types) == (call, "", [])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -65,16 +65,70 @@ def build(request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig)
     start = time.perf_counter()
     try:
         _check_inputs(request, backend)
-        grammars, enforcement = _grammars(request, limits, backend.named_tokens)
-        payload, error = _written(grammars, backend, limits)
-        if error:
-            payload, enforcement = _without_culprits(request, error, enforcement, backend, limits)
-    except Endless as endless:
-        return WorkerReply(refused=_never_ends(request, endless, limits).refused)
+        payload, enforcement = _built(request, backend, limits)
     except GrammarRefused as refusal:
         return WorkerReply(refused=refusal.refused)
     elapsed = time.perf_counter() - start
     return WorkerReply(built=Built(payload=payload.encode(), enforcement=enforcement, compile_s=elapsed))
+
+
+def _built(
+    request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig
+) -> tuple[str, EnforcementReport | None]:
+    """The payload, and what is enforced. A tool that is not strict, and whose schema cannot be compiled,
+    takes any object, because one tool of many must not make a conversation unusable. Raises GrammarRefused.
+    """
+    left_out: dict[str, str] = {}
+    while True:
+        try:
+            return _compiled(request, backend, limits, left_out)
+        except Endless as endless:
+            refusal = _never_ends(request, endless, limits)
+        except GrammarRefused as refused:
+            refusal = refused
+        left_out |= _tools_at_fault(request, refusal, backend, limits, left_out)
+
+
+def _compiled(
+    request: GrammarRequest, backend: Backend, limits: PromptLimitsConfig, left_out: Mapping[str, str]
+) -> tuple[str, EnforcementReport | None]:
+    """The same without the schemas of the tools in `left_out`. Raises Endless and GrammarRefused."""
+    grammars, enforcement = _grammars(request, limits, backend.named_tokens, left_out)
+    payload, error = _written(grammars, backend, limits)
+    if error:
+        return _without_culprits(request, error, enforcement, backend, limits, left_out)
+    return payload, enforcement
+
+
+def _tools_at_fault(
+    request: GrammarRequest,
+    refusal: GrammarRefused,
+    backend: Backend,
+    limits: PromptLimitsConfig,
+    left_out: Mapping[str, str],
+) -> dict[str, str]:
+    """The paths of the tools whose schemas are to be left out next, with the reason. Raises `refusal` where
+    that would not help, or one of them is strict; it names the tool.
+    """
+    tools = {each.prefix: each for each in _tool_sources(request) if each.prefix not in left_out}
+    found = [path for path, tool in tools.items() if tool.field == refusal.refused.field]
+    if not found and refusal.refused.field == request.field:
+        lenient = _lenient(request)
+
+        def compiles(paths: list[str]) -> bool:
+            try:
+                return bool(_compiled(lenient, backend, limits, {**left_out, **dict.fromkeys(paths, "")}))
+            except (Endless, GrammarRefused):
+                return False
+
+        found = culprits(list(tools), compiles)
+    strict = next((tools[path] for path in found if tools[path].is_strict), None)
+    if strict is not None and not str(refusal).startswith(strict.title):
+        enforcement = refusal.refused.enforcement
+        raise GrammarRefused(f"{strict.title}{refusal}", strict.field, enforcement) from refusal
+    if strict is not None or not found:
+        raise refusal
+    return {path: str(refusal).removeprefix(tools[path].title) for path in found}
 
 
 def _check_inputs(request: GrammarRequest, backend: Backend) -> None:
@@ -149,6 +203,7 @@ def _without_culprits(
     enforcement: EnforcementReport | None,
     backend: Backend,
     limits: PromptLimitsConfig,
+    tools_left_out: Mapping[str, str],
 ) -> tuple[str, EnforcementReport | None]:
     """The payload without the keywords of a schema that the back end stops at, and what is enforced then.
 
@@ -157,11 +212,12 @@ def _without_culprits(
     told = _told(error, request.response_format)
     if told == NOT_FINITE:
         told += "".join(f", not so at {path}" for path in _not_finite(request)[:1])
-    sources = [] if _is_unsatisfiable(error) else _sources(request)
+    sources = [each for each in _sources(request) if each.prefix not in tools_left_out]
+    sources = [] if _is_unsatisfiable(error) else sources
     lenient = _lenient(request)
 
     def attempt(left_out: list[str]) -> tuple[str, EnforcementReport | None]:
-        notes = dict.fromkeys(left_out, told)
+        notes = {**tools_left_out, **dict.fromkeys(left_out, told)}
         grammars, report = _grammars(lenient, limits, backend.named_tokens, notes)
         return _written(grammars, backend, limits)[0], report
 
@@ -234,9 +290,8 @@ class _Source(msgspec.Struct, frozen=True, kw_only=True):
         return grammar == self.grammar or grammar.startswith(f"{self.grammar}_")
 
 
-def _sources(request: GrammarRequest) -> list[_Source]:
-    form, tools = request.response_format, request.tools.numbered() if request.tools is not None else ()
-    sources = [
+def _tool_sources(request: GrammarRequest) -> list[_Source]:
+    return [
         _Source(
             schema=tool.parameters,
             is_strict=tool.strict,
@@ -245,9 +300,13 @@ def _sources(request: GrammarRequest) -> list[_Source]:
             prefix=parameters_path(index),
             title=f"tool {tool.name!r}: ",
         )
-        for index, tool in tools
+        for index, tool in (request.tools.numbered() if request.tools is not None else ())
         if tool.parameters is not None
     ]
+
+
+def _sources(request: GrammarRequest) -> list[_Source]:
+    form, sources = request.response_format, _tool_sources(request)
     if isinstance(form, JsonSchemaFormat):
         sources.append(
             _Source(

@@ -26,6 +26,7 @@ from tokenizer_svc.grammar.request import GrammarRefused, ToolRules, ToolSpec
 from tokenizer_svc.grammar.schema.compiler import CompiledSchema, SchemaRefused, compile_schema
 
 INPUT_GRAMMAR = "input_grammar"
+PARAMETERS = "parameters"
 # Makes the library not tokenize what has to come next: it would take control tokens of its own choice for
 # text that spells them, and refuse them then.
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
@@ -49,8 +50,8 @@ def tool_grammars(
 ) -> tuple[list[Grammar], EnforcementReport]:
     """The start grammar, then those of each tool's arguments and of `answer`, the alternative to calls.
 
-    `token_ids` are control tokens, which cannot be spelled as text. `left_out` has the paths of keywords that
-    shall not be enforced, see `parameters_path`, with the reason that the report gives.
+    `token_ids` are control tokens, which cannot be spelled as text. `left_out` has the paths of keywords, or
+    of whole schemas, that shall not be enforced, see `parameters_path`, with the reason for the report.
     Raises GrammarRefused.
     """
     layout = LAYOUTS.get(rules.format)
@@ -178,6 +179,12 @@ def input_status(index: int, why: str) -> KeywordStatus:
     return KeywordStatus(INPUT_GRAMMAR, f"/tools/{index}/{INPUT_GRAMMAR}", why)
 
 
+def parameters_status(index: int, name: str, why: str) -> KeywordStatus:
+    """What is reported of a schema of which nothing is enforced."""
+    note = f"tool {name!r} takes any JSON object, because its schema cannot be enforced: {why}"
+    return KeywordStatus(PARAMETERS, parameters_path(index), note)
+
+
 def parameters_field(index: int) -> str:
     """The request's field with a tool's parameters."""
     return f"tools[{index}].function.parameters"
@@ -206,7 +213,9 @@ class _Arguments:
         self._left_out = left_out
         # Symbols of values that several arguments have alike, also those of other tools.
         self._shared = shared
-        self._schema = _completed(tool.parameters)
+        # Why nothing of the schema is enforced, or None.
+        self._why_any = self._left_out.get(parameters_path(index))
+        self._schema = {"type": "object"} if self._why_any is not None else _completed(tool.parameters)
         self.grammars: list[Grammar] = []
         self.lines: list[str] = []
         self.report = EnforcementReport()
@@ -216,6 +225,9 @@ class _Arguments:
         compiled = self._compiled(self._schema, strict=self._tool.strict)
         prefix = parameters_path(self._index)
         self.report = _under(prefix, compiled.enforcement)
+        if self._why_any is not None:
+            status = parameters_status(self._index, self._tool.name, self._why_any)
+            self.report = EnforcementReport(unenforced=(status,))
         if self._tool.input_grammar:
             try:
                 return self._led(layout, write)

@@ -17,7 +17,7 @@ from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic import bodies
 from gateway.faces.anthropic.errors import ERRORS, ApiErrorBody
 from gateway.faces.anthropic.fields import FIELDS
-from gateway.faces.anthropic.requests import EFFORTS
+from gateway.faces.anthropic.requests import EFFORTS, MAX_TOOL_NAME
 from gateway.faces.schemas import (
     BEYOND_CUT,
     CUT,
@@ -37,7 +37,7 @@ from gateway.faces.schemas import (
     told,
 )
 from gateway.models.catalog import MAX_MODEL_NAME
-from gateway.pipeline.validate import MAX_CACHE_SALT, MAX_METADATA_VALUE, NAME
+from gateway.pipeline.validate import MAX_CACHE_SALT, MAX_METADATA_VALUE
 
 PATH = "/v1/messages/openapi.json"
 # Rules that no schema can state: by the error's reason, and by its field as a regular expression.
@@ -67,7 +67,7 @@ there, and
 
 """ + "\n".join(f"- `{name}`: {rule}" for name, rule in (*BEYOND_REASONS.items(), *BEYOND.items()))
 _OBJECT = {"type": "object"}
-_NAMED = {**TEXT, "pattern": f"^{NAME.pattern}$"}
+_NAMED = {**TEXT, "pattern": f"^[a-zA-Z0-9_-]{{1,{MAX_TOOL_NAME}}}$"}
 _GIVEN = text(least=1)
 _STOP = text(MAX_STOP_CHARACTERS, 1)
 

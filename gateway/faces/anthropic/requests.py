@@ -47,6 +47,7 @@ EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "
 THINKING = ("enabled", "adaptive", "disabled")
 # Words of service_tier that leave the tier to the caller's own.
 OWN_TIER = ("auto", "standard_only")
+MAX_TOOL_NAME = 128
 _FIELD_NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -94,6 +95,7 @@ def message_request(
         fills_context=True,
         id_prefix=MESSAGE_ID,
         face="http",
+        max_tool_name=MAX_TOOL_NAME,
         field_names={**_FIELD_NAMES, "response_format": format_field},
         field_parts=_FIELD_PARTS,
     )

@@ -40,6 +40,7 @@ from gateway.faces.responses.requests import (
 )
 from gateway.faces.responses.resource import resource
 from gateway.faces.responses.stored import stream_events
+from gateway.faces.responses.tools import MAX_JOINED_NAME
 from gateway.faces.responses.writer import ResponseWriter, response_usage
 from gateway.faces.sealed import Seal
 from gateway.faces.unserved import WARNING_HEADER
@@ -253,6 +254,7 @@ class ResponseEndpoints:
             model=body.model,
             prompt=conversation,
             truncate_prompt_tokens=cut_to(body),
+            max_tool_name=MAX_JOINED_NAME,
             field_names=FIELD_NAMES,
         )
         check_conversation(request, conversation)

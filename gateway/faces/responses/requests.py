@@ -17,6 +17,7 @@ from gateway.faces.options import effort_options, json_text, labels
 from gateway.faces.responses.fields import FIELDS
 from gateway.faces.responses.items import ITEM_TOLERANCE, InputItem, Open, conversation_size, messages_of
 from gateway.faces.responses.tools import (
+    MAX_JOINED_NAME,
     TOOL_TOLERANCE,
     OfferedTool,
     Toolbox,
@@ -211,6 +212,7 @@ def asked(
         test_time=deliberation(body.test_time),
         metadata=labels(body.metadata, user=body.user, safety_identifier=body.safety_identifier),
         streaming=bool(body.stream),
+        max_tool_name=MAX_JOINED_NAME,
         field_names=FIELD_NAMES,
         field_parts=field_parts(conversation.tools, box),
     )

@@ -22,6 +22,8 @@ from gateway.pipeline.validate import NAME
 # Tools that agents offer whatever the server: the model may do without them, so that they are set aside with
 # a warning; a choice that names one is refused.
 SET_ASIDE = ("web_search", "web_search_preview", "image_generation", "tool_search")
+# Characters of the name of a tool in a namespace: each of the two names may have 64.
+MAX_JOINED_NAME = 64 + len("__") + 64
 # Codex' name for the functions that stand in no namespace.
 _DEFAULT_NAMESPACE = "functions"
 
@@ -138,9 +140,6 @@ class _Collector:
     ) -> None:
         name = _name(tool, path)
         full = joined(namespace, name)
-        if not NAME.fullmatch(full):
-            problem = f"{full[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'"
-            raise invalid(f"{path}.name", problem)
         if full in self.calls:
             raise invalid(f"{path}.name", f"{full!r} is there twice")
         self.calls[full], self.paths[full] = Called(name, namespace, custom is not None), path
@@ -179,6 +178,9 @@ def _described(tool: OfferedTool) -> str:
 def _name(tool: OfferedTool, path: str) -> str:
     if not tool.name:
         raise invalid(f"{path}.name", "it is required")
+    if not NAME.fullmatch(tool.name):
+        problem = f"{tool.name[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'"
+        raise invalid(f"{path}.name", problem)
     return tool.name
 
 

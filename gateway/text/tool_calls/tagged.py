@@ -29,6 +29,10 @@ class TaggedParser(ToolCallParser):
         super().__init__(call_id)
         self._form = form
         self._tools = tools
+        # How a call of a tool of the request begins where the model has left out the mark before it, as
+        # Qwen3-Coder does at times. Grammars lead calls from that mark on, so no strict tools are here.
+        bare = tools.not_strict if form.call_open and form.name_close == ">" else ()
+        self._bare = {f"{form.call_open}{name}{form.name_close}": name for name in bare}
         # Takes some of the text and returns the rest.
         self._step: Callable[[TaggedParser, str], str] = TaggedParser._content
         # What was read of the format since the last call, white space behind it, and a part of it that is
@@ -85,8 +89,11 @@ class TaggedParser(ToolCallParser):
         return blank
 
     def _content(self, text: str) -> str:
-        mark, rest = self._content_up_to(text, (self._form.open,))
-        if mark is not None:
+        mark, rest = self._content_up_to(text, (self._form.open, *self._bare))
+        if mark in self._bare:
+            self._raw = self._take_breaks() + mark
+            self._begin_arguments(self._bare[mark])
+        elif mark is not None:
             self._raw = self._take_breaks() + mark
             self._step = TaggedParser._between if self._form.call_open else TaggedParser._in_name
         return rest
@@ -124,14 +131,17 @@ class TaggedParser(ToolCallParser):
             return self._no_call(text)
         if mark is None:
             return self._wait(text)
-        self._name = name
-        self._announced, self._num_arguments = False, 0
-        self._step = TaggedParser._arguments
+        self._begin_arguments(name)
         if mark != form.name_close:
             self._raw += written
             return mark + rest
         self._raw += written + mark
         return rest
+
+    def _begin_arguments(self, name: str) -> None:
+        self._name = name
+        self._announced, self._num_arguments = False, 0
+        self._step = TaggedParser._arguments
 
     def _arguments(self, text: str) -> str:
         form = self._form

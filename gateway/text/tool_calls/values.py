@@ -18,6 +18,8 @@ class ToolTypes:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool.parameters_json for tool in tools}
+        # Names of those whose calls may also be read where no grammar leads them.
+        self.not_strict = tuple(tool.name for tool in tools if not tool.strict)
         self._schemas: dict[str, Any] = {}
 
     def knows(self, name: str) -> bool:

@@ -137,12 +137,16 @@ def test_so_is_a_tool_with_such_parameters(name: str) -> None:
     schema, place = ENDLESS[name]
     tools = (
         ToolSpec(name="fine", parameters_json='{"type": "object"}'),
-        ToolSpec(name="endless", parameters_json=json.dumps({"type": "object", **schema})),
+        ToolSpec(name="endless", parameters_json=json.dumps({"type": "object", **schema}), strict=True),
     )
     rules = ToolRules(tools=tools, mode=ToolChoiceMode.AUTO, parallel=False, format="hermes")
     refused = _refusal(GrammarRequest(tools=rules))
     assert refused.field == "tools[1].function.parameters"
-    assert f"tool 'endless': no finite value matches the schema at {place}" in refused.message
+    assert refused.message.startswith("tool 'endless': ")
+    # Strict mode may refuse a keyword before that.
+    assert f"no finite value matches the schema at {place}" in refused.message or (
+        "cannot be enforced exactly" in refused.message
+    )
 
 
 @pytest.mark.parametrize(

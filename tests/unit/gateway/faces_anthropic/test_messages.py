@@ -13,6 +13,7 @@ import pytest
 from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
+from contract.grammar import EnforcementReport, KeywordStatus
 from gateway.auth.directory import hash_key
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic.errors import ApiErrorBody
@@ -22,6 +23,7 @@ from gateway.faces.sealed import Seal
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import SECRET, Deployment, deployed
 from tests.unit.gateway.rig.engine import Reply, ScriptedEngine
+from tests.unit.gateway.rig.tokenizer import ByteTokenizer
 from tests.unit.gateway.rig.vocabulary import END_ID, written
 
 HI = [{"role": "user", "content": "hi"}]
@@ -498,6 +500,36 @@ async def test_a_count_is_what_a_message_is_charged() -> None:
         assert counted.json() == {"input_tokens": usage.input_tokens + usage.cache_read_input_tokens}
         refused = await stack.http.post(f"{PATH}/count_tokens", json={**asked, "max_tokens": 5})
         assert refused_field(refused) == "max_tokens"
+
+
+async def test_the_name_of_a_tool_has_up_to_128_characters() -> None:
+    name = "n" * 128
+    async with deployed(ScriptedEngine(reply=says(call("{}", name)))) as stack:
+        answer = await whole(stack, tools=[{**TOOL, "name": name}])
+        (block,) = answer.content
+        assert isinstance(block, answers.ToolUseAnswer)
+        assert block.name == name
+        refused = await stack.http.post(PATH, json={**BODY, "tools": [{**TOOL, "name": name + "n"}]})
+        assert refused_field(refused) == "tools[0].name"
+
+
+async def test_all_apis_tell_of_a_tool_whose_schema_is_not_enforced() -> None:
+    chat = {**BODY, "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}
+    response = {"model": "tiny", "input": "hi", "tools": [{"type": "function", "name": "add"}]}
+    asked = {
+        PATH: ({**BODY, "tools": [TOOL]}, "tools[0].input_schema"),
+        "/v1/chat/completions": (chat, "tools[0].function.parameters"),
+        "/v1/responses": (response, "tools[0].parameters"),
+    }
+    tokenizer = ByteTokenizer()
+    note = "tool 'add' takes any JSON object\n"
+    tokenizer.enforcement = EnforcementReport(
+        unenforced=(KeywordStatus("parameters", "/tools/0/parameters", note),)
+    )
+    async with deployed(tokenizer=tokenizer) as stack:
+        for path, (body, field) in asked.items():
+            told = (await stack.http.post(path, json=body)).headers["x-millrace-warning"]
+            assert told == f"{field} is not enforced: tool 'add' takes any JSON object\\n", path
 
 
 async def test_models_are_listed_in_the_form_of_who_asks() -> None:

@@ -309,6 +309,24 @@ async def test_custom_tools_and_namespaces_come_back_as_they_were_offered() -> N
         assert forced.name == "apply_patch"
 
 
+async def test_a_namespace_and_its_tool_have_names_of_full_length_each() -> None:
+    name, space = "t" * 64, "s" * 64
+    tools = [{"type": "namespace", "name": space, "tools": [{"type": "function", "name": name}]}]
+    called = f'<tool_call>{{"name": "{space}__{name}", "arguments": {{}}}}</tool_call>'
+    async with serving(called) as stack:
+        item = (await post(stack, tools=tools)).json()["output"][0]
+        assert (item["namespace"], item["name"]) == (space, name)
+        for long, field in (
+            ([{**tools[0], "name": space + "s"}], "tools[0].name"),
+            ([{**tools[0], "tools": [{"type": "function", "name": name + "t"}]}], "tools[0].tools[0].name"),
+            ([{"type": "function", "name": name + "t"}], "tools[0].name"),
+        ):
+            refused = await stack.http.post(
+                "/v1/responses", json={"model": "tiny", "input": "x", "tools": long}
+            )
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
 def test_refusals_of_tools_name_them_where_they_stand_in_the_body() -> None:
     patch = OfferedTool(type="custom", name="patch", format=ToolFormat("grammar", "regex", "a+"))
     box = toolbox(

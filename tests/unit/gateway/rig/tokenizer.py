@@ -9,7 +9,9 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from contract.chat import turns_of, without_oldest
 from contract.errors import MillraceError, Reason, context_length
+from contract.grammar import EnforcementReport
 from contract.proto import chat
+from contract.proto.grammar import report_message
 from contract.proto.status import to_detail
 from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, SPECIAL_IDS, TOKENS, encode
 
@@ -24,6 +26,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.tool_call_format = "hermes"
         self.reasoning_format = "think"
         self.assistant_prefix = ""
+        self.enforcement: EnforcementReport | None = None
         # What is put before a plain text, unless the request says that nothing is added.
         self.start_ids: list[int] = []
 
@@ -46,6 +49,8 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             vocabulary_fingerprint=FINGERPRINT, assistant_prefix=self.assistant_prefix
         )
         self._fill(response, request)
+        if self.enforcement is not None:
+            response.enforcement.CopyFrom(report_message(self.enforcement))
         if request.HasField("response_format"):
             if "impossible" in request.response_format.json_schema.schema_json:
                 raise MillraceError(
