@@ -159,7 +159,7 @@ def document() -> bytes:
         paths={
             "/v1/messages": {"post": _create()},
             "/v1/messages/count_tokens": {"post": {**count, "requestBody": _body(bodies.CountTokensBody)}},
-            PATH: {"get": described},
+            PATH: {"get": {**described, "security": []}},
         },
         components={"schemas": {**_body_schemas(), **answer_schemas(kinds)}},
         beyond_reasons=BEYOND_REASONS,

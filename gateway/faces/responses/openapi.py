@@ -189,7 +189,7 @@ def document() -> bytes:
     return framed(
         "Millrace: Responses",
         _ABOUT,
-        paths={**paths, **stored_paths(_METADATA, _refusals()), PATH: {"get": itself}},
+        paths={**paths, **stored_paths(_METADATA, _refusals()), PATH: {"get": {**itself, "security": []}}},
         components={"schemas": {**_body_schemas(), **answer_schemas((*kinds, OpenAiError))}},
         beyond_reasons=BEYOND_REASONS,
         beyond=BEYOND,
