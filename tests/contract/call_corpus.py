@@ -104,7 +104,7 @@ FAMILIES: dict[str, Family] = {
         reasoning="command",
         calls_only=True,
     ),
-    "llama4": Family(head="<|header_start|>assistant<|header_end|>\n\n", tail="<|eot|>", calls_only=True),
+    "llama4": Family(head="<|header_start|>assistant<|header_end|>\n\n", tail="<|eot|>"),
     "llama3": Family(
         head="<|start_header_id|>assistant<|end_header_id|>\n\n",
         tail="<|eot_id|>",

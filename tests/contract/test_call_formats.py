@@ -90,6 +90,28 @@ def test_qwen_calls_an_offered_tool_without_the_opening_mark(lead: str, end: str
         assert read("qwen_xml", call, types) == (call, "", [])
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("llama4", '[get_weather(text="x")]'),
+        ("llama3", '{"name": "get_weather", "parameters": {"text": "x"}}'),
+    ],
+)
+def test_llamas_call_an_offered_tool_behind_text(name: str, call: str) -> None:
+    strict = ToolTypes([msgspec.structs.replace(tool, strict=True) for tool in TOOLS])
+    for lead in ("Let me check.", "Let me check.\n\n", "[1] See {1}: ", 'A [ or {"name": '):
+        text = lead + call
+        whole = read(name, [text])
+        assert whole[0] == lead
+        assert [each[1:] for each in whole[2]] == [("get_weather", '{"text": "x"}')]
+        assert read(name, text) == whole
+        assert all(read(name, [text[:at], text[at:]]) == whole for at in range(len(text)))
+        for types in (ToolTypes(()), strict):
+            assert read(name, text, types) == (text, "", [])
+        for no_call in (text.replace("get_weather", "elsewhere"), text[: len(lead) + 12], lead):
+            assert read(name, no_call) == read(name, [no_call]) == (no_call, "", [])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_corpus_is_read_whole_and_at_every_cut(name: str) -> None:
     num_forms = 0

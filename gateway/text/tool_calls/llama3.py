@@ -1,8 +1,9 @@
 """Llama 3's JSON format: an answer that is `{"name": …, "parameters": {…}}`, several separated by `;`.
 
-An answer is a call only if it begins with one, after `<|python_tag|>` or white space. Many answers that are
-not calls begin with `{`: what turns out not to be a call, with its arguments, is content. After the tag the
-models' own tools are called in Python, as `NAME.call(key=value)`.
+An answer is a call if it begins with one, after `<|python_tag|>` or white space; behind text, as templates
+for Llama 4 write it, only `{"name": ` and a tool of the request begin one. Many answers that are not calls
+begin with `{`: what turns out not to be a call, with its arguments, is content. After the tag the models' own
+tools are called in Python, as `NAME.call(key=value)`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,26 @@ _PYTHON, _PYTHON_BEGUN = re.compile(r"\w{1,128}\.call\("), re.compile(r"\w{1,128
 class Llama3Parser(MayBeCalls):
     """Calls are streamed as their arguments come."""
 
+    behind_text = ('{"name": "', '"')
+
     def __init__(self, call_id: CallIds, tools: ToolTypes) -> None:
         super().__init__(call_id, tools)
         self._call: JsonCall | None = None
         self._python: PythonCall | None = None
 
     def _read(self, text: str) -> None:
-        for position, character in enumerate(text):
+        position = 0
+        while position < len(text):
             if self._plain:
-                self._sink.content(text[position:])
-                return
+                mark, rest = self._up_to_call(text[position:])
+                position = len(text) - len(rest)
+                if mark:
+                    self._call = JsonCall(self._sink, needs_arguments=True)
+                    for character in mark:
+                        self._call.feed(character)
+                continue
+            character = text[position]
+            position += 1
             if self._python is not None:
                 if self._python.feed(character):
                     ended, self._python = self._python, None
@@ -49,6 +60,7 @@ class Llama3Parser(MayBeCalls):
                 self._give_up("".join(self._call.raw))
         elif self._mark or not self.num_calls:
             self._give_up("")
+        self._sink.content(self._held)
         self._call = None
 
     def _before_call(self, character: str) -> None:

@@ -64,12 +64,20 @@ class PythonCall:
 
 
 class MayBeCalls(ToolCallParser):
-    """An answer that is calls alone, or content from where it turns out not to be one."""
+    """An answer that begins with calls, or content from where it turns out not to. In content a call begins
+    where it spells all of `behind_text` around the name of a tool of the request. Grammars lead no calls
+    behind text, so strict tools are called at the beginning alone.
+    """
+
+    # How a call behind text begins, around the tool's name.
+    behind_text = ("", "")
 
     def __init__(self, call_id: CallIds, tools: ToolTypes) -> None:
         super().__init__(call_id)
         self._tools = tools
-        # No call can come any more.
+        before, after = self.behind_text
+        self._begins = {f"{before}{name}{after}": name for name in tools.not_strict}
+        # What is read is content, up to the beginning of a call.
         self._plain = False
         # The characters since the last call.
         self._lead: list[str] = []
@@ -95,15 +103,28 @@ class MayBeCalls(ToolCallParser):
         self._sink.content("".join(self._lead) + text)
         self._forget()
 
+    def _up_to_call(self, text: str) -> tuple[str, str]:
+        """Passes on content; (the beginning of a call, what follows it), or none."""
+        before, mark, rest = split_at_marker(self._held + text, tuple(self._begins))
+        self._sink.content(before)
+        self._held = "" if mark else rest
+        if mark is None:
+            return "", ""
+        self._plain = False
+        self._forget()
+        return mark, rest
+
     def _forget(self) -> None:
         self._lead.clear()
         self._mark, self._is_parted = "", False
 
 
 class PythonicParser(MayBeCalls):
-    """`[f(a=1), g(b="x")]` as the whole answer, perhaps between Llama 4's marks. An answer that begins so and
-    calls none of the request's tools is content.
+    """`[f(a=1), g(b="x")]` as the whole answer, perhaps between Llama 4's marks, or behind text. An
+    answer that begins so and calls none of the request's tools is content.
     """
+
+    behind_text = ("[", "(")
 
     def __init__(self, call_id: CallIds, tools: ToolTypes) -> None:
         super().__init__(call_id, tools)
@@ -111,10 +132,17 @@ class PythonicParser(MayBeCalls):
         self._in_list = False
 
     def _read(self, text: str) -> None:
-        for position, character in enumerate(text):
+        position = 0
+        while position < len(text):
             if self._plain:
-                self._sink.content(text[position:])
-                return
+                mark, rest = self._up_to_call(text[position:])
+                position = len(text) - len(rest)
+                if mark:
+                    self._in_list, self._lead = True, ["["]
+                    self._call = PythonCall(mark[1:])
+                continue
+            character = text[position]
+            position += 1
             if self._call is None:
                 self._between(character)
             elif self._call.feed(character):
@@ -122,7 +150,7 @@ class PythonicParser(MayBeCalls):
                 self._end_python(ended)
 
     def _end(self) -> None:
-        left = "".join(self._lead)
+        left = "".join(self._lead) + self._held
         if self._call is not None:
             left += self._call.source
         elif self.num_calls:
