@@ -321,10 +321,9 @@ async def test_a_namespace_and_its_tool_have_names_of_full_length_each() -> None
             ([{**tools[0], "tools": [{"type": "function", "name": name + "t"}]}], "tools[0].tools[0].name"),
             ([{"type": "function", "name": name + "t"}], "tools[0].name"),
         ):
-            refused = await stack.http.post(
-                "/v1/responses", json={"model": "tiny", "input": "x", "tools": long}
-            )
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+            body = {"model": "tiny", "input": "x", "tools": long}
+            refused = (await stack.http.post("/v1/responses", json=body)).json()
+            assert refused["error"]["param"] == field
 
 
 def test_refusals_of_tools_name_them_where_they_stand_in_the_body() -> None:
