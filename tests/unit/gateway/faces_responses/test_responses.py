@@ -16,14 +16,7 @@ from openresponses_types import types as spec
 
 from contract.chat import Conversation
 from contract.errors import MillraceError, Reason
-from gateway.faces.responses.tools import (
-    OfferedTool,
-    ToolFormat,
-    ToolSelection,
-    chosen,
-    field_parts,
-    toolbox,
-)
+from gateway.faces.responses.tools import OfferedTool, ToolFormat, ToolSelection, chosen, field_parts, toolbox
 from gateway.faces.sealed import Seal
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.types.request import GenerationRequest
