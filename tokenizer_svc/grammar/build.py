@@ -121,7 +121,8 @@ def _tools_at_fault(
             except (Endless, GrammarRefused):
                 return False
 
-        found = culprits(list(tools), compiles)
+        # What compiles when nothing is strict is refused for the answer's own schema.
+        found = [] if compiles([]) else culprits(list(tools), compiles)
     strict = next((tools[path] for path in found if tools[path].is_strict), None)
     if strict is not None and not str(refusal).startswith(strict.title):
         enforcement = refusal.refused.enforcement

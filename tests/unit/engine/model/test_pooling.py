@@ -139,7 +139,8 @@ def test_classifiers_equal_transformers(tmp_path: Path, name: str, num_labels: i
         with torch.no_grad():
             logits = model(**given).logits[0]
         expected = torch.sigmoid(logits) if num_labels == 1 else torch.softmax(logits, -1)
-        np.testing.assert_allclose(probabilities, expected.numpy(), atol=2e-6)
+        # On processors with tiles numbers keep 16 bits in products.
+        np.testing.assert_allclose(probabilities, expected.numpy(), atol=2e-6 if native == "off" else 3e-5)
 
 
 @pytest.mark.parametrize(

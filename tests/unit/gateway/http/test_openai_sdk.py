@@ -156,7 +156,8 @@ async def test_what_is_not_served_is_refused_by_name(field: str) -> None:
         assert refused.value.code == "unsupported_parameter"
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="tiny", messages=HI, extra_body={field: value})
-        assert refused.value.param == field
+        # What chat alone serves has fields of its own.
+        assert refused.value.param.partition(".")[0] == field
 
 
 @pytest.mark.parametrize("field", sorted(WITHOUT_EFFECT))
