@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from runtime.errors import ConfigError, described
 from services.cli.options import flattened
 from services.cli.target import ServerTarget, find_target, running_stack
 from services.cli.temporary import temporary_stack
+from services.cli.verdicts import judging
 from services.gate import page, report
 from services.gate.cases import EXIT_STATUS, GateVerdict, LayerName
 from services.gate.client import Endpoint, GateClient
@@ -74,7 +74,7 @@ def gate(options: GateOptions) -> None:
     needed. Interrupted, the same command goes on.
     """
     console = Console(highlight=False)
-    try:
+    with judging(_notes):
         suite = read_suite(options.suite)
         report.check_writable(options.json_file, options.junit, options.html)
         with ExitStack() as stacks:
@@ -94,17 +94,6 @@ def gate(options: GateOptions) -> None:
             found = asyncio.run(compare_shown(run, baseline, candidate))
         report.show(found, console)
         _write(options, found)
-    except (ConfigError, OSError) as error:
-        told = described(error) if isinstance(error, OSError) else str(error)
-        _notes.print(f"millrace: {told}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        _notes.print("interrupted; the same command goes on", markup=False)
-        raise typer.Exit(130) from None
-    except Exception as error:
-        # Python would end with 1, which says that the candidate is worse.
-        _notes.print_exception()
-        raise typer.Exit(2) from error
     raise typer.Exit(EXIT_STATUS[found.verdict])
 
 

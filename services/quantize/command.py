@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from checkpoint.files import find
 from checkpoint.known import known_models
-from runtime.errors import ConfigError, described
+from runtime.errors import ConfigError
 from services.cli.options import flattened
+from services.cli.verdicts import judging
 from services.gate import report
 from services.gate.cases import EXIT_STATUS
 from services.gate.suite import Suite, read_suite
@@ -83,19 +84,8 @@ def quantize(options: QuantizeOptions) -> None:
     needed. Interrupted, the same command goes on after the last whole layer.
     """
     console = Console(highlight=False)
-    try:
+    with judging(_notes):
         status = _quantize(options, console)
-    except (ConfigError, OSError) as error:
-        told = described(error) if isinstance(error, OSError) else str(error)
-        _notes.print(f"millrace: {told}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        _notes.print("interrupted; the same command goes on", markup=False)
-        raise typer.Exit(130) from None
-    except Exception as error:
-        # Python would end with 1, which says that the result is worse.
-        _notes.print_exception()
-        raise typer.Exit(2) from error
     raise typer.Exit(status)
 
 
