@@ -42,6 +42,7 @@ COMMANDS = {
     "neighbour": "neighbour",
     "on_vllm": "peers.on_vllm",
     "prefix_restart": "prefix_restart --rounds 3",
+    "on_demand": "on_demand",
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
     "test_time": "test_time",
     "tracing_overhead": "tracing_overhead",

@@ -1,7 +1,8 @@
 """Runs every client of pins.toml against one stack of the bundled model, and one of small models that pool:
 `make test-clients`.
 
-`python -m tests.clients [NAME ...] [--environments FOLDER] [--out FOLDER] [--write PAGE] [--torch ARGUMENTS]`
+`python -m tests.clients [NAME ...] [--environments FOLDER] [--out FOLDER] [--write PAGE] [--torch ARGUMENTS]
+[--model NAME --tokenizer FOLDER]`
 
 Exits with 1 when a feature neither works nor is refused by name. With names, only those clients run;
 @FILE has one a line. A stage of `.ci/run` is told which clients failed, as pytest's runs tell which tests.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -37,11 +39,23 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM_LIMIT_S = 600 + 2 * float(os.environ.get("CLIENTS_SECONDS", "0"))
 
 
+@dataclass(frozen=True)
+class Served:
+    """The model that clients ask, as `millrace up --model` takes it, and the folder of its tokenizer and of
+    the weights that a client's own oracle reads.
+    """
+
+    model: Path
+    tokenizer: Path
+
+
 class Matrix:
     """The clients' programs and what they told."""
 
-    def __init__(self, clients: Sequence[Client], environments: Environments, out: Path) -> None:
-        self._clients, self._environments, self._out = clients, environments, out
+    def __init__(
+        self, clients: Sequence[Client], environments: Environments, out: Path, served: Served
+    ) -> None:
+        self._clients, self._environments, self._out, self._served = clients, environments, out, served
         self._variables: dict[str, str] = {}
         self.results: dict[str, list[Result]] = {}
 
@@ -56,7 +70,9 @@ class Matrix:
         with (
             self._consumer(ready) as telemetry,
             pooled_stack(self._out / "pooled") as pooled,
-            running_stack(self._out / "stack", config=config, environment=telemetry) as stack,
+            running_stack(
+                self._out / "stack", config=config, environment=telemetry, model=self._served.model
+            ) as stack,
         ):
             self._variables |= {**_variables(stack), "CLIENTS_POOLED": str(pooled)}
             for client in ready:
@@ -78,7 +94,7 @@ class Matrix:
             **self._variables,
             "CLIENTS_LIMITED_KEY": f"mr-{client.folder_name}",
             "CLIENTS_ROOT": str(_ROOT),
-            "CLIENTS_TOKENIZER": str(BUNDLED_MODEL),
+            "CLIENTS_TOKENIZER": str(self._served.tokenizer),
             "CLIENTS_ENVIRONMENT": str(self._environments.folder(client)),
             "CLIENTS_OUT": str(folder),
             "NO_PROXY": "127.0.0.1,localhost",
@@ -189,6 +205,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="for logs and results; those of clients not named are kept")
     parser.add_argument("--write", type=Path, help="write the tables to this page, once all clients have run")
     parser.add_argument("--torch", default="torch", help="arguments with which pip installs torch")
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="what is served")
+    parser.add_argument("--tokenizer", type=Path, default=BUNDLED_MODEL, help="its tokenizer and weights")
     arguments = parser.parse_args()
     pins = read_pins()
     unknown = set(arguments.names) - {each.name for each in pins.clients}
@@ -200,7 +218,8 @@ def main() -> int:
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="clients-"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     environments = Environments(arguments.environments.resolve(), pins, shlex.split(arguments.torch))
-    matrix = Matrix(clients, environments, out)
+    served = Served(arguments.model, arguments.tokenizer.resolve())
+    matrix = Matrix(clients, environments, out, served)
     matrix.run()
     failed = [name for name, told in matrix.results.items() if any(each.outcome == "failed" for each in told)]
     if PATH:

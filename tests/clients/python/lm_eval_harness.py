@@ -57,7 +57,10 @@ TASKS = {
     },
     "sums": {
         "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
+        # Two examples, because a small model that is shown none answers in whole sentences and scores 0.
+        "doc_to_text": (
+            "Question: What is 3 plus 4?\nAnswer: 7\nQuestion: What is 20 plus 11?\nAnswer: 31\n{{question}}"
+        ),
         "doc_to_target": "{{sum}}",
         "generation_kwargs": {"until": ["\n", "."], "max_gen_toks": 12, "do_sample": False, "temperature": 0},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
@@ -110,12 +113,14 @@ def scores(model: Any, folder: Path) -> dict[str, dict[str, float]]:
 
 
 def close(task: str, ours: dict[str, float], theirs: dict[str, float]) -> None:
-    """Scores must be within the harness's own standard error, perplexities within a thousandth."""
+    """Scores must be within the harness's own standard error, perplexities within two thousandths: what
+    serving in bfloat16 or from a file of four bits changes beside float32.
+    """
     for metric, value in theirs.items():
         if metric in ("alias", "name", "sample_len") or "stderr" in metric:
             continue
         error = theirs.get(metric.replace(",", "_stderr,"), "N/A")
-        allowed = 1e-3 * value if task == "texts" else error
+        allowed = 2e-3 * value if task == "texts" else error
         assert abs(ours[metric] - value) <= allowed, (task, metric, ours[metric], value, allowed)
         print(task, metric, ours[metric], value, allowed, flush=True)
 
