@@ -48,16 +48,23 @@ def inherited() -> dict[str, str]:
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
     """Where `install` puts it: MILLRACE_VLLM_HOME, or the user's data directory. Raises ConfigError."""
+    return home_of("vLLM", "MILLRACE_VLLM_HOME", f"vllm-{VERSION}", environ)
+
+
+def home_of(what: str, variable: str, folder: str, environ: Mapping[str, str] | None = None) -> Path:
+    """Where an environment of its own is kept: at the variable's path, or in a folder of the user's data
+    directory. Raises ConfigError where there is neither.
+    """
     environ = inherited() if environ is None else environ
-    if named := environ.get("MILLRACE_VLLM_HOME"):
+    if named := environ.get(variable):
         return Path(named)
     try:
         data = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     except RuntimeError as error:
         raise ConfigError(
-            f"vLLM's environment has no place: {error}; set MILLRACE_VLLM_HOME or HOME to a directory"
+            f"{what}'s environment has no place: {error}; set {variable} or HOME to a directory"
         ) from error
-    return data / "millrace" / f"vllm-{VERSION}"
+    return data / "millrace" / folder
 
 
 def mark_of(folder: Path) -> Path:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from engine.vllm_core.install import inherited, install_torch, make_environment, mark_of, pip
+from engine.vllm_core.install import home_of, inherited, install_torch, make_environment, mark_of, pip
 from runtime.errors import ConfigError
 
 # Versions that are installed; tests run with the same.
@@ -32,16 +32,7 @@ _ASK = "from importlib import metadata; print(metadata.version('llmcompressor'))
 
 def quantizer_home(environ: Mapping[str, str] | None = None) -> Path:
     """Where it is: MILLRACE_QUANTIZE_HOME, or the user's data directory. Raises ConfigError."""
-    environ = inherited() if environ is None else environ
-    if named := environ.get(_VARIABLE):
-        return Path(named)
-    try:
-        data = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    except RuntimeError as error:
-        raise ConfigError(
-            f"llm-compressor's environment has no place: {error}; set {_VARIABLE} or HOME to a directory"
-        ) from error
-    return data / "millrace" / f"llmcompressor-{VERSION}"
+    return home_of("llm-compressor", _VARIABLE, f"llmcompressor-{VERSION}", environ)
 
 
 def child_variables() -> dict[str, str]:
