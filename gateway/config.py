@@ -393,6 +393,8 @@ class TenantConfig(Limited, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weight: PositiveFloat = 1.0
     # Share cached prefixes with other tenants that do so too (their timing can then tell what was asked).
     cache_shared: bool = False
+    # The tenant has consented that `millrace distill export` writes its stored responses as training data.
+    training_data: bool = False
 
 
 class KeyEntry(Limited, frozen=True, kw_only=True, forbid_unknown_fields=True):

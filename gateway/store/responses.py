@@ -133,9 +133,24 @@ class ResponseStore:
             self.row(connection, tenant, id_)
         return self._database.page(tenant, id_, limit=limit, order=order, after=after)
 
-    def history(self, tenant: str, id_: str, *, max_bytes: int) -> History:
+    def completed(self, tenant: str, after: str = "") -> list[str]:
+        """Ids of responses that are whole and have not expired, in their order, from the one `after`; some of
+        them, none at the end.
+        """
+        columns = RESPONSES.c
+        query = (
+            select(columns.id)
+            .where(columns.tenant == tenant, columns.status == "completed", columns.id > after)
+            .where(columns.expires_unix_ms > self._database.now_ms())
+            .order_by(columns.id)
+            .limit(_TOGETHER)
+        )
+        with self._database.engine.connect() as connection:
+            return list(connection.execute(query).scalars())
+
+    def history(self, tenant: str, id_: str, *, max_bytes: int, renew: bool = True) -> History:
         """Input and output of a response and of all that it continues, the newest of them up to `max_bytes`,
-        and uses them: they are kept anew.
+        and uses them: they are kept anew, unless `renew` is false.
 
         Raises STORED_NOT_FOUND where one of those is not there any more, and INVALID_ARGUMENT for a response
         that is still computed.
@@ -155,7 +170,8 @@ class ResponseStore:
                 own = (ITEMS.c.tenant == tenant, ITEMS.c.owner_id == link.id)
                 rows = connection.execute(select(ITEMS).where(*own).order_by(ITEMS.c.position))
                 items += self._database.items(rows)
-        self._renew(tenant, chain)
+        if renew:
+            self._renew(tenant, chain)
         return History(items, is_cut)
 
     def _chain(self, connection: Connection, tenant: str, id_: str, max_bytes: int) -> Sequence[Row[Any]]:

@@ -70,6 +70,10 @@ class Store:
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
         await self._threads.close()
+        self.dispose()
+
+    def dispose(self) -> None:
+        """Releases connections to the database."""
         self._database.engine.dispose()
 
     async def _keep_sweeping(self) -> None:

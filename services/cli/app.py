@@ -467,6 +467,7 @@ _OWNED = {
     "observability.analysis.shadows": "Compare what shadows would have answered with what was.",
     "observability.analysis.top": "Show engines, tiers, queues and rates, live.",
     "services.rollout": "Advance a candidate 1, 10, 50, 100 % of an alias, or take it back.",
+    "services.distill": "Write stored answers of consenting tenants as training data.",
     "gateway.auth.keys": "Create, list and revoke API keys.",
     "gateway.ledger": "Report tokens and cost by tenant, key and model.",
     "tokenizer_svc.check": "Report what of a JSON schema would be enforced.",
@@ -477,6 +478,7 @@ _pass_on(app, "diagnose", _on_traces, "observability.analysis.diagnose")
 _pass_on(app, "top", _on_metrics, "observability.analysis.top")
 _pass_on(app, "shadows", _on_metrics, "observability.analysis.shadows")
 _pass_on(app, "rollout", _on_rollout, "services.rollout")
+_pass_on(app, "distill", owners.run_configured, "services.distill")
 _pass_on(app, "keys", owners.run_configured, "gateway.auth.keys")
 _pass_on(app, "usage", owners.run_configured, "gateway.ledger")
 _pass_on(schema_app, "check", owners.run_module, "tokenizer_svc.check")

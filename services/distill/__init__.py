@@ -1,0 +1,1 @@
+"""Answers of a served model as training data for a smaller one."""
