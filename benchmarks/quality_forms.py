@@ -185,6 +185,9 @@ def forms(subject: Subject, work: Path) -> Iterator[QualityForm]:
             yield QualityForm(name=f"GGUF {kind.name}", make=partial(_gguf, subject, work, kind))
 
 
+Forms = Callable[[Subject, Path], Iterator[QualityForm]]
+
+
 def _goes_together(scheme: SchemeName, method: MethodName) -> bool:
     try:
         check_choice(scheme, method, "texts")
@@ -316,12 +319,17 @@ class KeptRows:
 
 
 def run(
-    subject: Subject, work: Path, cases: Sequence[Case], settings: str, only: str
+    subject: Subject,
+    work: Path,
+    cases: Sequence[Case],
+    settings: str,
+    only: str = "",
+    made: Forms = forms,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each form whose name holds `only`, and for bfloat16."""
+    """A row for each of the forms that are `made` whose name holds `only`, and for bfloat16, the first."""
     kept = KeptRows(work / "rows.json", settings)
     baseline: Measures | None = None
-    for form in forms(subject, work):
+    for form in made(subject, work):
         if only not in form.name and form.name != BASELINE:
             continue
         if form.name not in kept.rows:

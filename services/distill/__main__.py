@@ -1,8 +1,9 @@
 """Write answers of a served model as training data: `millrace distill export --model NAME --out FILE`.
 
-Reads the responses that `[gateway.store]` keeps, of tenants whose `[tenants.<name>]` says `training_data = true`
-and of nobody else. Each line has the `messages` of a conversation that ends with the model's answer, with the
-`tools` that were offered: what `python -m models.recipes.distillation` and most trainers read.
+Reads the responses that `[gateway.store]` keeps, of tenants whose `[tenants.<name>]` says `training_data
+= true` and of nobody else. Each line has the `messages` of a conversation that ends with the model's
+answer, with the `tools` that were offered: what `python -m models.recipes.distillation` and most trainers
+read.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def _consenting(settings: Settings, named: Sequence[str]) -> list[str]:
             raise ConfigError(f"--tenant: {name!r} is no tenant; known are {', '.join(settings.tenants)}")
         if name not in consenting:
             raise ConfigError(
-                f"--tenant: {name!r} has not consented; set training_data = true in [tenants.{name}] when it has"
+                f"--tenant: {name!r} has not consented; when it has, set training_data = true in "
+                f"[tenants.{name}]"
             )
     if not consenting:
         raise ConfigError(
@@ -109,8 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     written = commands.add_parser("export", help="write stored answers as JSON lines")
     written.add_argument("--config", type=Path, help="configuration file; the running stack's by default")
     written.add_argument("--out", type=Path, required=True, help="file to write; it must not exist")
-    written.add_argument("--model", action="append", default=[], help="teacher; repeat for several, all by default")
-    written.add_argument("--tenant", action="append", default=[], help="of those who have consented; all by default")
+    written.add_argument(
+        "--model", action="append", default=[], help="teacher; repeat for several, all by default"
+    )
+    written.add_argument(
+        "--tenant", action="append", default=[], help="of those who have consented; all by default"
+    )
     written.add_argument("--since", type=_moment, help="no older answers, as 2026-01-31 or with a time (UTC)")
     written.add_argument("--thoughts", action="store_true", help="with what the model thought")
     return parser

@@ -30,6 +30,11 @@ class Selection:
     # Thoughts of the assistant are part of what is learned.
     with_thoughts: bool = False
 
+    def has(self, resource: dict[str, Any]) -> bool:
+        """Whether a response is one of them."""
+        is_named = not self.models or resource["model"] in self.models
+        return is_named and resource["created_at"] >= self.since_unix_s
+
 
 @dataclass(frozen=True)
 class NotWritten:
@@ -60,22 +65,23 @@ class StoredTeacher:
         """None for what nobody asked for."""
         try:
             resource = self._responses.get(tenant, id_)
-            if chosen.models and resource["model"] not in chosen.models:
-                return None
-            if resource["created_at"] < chosen.since_unix_s:
-                return None
-            items = self._items(tenant, id_, resource)
-            messages = messages_of([_item(each) for each in items], resource.get("instructions"), _sealed)
-            tools = toolbox(msgspec.convert(resource.get("tools") or [], list[OfferedTool])).tools
+            return self._written(tenant, id_, resource, chosen) if chosen.has(resource) else None
         except MillraceError as error:
             return NotWritten(_why(error))
         except SealBroken:
             return NotWritten("what is stored cannot be decrypted with the keys of gateway.store")
         except msgspec.ValidationError:
             return NotWritten("items of another version")
+
+    def _written(
+        self, tenant: str, id_: str, resource: dict[str, Any], chosen: Selection
+    ) -> dict[str, Any] | NotWritten:
+        items = [_item(each) for each in self._items(tenant, id_, resource)]
+        messages = messages_of(items, resource.get("instructions"), _sealed)
         if not messages or messages[-1].role is not Role.ASSISTANT:
             return NotWritten("no answer of the assistant's at its end")
         written = [_message(each, with_thoughts=chosen.with_thoughts) for each in messages]
+        tools = toolbox(msgspec.convert(resource.get("tools") or [], list[OfferedTool])).tools
         offered = {"tools": [_tool(each) for each in tools]} if tools else {}
         return {"messages": written, **offered, "model": resource["model"]}
 
