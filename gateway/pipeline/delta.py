@@ -224,6 +224,10 @@ class Meter:
 # One choice of a request: from the engine's outputs to deltas.
 
 
+# Reasons for which an answer is not whole.
+_CUT = (FinishReason.LENGTH, FinishReason.BUDGET)
+
+
 class ChoiceStream:
     """Feeds outputs through the text stages and keeps log-probabilities beside their text."""
 
@@ -297,7 +301,7 @@ class ChoiceStream:
 
     def _end(self, delta: ChoiceDelta, reason: FinishReason) -> None:
         text = self.text
-        text.finish(delta)
+        text.finish(delta, is_cut=reason in _CUT)
         self._release_logprobs(delta)
         delta.stop_reason = text.stop_string
         if text.stop_string is not None:

@@ -364,6 +364,19 @@ async def test_an_answer_that_is_cut_says_so() -> None:
         assert without_moments(streamed[-1]["response"]) == without_moments(whole)
 
 
+async def test_a_call_that_was_cut_is_an_item_that_is_not_complete() -> None:
+    so_far = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b'
+    for text, expected in ((so_far, '{"a": 1, "b'), (so_far[:26], ""), (so_far[:20], None)):
+        async with serving(text + "dd") as stack:
+            whole = (await post(stack, tools=[ADD], max_output_tokens=len(text))).json()
+            streamed = await events(stack, tools=[ADD], max_output_tokens=len(text))
+        assert whole["status"] == "incomplete"
+        told = [(each["type"], each["status"], each["arguments"]) for each in whole["output"]]
+        assert told == ([] if expected is None else [("function_call", "incomplete", expected)])
+        assert streamed[-1]["type"] == "response.incomplete"
+        assert without_moments(streamed[-1]["response"]) == without_moments(whole)
+
+
 async def test_log_probabilities_are_those_of_the_text() -> None:
     async with serving(THINKS) as stack:
         include = ["message.output_text.logprobs"]
