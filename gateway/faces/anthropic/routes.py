@@ -33,8 +33,8 @@ def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
         exact={
             ("POST", MESSAGES): endpoints.create,
             ("POST", "/v1/messages/count_tokens"): endpoints.count_tokens,
-            ("GET", openapi.PATH): describe,
         },
+        public={("GET", openapi.PATH): describe},
         batched=(MESSAGES,),
         by_header=dict.fromkeys((MODELS_PATH, f"{MODELS_PATH}/"), (VERSION_HEADER, endpoints.models)),
         not_served=_NOT_SERVED,
