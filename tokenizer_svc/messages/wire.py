@@ -19,6 +19,7 @@ from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, JsonSchemaFormat, LeftOut, ResponseFormat
+from contract.efforts import EFFORT
 from contract.errors import MillraceError, Reason
 from contract.pooling import PooledModel
 from contract.proto import chat
@@ -325,6 +326,7 @@ def vocabulary_response(checkpoint: Checkpoint) -> tokenizer_pb2.GetVocabularyRe
         generation_config_json=checkpoint.generation_config_json,
         sampling_sources=checkpoint.sampling_sources,
         pooled=None if checkpoint.pooled is None else _pooled(checkpoint.pooled),
+        takes_effort=any(EFFORT in source for source in checkpoint.templates.values()),
     )
 
 

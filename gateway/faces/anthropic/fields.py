@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.faces import test_time, timings
+from gateway.faces.options import EFFORT_ACCEPTED
 from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
@@ -55,6 +56,7 @@ ACCEPTED: Mapping[str, str] = {
     "thinking.display": "`omitted` leaves the text out; the signature carries it to the next turn, sealed",
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "truncate_prompt_tokens": "as in `/v1/chat/completions`",
+    "output_config.effort": EFFORT_ACCEPTED,
     **timings.ACCEPTED,
     **test_time.ACCEPTED,
     "metadata.user_id": "kept with the request's entry in the ledger",

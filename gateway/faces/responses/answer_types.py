@@ -30,6 +30,18 @@ class ReasoningText(Struct, frozen=True, kw_only=True, tag="reasoning_text"):
     text: str
 
 
+# How ids of items begin, by type. They are those of OpenAI: its server refuses others where they come back.
+ID_PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+    "compaction": "cmp_",
+}
+
+
 class MessageItem(Struct, frozen=True, kw_only=True, tag="message"):
     id: str
     status: ItemStatus

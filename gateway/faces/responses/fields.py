@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.faces import test_time, timings
+from gateway.faces.options import EFFORT_ACCEPTED
 from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
@@ -37,6 +38,7 @@ ACCEPTED: Mapping[str, str] = {
     "x-millrace-warning",
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "include_reasoning": "false leaves the text of thoughts out; encrypted_content is there where asked for",
+    "reasoning.effort": f"`none` ends thinking; any other is {EFFORT_ACCEPTED}",
     **timings.ACCEPTED,
     **test_time.ACCEPTED,
     "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",

@@ -355,7 +355,7 @@ SERVED: list[tuple[dict[str, Any], Look, object]] = [
         99,
     ),
     ({"thinking": {"type": "disabled"}}, lambda s, p: option(p, "enable_thinking"), False),
-    ({"output_config": {"effort": "max"}}, lambda s, p: option(p, "reasoning_effort"), "xhigh"),
+    ({"output_config": {"effort": "max"}}, lambda s, p: option(p, "reasoning_effort"), "max"),
     ({}, lambda s, p: option(p, "enable_thinking"), None),
     ({"tools": [TOOL]}, lambda s, p: p.conversation.tools[0].parameters_json, '{"type":"object"}'),
     ({"tools": [{**TOOL, "strict": True}]}, lambda s, p: p.conversation.tools[0].strict, True),
