@@ -50,6 +50,7 @@ class MessageWriter:
         have their arguments sent as they come. `tells_timing` adds where the time went at the end.
         """
         self._info = info
+        self._left_out = info.left_out or msgspec.UNSET
         self._tier = tier
         self._max_tokens = max_tokens
         self._thoughts = thoughts
@@ -100,7 +101,8 @@ class MessageWriter:
         self._close(parts)
         ended = answers.MessageEnd(*self._stopped(self._end, usage))
         timing = timings(usage, asked=self._tells_timing)
-        parts += (_event(answers.MessageDelta(ended, self._usage(usage), timing)), _STOP)
+        told = answers.MessageDelta(ended, self._usage(usage), self._left_out, timing)
+        parts += (_event(told), _STOP)
         return b"".join(parts)
 
     def body(self, gathered: ChoiceDelta, usage: Usage) -> bytes:
@@ -137,6 +139,7 @@ class MessageWriter:
             stop_reason=reason,
             stop_sequence=sequence,
             usage=self._usage(usage),
+            left_out=self._left_out,
         )
 
     def _usage(self, usage: Usage) -> answers.MessageUsage:

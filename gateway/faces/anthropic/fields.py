@@ -55,7 +55,7 @@ ACCEPTED: Mapping[str, str] = {
     "thinking.budget_tokens": "less than `max_tokens`; kept to the token",
     "thinking.display": "`omitted` leaves the text out; the signature carries it to the next turn, sealed",
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
-    "truncate_prompt_tokens": "as in `/v1/chat/completions`",
+    "truncate_prompt_tokens": "as in `/v1/chat/completions`; `left_out` of the message tells",
     "output_config.effort": EFFORT_ACCEPTED,
     **timings.ACCEPTED,
     **test_time.ACCEPTED,

@@ -79,7 +79,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 ACCEPTED: Mapping[str, str] = {
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "truncate_prompt_tokens": "of a longer conversation the oldest turns, of a longer prompt the beginning "
-    "is left out, which `x-millrace-warning` tells; -1: to what the model has room for beside the answer",
+    "is left out, which `left_out` of the choice and `x-millrace-warning` tell; -1: to what the model has "
+    "room for beside the answer",
     "reasoning_effort": f"`none` ends thinking; any other is {EFFORT_ACCEPTED}",
     "stream_options.include_obfuscation": "false alone; true is refused",
     "messages[].content[].type": "text, refusal and input_text; images, audio, videos and files are refused "

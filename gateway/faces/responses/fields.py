@@ -35,7 +35,7 @@ ACCEPTED: Mapping[str, str] = {
     "reasoning.generate_summary": "thoughts are not summarised but given as they are, and a warning says so",
     "stream_options.include_obfuscation": "false alone; true is refused",
     "truncation": "auto leaves out the oldest turns, and results without their calls, and says so in "
-    "x-millrace-warning",
+    "`left_out` of the response and x-millrace-warning",
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "include_reasoning": "false leaves the text of thoughts out; encrypted_content is there where asked for",
     "reasoning.effort": f"`none` ends thinking; any other is {EFFORT_ACCEPTED}",

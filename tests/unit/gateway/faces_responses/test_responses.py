@@ -482,6 +482,13 @@ async def test_the_oldest_turns_go_where_truncation_is_asked_for() -> None:
         assert (left[0], left[-1]) == ("Stay.", "last")
         assert left[1:-1] == [each for pair in range(3, 6) for each in (f"{pair}" * 40, "ok")]
         assert "left out the oldest 3 of 7 turns" in served.headers[WARNING_HEADER]
+        left_out = served.json()["left_out"]
+        assert (left_out["num_turns"], left_out["of_turns"]) == (3, 7)
+        assert left_out["num_tokens"] > 3 * 40
+        streamed = [each for each in await events(stack, truncation="auto", **body) if "response" in each]
+        assert [each["response"]["left_out"] for each in streamed] == [left_out] * 3
+        whole = {**body, "input": "hi"}
+        assert "left_out" not in (await post(stack, truncation="auto", **whole)).json()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
