@@ -603,6 +603,34 @@ async def test_a_key_comes_in_the_apis_own_header() -> None:
             assert status == 200 or response.json()["error"]["type"] == "authentication_error"
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", PATH), ("POST", f"{PATH}/count_tokens"), ("GET", "/v1/models")]
+)
+async def test_a_version_that_there_is_not_is_refused_and_none_is_the_newest(method: str, path: str) -> None:
+    body = None if method == "GET" else {key: BODY[key] for key in ("model", "messages")}
+    if path == PATH:
+        body = BODY
+    async with deployed() as stack:
+        for version in (None, "2023-06-01", "2023-01-01"):
+            headers = {"anthropic-version": version} if version else {}
+            answer = await stack.http.request(method, path, json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            if version is not None or method == "POST":
+                assert answer.headers["request-id"] == answer.headers["x-request-id"] == "request-1"
+        for version in ("2023-10-01", "2023-06-01, 2023-06-01", "", "latest"):
+            headers = {"anthropic-version": version}
+            refused = await stack.http.request(method, path, json=body, headers=headers)
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert (error["type"], error["details"]["field"]) == (
+                "invalid_request_error",
+                "anthropic-version",
+            )
+            assert error["message"].startswith(f'anthropic-version: "{version}" is not a valid version')
+            assert "send 2023-06-01" in error["message"]
+            assert refused.headers["request-id"] == "request-1"
+
+
 async def test_timing_is_told_in_the_words_of_chat_where_it_is_asked_for() -> None:
     async with deployed() as stack:
         chat = await stack.chat(include_timing=True)
