@@ -218,8 +218,8 @@ _DECODERS = {kind: tokenizer_pb2.DecoderKind.Value(f"DECODER_KIND_{kind.name}") 
 
 
 def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conversation:
-    """Raises INVALID_ARGUMENT for unknown roles, and GRAMMAR_REFUSED when the tools' schemas are larger than
-    `max_tool_bytes` together.
+    """Raises INVALID_ARGUMENT for unknown roles, and GRAMMAR_REFUSED when the schemas of strict tools and the
+    grammars are larger than `max_tool_bytes` together.
     """
     _check_tool_bytes(message.tools, max_tool_bytes)
     return chat.conversation(message)
@@ -228,11 +228,11 @@ def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conv
 def _check_tool_bytes(tools: Iterable[chat_pb2.Tool], limit: int) -> None:
     size = 0
     for index, tool in enumerate(tools):
-        size += len(tool.parameters_json) + len(tool.input_grammar)
+        size += len(tool.parameters_json) * tool.strict + len(tool.input_grammar)
         if size > limit:
             raise MillraceError(
                 Reason.GRAMMAR_REFUSED,
-                f"the schemas of the tools have more than {limit} bytes together: use smaller ones",
+                f"the schemas of strict tools have more than {limit} bytes together: use smaller ones",
                 field=f"tools[{index}].function.parameters",
             )
 
