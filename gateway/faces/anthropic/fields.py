@@ -18,6 +18,13 @@ REFUSED: Mapping[str, str] = {
     "speed": "use service_tier",
     "compaction": "conversations are not summarized; send the turns that are to be read",
     "thread": "conversations are not kept; send all turns",
+    "store": "messages are not kept; leave it out, or use /v1/responses",
+    "background": "use /v1/messages/batches or /v1/responses",
+    "previous_response_id": "send all turns, or use /v1/responses",
+    "conversation": "send all turns, or use /v1/responses",
+    "reasoning_effort": "send output_config.effort",
+    "max_thinking_tokens": "send thinking.budget_tokens",
+    "truncation": "send truncate_prompt_tokens",
     "billing_policy": "usage is billed by the tenant's configuration",
 }
 
@@ -26,6 +33,9 @@ HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "fallbacks": ([],),
     "speed": ("standard",),
+    "store": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
 }
 
 WITHOUT_EFFECT: Mapping[str, str] = {

@@ -40,11 +40,19 @@ REFUSED: Mapping[str, str] = {
     "request_id": "send the header x-request-id",
     "prompt_logprobs": "use /v1/completions with echo and logprobs, or Generate of the gRPC face",
     "kv_transfer_params": "engines decide where keys and values live",
+    "background": "answers are computed in the background by /v1/responses",
+    "previous_response_id": "send all messages, or use /v1/responses",
+    "conversation": "send all messages, or use /v1/responses",
+    "reasoning": "send reasoning_effort",
+    "max_output_tokens": "send max_completion_tokens or max_tokens",
+    "truncation": "send truncate_prompt_tokens",
 }
 
 # Values that are accepted because they ask for what happens anyway.
 HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
     "modalities": (["text"],),
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),

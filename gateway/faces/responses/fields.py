@@ -13,6 +13,10 @@ REFUSED: Mapping[str, str] = {
     "max_tool_calls": "a request has one turn of calls; parallel_tool_calls false allows one call",
     "context_management": "compact the conversation with /v1/responses/compact",
     "moderation": "moderation is not served",
+    "reasoning_effort": "send reasoning.effort",
+    "max_tokens": "send max_output_tokens",
+    "max_completion_tokens": "send max_output_tokens",
+    "truncate_prompt_tokens": "send truncation auto",
 }
 WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_retention": "prefixes are kept as long as there is room",

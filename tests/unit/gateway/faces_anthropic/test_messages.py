@@ -14,7 +14,6 @@ from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.grammar import EnforcementReport, KeywordStatus
-from gateway.auth.directory import hash_key
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic.errors import ApiErrorBody
 from gateway.faces.anthropic.fields import REFUSED, WITHOUT_EFFECT
@@ -174,74 +173,6 @@ async def test_a_stream_is_the_whole_message_however_it_is_cut(
         assert message.usage.input_tokens == len("2: hi\n") - 1
         assert message.usage.cache_read_input_tokens == 1
         assert message.usage.output_tokens_details.thinking_tokens <= message.usage.output_tokens
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ('{"a": [1, "}"]}', {"a": [1, "}"]}),
-        ("[1]", {}),
-        ('"text"', {}),
-        ('{"a": nothing}', {}),
-        (
-            '{"a": "x, }", "b": {"c": [1, 2], "d": 3}, "e": nothing}',
-            {"a": "x, }", "b": {"c": [1, 2], "d": 3}},
-        ),
-    ],
-)
-async def test_the_input_of_a_call_is_an_object_whatever_the_model_wrote(
-    arguments: str, expected: dict[str, Any]
-) -> None:
-    async with deployed(ScriptedEngine(reply=says(call(arguments)))) as stack:
-        (block,) = (await whole(stack, tools=[TOOL])).content
-        assert isinstance(block, answers.ToolUseAnswer)
-        assert block.input == expected
-        assert block.id.startswith("toolu_")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("", {}),
-        ('{"pa', {}),
-        ('{"path": "/a", "lines": [1, 2', {"path": "/a"}),
-        ('{"path": "/a", "num": 12', {"path": "/a"}),
-        ('{"path": "/a"', {"path": "/a"}),
-        ('{"path": "/a", "text": "b, c', {"path": "/a"}),
-        ('{"deep": {"a": 1, "b": 2}, "more": {"a": 1, "b"', {"deep": {"a": 1, "b": 2}}),
-    ],
-)
-@pytest.mark.parametrize("tokens_per_step", [1, 5000])
-async def test_a_call_that_max_tokens_cut_has_the_members_that_are_whole(
-    arguments: str, expected: dict[str, Any], tokens_per_step: int
-) -> None:
-    cut = call(arguments).removesuffix("}\n</tool_call>")
-    limits = {"tools": [TOOL], "max_tokens": len(cut)}
-    engine = ScriptedEngine(reply=says(cut + "and more"), tokens_per_step=tokens_per_step)
-    async with deployed(engine) as stack:
-        message = await whole(stack, **limits)
-        events = await streamed(stack, **limits)
-    (block,) = message.content
-    assert isinstance(block, answers.ToolUseAnswer)
-    assert (block.name, block.input, message.stop_reason) == ("add", expected, "max_tokens")
-    assert joined(events) == message
-
-
-async def test_a_call_that_was_cut_before_its_name_is_no_text() -> None:
-    for text in ("<tool_call>", '<tool_call>\n{"name": "ad'):
-        async with deployed(ScriptedEngine(reply=says(f"sure\n{text}d"))) as stack:
-            message = await whole(stack, tools=[TOOL], max_tokens=len(f"sure\n{text}"))
-        assert [msgspec.to_builtins(each)["text"] for each in message.content] == ["sure"]
-        assert message.stop_reason == "max_tokens"
-
-
-async def test_eager_tools_have_their_arguments_as_they_come() -> None:
-    async with deployed(ScriptedEngine(reply=says(call('{"a": 1}')))) as stack:
-        for is_eager in (False, True):
-            events = await streamed(stack, tools=[{**TOOL, "eager_input_streaming": is_eager}])
-            pieces = [each for each in events if isinstance(each, answers.BlockDelta)]
-            assert (len(pieces) > 1) is is_eager
-            assert joined(events).content[0].input == {"a": 1}  # type: ignore[union-attr]
 
 
 async def test_a_stream_that_can_send_nothing_for_long_sends_pings() -> None:
@@ -583,52 +514,6 @@ async def test_models_are_listed_in_the_form_of_who_asks() -> None:
         missing = await stack.http.get("/v1/models/none", headers=spoken)
         assert refused_field(missing, "not_found_error") == "model"
         assert (await stack.http.get("/v1/models")).json()["object"] == "list"
-
-
-async def test_limits_are_told_in_the_apis_headers() -> None:
-    async with deployed(tables={"tenant": {"tokens_per_minute": 5000}}) as stack:
-        headers = (await stack.http.post(PATH, json=BODY)).headers
-        assert headers["anthropic-ratelimit-tokens-limit"] == "5000"
-        assert 0 < int(headers["anthropic-ratelimit-tokens-remaining"]) < 5000
-
-
-async def test_a_key_comes_in_the_apis_own_header() -> None:
-    entries = [{"id": "k1", "tenant": "acme", "hash": hash_key("mr-key")}]
-    async with deployed(tables={"keys": {"entries": entries}}) as stack:
-        stack.http.headers.pop(CONTEXT_HEADER)
-        for key, status in (("mr-key", 200), ("mr-nobody", 401), ("", 401)):
-            asked = {"x-api-key": key, "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
-            response = await stack.http.post(f"{PATH}?beta=true", json=BODY, headers=asked)
-            assert response.status_code == status
-            assert status == 200 or response.json()["error"]["type"] == "authentication_error"
-
-
-@pytest.mark.parametrize(
-    ("method", "path"), [("POST", PATH), ("POST", f"{PATH}/count_tokens"), ("GET", "/v1/models")]
-)
-async def test_a_version_that_there_is_not_is_refused_and_none_is_the_newest(method: str, path: str) -> None:
-    body = None if method == "GET" else {key: BODY[key] for key in ("model", "messages")}
-    if path == PATH:
-        body = BODY
-    async with deployed() as stack:
-        for version in (None, "2023-06-01", "2023-01-01"):
-            headers = {"anthropic-version": version} if version else {}
-            answer = await stack.http.request(method, path, json=body, headers=headers)
-            assert answer.status_code == 200, answer.text
-            if version is not None or method == "POST":
-                assert answer.headers["request-id"] == answer.headers["x-request-id"] == "request-1"
-        for version in ("2023-10-01", "2023-06-01, 2023-06-01", "", "latest"):
-            headers = {"anthropic-version": version}
-            refused = await stack.http.request(method, path, json=body, headers=headers)
-            assert refused.status_code == 400
-            error = refused.json()["error"]
-            assert (error["type"], error["details"]["field"]) == (
-                "invalid_request_error",
-                "anthropic-version",
-            )
-            assert error["message"].startswith(f'anthropic-version: "{version}" is not a valid version')
-            assert "send 2023-06-01" in error["message"]
-            assert refused.headers["request-id"] == "request-1"
 
 
 async def test_timing_is_told_in_the_words_of_chat_where_it_is_asked_for() -> None:
