@@ -1,4 +1,4 @@
-"""A field that another API has is refused with the one to send here, unless it asks for what happens anyway."""
+"""A field that another API has is refused with the one to send here, unless it asks for what happens."""
 
 from __future__ import annotations
 
