@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -12,6 +12,9 @@ import msgspec
 CHAT_ID = "chatcmpl-"
 COMPLETION_ID = "cmpl-"
 MESSAGE_ID = "msg_"
+
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Role(StrEnum):
@@ -122,12 +125,14 @@ def without_oldest(conversation: Conversation, num_turns: int) -> Conversation:
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """What truncation left out of a prompt: its first tokens, or the oldest turns of a conversation."""
+    """What truncation left out of a prompt: its first tokens, or the oldest turns of a conversation. A text
+    has 0 turns.
+    """
 
-    num_tokens: int
-    # Turns left out, and all that the conversation had; 0 of a text.
-    num_turns: int = 0
-    of_turns: int = 0
+    num_tokens: _Count
+    # Turns left out, and all that the conversation had.
+    num_turns: _Count = 0
+    of_turns: _Count = 0
 
     def told(self, num_kept: int) -> str:
         """In words, of a prompt of which so many tokens are kept."""

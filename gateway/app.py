@@ -105,6 +105,7 @@ class Gateway:
             callers=self._callers,
             metrics=metrics,
             intake=self._intake,
+            efforts=self._config.efforts,
             keeps_transcripts=telemetry.config.capture_content,
         )
         self._loads = ModelLoads(self._config.loader, self._fleet)

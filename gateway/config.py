@@ -15,6 +15,7 @@ from runtime.errors import ConfigError
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 # Ways to choose one answer among several samples (`test_time` of a request).
 StrategyName: TypeAlias = Literal["best_of", "self_consistency", "deepconf"]
@@ -260,6 +261,20 @@ class SocketConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 DEFAULT_SOCKETS = SocketConfig()
 
 
+class EffortsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.efforts]`: what a request with this `reasoning_effort` may think, as a share of the tier's
+    max_thinking_tokens, or of what its max_tokens leave beside the answer's room. Holds for models whose
+    template does not read the effort.
+    """
+
+    minimal: _Share = 0.1
+    low: _Share = 0.2
+    medium: _Share = 0.5
+    high: _Share = 0.8
+    xhigh: _Share = 0.95
+    max: _Share = 1.0
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway]`: one gateway process."""
 
@@ -290,6 +305,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_message_bytes: PositiveInt = 10 * 1024 * 1024
     request: RequestConfig = DEFAULT_REQUEST_LIMITS
     socket: SocketConfig = DEFAULT_SOCKETS
+    efforts: EffortsConfig = EffortsConfig()
     # Tenants whose keys may change what is served, such as adapters. The development key's tenant may, too.
     admin_tenants: tuple[str, ...] = ()
     # Tier of tenants that name none.

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gateway.auth import authorizer
 from gateway.config import EnvoyConfig
 from gateway.envoy.clusters import clusters
-from gateway.envoy.replies import local_reply_config
+from gateway.envoy.replies import DOCUMENTS, local_reply_config
 from gateway.faces.error_forms import ERROR_FORMS
 from gateway.intake.refusals import LIMIT_S
 from gateway.limits import servicer
@@ -164,6 +164,7 @@ _TEMPLATES.globals.update(
     question_header=authorizer.QUESTION_HEADER,
     credentials_headers=authorizer.CREDENTIALS_HEADERS,
     authorize_prefix=authorizer.AUTHORIZE_PREFIX,
+    documents=DOCUMENTS,
     ui_prefix=UI_PREFIX,
     rate_limit_domain=servicer.DOMAIN,
     tenant_entry=servicer.TENANT_ENTRY,

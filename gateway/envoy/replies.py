@@ -9,11 +9,27 @@ import msgspec
 
 from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import NO_CREDENTIALS
+from gateway.faces.anthropic import batches_openapi as message_batches
+from gateway.faces.anthropic import openapi as messages
+from gateway.faces.openai import batches_openapi, openapi
+from gateway.faces.pooled import openapi as pooled
+from gateway.faces.responses import openapi as responses
 from gateway.types.error_form import ErrorForm, ErrorForms
+from gateway.ui import openapi as ui
 from gateway.ui.files import PREFIX as UI_PREFIX
 
+# The faces' own descriptions.
+DOCUMENTS = (
+    openapi.PATH,
+    batches_openapi.PATH,
+    messages.PATH,
+    message_batches.PATH,
+    responses.PATH,
+    pooled.PATH,
+    ui.PATH,
+)
 # Paths that need no key, beside those of the page. Envoy limits how often they are asked for.
-PUBLIC_PATHS = ("/health", "/openapi.json", "/grpc.health.v1.Health/Check")
+PUBLIC_PATHS = ("/health", *DOCUMENTS, "/grpc.health.v1.Health/Check")
 _TOO_OFTEN = "this is asked for too often, by all clients together; ask less often"
 _NO_GATEWAY = "no gateway is ready: none answers, or they lack an engine or the tokenizer; retry shortly"
 _NO_AUTHORIZATION = "no gateway process authorized the request in time; retry shortly"
@@ -122,8 +138,10 @@ def _header(key: str, value: str) -> dict[str, Any]:
 
 
 def _is_public() -> dict[str, Any]:
-    paths = "|".join((*map(re.escape, PUBLIC_PATHS), f"{re.escape(UI_PREFIX)}(?:/[^?]*)?"))
-    return _has_path({"safe_regex": {"regex": f"(?:{paths})(?:\\?.*)?"}})
+    # One by one, because Envoy bounds the size of an expression.
+    paths = (*map(re.escape, PUBLIC_PATHS), f"{re.escape(UI_PREFIX)}(?:/[^?]*)?")
+    filters = [_has_path({"safe_regex": {"regex": f"{path}(?:\\?.*)?"}}) for path in paths]
+    return {"or_filter": {"filters": filters}}
 
 
 def _is_below(prefix: str) -> dict[str, Any]:

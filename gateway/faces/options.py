@@ -8,11 +8,17 @@ from typing import Any
 import msgspec
 
 from contract.chat import ToolChoiceMode
+from contract.efforts import EFFORT, EFFORTS, NO_EFFORT
 from contract.errors import invalid, unsupported
 from gateway.pipeline.validate import MAX_METADATA_VALUE
 
-# Values of reasoning_effort, and whether the model thinks under them.
-EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
+# For the page of fields.
+EFFORT_ACCEPTED = (
+    "told to a template that takes it, and otherwise a budget: a share of the tier's, or of what "
+    "`max_tokens` leave (`[gateway.efforts]`); a budget in tokens goes before it"
+)
+# Efforts that a model without thoughts makes as well.
+_OF_ANY_MODEL = (NO_EFFORT, "minimal")
 
 
 def thinking_options(thinks: bool, effort: str = "") -> dict[str, Any]:
@@ -20,7 +26,7 @@ def thinking_options(thinks: bool, effort: str = "") -> dict[str, Any]:
     template has its own.
     """
     switch = {"enable_thinking": thinks, "thinking": thinks}
-    return {**switch, "reasoning_effort": effort} if effort else switch
+    return {**switch, EFFORT: effort} if effort else switch
 
 
 def effort_options(
@@ -36,10 +42,11 @@ def effort_options(
         return options
     if effort not in EFFORTS:
         raise invalid(field, f"{effort!r} is not one of {', '.join(EFFORTS)}")
-    if not reasons and EFFORTS[effort]:
+    if not reasons and effort not in _OF_ANY_MODEL:
         raise unsupported(field, "leave it out or send none", f"model {model!r} does not reason")
     # A switch that says the opposite is no accident.
-    for name, value in thinking_options(EFFORTS[effort], effort).items():
+    said = effort if reasons else NO_EFFORT
+    for name, value in thinking_options(said != NO_EFFORT, said).items():
         if options.setdefault(name, value) != value:
             raise invalid(f"chat_template_kwargs.{name}", f"{field} is {effort!r}; give one of them")
     return options

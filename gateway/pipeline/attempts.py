@@ -21,6 +21,7 @@ from contract.pooling import PoolingParams
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 from gateway.auth.verifier import CallerVerifier
+from gateway.config import EffortsConfig
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.text_stream import TextStream
@@ -111,6 +112,7 @@ class Attempts:
         callers: CallerVerifier,
         metrics: Metrics,
         intake: Intake,
+        efforts: EffortsConfig,
         keeps_transcripts: bool = False,
     ) -> None:
         self.fleet = fleet
@@ -121,6 +123,7 @@ class Attempts:
         # For requests that think longer; set where it is built.
         self.deliberates: Deliberates | None = None
         self._metrics = metrics
+        self._efforts = efforts
         self._keeps_transcripts = keeps_transcripts
         # By model: one that is served no more is forgotten with its last request.
         self._readers: WeakKeyDictionary[ServedModel, AnswerReader] = WeakKeyDictionary()
@@ -129,7 +132,7 @@ class Attempts:
         """How answers of a model are read."""
         found = self._readers.get(served)
         if found is None:
-            found = self._readers[served] = AnswerReader(served)
+            found = self._readers[served] = AnswerReader(served, self._efforts)
         return found
 
     def max_model_len(self, served: ServedModel) -> int:

@@ -15,6 +15,7 @@ from contract.chat import Conversation, LeftOut, TextPrompt
 from contract.formats import UNKNOWN_FORMAT
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
+from gateway.config import EffortsConfig
 from gateway.engines.types import EngineOutput
 from gateway.models.catalog import ServedModel
 from gateway.pipeline.thinking import ThoughtBudget, is_opened
@@ -224,6 +225,10 @@ class Meter:
 # One choice of a request: from the engine's outputs to deltas.
 
 
+# Reasons for which an answer is not whole.
+_CUT = (FinishReason.LENGTH, FinishReason.BUDGET)
+
+
 class ChoiceStream:
     """Feeds outputs through the text stages and keeps log-probabilities beside their text."""
 
@@ -297,7 +302,7 @@ class ChoiceStream:
 
     def _end(self, delta: ChoiceDelta, reason: FinishReason) -> None:
         text = self.text
-        text.finish(delta)
+        text.finish(delta, is_cut=reason in _CUT)
         self._release_logprobs(delta)
         delta.stop_reason = text.stop_string
         if text.stop_string is not None:
@@ -316,10 +321,10 @@ _CONFIGURED = "defaults of the model in the configuration"
 class AnswerReader:
     """Makes the choices of a model's requests."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, efforts: EffortsConfig) -> None:
         vocabulary = served.vocabulary
         self.vocabulary = vocabulary
-        self.thoughts = ThoughtBudget(vocabulary)
+        self.thoughts = ThoughtBudget(vocabulary, efforts)
         recommended = checkpoint_defaults(vocabulary.generation_config)
         # Sampling options of requests that say nothing of them, and who says it instead.
         self.defaults: Mapping[str, Any] = {**recommended, **served.config.defaults}

@@ -239,10 +239,14 @@ class ChoiceText:
                 self._stop.is_armed = self.num_tokens >= self._min_tokens
         self._decode(token_ids, delta)
 
-    def finish(self, delta: TextDelta) -> None:
-        """Adds what was held back. After a stop string nothing of it is."""
+    def finish(self, delta: TextDelta, *, is_cut: bool = False) -> None:
+        """Adds what was held back. After a stop string nothing of it is. `is_cut` says that a limit has ended
+        the answer and not the model; a stop string cuts it, too.
+        """
         if self.stop_string is None:
             self._deliver(self._detokenizer.finish(), delta)
+        if self._calls is not None and (is_cut or self.stop_string is not None):
+            self._calls.cut()
         if self._parser is not None:
             self._parser.finish(delta)
 

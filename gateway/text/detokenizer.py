@@ -40,6 +40,8 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     sampling_sources: dict[str, str] = {}
     # Where the model pools what it reads, and generates nothing.
     pooled: PooledModel | None = None
+    # A chat template reads how hard to think.
+    takes_effort: bool = False
 
     @property
     def size(self) -> int:

@@ -104,7 +104,7 @@ class HarmonyParser:
         header = None if self._header is None else "".join(self._header)
         if header is None:
             self._say(self._held, delta)
-        elif _CHANNEL not in header and not RECIPIENT.search(header):
+        elif _CHANNEL not in header and HEADER not in header and not RECIPIENT.search(header):
             self._answer.feed(header.strip() and header + self._held, delta)
         self._header, self._held = [], ""
         self._answer.finish(delta)

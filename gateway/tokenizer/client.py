@@ -83,6 +83,7 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
         generation_config=config,
         sampling_sources=dict(message.sampling_sources),
         pooled=_pooled(message.pooled) if message.HasField("pooled") else None,
+        takes_effort=message.takes_effort,
     )
 
 

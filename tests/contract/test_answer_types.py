@@ -104,6 +104,12 @@ async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
         for extra in ({"logprobs": 2, "echo": True}, {"response_format": SCHEMA}, {"stop": "sure"}):
             await seen.post(answers.Completion, COMPLETIONS, **continued, **asked, **extra)
             await seen.stream(answers.CompletionChunk, COMPLETIONS, **continued, **COUNTED, **extra)
+        cut = {"prompt": "abc", "max_tokens": 2, "truncate_prompt_tokens": 2}
+        await seen.post(answers.Completion, COMPLETIONS, **cut, **asked)
+        await seen.stream(answers.CompletionChunk, COMPLETIONS, **cut)
+        turns = {"messages": [{"role": "user", "content": "ab" * 20}, *MESSAGES]}
+        await seen.post(answers.ChatCompletion, CHAT, **turns, truncate_prompt_tokens=20, **asked)
+        await seen.stream(answers.ChatCompletionChunk, CHAT, **turns, truncate_prompt_tokens=20)
         await seen.post(answers.Tokens, "/tokenize", prompt="ab", return_token_strs=True)
         await seen.post(answers.DetokenizedText, "/detokenize", tokens=[97])
         await seen.get(answers.ModelList, "/v1/models")

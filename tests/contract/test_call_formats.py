@@ -22,7 +22,7 @@ from gateway.text.harmony import HarmonyParser
 from gateway.text.reasoning import TextParser, ThinkParser
 from gateway.text.tool_calls import PARSERS, marks
 from gateway.text.tool_calls.values import ToolTypes, typed_value
-from tests.contract.call_corpus import FAMILIES, SCHEMA, TOOLS, corpus, source_of, turn
+from tests.contract.call_corpus import FAMILIES, NAMES, SCHEMA, TOOLS, corpus, source_of, turn
 from tokenizer_svc.text.formats import reasoning_format, tool_call_format
 
 VALIDATOR = jsonschema_rs.validator_for(SCHEMA)
@@ -30,9 +30,10 @@ TYPES = ToolTypes(TOOLS)
 Read = tuple[str, str, list[tuple[str, str, str]]]
 
 
-def read(name: str, pieces: Iterable[str], types: ToolTypes = TYPES) -> Read:
+def read(name: str, pieces: Iterable[str], types: ToolTypes = TYPES, *, is_cut: bool = False) -> Read:
     """(content, reasoning, [(id, name, arguments)])"""
-    parser: TextParser = PARSERS[name](lambda index: f"id{index}", types)
+    called = PARSERS[name](lambda index: f"id{index}", types)
+    parser: TextParser = called
     reasoning = FAMILIES[name].reasoning
     if name == "harmony":
         parser = HarmonyParser(parser, calls_tools=True)
@@ -43,6 +44,8 @@ def read(name: str, pieces: Iterable[str], types: ToolTypes = TYPES) -> Read:
     for piece in [*pieces, None]:
         delta = TextDelta()
         if piece is None:
+            if is_cut:
+                called.cut()
             parser.finish(delta)
         else:
             parser.feed(piece, delta)
@@ -138,6 +141,39 @@ def test_what_was_read_is_written_again(name: str) -> None:
 @pytest.mark.parametrize("name", get_args(ToolCallFormat))
 def test_every_format_has_a_corpus(name: str) -> None:
     assert name in FAMILIES
+
+
+# Formats in which the name is told as soon as it is whole.
+TOLD_EARLY = ("hermes", "granite", "phi4", "functools", "command", "mistral", "harmony")
+# How calls begin that have no mark.
+UNMARKED = tuple(
+    before + each + after for before, after in (("[", "("), ('{"name": "', '"')) for each in NAMES
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_of_a_call_that_is_cut_is_text(name: str) -> None:
+    form = REASONING.get(FAMILIES[name].reasoning)
+    openings = (*marks(name), *UNMARKED, "to=f", form.open if form else "")
+    begins = tuple(mark[:end] for mark in openings for end in range(1, len(mark)))
+    named = 0
+    for text, _, _ in itertools.islice(corpus(name), 0, None, 3):
+        content, _, calls = read(name, [text])
+        for at in range(len(text)):
+            part = read(name, [text[:at]], is_cut=True)
+            assert read(name, text[:at], is_cut=True) == part, (text, at)
+            said = part[0].rstrip()
+            if not content.startswith(said):
+                # A mark that was not read whole.
+                equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(content, said, strict=False))
+                assert said[len(list(equal)) :].strip().endswith(begins), (text, at, part)
+            for cut, whole in zip(part[2], calls, strict=False):
+                assert cut[1] == whole[1], (text, at)
+                assert whole[2].startswith(cut[2]), (text, at)
+            assert len(part[2]) <= len(calls)
+            named += len(part[2]) > len(read(name, [text[:at]])[2])
+    # What has its name is there before it has arguments; where names are told early, they are told anyhow.
+    assert named or name in TOLD_EARLY
 
 
 NOISE = (

@@ -78,7 +78,8 @@ def _built(
     """The payload, and what is enforced. A tool that is not strict, and whose schema cannot be compiled,
     takes any object, because one tool of many must not make a conversation unusable. Raises GrammarRefused.
     """
-    left_out: dict[str, str] = {}
+    tools = request.tools.numbered() if request.tools is not None else ()
+    left_out = {parameters_path(index): tool.left_out for index, tool in tools if tool.left_out}
     while True:
         try:
             return _compiled(request, backend, limits, left_out)

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from contract.chat import LeftOut, ResponseFormat, ToolChoiceMode
 from contract.errors import Reason
@@ -39,6 +40,8 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = False
     input_syntax: str = ""
     input_grammar: str = ""
+    # Why any object is taken and nothing of the schema enforced; "" where that is not so.
+    left_out: str = ""
 
     @property
     def parameters(self) -> dict[str, Any] | None:
@@ -91,6 +94,18 @@ class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
     def field(self) -> str:
         """The request's field that asks for it."""
         return self.kind if self.response_format is None else f"response_format.{self.kind}"
+
+    def without_schemas(self, why: str) -> GrammarRequest | None:
+        """The same with the schemas of tools left out that are not strict; None where there are none."""
+        rules = self.tools
+        lax = [each.parameters_json != "" and not each.strict for each in rules.tools] if rules else []
+        if rules is None or not any(lax):
+            return None
+        tools = tuple(
+            replace(tool, parameters_json="", left_out=why) if is_lax else tool
+            for tool, is_lax in zip(rules.tools, lax, strict=True)
+        )
+        return replace(self, tools=replace(rules, tools=tools))
 
     def encoded(self) -> EncodedGrammar:
         """As it crosses to a worker."""

@@ -19,6 +19,7 @@ from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, JsonSchemaFormat, LeftOut, ResponseFormat
+from contract.efforts import EFFORT
 from contract.errors import MillraceError, Reason
 from contract.pooling import PooledModel
 from contract.proto import chat
@@ -217,8 +218,8 @@ _DECODERS = {kind: tokenizer_pb2.DecoderKind.Value(f"DECODER_KIND_{kind.name}") 
 
 
 def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conversation:
-    """Raises INVALID_ARGUMENT for unknown roles, and GRAMMAR_REFUSED when the tools' schemas are larger than
-    `max_tool_bytes` together.
+    """Raises INVALID_ARGUMENT for unknown roles, and GRAMMAR_REFUSED when the schemas of strict tools and the
+    grammars are larger than `max_tool_bytes` together.
     """
     _check_tool_bytes(message.tools, max_tool_bytes)
     return chat.conversation(message)
@@ -227,11 +228,11 @@ def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conv
 def _check_tool_bytes(tools: Iterable[chat_pb2.Tool], limit: int) -> None:
     size = 0
     for index, tool in enumerate(tools):
-        size += len(tool.parameters_json) + len(tool.input_grammar)
+        size += len(tool.parameters_json) * tool.strict + len(tool.input_grammar)
         if size > limit:
             raise MillraceError(
                 Reason.GRAMMAR_REFUSED,
-                f"the schemas of the tools have more than {limit} bytes together: use smaller ones",
+                f"the schemas of strict tools have more than {limit} bytes together: use smaller ones",
                 field=f"tools[{index}].function.parameters",
             )
 
@@ -325,6 +326,7 @@ def vocabulary_response(checkpoint: Checkpoint) -> tokenizer_pb2.GetVocabularyRe
         generation_config_json=checkpoint.generation_config_json,
         sampling_sources=checkpoint.sampling_sources,
         pooled=None if checkpoint.pooled is None else _pooled(checkpoint.pooled),
+        takes_effort=any(EFFORT in source for source in checkpoint.templates.values()),
     )
 
 

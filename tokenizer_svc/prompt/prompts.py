@@ -283,9 +283,27 @@ class Prompts:
             known = ", ".join(tool.name for tool in conversation.tools)
             raise invalid(f"tool_choice names {choice.name!r}; tools: {known}", "tool_choice")
         return ToolRules(
-            tools=tools,
+            tools=_within(tools, self._max_tool_bytes),
             mode=mode,
             parallel=conversation.parallel_tool_calls and mode is not ToolChoiceMode.NAMED,
             format=self.tool_call_format,
             first=chosen[0],
         )
+
+
+def _within(tools: tuple[ToolSpec, ...], limit: int) -> tuple[ToolSpec, ...]:
+    """The tools, without the largest schemas of those that are not strict as far as all together have more
+    than `limit` bytes.
+    """
+    sizes = [len(tool.parameters_json) + len(tool.input_grammar) for tool in tools]
+    kept, size = list(tools), sum(sizes)
+    for index in sorted(range(len(tools)), key=sizes.__getitem__, reverse=True):
+        tool = tools[index]
+        if size <= limit:
+            break
+        if tool.strict or not tool.parameters_json:
+            continue
+        size -= len(tool.parameters_json)
+        why = f"it has {len(tool.parameters_json)} bytes, and the limit of all together is {limit}: use less"
+        kept[index] = msgspec.structs.replace(tool, parameters_json="", left_out=why)
+    return tuple(kept)

@@ -20,6 +20,7 @@ from tokenizer_svc.grammar.request import (
     BACKEND,
     Built,
     EncodedGrammar,
+    GrammarRequest,
     ValidationRequest,
     WorkerReply,
     WorkRefusal,
@@ -66,7 +67,20 @@ class GrammarCompiler:
         self._in_flight: dict[_Asked, _UnderWay] = {}
 
     async def compile(self, request: EncodedGrammar, *, tenant: str) -> tuple[Compiled, bool]:
-        """The grammar, and whether it was there already. Raises GRAMMAR_REFUSED with the reason."""
+        """The grammar, and whether it was there already. Where it takes too much time or memory, tools that
+        are not strict take any object. Raises GRAMMAR_REFUSED with the reason.
+        """
+        try:
+            return await self._found(request, tenant)
+        except MillraceError as error:
+            if "overrun" not in error.metadata:
+                raise
+            whole = msgspec.msgpack.decode(request.payload, type=GrammarRequest)
+            if (less := whole.without_schemas(error.message)) is None:
+                raise
+        return await self._found(less.encoded(), tenant)
+
+    async def _found(self, request: EncodedGrammar, tenant: str) -> tuple[Compiled, bool]:
         key = (request.key, "" if self._shared else tenant)
         found = self._built.get(key)
         if found is not None:

@@ -13,6 +13,7 @@ import msgspec
 from jinja2 import meta, nodes
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
+from contract.efforts import EFFORT
 from contract.errors import MillraceError, Reason
 from contract.formats import REASONING, ReasoningForm
 from runtime.errors import ConfigError
@@ -29,8 +30,8 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _TOOL_TEMPLATE = "tool_use"
 # Names under which templates look for whether, and how much, the model thinks. Gateways set all of them.
-_THINKING = ("enable_thinking", "thinking", "reasoning_effort")
-_WITHOUT_THINKING = (False, "none", "minimal")
+_THINKING = ("enable_thinking", "thinking", EFFORT)
+_WITHOUT_THINKING = (False, "none")
 _OPENINGS = tuple(form.open.rstrip() for form in REASONING.values())
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 # Templates write far less than this after the last control token.

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from contract.chat import LeftOut
 from gateway.faces.timings import Timings
 from gateway.types.deliberation import Deliberated
 
@@ -51,7 +52,7 @@ class ThinkingAnswer(Struct, frozen=True, tag_field="type", tag="thinking"):
 
 
 class ToolUseAnswer(Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """`input` is the call's arguments; `{"arguments": …}` around those that are no JSON object."""
+    """`input` is the call's arguments; of those that are cut or broken, the members that are whole."""
 
     id: str
     name: str
@@ -72,6 +73,8 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    # Extension: where truncation has left out some of the conversation; message_delta has it, too.
+    left_out: LeftOut | UnsetType = UNSET
     # Extension: where it was asked for, at the end; in a stream it is message_delta's.
     timing: Timings | UnsetType = UNSET
 
@@ -147,6 +150,7 @@ class BlockStop(Struct, frozen=True, tag_field="type", tag="content_block_stop")
 class MessageDelta(Struct, frozen=True, tag_field="type", tag="message_delta"):
     delta: MessageEnd
     usage: MessageUsage
+    left_out: LeftOut | UnsetType = UNSET
     timing: Timings | UnsetType = UNSET
 
 

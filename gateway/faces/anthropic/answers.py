@@ -20,6 +20,7 @@ from gateway.faces.anthropic.turns import TOOL_ID
 from gateway.faces.timings import timings
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import TextDelta, TextPart, ThoughtPart, ToolCallDelta
+from gateway.text.tool_calls.json_call import JsonValue
 
 _encode = msgspec.json.Encoder().encode
 # Deltas of which nothing is sent, after which a ping is: neither the client nor a proxy takes silence for an
@@ -49,6 +50,7 @@ class MessageWriter:
         have their arguments sent as they come. `tells_timing` adds where the time went at the end.
         """
         self._info = info
+        self._left_out = info.left_out or msgspec.UNSET
         self._tier = tier
         self._max_tokens = max_tokens
         self._thoughts = thoughts
@@ -99,7 +101,8 @@ class MessageWriter:
         self._close(parts)
         ended = answers.MessageEnd(*self._stopped(self._end, usage))
         timing = timings(usage, asked=self._tells_timing)
-        parts += (_event(answers.MessageDelta(ended, self._usage(usage), timing)), _STOP)
+        told = answers.MessageDelta(ended, self._usage(usage), self._left_out, timing)
+        parts += (_event(told), _STOP)
         return b"".join(parts)
 
     def body(self, gathered: ChoiceDelta, usage: Usage) -> bytes:
@@ -136,6 +139,7 @@ class MessageWriter:
             stop_reason=reason,
             stop_sequence=sequence,
             usage=self._usage(usage),
+            left_out=self._left_out,
         )
 
     def _usage(self, usage: Usage) -> answers.MessageUsage:
@@ -222,28 +226,39 @@ class MessageWriter:
                 _event(answers.BlockDelta(self._index, answers.SignaturePiece(self._signature(kept))))
             )
         elif self._open == "tool_use" and kept.strip():
-            self._piece(kept if _is_object(kept) else _encode(as_input(kept)).decode(), parts)
+            self._piece(kept if _object(kept) is not None else _encode(as_input(kept)).decode(), parts)
         parts.append(_event(answers.BlockStop(self._index)))
         self._open = ""
 
 
 def as_input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; what is no JSON object becomes one, with all of it as `arguments`."""
-    if not arguments.strip():
-        return {}
-    value = _value(arguments)
-    return value if isinstance(value, dict) else {"arguments": value}
+    """The arguments of a call; of those that are cut or broken the members before that, which are whole."""
+    written, comma = arguments.strip(), _last_comma(arguments.strip())
+    # Another value than a text, an object or a list may go on.
+    whole = f"{written}}}" if written.endswith(('"', "}", "]")) else ""
+    for text in (written, whole, f"{written[:comma]}}}" if comma else ""):
+        if (value := _object(text)) is not None:
+            return value
+    return {}
 
 
-def _is_object(arguments: str) -> bool:
-    return isinstance(_value(arguments), dict)
+def _last_comma(written: str) -> int:
+    """Where the last comma between members of the object stands; 0 where there is none."""
+    comma, members = 0, JsonValue()
+    for position, character in enumerate(written if written.startswith("{") else ""):
+        if members.feed(character)[1]:
+            break
+        if character == "," and members.is_between_members:
+            comma = position
+    return comma
 
 
-def _value(arguments: str) -> Any:
+def _object(text: str) -> dict[str, Any] | None:
     try:
-        return msgspec.json.decode(arguments)
+        value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        return arguments
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _tool_id(call: ToolCallDelta) -> str:

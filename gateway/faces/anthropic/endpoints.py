@@ -14,7 +14,7 @@ from gateway.faces.accepted import AcceptedAnswer, first_deltas, write_events
 from gateway.faces.anthropic.answer_types import InputTokenCount, MessageModel, MessageModelList
 from gateway.faces.anthropic.answers import MessageWriter
 from gateway.faces.anthropic.bodies import COUNT_TOKENS, MESSAGES, TOLERANCE, CountTokensBody, MessagesBody
-from gateway.faces.anthropic.errors import ERRORS, error_event
+from gateway.faces.anthropic.errors import error_event
 from gateway.faces.anthropic.requests import MessageRequest, eager_tools, message_request
 from gateway.faces.anthropic.thoughts import PURPOSE, Thoughts
 from gateway.faces.bodies import read
@@ -87,7 +87,6 @@ class MessagesEndpoints:
 
     async def models(self, exchange: Exchange) -> None:
         """GET /v1/models and /v1/models/{id}, of clients that speak this API."""
-        exchange.error_form = ERRORS
         catalog, identity = self._pipeline().catalog, exchange.verified_caller.identity
         name = exchange.path.removeprefix(MODELS_PATH).removeprefix("/")
         if name:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.faces import test_time, timings
+from gateway.faces.options import EFFORT_ACCEPTED
 from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
@@ -17,6 +18,13 @@ REFUSED: Mapping[str, str] = {
     "speed": "use service_tier",
     "compaction": "conversations are not summarized; send the turns that are to be read",
     "thread": "conversations are not kept; send all turns",
+    "store": "messages are not kept; leave it out, or use /v1/responses",
+    "background": "use /v1/messages/batches or /v1/responses",
+    "previous_response_id": "send all turns, or use /v1/responses",
+    "conversation": "send all turns, or use /v1/responses",
+    "reasoning_effort": "send output_config.effort",
+    "max_thinking_tokens": "send thinking.budget_tokens",
+    "truncation": "send truncate_prompt_tokens",
     "billing_policy": "usage is billed by the tenant's configuration",
 }
 
@@ -25,6 +33,9 @@ HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "fallbacks": ([],),
     "speed": ("standard",),
+    "store": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
 }
 
 WITHOUT_EFFECT: Mapping[str, str] = {
@@ -54,7 +65,8 @@ ACCEPTED: Mapping[str, str] = {
     "thinking.budget_tokens": "less than `max_tokens`; kept to the token",
     "thinking.display": "`omitted` leaves the text out; the signature carries it to the next turn, sealed",
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
-    "truncate_prompt_tokens": "as in `/v1/chat/completions`",
+    "truncate_prompt_tokens": "as in `/v1/chat/completions`; `left_out` of the message tells",
+    "output_config.effort": EFFORT_ACCEPTED,
     **timings.ACCEPTED,
     **test_time.ACCEPTED,
     "metadata.user_id": "kept with the request's entry in the ledger",

@@ -148,6 +148,16 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# Versions of the API; what it says of messages is the same in all of them.
+VERSIONS = ("2023-06-01", "2023-01-01")
+_VERSION = {
+    "name": "anthropic-version",
+    "in": "header",
+    "schema": {"enum": VERSIONS},
+    "description": f"Without it the answer is that of {VERSIONS[0]}.",
+}
+
+
 def document() -> bytes:
     """The document as JSON."""
     count = _operation("countMessageTokens", "Count the tokens of a prompt", answers.InputTokenCount)
@@ -184,7 +194,8 @@ def _operation(name: str, summary: str, answer: type | None = None) -> dict[str,
     refusals = {
         status: {"description": told(reasons), "content": content} for status, reasons in statuses.items()
     }
-    return {"operationId": name, "summary": summary, "responses": {"200": answered, **refusals}}
+    operation = {"operationId": name, "summary": summary, "responses": {"200": answered, **refusals}}
+    return operation if answer is None else {**operation, "parameters": [_VERSION]}
 
 
 def _body(kind: type) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from contract.chat import (
     ToolChoice,
     ToolChoiceMode,
 )
+from contract.efforts import EFFORTS as ALL_EFFORTS
+from contract.efforts import NO_EFFORT
 from contract.errors import invalid, unsupported
 from contract.sampling import SamplingOptions
 from gateway.config import RequestConfig
@@ -42,8 +44,8 @@ _CHOICES = {
     "tool": ToolChoiceMode.NAMED,
     "none": ToolChoiceMode.NONE,
 }
-# Efforts, and the words that templates have for them.
-EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+# The API ends thinking by `thinking` and has no word for little of it.
+EFFORTS = tuple(each for each in ALL_EFFORTS if each not in (NO_EFFORT, "minimal"))
 THINKING = ("enabled", "adaptive", "disabled")
 # Words of service_tier that leave the tier to the caller's own.
 OWN_TIER = ("auto", "standard_only")
@@ -212,10 +214,10 @@ def _thinking(body: CountTokensBody, *, reasons: Callable[[str], bool]) -> tuple
         why = f"{field} has no effect: model {body.model[:80]!r} does not reason"
         return {}, [why] if asked or effort is not None else []
     if config is not None and not asked:
-        return thinking_options(False, "none"), (
+        return thinking_options(False, NO_EFFORT), (
             ["output_config.effort has no effect: thinking is disabled"] if effort else []
         )
-    return thinking_options(True, EFFORTS[effort] if effort else ""), []
+    return thinking_options(True, effort or ""), []
 
 
 def _check_thinking(body: CountTokensBody, kind: str, budget: int | None) -> None:

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from contract.errors import invalid
 from gateway.batches.service import Batches
 from gateway.faces.anthropic import batches_openapi, openapi
 from gateway.faces.anthropic.batches import BATCHES, MESSAGES, MessageBatchEndpoints
 from gateway.faces.anthropic.endpoints import MODELS_PATH, MessagesEndpoints
+from gateway.faces.anthropic.errors import ERRORS
+from gateway.faces.anthropic.openapi import VERSIONS
 from gateway.http.application import Routes
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import Exchange, Handler
 from gateway.pipeline.pipeline import Pipeline
 
-# Every client of this API sends it; which version it names makes no difference.
+# Every SDK of this API sends it. Whoever does not, such as curl, is answered by the newest version, though
+# Anthropic refuses that.
 VERSION_HEADER = b"anthropic-version"
 # Paths of Anthropic's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {
     "/v1/complete": "use /v1/messages",
     BATCHES: "have the operator set gateway.batches.directory, or send requests under a lower service_tier",
 }
+
+
+def _of_version(handler: Handler) -> Handler:
+    """The handler, where a request names no other version than there is. Its refusals have the API's form."""
+
+    async def checked(exchange: Exchange) -> None:
+        exchange.error_form = ERRORS
+        version = exchange.headers.get(VERSION_HEADER, VERSIONS[0].encode()).decode("latin-1")
+        if version not in VERSIONS:
+            remedy = f"send {VERSIONS[0]}, or leave the header out"
+            raise invalid(VERSION_HEADER.decode(), f'"{version[:80]}" is not a valid version; {remedy}')
+        await handler(exchange)
+
+    return checked
 
 
 def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
@@ -31,12 +49,14 @@ def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
 
     return Routes(
         exact={
-            ("POST", MESSAGES): endpoints.create,
-            ("POST", "/v1/messages/count_tokens"): endpoints.count_tokens,
-            ("GET", openapi.PATH): describe,
+            ("POST", MESSAGES): _of_version(endpoints.create),
+            ("POST", "/v1/messages/count_tokens"): _of_version(endpoints.count_tokens),
         },
+        public={("GET", openapi.PATH): describe},
         batched=(MESSAGES,),
-        by_header=dict.fromkeys((MODELS_PATH, f"{MODELS_PATH}/"), (VERSION_HEADER, endpoints.models)),
+        by_header=dict.fromkeys(
+            (MODELS_PATH, f"{MODELS_PATH}/"), (VERSION_HEADER, _of_version(endpoints.models))
+        ),
         not_served=_NOT_SERVED,
     )
 
@@ -50,7 +70,10 @@ def batch_routes(pipeline: Callable[[], Pipeline], batches: Batches) -> Routes:
         await exchange.respond(200, schema)
 
     return Routes(
-        exact={("POST", BATCHES): endpoints.create, ("GET", BATCHES): endpoints.list},
-        below={f"{BATCHES}/": ("", endpoints.handle)},
+        exact={
+            ("POST", BATCHES): _of_version(endpoints.create),
+            ("GET", BATCHES): _of_version(endpoints.list),
+        },
+        below={f"{BATCHES}/": ("", _of_version(endpoints.handle))},
         public={("GET", batches_openapi.PATH): describe},
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from contract.chat import LeftOut
 from contract.errors import Reason
 from contract.grammar import KeywordStatus, Verdict
 from gateway.faces.timings import Timings
@@ -133,6 +134,8 @@ class _Choice(Struct, frozen=True, kw_only=True):
     stop_reason: str | None
     # Only in complete answers whose schema was not enforced wholly.
     verdict: Verdict | UnsetType = UNSET
+    # Where truncation has left out some of the choice's prompt.
+    left_out: LeftOut | UnsetType = UNSET
 
 
 class ChatChoice(_Choice, frozen=True, kw_only=True):
@@ -150,6 +153,8 @@ class _ChoicePiece(Struct, frozen=True, kw_only=True):
     finish_reason: End | None
     stop_reason: str | UnsetType = UNSET
     verdict: Verdict | UnsetType = UNSET
+    # In the choice's last event.
+    left_out: LeftOut | UnsetType = UNSET
 
 
 class ChatChoicePiece(_ChoicePiece, frozen=True, kw_only=True):

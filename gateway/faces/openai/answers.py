@@ -149,6 +149,8 @@ class AnswerWriter:
             choice["stop_reason"] = delta.stop_reason
         if delta.verdict is not None:
             choice["verdict"] = delta.verdict
+        if reason is not None and self._info.left_out is not None:
+            choice["left_out"] = self._info.left_out
         return choice
 
     def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], msgspec.Raw | None]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.faces import test_time
+from gateway.faces.options import EFFORT_ACCEPTED
 from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
@@ -39,11 +40,19 @@ REFUSED: Mapping[str, str] = {
     "request_id": "send the header x-request-id",
     "prompt_logprobs": "use /v1/completions with echo and logprobs, or Generate of the gRPC face",
     "kv_transfer_params": "engines decide where keys and values live",
+    "background": "answers are computed in the background by /v1/responses",
+    "previous_response_id": "send all messages, or use /v1/responses",
+    "conversation": "send all messages, or use /v1/responses",
+    "reasoning": "send reasoning_effort",
+    "max_output_tokens": "send max_completion_tokens or max_tokens",
+    "truncation": "send truncate_prompt_tokens",
 }
 
 # Values that are accepted because they ask for what happens anyway.
 HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
     "modalities": (["text"],),
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
@@ -78,7 +87,28 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 ACCEPTED: Mapping[str, str] = {
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "truncate_prompt_tokens": "of a longer conversation the oldest turns, of a longer prompt the beginning "
-    "is left out, which `x-millrace-warning` tells; -1: to what the model has room for beside the answer",
+    "is left out, which `left_out` of the choice and `x-millrace-warning` tell; -1: to what the model has "
+    "room for beside the answer",
+    "reasoning_effort": f"`none` ends thinking; any other is {EFFORT_ACCEPTED}",
+    "stream_options.include_obfuscation": "false alone; true is refused",
+    "messages[].content[].type": "text, refusal and input_text; images, audio, videos and files are refused "
+    "by their type",
+    **dict.fromkeys(
+        (f"messages[].content[].{kind}" for kind in ("image_url", "input_audio", "video_url", "file")),
+        "null alone, as the model reads text only",
+    ),
+    "messages[].audio": "null alone, as SDKs copy it from answers",
+    "messages[].function_call": "null alone, as SDKs copy it from answers",
+    "messages[].annotations": "empty alone, as SDKs copy it from answers",
+    "messages[].tool_calls[].index": "taken and not read, as SDKs copy it from streams",
+    "tools[].type": "function; custom is refused by its type",
+    "tools[].custom": "null alone",
+    "tools[].function.strict": "true enforces the schema, or refuses one that cannot be",
+    "tool_choice.type": "function and allowed_tools",
+    "tool_choice.custom": "null alone",
+    "response_format.type": "text, json_object, json_schema, regex, choice, lark and ebnf",
+    "tool_choice.allowed_tools.tools[].type": "function alone",
+    "messages[].tool_calls[].type": "function alone",
     **test_time.ACCEPTED,
 }
 

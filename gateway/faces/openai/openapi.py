@@ -16,6 +16,7 @@ from gateway.faces.schemas import REF, answer_schemas, by_status, framed, told
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.application import HealthPage
 
+PATH = "/openapi.json"
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer", "minimum": 0}
 
 # Reasons by which a request may be refused, per endpoint. The edge has its own for every path: what is no
@@ -179,7 +180,7 @@ def _paths() -> dict[str, Any]:
         "/tokenize": {"post": tokenize},
         "/detokenize": {"post": detokenize},
         "/health": {"get": _health()},
-        "/openapi.json": {"get": {**itself, "security": []}},
+        PATH: {"get": {**itself, "security": []}},
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from contract.chat import Role
+from contract.efforts import EFFORTS
 from contract.errors import Reason
 from contract.sampling import (
     MAX_LOGIT_BIAS,
@@ -33,7 +34,6 @@ from gateway.faces.openai.requests import (
     StreamOptions,
     StructuredOutputs,
 )
-from gateway.faces.options import EFFORTS
 from gateway.faces.schemas import (
     BEYOND_CUT,
     CUT,

@@ -50,7 +50,7 @@ def routes(pipeline: Callable[[], Pipeline], admin_tenants: tuple[str, ...] = ()
             ("POST", "/detokenize"): inspect.detokenize,
         },
         below={MODELS_PREFIX: ("GET", inspect.model)},
-        public={("GET", "/openapi.json"): describe},
+        public={("GET", openapi.PATH): describe},
         batched=("/v1/chat/completions", "/v1/completions"),
         not_served=_NOT_SERVED,
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from contract.chat import LeftOut
 from gateway.faces.timings import Timings
 from gateway.types.deliberation import Deliberated
 
@@ -28,6 +29,18 @@ class OutputText(Struct, frozen=True, kw_only=True, tag="output_text"):
 
 class ReasoningText(Struct, frozen=True, kw_only=True, tag="reasoning_text"):
     text: str
+
+
+# How ids of items begin, by type. They are those of OpenAI: its server refuses others where they come back.
+ID_PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+    "compaction": "cmp_",
+}
 
 
 class MessageItem(Struct, frozen=True, kw_only=True, tag="message"):
@@ -136,6 +149,8 @@ class Response(Struct, frozen=True, kw_only=True):
     metadata: dict[str, str]
     safety_identifier: str | None
     prompt_cache_key: str | None
+    # Extension: where `truncation` has left out some of the conversation.
+    left_out: LeftOut | UnsetType = UNSET
     # Extension: where it was asked for, at the end.
     timing: Timings | UnsetType = UNSET
     # Over a WebSocket: what HTTP says in x-millrace-warning and x-millrace-ignored.

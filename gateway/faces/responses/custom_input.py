@@ -49,8 +49,9 @@ class CustomInput:
 
     def finish(self) -> str:
         """What was held back."""
-        if self._num_head == len(_HEAD):
-            # An escape that is begun only is no character yet: the answer was cut there.
+        if self._num_head is not None:
+            # An escape that is begun only is no character yet, and a head that is begun no input: the answer
+            # was cut there.
             return ""
         return self._tell("".join(self._raw))
 

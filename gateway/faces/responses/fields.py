@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.faces import test_time, timings
+from gateway.faces.options import EFFORT_ACCEPTED
 from gateway.faces.unserved import Unserved
 
 REFUSED: Mapping[str, str] = {
@@ -12,6 +13,10 @@ REFUSED: Mapping[str, str] = {
     "max_tool_calls": "a request has one turn of calls; parallel_tool_calls false allows one call",
     "context_management": "compact the conversation with /v1/responses/compact",
     "moderation": "moderation is not served",
+    "reasoning_effort": "send reasoning.effort",
+    "max_tokens": "send max_output_tokens",
+    "max_completion_tokens": "send max_output_tokens",
+    "truncate_prompt_tokens": "send truncation auto",
 }
 WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_retention": "prefixes are kept as long as there is room",
@@ -34,9 +39,10 @@ ACCEPTED: Mapping[str, str] = {
     "reasoning.generate_summary": "thoughts are not summarised but given as they are, and a warning says so",
     "stream_options.include_obfuscation": "false alone; true is refused",
     "truncation": "auto leaves out the oldest turns, and results without their calls, and says so in "
-    "x-millrace-warning",
+    "`left_out` of the response and x-millrace-warning",
     "cache_salt": "prefixes are shared with the tenant's requests of the same salt alone",
     "include_reasoning": "false leaves the text of thoughts out; encrypted_content is there where asked for",
+    "reasoning.effort": f"`none` ends thinking; any other is {EFFORT_ACCEPTED}",
     **timings.ACCEPTED,
     **test_time.ACCEPTED,
     "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.errors import MillraceError, Reason, context_length, invalid
-from gateway.faces.responses.answer_types import Response
+from gateway.faces.responses.answer_types import ID_PREFIXES, Response
 from gateway.faces.responses.items import InputItem
 from gateway.faces.responses.requests import PromptBody, ResponseBody
 from gateway.http.exchange import Exchange
@@ -30,15 +30,6 @@ _ANSWERED = ("completed", "incomplete")
 _UNKNOWN_TOKENS = 32 * 1024
 _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
-_PREFIXES = {
-    "message": "msg_",
-    "reasoning": "rs_",
-    "function_call": "fc_",
-    "function_call_output": "fco_",
-    "custom_tool_call": "ctc_",
-    "custom_tool_call_output": "ctco_",
-    "compaction": "cmp_",
-}
 
 
 class LastResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,7 +313,7 @@ def stored_items(
         fields = sent(item)
         id_ = fields.pop("id", "")
         if not id_ or len(id_) > MAX_ID:
-            id_ = f"{_PREFIXES.get(kind, 'item_')}{name[-40:]}_i{index}"
+            id_ = f"{ID_PREFIXES.get(kind, 'item_')}{name[-40:]}_i{index}"
         if kind == "message" and isinstance(fields.get("content"), str):
             of = "output_text" if item.role == "assistant" else "input_text"
             fields["content"] = [{"type": of, "text": fields["content"]}]

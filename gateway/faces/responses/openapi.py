@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from contract.efforts import EFFORTS
 from contract.errors import Reason
 from contract.sampling import OPTIONS
 from gateway.faces import test_time
-from gateway.faces.options import EFFORTS
 from gateway.faces.responses import answer_types as answers
 from gateway.faces.responses import requests as bodies
 from gateway.faces.responses import tools

@@ -52,6 +52,7 @@ def resource(body: ResponseBody, attempt: Attempt) -> Response:
         metadata=body.metadata or {},
         safety_identifier=body.safety_identifier,
         prompt_cache_key=body.prompt_cache_key,
+        left_out=info.left_out or msgspec.UNSET,
     )
 
 

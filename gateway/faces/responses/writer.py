@@ -19,6 +19,7 @@ from contract.errors import MillraceError
 from contract.outputs import FinishReason, TokenLogprobs
 from gateway.faces.logprobs import ChatLogprobs
 from gateway.faces.responses.answer_types import (
+    ID_PREFIXES,
     CustomToolCallItem,
     EventError,
     EventType,
@@ -50,12 +51,6 @@ _encode = msgspec.json.Encoder().encode
 _decode_data = msgspec.json.Decoder(dict[str, Any]).decode
 _CUT = frozenset({FinishReason.LENGTH, FinishReason.BUDGET})
 _Kind: TypeAlias = Literal["reasoning", "message", "function_call", "custom_tool_call"]
-_ID_PREFIXES: dict[_Kind, str] = {
-    "reasoning": "rs_",
-    "message": "msg_",
-    "function_call": "fc_",
-    "custom_tool_call": "ctc_",
-}
 
 
 def response_id(request_id: str) -> str:
@@ -299,7 +294,7 @@ class ResponseWriter:
     def _begin(self, kind: _Kind, piece: ToolCallDelta | None = None, called: Any = None) -> _OpenItem:
         self._close("completed")
         index = len(self._items)
-        item_id = f"{_ID_PREFIXES[kind]}{self.response.id.removeprefix('resp_')}_{index}"
+        item_id = f"{ID_PREFIXES[kind]}{self.response.id.removeprefix('resp_')}_{index}"
         item = self._open = _OpenItem(kind, index, item_id)
         if piece is not None:
             item.call_index = piece.index

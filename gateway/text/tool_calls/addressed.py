@@ -46,7 +46,8 @@ class AddressedParser(ToolCallParser):
 
     def _end(self) -> None:
         if self._value is not None:
-            self._argue(self._held)
+            # What is held may be the beginning of the end mark.
+            self._argue("" if self._is_cut else self._held)
         elif self._header is None:
             self._sink.content(self._held)
 

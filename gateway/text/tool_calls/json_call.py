@@ -41,6 +41,11 @@ class JsonValue:
         self._escaped = False
         self._scalar = False
 
+    @property
+    def is_between_members(self) -> bool:
+        """Whether what was read last belongs to the outermost object or list and to none of its texts."""
+        return self._depth == 1 and not self._in_string
+
     def feed(self, character: str) -> tuple[bool, bool]:
         """(whether the character belongs to the value, whether the value has ended)."""
         if self._in_string:
@@ -100,6 +105,16 @@ class JsonCall:
             self._read(self._value, character)
         elif character not in _SPACE:
             self._between(character)
+
+    @property
+    def name(self) -> str:
+        """The name, once it is whole."""
+        return self._name
+
+    def cut(self) -> None:
+        """No more comes: a call whose name is whole is one."""
+        if self._name and not self.named:
+            self._tell(self._early)
 
     def _between(self, character: str) -> None:
         """Reads what stands around keys and values."""

@@ -41,12 +41,16 @@ class JsonObjectsParser(ToolCallParser):
             text = self._step(self, text)
 
     def _end(self) -> None:
-        if self._call is not None and not self._call.named:
+        # An object behind a call may have no mark of its own.
+        is_begun = bool(self._lead) or (self._form.is_list and self.num_calls > 0)
+        if self._step is JsonObjectsParser._content:
+            self._end_of_content()
+        elif self._is_cut and is_begun:
+            pass
+        elif self._call is not None and not self._call.named:
             self._no_call("".join(self._call.raw))
         elif self._step is JsonObjectsParser._before_list:
             self._no_call("")
-        elif self._step is JsonObjectsParser._content:
-            self._end_of_content()
         self._call = None
 
     def _content(self, text: str) -> str:

@@ -53,15 +53,26 @@ class Llama3Parser(MayBeCalls):
                 self._in_call(self._call, character)
 
     def _end(self) -> None:
-        if self._python is not None:
+        is_tagged = self._mark.startswith(TAG)
+        if self._is_cut and self._python is not None:
+            self._sink.begin(self._python.name)
+        elif self._python is not None:
             self._give_up(self._python.source)
         elif self._call is not None:
-            if not self._call.named:
-                self._give_up("".join(self._call.raw))
+            self._end_call(self._call, is_tagged=is_tagged)
+        elif self._is_cut and is_tagged:
+            self._forget()
         elif self._mark or not self.num_calls:
             self._give_up("")
         self._sink.content(self._held)
         self._call = None
+
+    def _end_call(self, call: JsonCall, *, is_tagged: bool) -> None:
+        is_known = bool(call.name) and self._tools.knows(call.name)
+        if self._is_cut and (is_tagged or is_known):
+            call.cut()
+        elif not call.named:
+            self._give_up("".join(call.raw))
 
     def _before_call(self, character: str) -> None:
         if character == "{" and self._mark in ("", TAG):

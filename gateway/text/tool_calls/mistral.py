@@ -59,10 +59,24 @@ class MistralParser(ToolCallParser):
     def _end(self) -> None:
         if self._step is None:
             self._sink.content(self._held)
+        elif self._is_cut:
+            if self._step is MistralParser._in_name:
+                self._end_in_name()
         elif not self.num_calls:
             self._sink.content(MARKER + "".join(self._raw))
         elif self._step is MistralParser._in_name:
             self._say("".join(self._name))
+
+    def _end_in_name(self) -> None:
+        """The answer was cut before the arguments of a call, or in the text behind one."""
+        before, marker, written = "".join(self._name).rpartition(MARKER)
+        if not marker and self.num_calls and not (ARGUMENTS in written and _BARE_NAME.fullmatch(written)):
+            self._say(written)
+            return
+        self._say(before if self.num_calls else "")
+        name, arguments, _ = written.partition(ARGUMENTS)
+        if arguments and (name := name.partition(CALL_ID)[0].strip()):
+            self._sink.begin(name)
 
     def _say(self, text: str) -> None:
         """Text behind a call, without the white space between them."""

@@ -68,6 +68,8 @@ class ToolCallParser:
         self._held = ""
         # Line breaks before it, which belong to the format if a call follows.
         self._num_breaks = 0
+        # The end that comes is none that the model has written.
+        self._is_cut = False
 
     @property
     def num_calls(self) -> int:
@@ -78,6 +80,10 @@ class ToolCallParser:
         """(name, arguments) of each, as far as it has come."""
         return [(name, "".join(pieces)) for name, pieces in self._sink.calls]
 
+    def cut(self) -> None:
+        """To be called before `finish` where something else than the model has ended the answer."""
+        self._is_cut = True
+
     def feed(self, text: str, delta: TextDelta) -> None:
         """Adds content and pieces of calls that are certain."""
         self._sink.delta = delta
@@ -86,7 +92,9 @@ class ToolCallParser:
         self._sink.flush()
 
     def finish(self, delta: TextDelta) -> None:
-        """Adds what was held back."""
+        """Adds what was held back. Of a call that was cut behind its opening mark nothing is content: it is
+        there with as much of it as has come, or not at all where its name was not whole.
+        """
         self._sink.delta = delta
         self._end()
         self._sink.flush()

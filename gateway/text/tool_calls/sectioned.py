@@ -47,7 +47,10 @@ class SectionedParser(ToolCallParser):
             text = self._read_call(text) if self._step is not None else self._read_between(self._held + text)
 
     def _end(self) -> None:
-        if self._step is SectionedParser._before_arguments:
+        if self._is_cut and (self._in_calls or self._step is not None):
+            if self._step is SectionedParser._before_arguments and self._has_name:
+                self._begin()
+        elif self._step is SectionedParser._before_arguments:
             before = [self._form.call_open] if self.num_calls else self._raw
             self._sink.content("".join(before + self._header))
         elif self._in_calls and not self.num_calls:
@@ -148,6 +151,12 @@ class SectionedParser(ToolCallParser):
             call_id, index = f"functions.{name}:{index}", index + 1
         self._ids.add(call_id)
         self._sink.begin(name, call_id)
+
+    @property
+    def _has_name(self) -> bool:
+        """Whether the name in the header is whole."""
+        kind, _, rest = "".join(self._header).partition(self._form.separator)
+        return self._is_separated and (kind.strip() != _OLD_TYPE or "\n" in rest)
 
     def _name(self) -> str:
         """What the header calls."""

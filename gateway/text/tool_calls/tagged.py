@@ -60,11 +60,16 @@ class TaggedParser(ToolCallParser):
             rest = self._step(self, rest)
 
     def _end(self) -> None:
+        is_behind_value = self._step is TaggedParser._arguments
         if self._announced:
-            self._strays.append(self._held if self._step is TaggedParser._arguments else "")
+            self._strays.append(self._held if is_behind_value and not self._is_cut else "")
             self._show_strays()
         elif self._step is TaggedParser._content:
             self._end_of_content()
+        elif self._is_cut:
+            if is_behind_value:
+                # The name is whole, and no argument has come.
+                self._sink.begin(self._name)
         elif self._raw or self._held:
             self._sink.content(self._raw + self._take_blank() + self._held)
 

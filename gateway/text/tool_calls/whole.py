@@ -33,6 +33,11 @@ class PythonCall:
         """What was read."""
         return "".join(self._source)
 
+    @property
+    def name(self) -> str:
+        """What is called."""
+        return self.source.partition("(")[0].removesuffix(".call")
+
     def feed(self, character: str) -> bool:
         """Whether the call has ended."""
         self._source.append(character)
@@ -51,14 +56,13 @@ class PythonCall:
 
     def read(self, tools: ToolTypes) -> tuple[str, str] | None:
         """(name, arguments as JSON); None where it is no call with named arguments."""
-        name, _, rest = self.source.partition("(")
-        name = name.removesuffix(".call")
+        rest = self.source.partition("(")[2]
         try:
             call = ast.parse(f"f({rest}", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 return None
             arguments = {str(each.arg): _python_value(each.value) for each in call.keywords if each.arg}
-            return name, tools.written(name, arguments)
+            return self.name, tools.written(self.name, arguments)
         except _UNREADABLE:
             return None
 
@@ -151,7 +155,12 @@ class PythonicParser(MayBeCalls):
 
     def _end(self) -> None:
         left = "".join(self._lead) + self._held
-        if self._call is not None:
+        if self._is_cut and self._call is not None:
+            self._sink.begin(self._call.name)
+            left = ""
+        elif self._is_cut and not self._plain and (self.num_calls or left.lstrip().startswith(PYTHON_OPEN)):
+            left = ""
+        elif self._call is not None:
             left += self._call.source
         elif self.num_calls:
             left = left.strip(_SPACE + ",]").removesuffix(PYTHON_CLOSE)
@@ -228,6 +237,10 @@ class BracedParser(ToolCallParser):
     def _end(self) -> None:
         if self._parts is None:
             self._end_of_content()
+        elif self._is_cut:
+            name, brace, _ = "".join(self._parts).partition("{")
+            if brace and _NAME.fullmatch(name):
+                self._sink.begin(name)
         else:
             self._sink.content(self._take_breaks() + self._form.open + "".join(self._parts) + self._held)
         self._parts = None

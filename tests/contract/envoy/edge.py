@@ -21,6 +21,7 @@ from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer, HttpCallers
 from gateway.auth.directory import KeyDirectory, hash_key
 from gateway.auth.verifier import CallerVerifier, identity_from_context
 from gateway.envoy.bootstrap import build
+from gateway.envoy.replies import DOCUMENTS
 from gateway.faces.error_forms import ERROR_FORMS
 from gateway.http.application import authorize, known
 from gateway.http.exchange import Exchange, Handler
@@ -132,7 +133,7 @@ class Edge:
     async def _answer(self, exchange: Exchange) -> None:
         assert self._authorizer is not None
         assert self._face is not None
-        if exchange.path == "/health":
+        if exchange.path in ("/health", *DOCUMENTS):
             await self.faces.http(exchange)
         elif exchange.path.startswith(AUTHORIZE_PREFIX):
             await authorize(self._authorizer, exchange)

@@ -18,6 +18,7 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from contract.errors import Reason
 from contract.proto.status import from_status
+from gateway.envoy.replies import DOCUMENTS
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.error_form import FORMS, PREFIX, reason_in_other_form
 
@@ -58,6 +59,15 @@ async def test_good_key_becomes_a_context(client: httpx.AsyncClient) -> None:
     assert context.queue_limit_ms == 900, "what would come later than its target is not accepted"
     # Who calls is told to the edge, not to the client.
     assert not [name for name in response.headers if name.startswith("x-millrace-")]
+
+
+async def test_descriptions_need_no_key(client: httpx.AsyncClient) -> None:
+    for path in DOCUMENTS:
+        response = await client.get(f"{path}?of=this")
+        assert response.status_code == 200, path
+        assert "x-millrace-context" not in response.json()["headers"]
+        # What is beside them does.
+        assert (await client.get(f"{path}x")).status_code == 401
 
 
 @pytest.mark.parametrize("name", ["x-api-key", "api-key"])

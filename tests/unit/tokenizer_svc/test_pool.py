@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from contract.chat import JsonSchemaFormat
+from contract.chat import JsonSchemaFormat, ToolChoiceMode
 from contract.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.schemas import slow_schema
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, PromptLimitsConfig
@@ -26,6 +26,8 @@ from tokenizer_svc.grammar.request import (
     EncodedGrammar,
     GrammarRequest,
     PromptRequest,
+    ToolRules,
+    ToolSpec,
     WorkerReply,
     WorkerSetup,
 )
@@ -190,6 +192,32 @@ async def test_a_refusal_is_remembered(pool: WorkerPool) -> None:
         assert caught.value.reason is Reason.GRAMMAR_REFUSED
         assert caught.value.metadata == {"overrun": "time"}
     assert pool.num_overruns["time"] == 1
+
+
+async def test_tools_that_take_too_long_take_any_object_unless_they_are_strict(pool: WorkerPool) -> None:
+    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20)
+    quick = ToolSpec(name="quick", parameters_json='{"type": "object"}', strict=True)
+    slow_tool = ToolSpec(name="slow", parameters_json=slow_schema(5))
+
+    def asked(*tools: ToolSpec) -> EncodedGrammar:
+        rules = ToolRules(tools=tools, mode=ToolChoiceMode.AUTO, parallel=True, format="hermes", first=3)
+        return GrammarRequest(tools=rules).encoded()
+
+    for is_cached in (False, True):
+        compiled, cached = await compiler.compile(asked(quick, slow_tool), tenant="a")
+        assert cached is is_cached
+        assert compiled.enforcement is not None
+        (told,) = compiled.enforcement.unenforced
+        assert (told.keyword, told.path) == ("parameters", "/tools/4/parameters")
+        assert "tool 'slow' takes any JSON object" in told.note
+        assert "limit of 0.5 s" in told.note
+    assert pool.num_overruns["time"] == 1
+    # The same without what strict mode refuses itself.
+    written = slow_schema(5).replace('"minProperties": 5', '"title": "5"')
+    strict = ToolSpec(name="slow", parameters_json=written, strict=True)
+    with pytest.raises(MillraceError, match=r"0\.5 s") as caught:
+        await compiler.compile(asked(quick, strict), tenant="a")
+    assert caught.value.reason is Reason.GRAMMAR_REFUSED
 
 
 async def test_the_cache_forgets_the_least_recently_used(pool: WorkerPool) -> None:

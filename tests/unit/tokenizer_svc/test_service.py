@@ -175,6 +175,22 @@ def test_too_much_beside_the_texts_is_refused(service: Service) -> None:
         assert "bytes with its tools and documents; the limit is 25000: send less" in error.message
 
 
+def test_tools_larger_than_grammars_may_be_take_any_object_unless_they_are_strict(service: Service) -> None:
+    asked = user("x")
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "description": "y" * 4000}
+    for name, written in (("small", {**schema, "description": ""}), ("one", schema), ("two", schema)):
+        asked.tools.add(name=name, parameters_json=json.dumps(written))
+    answer = service.stub.Prepare(request(conversation=asked))
+    (told,) = answer.enforcement.unenforced
+    assert (told.keyword, told.path) == ("parameters", "/tools/1/parameters")
+    assert "tool 'one' takes any JSON object" in told.note
+    assert "the limit of all together is 5000: use less" in told.note
+    asked.tools[1].strict = asked.tools[2].strict = True
+    error = refused(service.stub.Prepare, request(conversation=asked))
+    assert (error.reason, error.field) == (Reason.GRAMMAR_REFUSED, "tools[2].function.parameters")
+    assert "more than 5000 bytes together" in error.message
+
+
 def test_too_many_finished_texts_are_refused(service: Service) -> None:
     # Bytes count, not characters; and so do texts without any.
     for texts, limit in (

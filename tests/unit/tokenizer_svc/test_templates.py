@@ -17,6 +17,7 @@ from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.checkpoints import byte_level, write
 from tests.unit.tokenizer_svc.families import CALLED, CHATML, FAMILIES, PLAIN, TOOLS, WITH_TOOLS, make
 from tokenizer_svc.config import PromptLimitsConfig
+from tokenizer_svc.messages.wire import vocabulary_response
 from tokenizer_svc.text.checkpoint import load_checkpoint
 
 
@@ -187,6 +188,11 @@ def test_what_the_template_does_not_read_is_refused(
     ("template", "options"),
     [
         (SAYS, {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}),
+        # Little thinking is thinking, of a model that always does.
+        (
+            SAYS + "{{ ''.split('</think>')[0] }}",
+            {"enable_thinking": True, "thinking": True, "reasoning_effort": "minimal"},
+        ),
         # One of the names is enough.
         (SAYS + "{% if thinking %}{% endif %}", {"enable_thinking": True, "thinking": True}),
         (SAYS + "{% set a = date is defined %}", {"date": "today"}),
@@ -197,6 +203,14 @@ def test_options_that_are_read_or_change_nothing_are_taken(
 ) -> None:
     text = Text(write(tmp_path, byte_level(CHATML), template))
     assert text.templates.render(conversation(QUESTION, template_options=options)) == "q"
+
+
+@pytest.mark.parametrize(("reads", "takes"), [("enable_thinking", False), ("reasoning_effort", True)])
+def test_who_reads_the_vocabulary_learns_whether_the_template_takes_an_effort(
+    reads: str, takes: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path, byte_level(CHATML), SAYS + f"{{{{ {reads} }}}}")
+    assert vocabulary_response(load_checkpoint(path)).takes_effort is takes
 
 
 NAMED = (

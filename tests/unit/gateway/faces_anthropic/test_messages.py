@@ -14,7 +14,6 @@ from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.grammar import EnforcementReport, KeywordStatus
-from gateway.auth.directory import hash_key
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic.errors import ApiErrorBody
 from gateway.faces.anthropic.fields import REFUSED, WITHOUT_EFFECT
@@ -176,34 +175,6 @@ async def test_a_stream_is_the_whole_message_however_it_is_cut(
         assert message.usage.output_tokens_details.thinking_tokens <= message.usage.output_tokens
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ('{"a": [1, "}"]}', {"a": [1, "}"]}),
-        ("[1]", {"arguments": [1]}),
-        ('"text"', {"arguments": "text"}),
-        ('{"a": nothing}', {"arguments": '{"a": nothing}'}),
-    ],
-)
-async def test_the_input_of_a_call_is_an_object_whatever_the_model_wrote(
-    arguments: str, expected: dict[str, Any]
-) -> None:
-    async with deployed(ScriptedEngine(reply=says(call(arguments)))) as stack:
-        (block,) = (await whole(stack, tools=[TOOL])).content
-        assert isinstance(block, answers.ToolUseAnswer)
-        assert block.input == expected
-        assert block.id.startswith("toolu_")
-
-
-async def test_eager_tools_have_their_arguments_as_they_come() -> None:
-    async with deployed(ScriptedEngine(reply=says(call('{"a": 1}')))) as stack:
-        for is_eager in (False, True):
-            events = await streamed(stack, tools=[{**TOOL, "eager_input_streaming": is_eager}])
-            pieces = [each for each in events if isinstance(each, answers.BlockDelta)]
-            assert (len(pieces) > 1) is is_eager
-            assert joined(events).content[0].input == {"a": 1}  # type: ignore[union-attr]
-
-
 async def test_a_stream_that_can_send_nothing_for_long_sends_pings() -> None:
     async with deployed(ScriptedEngine(reply=says("why" * 200 + "</think>so"))) as stack:
         stack.tokenizer.assistant_prefix = "<think>\n"
@@ -315,7 +286,7 @@ SERVED: list[tuple[dict[str, Any], Look, object]] = [
         99,
     ),
     ({"thinking": {"type": "disabled"}}, lambda s, p: option(p, "enable_thinking"), False),
-    ({"output_config": {"effort": "max"}}, lambda s, p: option(p, "reasoning_effort"), "xhigh"),
+    ({"output_config": {"effort": "max"}}, lambda s, p: option(p, "reasoning_effort"), "max"),
     ({}, lambda s, p: option(p, "enable_thinking"), None),
     ({"tools": [TOOL]}, lambda s, p: p.conversation.tools[0].parameters_json, '{"type":"object"}'),
     ({"tools": [{**TOOL, "strict": True}]}, lambda s, p: p.conversation.tools[0].strict, True),
@@ -543,24 +514,6 @@ async def test_models_are_listed_in_the_form_of_who_asks() -> None:
         missing = await stack.http.get("/v1/models/none", headers=spoken)
         assert refused_field(missing, "not_found_error") == "model"
         assert (await stack.http.get("/v1/models")).json()["object"] == "list"
-
-
-async def test_limits_are_told_in_the_apis_headers() -> None:
-    async with deployed(tables={"tenant": {"tokens_per_minute": 5000}}) as stack:
-        headers = (await stack.http.post(PATH, json=BODY)).headers
-        assert headers["anthropic-ratelimit-tokens-limit"] == "5000"
-        assert 0 < int(headers["anthropic-ratelimit-tokens-remaining"]) < 5000
-
-
-async def test_a_key_comes_in_the_apis_own_header() -> None:
-    entries = [{"id": "k1", "tenant": "acme", "hash": hash_key("mr-key")}]
-    async with deployed(tables={"keys": {"entries": entries}}) as stack:
-        stack.http.headers.pop(CONTEXT_HEADER)
-        for key, status in (("mr-key", 200), ("mr-nobody", 401), ("", 401)):
-            asked = {"x-api-key": key, "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
-            response = await stack.http.post(f"{PATH}?beta=true", json=BODY, headers=asked)
-            assert response.status_code == status
-            assert status == 200 or response.json()["error"]["type"] == "authentication_error"
 
 
 async def test_timing_is_told_in_the_words_of_chat_where_it_is_asked_for() -> None:

@@ -340,30 +340,6 @@ def test_refusals_of_tools_name_them_where_they_stand_in_the_body() -> None:
     assert parts["[0].function.input_grammar"] == "[2].tools[1].format.definition"
 
 
-async def test_an_answer_that_is_cut_says_so() -> None:
-    for text, kind in (
-        ("It is 4, I think.", "message"),
-        (ANSWERS["call"], "message"),
-        (PATCH_CALL, "custom_tool_call"),
-    ):
-        async with serving(text) as stack:
-            limit = 60 if kind == "custom_tool_call" else 25
-            whole = (await post(stack, tools=[ADD, APPLY], max_output_tokens=limit)).json()
-            streamed = await events(stack, tools=[ADD, APPLY], max_output_tokens=limit)
-        if text.startswith("It"):
-            assert whole["status"] == "completed"
-            continue
-        assert whole["status"] == "incomplete"
-        assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert whole["completed_at"] is None
-        last = whole["output"][-1]
-        assert (last["type"], last["status"]) == (kind, "incomplete")
-        if kind == "custom_tool_call":
-            assert PATCH.startswith(last["input"])
-        assert streamed[-1]["type"] == "response.incomplete"
-        assert without_moments(streamed[-1]["response"]) == without_moments(whole)
-
-
 async def test_log_probabilities_are_those_of_the_text() -> None:
     async with serving(THINKS) as stack:
         include = ["message.output_text.logprobs"]
@@ -447,28 +423,6 @@ async def test_a_call_is_whole_though_its_end_comes_with_the_text_behind_it(toke
     assert [(each["name"], json.loads(each["arguments"])) for each in calls] == [
         ("add", {"a": 2, "b": "}</x>"})
     ]
-
-
-async def test_the_oldest_turns_go_where_truncation_is_asked_for() -> None:
-    turns = [
-        each
-        for number in range(6)
-        for each in ({"role": "user", "content": f"{number}" * 40}, {"role": "assistant", "content": "ok"})
-    ]
-    body: dict[str, Any] = {
-        "instructions": "Stay.",
-        "input": [*turns, {"role": "user", "content": "last"}],
-        "max_output_tokens": 20,
-    }
-    async with deployed(ScriptedEngine(max_model_len=200, reply=says("ok"))) as stack:
-        refused = await post(stack, **body)
-        assert refused.json()["error"]["code"] == "context_length_exceeded"
-        served = await post(stack, truncation="auto", **body)
-        assert served.status_code == 200, served.text
-        left = [each.content for each in stack.tokenizer.prepared[-1].conversation.messages]
-        assert (left[0], left[-1]) == ("Stay.", "last")
-        assert left[1:-1] == [each for pair in range(3, 6) for each in (f"{pair}" * 40, "ok")]
-        assert "left out the oldest 3 of 7 turns" in served.headers[WARNING_HEADER]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

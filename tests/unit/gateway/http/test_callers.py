@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import pkgutil
+from importlib import import_module
 from typing import Any
 
 import httpx
 import pytest
 
+import gateway
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, CLAIMS_HEADER, QUESTION_HEADER
 from gateway.auth.directory import hash_key
+from gateway.envoy.replies import DOCUMENTS
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 
@@ -53,7 +57,24 @@ async def test_without_a_key_nothing_is_told(path: str) -> None:
         assert (await ask(rig, path, **{CONTEXT_HEADER: "forged"})).status_code == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/openapi.json"])
+async def test_every_document_is_one_that_the_edge_asks_no_key_for() -> None:
+    modules = [
+        import_module(each.name)
+        for each in pkgutil.walk_packages(gateway.__path__, "gateway.")
+        if each.name.endswith("openapi")
+    ]
+    assert {each.PATH for each in modules if hasattr(each, "PATH")} == set(DOCUMENTS)
+    async with deployed(tables=TABLES) as rig:
+        for path in DOCUMENTS:
+            answer = await ask(rig, path)
+            if "/batches/" in path:
+                # No folder of batches is configured.
+                assert answer.status_code == 401, path
+                continue
+            assert answer.json()["paths"][path]["get"]["security"] == [], path
+
+
+@pytest.mark.parametrize("path", ["/health", *(each for each in DOCUMENTS if "/batches/" not in each)])
 async def test_what_needs_no_key_tells_without_one_how_it_is_asked(path: str) -> None:
     async with deployed(tables=TABLES) as rig, httpx.AsyncClient(base_url=rig.http.base_url) as client:
         answer = await client.request("TRACE", path)

@@ -58,11 +58,16 @@ async def test_the_oldest_turns_go_with_their_calls_and_results(
         assert served.status_code == 200, served.text
         assert seen(stack) == kept
         assert told in served.headers[WARNING_HEADER]
+        left_out = served.json()["choices"][0]["left_out"]
+        assert told == "oldest {num_turns} of {of_turns} turns".format(**left_out)
+        assert left_out["num_tokens"] > 40 * left_out["num_turns"]
         events = await stack.events(
             "/v1/chat/completions", model="tiny", messages=TALK, truncate_prompt_tokens=cut_to, max_tokens=16
         )
-        assert events
         assert seen(stack) == kept
+        *before, last = [event["choices"][0] for event in events]
+        assert last["left_out"] == left_out
+        assert not any("left_out" in each for each in before)
 
 
 async def test_a_prompt_that_is_short_enough_stays_whole() -> None:
@@ -70,6 +75,7 @@ async def test_a_prompt_that_is_short_enough_stays_whole() -> None:
         served = await stack.chat(messages=TALK, truncate_prompt_tokens=-1)
         assert (served.status_code, len(seen(stack))) == (200, len(TALK))
         assert WARNING_HEADER not in served.headers
+        assert "left_out" not in served.text
 
 
 async def test_instructions_and_the_last_turn_stay_even_where_they_are_too_long() -> None:
@@ -100,6 +106,9 @@ async def test_plain_prompts_lose_their_beginning(as_ids: bool) -> None:
         warning = served.headers[WARNING_HEADER]
         assert "prompt[0]: truncation left out the first 43 of the prompt's 53 tokens" in warning
         assert "prompt[1]" not in warning
+        cut, whole = served.json()["choices"]
+        assert cut["left_out"] == {"num_tokens": 43, "num_turns": 0, "of_turns": 0}
+        assert "left_out" not in whole
 
 
 async def test_tokenize_shows_what_would_be_left() -> None:
@@ -123,6 +132,14 @@ async def test_anthropics_api_has_it_as_an_extension() -> None:
         assert served.status_code == 200, served.text
         assert seen(stack) == ["user" * 10]
         assert "oldest 1 of 2 turns" in served.headers[WARNING_HEADER]
+        left_out = served.json()["left_out"]
+        assert (left_out["num_turns"], left_out["of_turns"]) == (1, 2)
+        assert left_out["num_tokens"] > 20
+        streamed = await stack.http.post("/v1/messages", json={**body, "stream": True})
+        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: ")]
+        (start,) = [each for each in events if each["type"] == "message_start"]
+        (end,) = [each for each in events if each["type"] == "message_delta"]
+        assert start["message"]["left_out"] == end["left_out"] == left_out
 
 
 async def test_grpc_tells_it_with_the_first_message() -> None:

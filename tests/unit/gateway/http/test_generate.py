@@ -14,6 +14,8 @@ from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.tokenizer import ByteTokenizer
 from tests.unit.gateway.rig.vocabulary import END_ID, encode, written
 
+HI = [{"role": "user", "content": "hi"}]
+
 
 async def test_chat_answers_whole() -> None:
     async with deployed() as stack:
@@ -236,6 +238,37 @@ async def test_tool_calls_and_reasoning_are_taken_out_of_the_text() -> None:
         calls = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", ())]
         assert calls[0]["id"]
         assert "".join(c["function"]["arguments"] for c in calls) == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("written_so_far", "content", "arguments"),
+    [
+        ("sure\n<tool_call>\n", "sure", None),
+        ('sure\n<tool_call>\n{"name": "ad', "sure", None),
+        ('<tool_call>\n{"name": "add"', "", ""),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": [1, "x', "", '{"a": [1, "x'),
+    ],
+)
+async def test_a_call_that_max_tokens_cut_is_no_text(
+    written_so_far: str, content: str, arguments: str | None
+) -> None:
+    asked = {"tools": [{"type": "function", "function": {"name": "add"}}], "max_tokens": len(written_so_far)}
+    engine = ScriptedEngine(reply=lambda _submit, _choice: written(written_so_far + "d and more"))
+    async with deployed(engine) as stack:
+        (choice,) = (await stack.chat(**asked)).json()["choices"]
+        chunks = await stack.events("/v1/chat/completions", messages=HI, **asked)
+    message = choice["message"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    pieces = [call for each in deltas for call in each.get("tool_calls") or ()]
+    assert (message["content"] or "", choice["finish_reason"]) == (content, "length")
+    assert "".join(each.get("content") or "" for each in deltas) == content
+    if arguments is None:
+        assert not message.get("tool_calls")
+        assert not pieces
+        return
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": arguments}
+    assert "".join(piece["function"].get("arguments") or "" for piece in pieces) == arguments
 
 
 async def test_service_tier_is_honoured_and_echoed() -> None:

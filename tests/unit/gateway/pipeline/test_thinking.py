@@ -69,6 +69,71 @@ async def test_the_smallest_of_all_bounds_holds(body: dict[str, Any], held: int 
 
 
 @pytest.mark.parametrize(
+    ("body", "held"),
+    [
+        # A share of the tier's bound, or of what max_tokens leave beside the answer.
+        ({"reasoning_effort": "minimal"}, 2),
+        ({"reasoning_effort": "low"}, 4),
+        ({"reasoning_effort": "medium"}, 10),
+        ({"reasoning_effort": "high"}, 16),
+        ({"reasoning_effort": "xhigh"}, 19),
+        ({"reasoning_effort": "max"}, 20),
+        ({"reasoning_effort": "high", "max_tokens": 12}, 7),
+        ({"reasoning_effort": "max", "max_tokens": 12}, 9),
+        ({"reasoning_effort": "medium", "service_tier": "fast", "max_tokens": 4000}, 1500),
+        # Of any effort enough to close a thought.
+        ({"reasoning_effort": "minimal", "max_tokens": 4}, 2),
+        # What was asked for in tokens holds.
+        ({"reasoning_effort": "low", "max_thinking_tokens": 13}, 13),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, 4),
+    ],
+)
+async def test_an_effort_is_a_budget_where_the_template_does_not_take_it(
+    body: dict[str, Any], held: int
+) -> None:
+    async with deployed(tables=BOUND) as stack:
+        assert (await told(stack, **body)).sampling.max_thinking_tokens == held
+        none = await told(stack, reasoning_effort="none", service_tier="fast")
+        assert not none.sampling.HasField("max_thinking_tokens")
+        switch = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
+        assert dict(stack.tokenizer.prepared[-1].conversation.template_options) == switch
+
+
+async def test_an_effort_is_told_where_the_template_takes_it_and_is_no_budget() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.takes_effort = True
+    async with deployed(tokenizer=tokenizer, tables=BOUND) as stack:
+        assert (await told(stack, reasoning_effort="max")).sampling.max_thinking_tokens == 20
+        free = await told(stack, reasoning_effort="low", service_tier="fast")
+        assert not free.sampling.HasField("max_thinking_tokens")
+        assert tokenizer.prepared[-1].conversation.template_options["reasoning_effort"] == "low"
+        # The template may know words of its own.
+        assert await told(stack, chat_template_kwargs={"reasoning_effort": "vast"})
+
+
+async def test_all_apis_have_the_same_efforts_and_the_configuration_says_what_they_are() -> None:
+    efforts = {"gateway": {"efforts": {"low": 0.5}}}
+    async with deployed(tables={**BOUND, **efforts}) as stack:
+        say = [{"role": "user", "content": "hi"}]
+        for path, body in (
+            ("/v1/chat/completions", {"messages": say, "reasoning_effort": "low"}),
+            ("/v1/responses", {"input": "hi", "reasoning": {"effort": "low"}}),
+            ("/v1/messages", {"messages": say, "max_tokens": 99, "output_config": {"effort": "low"}}),
+        ):
+            response = await stack.http.post(path, json={"model": "tiny", **body})
+            assert response.status_code == 200, response.text
+            assert stack.engines[0].submissions[-1].sampling.max_thinking_tokens == 10, path
+        budget = {"type": "enabled", "budget_tokens": 13}
+        body = {"messages": say, "max_tokens": 99, "thinking": budget, "output_config": {"effort": "low"}}
+        assert (await stack.http.post("/v1/messages", json={"model": "tiny", **body})).status_code == 200
+        assert stack.engines[0].submissions[-1].sampling.max_thinking_tokens == 13
+        refused = await stack.chat(chat_template_kwargs={"reasoning_effort": "vast"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "chat_template_kwargs.reasoning_effort"
+        assert "'vast' is not one of none, minimal" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("body", "param", "says"),
     [
         ({"max_thinking_tokens": 1}, "max_thinking_tokens", "less than the 2 tokens that end a thought"),

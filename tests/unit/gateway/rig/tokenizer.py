@@ -25,6 +25,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.sampling_sources: dict[str, str] = {}
         self.tool_call_format = "hermes"
         self.reasoning_format = "think"
+        self.takes_effort = False
         self.assistant_prefix = ""
         self.enforcement: EnforcementReport | None = None
         # What is put before a plain text, unless the request says that nothing is added.
@@ -41,6 +42,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             reasoning_format=self.reasoning_format,
             generation_config_json=self.generation_config,
             sampling_sources=self.sampling_sources,
+            takes_effort=self.takes_effort,
         )
 
     async def Prepare(self, request: Any, context: Any) -> Any:

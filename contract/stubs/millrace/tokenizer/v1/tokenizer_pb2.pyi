@@ -512,6 +512,7 @@ class GetVocabularyResponse(_message.Message):
     BYTE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_SOURCES_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    TAKES_EFFORT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """SHA-256 over kind, token bytes and special ids, lower-case hex."""
     decoder: Global___DecoderKind.ValueType
@@ -524,6 +525,8 @@ class GetVocabularyResponse(_message.Message):
     """The checkpoint's generation_config.json as JSON text, completed by the sampling options of a GGUF file; empty
     if there are none.
     """
+    takes_effort: _builtins.bool
+    """Whether a chat template reads how hard to think (reasoning_effort)."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Bytes of every token; the index is the id. Ids without a token are empty."""
@@ -563,10 +566,11 @@ class GetVocabularyResponse(_message.Message):
         byte_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling_sources: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pooled: Global___PooledModel | None = ...,
+        takes_effort: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pooled", b"_pooled", "bos_token_id", b"bos_token_id", "pooled", b"pooled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pooled", b"_pooled", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "pooled", b"pooled", "reasoning_format", b"reasoning_format", "sampling_sources", b"sampling_sources", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pooled", b"_pooled", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "pooled", b"pooled", "reasoning_format", b"reasoning_format", "sampling_sources", b"sampling_sources", "special_ids", b"special_ids", "takes_effort", b"takes_effort", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

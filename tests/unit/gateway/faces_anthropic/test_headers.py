@@ -1,0 +1,57 @@
+"""Headers of Anthropic's API: versions, keys, limits and ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.auth.directory import hash_key
+from runtime.context import CONTEXT_HEADER
+from tests.unit.gateway.rig.deployment import deployed
+
+from .test_messages import BODY, PATH
+
+
+async def test_limits_are_told_in_the_apis_headers() -> None:
+    async with deployed(tables={"tenant": {"tokens_per_minute": 5000}}) as stack:
+        headers = (await stack.http.post(PATH, json=BODY)).headers
+        assert headers["anthropic-ratelimit-tokens-limit"] == "5000"
+        assert 0 < int(headers["anthropic-ratelimit-tokens-remaining"]) < 5000
+
+
+async def test_a_key_comes_in_the_apis_own_header() -> None:
+    entries = [{"id": "k1", "tenant": "acme", "hash": hash_key("mr-key")}]
+    async with deployed(tables={"keys": {"entries": entries}}) as stack:
+        stack.http.headers.pop(CONTEXT_HEADER)
+        for key, status in (("mr-key", 200), ("mr-nobody", 401), ("", 401)):
+            asked = {"x-api-key": key, "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+            response = await stack.http.post(f"{PATH}?beta=true", json=BODY, headers=asked)
+            assert response.status_code == status
+            assert status == 200 or response.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", PATH), ("POST", f"{PATH}/count_tokens"), ("GET", "/v1/models")]
+)
+async def test_a_version_that_there_is_not_is_refused_and_none_is_the_newest(method: str, path: str) -> None:
+    body = None if method == "GET" else {key: BODY[key] for key in ("model", "messages")}
+    if path == PATH:
+        body = BODY
+    async with deployed() as stack:
+        for version in (None, "2023-06-01", "2023-01-01"):
+            headers = {"anthropic-version": version} if version else {}
+            answer = await stack.http.request(method, path, json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            if version is not None or method == "POST":
+                assert answer.headers["request-id"] == answer.headers["x-request-id"] == "request-1"
+        for version in ("2023-10-01", "2023-06-01, 2023-06-01", "", "latest"):
+            headers = {"anthropic-version": version}
+            refused = await stack.http.request(method, path, json=body, headers=headers)
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert (error["type"], error["details"]["field"]) == (
+                "invalid_request_error",
+                "anthropic-version",
+            )
+            assert error["message"].startswith(f'anthropic-version: "{version}" is not a valid version')
+            assert "send 2023-06-01" in error["message"]
+            assert refused.headers["request-id"] == "request-1"
