@@ -39,7 +39,7 @@ class Agent:
     # The agent's argv for a stack's address, its key, the model's name and a folder of the agent's own.
     command: Callable[[Path, str, str, str, Path], list[str]]
     environment: Callable[[str, str, str, Path], dict[str, str]]
-    # What the model says, call by call.
+    # What the model says, call by call: arguments in the order of the tool's schema, which grammars lead in.
     calls: Sequence[tuple[str, Mapping[str, object]]]
     # By what its turns come: a method of requests.
     method: str = "POST"
@@ -127,12 +127,12 @@ OPENCODE = Agent(
     command=_opencode,
     environment=_opencode_environment,
     calls=[
-        ("write", {"filePath": "FOLDER/mill.py", "content": _WRONG}),
+        ("write", {"content": _WRONG, "filePath": "FOLDER/mill.py"}),
         _bash("python3 mill.py"),
         ("read", {"filePath": "FOLDER/mill.py"}),
         ("edit", {"filePath": "FOLDER/mill.py", "oldString": "return 41", "newString": "return 42"}),
         _bash("python3 mill.py > out.txt; cat out.txt"),
-        ("write", {"filePath": "FOLDER/notes.md", "content": _NOTES}),
+        ("write", {"content": _NOTES, "filePath": "FOLDER/notes.md"}),
         ("read", {"filePath": "FOLDER/notes.md"}),
         ("edit", {"filePath": "FOLDER/notes.md", "oldString": "braces }", "newString": "both {} "}),
         _bash("cat out.txt notes.md | wc -l > lines.txt"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.agents import AGENTS, FILES, FINAL, PATHS, Agent
+from tests.agents.scripted import Script, walks
 from tests.agents.stack import scripted_stack
 from tests.clients.environments import Client, Environments, read_pins
 from tests.e2e.stack import Stack, eventually
@@ -59,7 +60,16 @@ def _task(agent: Agent, packages: Path, folder: Path, *, kills: bool) -> None:
         # Envoy writes its log after a while.
         assert eventually(lambda: bool(_methods(folder))), stack.transcript()
         assert _methods(folder) == {agent.method}
+        _assert_led(folder, script)
         stack.assert_nothing_leaked()
+
+
+def _assert_led(folder: Path, script: Script) -> None:
+    """Every reply followed the grammar of the agent's own tools, each call among them."""
+    led = walks(folder / "stack" / "script.json")
+    assert not [each.problem for each in led if each.problem]
+    said = [each.said for each in led]
+    assert all(any(one.endswith(step) for one in said) for step in script.steps), said
 
 
 def _methods(folder: Path) -> set[str]:

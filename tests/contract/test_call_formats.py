@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
 import jsonschema_rs
@@ -28,6 +28,15 @@ from tokenizer_svc.text.formats import reasoning_format, tool_call_format
 VALIDATOR = jsonschema_rs.validator_for(SCHEMA)
 TYPES = ToolTypes(TOOLS)
 Read = tuple[str, str, list[tuple[str, str, str]]]
+# Between two cuts of one reading, in characters: no mark is that long, so that no cut can hide what another
+# does, and all cuts of a form are made in that many readings.
+STRIDE = 37
+
+
+def cuts(text: str, stride: int) -> Iterator[list[str]]:
+    """The text in pieces of `stride`, which begin at every character: each cut is in one of the lists."""
+    for first in range(1, min(stride, len(text)) + 1):
+        yield [text[:first], *(text[at : at + stride] for at in range(first, len(text), stride))]
 
 
 def read(name: str, pieces: Iterable[str], types: ToolTypes = TYPES, *, is_cut: bool = False) -> Read:
@@ -124,11 +133,18 @@ def test_a_corpus_is_read_whole_and_at_every_cut(name: str) -> None:
         assert [(each[1], json.loads(each[2])) for each in whole[2]] == calls, text
         assert all(VALIDATOR.is_valid(json.loads(each[2])) for each in whole[2]), text
         assert read(name, text) == whole, text
+        for pieces in cuts(text, STRIDE):
+            assert read(name, pieces) == whole, pieces
         if num_forms % 6 == 0:
-            for at in range(len(text)):
-                assert read(name, [text[:at], text[at:]]) == whole, (text, at)
+            for pieces in cuts(text, len(text)):
+                assert read(name, pieces) == whole, pieces
         num_forms += 1
     assert num_forms >= 40
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_mark_is_as_long_as_what_lies_between_two_cuts(name: str) -> None:
+    assert max(map(len, marks(name)), default=0) < STRIDE
 
 
 @pytest.mark.parametrize("name", FAMILIES)
