@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import mul
 
 import msgspec
 
@@ -43,6 +44,15 @@ class Prefix(msgspec.Struct, frozen=True):
         return len(self.device_blocks) + len(self.host_hashes)
 
 
+class Division(msgspec.Struct, frozen=True, kw_only=True):
+    """How a cache is divided at first between blocks and window blocks, and what one of each takes."""
+
+    num_blocks: int
+    num_window_blocks: int
+    block_bytes: int
+    window_block_bytes: int
+
+
 class KvCache:
     """Blocks of one engine, with the prefix cache and the host tier behind it."""
 
@@ -55,12 +65,14 @@ class KvCache:
         num_host_blocks: int = 0,
         window: int | None = None,
         num_window_blocks: int = 0,
+        division: Division | None = None,
         disk: BlockDisk | None = None,
         num_states: int = 0,
         max_num_seqs: int = 0,
         state_interval: int = 0,
     ) -> None:
-        """`num_window_blocks`: where only some layers have a window, which `window` is then, theirs.
+        """`num_window_blocks`: where only some layers have a window, which `window` is then, theirs;
+        `division`: of how many of both kinds there is memory at first, where that follows the load.
         `num_states`: slots for states, of which `max_num_seqs` are for sequences that run; copies are left
         every `state_interval` tokens. 0 where the model has none.
         """
@@ -71,9 +83,18 @@ class KvCache:
         self.window = window
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._pool = BlockPool(num_blocks, self._evicted)
+        self._division = division
+        present = None if division is None else division.num_blocks
+        self._pool = BlockPool(num_blocks, self._evicted, num_present=present)
         # Only where other layers look at everything. Else blocks behind the window go as a whole.
-        self._windows = WindowPool(num_window_blocks, num_blocks) if num_window_blocks else None
+        self._windows: WindowPool | None = None
+        if num_window_blocks:
+            present = None if division is None else division.num_window_blocks
+            self._windows = WindowPool(num_window_blocks, num_blocks, num_present=present)
+        # Bytes that neither kind has, fewer than a block takes; and what the runner has yet to hear: blocks,
+        # and window blocks, whose memory goes.
+        self._spare_bytes = 0
+        self._retired: tuple[dict[int, None], dict[int, None]] = ({}, {})
         self._host = HostTier(num_host_blocks if prefix_caching else 0)
         self._copies: list[tuple[int, int]] = []
         # Host block to device block: later content of a host block replaces earlier content.
@@ -94,8 +115,18 @@ class KvCache:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks of the device."""
+        """Ids of blocks of the device: there is memory for `num_present` of them."""
         return self._pool.num_blocks
+
+    @property
+    def num_present(self) -> int:
+        """Blocks that there is memory for."""
+        return self._pool.num_present
+
+    @property
+    def num_present_window_blocks(self) -> int:
+        """The same of window blocks."""
+        return 0 if self._windows is None else self._windows.num_present
 
     @property
     def num_touched(self) -> int:
@@ -190,6 +221,12 @@ class KvCache:
             else:
                 return useful, sum(map(self._windows.is_kept, device[first:useful]))
         return 0, 0
+
+    def use(self, prefix: Prefix) -> None:
+        """Nothing else of what nobody holds is given away later than these blocks."""
+        self._pool.use(prefix.device_blocks)
+        if self._windows is not None:
+            self._windows.use(prefix.device_blocks)
 
     def adopt(self, table: BlockTable, prefix: Prefix) -> None:
         """Starts an empty table with a prefix; host blocks get a device block and a restore copy.
@@ -317,6 +354,61 @@ class KvCache:
             assert index >= table.num_sent, "a block that the runner knows of became shared"
         while len(table) < self.blocks_for(end):
             table.block_ids.append(self._pool.allocate())
+
+    def make_room(self, num_blocks: int, num_window_blocks: int) -> bool:
+        """Whether so many blocks and window blocks can be had now. Memory that one kind does not need for it
+        goes to the other, where the division follows the load.
+        """
+        lacking = num_blocks - self.num_available
+        if self._windows is None:
+            return lacking <= 0
+        lacking_windows = num_window_blocks - self._windows.num_available
+        if lacking <= 0 and lacking_windows <= 0:
+            return True
+        division = self._division
+        if division is None or (lacking > 0 and lacking_windows > 0):
+            return False
+        sizes = division.block_bytes, division.window_block_bytes
+        pools: tuple[BlockPool | WindowPool, BlockPool | WindowPool] = (self._pool, self._windows)
+        if lacking > 0:
+            return self._shift(1, -lacking_windows, lacking, pools, sizes)
+        return self._shift(0, -lacking, lacking_windows, pools, sizes)
+
+    def covers(self, there: tuple[int, int], needed: tuple[int, int]) -> bool:
+        """Whether so many blocks and window blocks that are there cover those that are needed."""
+        division = self._division
+        if division is None or self._windows is None:
+            return needed[0] <= there[0] and (self._windows is None or needed[1] <= there[1])
+        sizes = division.block_bytes, division.window_block_bytes
+        return sum(map(mul, needed, sizes)) <= sum(map(mul, there, sizes)) + self._spare_bytes
+
+    def _shift(
+        self,
+        giver: int,
+        most: int,
+        lacking: int,
+        pools: tuple[BlockPool | WindowPool, BlockPool | WindowPool],
+        sizes: tuple[int, int],
+    ) -> bool:
+        """Lets the kind `giver` give at most so many for as many of the other as are lacking."""
+        taker = 1 - giver
+        count = max(0, -(-(lacking * sizes[taker] - self._spare_bytes) // sizes[giver]))
+        if count > most or lacking > pools[taker].num_absent:
+            return False
+        for block_id in pools[giver].retire(count):
+            self._retired[giver][block_id] = None
+        self._spare_bytes += count * sizes[giver]
+        taken = min(pools[taker].num_absent, self._spare_bytes // sizes[taker])
+        for block_id in pools[taker].restore(taken):
+            self._retired[taker].pop(block_id, None)
+        self._spare_bytes -= taken * sizes[taker]
+        return True
+
+    def drain_retired(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Blocks, and window blocks, whose memory goes with the plan under construction."""
+        found = tuple(self._retired[0]), tuple(self._retired[1])
+        self._retired = ({}, {})
+        return found
 
     def prepare_windows(self, table: BlockTable, end: int) -> None:
         """Gives the table's blocks up to position `end` window blocks, if there are such.
@@ -515,6 +607,14 @@ class KvCache:
             assert given_up == [self.num_blocks] * len(given_up), "a block given up is still named"
             for block_id in table.held:
                 references[block_id] = references.get(block_id, 0) + 1
+        if self._division is not None and self._windows is not None:
+            division = self._division
+            sizes = division.block_bytes, division.window_block_bytes
+            there = self.num_present, self.num_present_window_blocks
+            first = division.num_blocks, division.num_window_blocks
+            assert sum(map(mul, there, sizes)) + self._spare_bytes == sum(map(mul, first, sizes)), (
+                "memory went from one kind of blocks to the other, and some is lost or there twice"
+            )
         self._pool.check_invariants(references)
         if self._windows is not None:
             held = Counter(block_id for table in tables for block_id in table.in_window)

@@ -265,6 +265,9 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     kept_bytes = wanted - state_bytes
     num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
     num_blocks = (kept_bytes - num_window_blocks * in_windows) // per_block
+    ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
+    # A draft model keeps the same blocks, in memory of its own.
+    num_ids, num_window_ids = ids if given.draft is None else (0, 0)
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
             f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, slots for "
@@ -292,6 +295,8 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         window=windows.window,
         num_window_blocks=num_window_blocks,
         window_bytes_per_token=windows.bytes_per_token,
+        num_block_ids=num_ids,
+        num_window_block_ids=num_window_ids,
     )
 
 

@@ -215,6 +215,11 @@ class KvStorage:
             _copy(self._window_tensors, plan.window_copies)
         if plan.state_copies:
             _copy(self._states, plan.state_copies)
+        # Last, since copies may be of what goes.
+        if plan.retired_blocks:
+            _give_back(self._tensors, plan.retired_blocks)
+        if plan.retired_window_blocks:
+            _give_back(self._window_tensors, plan.retired_window_blocks)
 
     def block_bytes(self) -> BlockBytes:
         """A way to the bytes of single blocks, those of window blocks left out."""
@@ -237,6 +242,18 @@ class KvStorage:
 
 def _prefault(tensors: Sequence[Any], ahead_blocks: int) -> Prefault | None:
     return Prefault(tensors, ahead_blocks=ahead_blocks) if ahead_blocks and tensors else None
+
+
+def _give_back(tensors: Sequence[Any], blocks: Sequence[int]) -> None:
+    """Lets the system have the pages of blocks that nobody uses; those that others begin or end in stay."""
+    runs = np.split(ordered := np.sort(np.array(blocks, np.int64)), np.flatnonzero(np.diff(ordered) > 1) + 1)
+    for tensor in tensors:
+        size, base = tensor[0].nbytes, address_of(tensor)
+        for run in runs:
+            begin = -(-(base + int(run[0]) * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (base + (int(run[-1]) + 1) * size) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def _copy(tensors: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
