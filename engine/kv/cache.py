@@ -380,7 +380,7 @@ class KvCache:
         if division is None or self._windows is None:
             return needed[0] <= there[0] and (self._windows is None or needed[1] <= there[1])
         sizes = division.block_bytes, division.window_block_bytes
-        return sum(map(mul, needed, sizes)) <= sum(map(mul, there, sizes)) + self._spare_bytes
+        return bool(sum(map(mul, needed, sizes)) <= sum(map(mul, there, sizes)) + self._spare_bytes)
 
     def _shift(
         self,

@@ -140,13 +140,13 @@ class WaitForecast:
             return False
         # Every sequence may leave a block half empty, and needs one more to grow.
         needed = -(-(ahead.num_tokens + num_tokens) // batch.block_size) + 2 * num_slots
-        free = batch.num_free_blocks + sum(each.num_held_blocks for each in lower)
+        free_blocks = batch.num_free_blocks + sum(each.num_held_blocks for each in lower)
         in_windows = min(needed, num_slots * batch.most_window_blocks)
         free_windows = batch.num_free_window_blocks + sum(each.num_held_window_blocks for each in lower)
         if batch.block_bytes is None:
-            return needed <= free and in_windows <= free_windows
+            return needed <= free_blocks and in_windows <= free_windows
         size, window_size = batch.block_bytes
-        return needed * size + in_windows * window_size <= free * size + free_windows * window_size
+        return needed * size + in_windows * window_size <= free_blocks * size + free_windows * window_size
 
     def _wait_for_slots_s(self, priority: int, in_line: int, batch: Batch, now: float) -> tuple[float, float]:
         """Until so many slots came free, if higher tiers come as they may, and as they usually do."""
