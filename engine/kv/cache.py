@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from operator import mul
 
 import msgspec
 
 from contract.prefix import BlockHash, PrefixHasher, event_hash
 from engine.kv.block_pool import BlockPool, BlockTable, HostTier
 from engine.kv.disk import BlockDisk, DiskRead
+from engine.kv.division import Division, SharedMemory
 from engine.kv.state_pool import StatePool
 from engine.kv.window_pool import WindowPool
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
@@ -42,15 +42,6 @@ class Prefix(msgspec.Struct, frozen=True):
     def num_blocks(self) -> int:
         """Blocks covered."""
         return len(self.device_blocks) + len(self.host_hashes)
-
-
-class Division(msgspec.Struct, frozen=True, kw_only=True):
-    """How a cache is divided at first between blocks and window blocks, and what one of each takes."""
-
-    num_blocks: int
-    num_window_blocks: int
-    block_bytes: int
-    window_block_bytes: int
 
 
 class KvCache:
@@ -83,18 +74,15 @@ class KvCache:
         self.window = window
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._division = division
         present = None if division is None else division.num_blocks
         self._pool = BlockPool(num_blocks, self._evicted, num_present=present)
         # Only where other layers look at everything. Else blocks behind the window go as a whole.
         self._windows: WindowPool | None = None
+        self._memory: SharedMemory | None = None
         if num_window_blocks:
             present = None if division is None else division.num_window_blocks
             self._windows = WindowPool(num_window_blocks, num_blocks, num_present=present)
-        # Bytes that neither kind has, fewer than a block takes; and what the runner has yet to hear: blocks,
-        # and window blocks, whose memory goes.
-        self._spare_bytes = 0
-        self._retired: tuple[dict[int, None], dict[int, None]] = ({}, {})
+            self._memory = SharedMemory(self._pool, self._windows, division)
         self._host = HostTier(num_host_blocks if prefix_caching else 0)
         self._copies: list[tuple[int, int]] = []
         # Host block to device block: later content of a host block replaces earlier content.
@@ -359,56 +347,17 @@ class KvCache:
         """Whether so many blocks and window blocks can be had now. Memory that one kind does not need for it
         goes to the other, where the division follows the load.
         """
-        lacking = num_blocks - self.num_available
-        if self._windows is None:
-            return lacking <= 0
-        lacking_windows = num_window_blocks - self._windows.num_available
-        if lacking <= 0 and lacking_windows <= 0:
-            return True
-        division = self._division
-        if division is None or (lacking > 0 and lacking_windows > 0):
-            return False
-        sizes = division.block_bytes, division.window_block_bytes
-        pools: tuple[BlockPool | WindowPool, BlockPool | WindowPool] = (self._pool, self._windows)
-        if lacking > 0:
-            return self._shift(1, -lacking_windows, lacking, pools, sizes)
-        return self._shift(0, -lacking, lacking_windows, pools, sizes)
+        if self._memory is None:
+            return num_blocks <= self.num_available
+        return self._memory.make_room(num_blocks, num_window_blocks)
 
     def covers(self, there: tuple[int, int], needed: tuple[int, int]) -> bool:
         """Whether so many blocks and window blocks that are there cover those that are needed."""
-        division = self._division
-        if division is None or self._windows is None:
-            return needed[0] <= there[0] and (self._windows is None or needed[1] <= there[1])
-        sizes = division.block_bytes, division.window_block_bytes
-        return bool(sum(map(mul, needed, sizes)) <= sum(map(mul, there, sizes)) + self._spare_bytes)
-
-    def _shift(
-        self,
-        giver: int,
-        most: int,
-        lacking: int,
-        pools: tuple[BlockPool | WindowPool, BlockPool | WindowPool],
-        sizes: tuple[int, int],
-    ) -> bool:
-        """Lets the kind `giver` give at most so many for as many of the other as are lacking."""
-        taker = 1 - giver
-        count = max(0, -(-(lacking * sizes[taker] - self._spare_bytes) // sizes[giver]))
-        if count > most or lacking > pools[taker].num_absent:
-            return False
-        for block_id in pools[giver].retire(count):
-            self._retired[giver][block_id] = None
-        self._spare_bytes += count * sizes[giver]
-        taken = min(pools[taker].num_absent, self._spare_bytes // sizes[taker])
-        for block_id in pools[taker].restore(taken):
-            self._retired[taker].pop(block_id, None)
-        self._spare_bytes -= taken * sizes[taker]
-        return True
+        return needed[0] <= there[0] if self._memory is None else self._memory.covers(there, needed)
 
     def drain_retired(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Blocks, and window blocks, whose memory goes with the plan under construction."""
-        found = tuple(self._retired[0]), tuple(self._retired[1])
-        self._retired = ({}, {})
-        return found
+        return ((), ()) if self._memory is None else self._memory.drain_retired()
 
     def prepare_windows(self, table: BlockTable, end: int) -> None:
         """Gives the table's blocks up to position `end` window blocks, if there are such.
@@ -607,14 +556,8 @@ class KvCache:
             assert given_up == [self.num_blocks] * len(given_up), "a block given up is still named"
             for block_id in table.held:
                 references[block_id] = references.get(block_id, 0) + 1
-        if self._division is not None and self._windows is not None:
-            division = self._division
-            sizes = division.block_bytes, division.window_block_bytes
-            there = self.num_present, self.num_present_window_blocks
-            first = division.num_blocks, division.num_window_blocks
-            assert sum(map(mul, there, sizes)) + self._spare_bytes == sum(map(mul, first, sizes)), (
-                "memory went from one kind of blocks to the other, and some is lost or there twice"
-            )
+        if self._memory is not None:
+            self._memory.check_invariants()
         self._pool.check_invariants(references)
         if self._windows is not None:
             held = Counter(block_id for table in tables for block_id in table.in_window)

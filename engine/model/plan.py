@@ -261,12 +261,11 @@ def make_plan(given: PlanInput) -> MemoryPlan:
             "lower it, or set it to 0 to have it chosen"
         )
     num_states = room.num_states(wanted - sequence_bytes)
-    state_bytes = num_states * room.bytes_per_state
-    kept_bytes = wanted - state_bytes
+    kept_bytes = wanted - num_states * room.bytes_per_state
     num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
     num_blocks = (kept_bytes - num_window_blocks * in_windows) // per_block
-    ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
     # A draft model keeps the same blocks, in memory of its own.
+    ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
     num_ids, num_window_ids = ids if given.draft is None else (0, 0)
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
@@ -289,7 +288,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         num_blocks=num_blocks,
         max_model_len=given.max_model_len,
         adapter_bytes=adapters,
-        state_bytes=state_bytes,
+        state_bytes=wanted - kept_bytes,
         num_states=num_states,
         state_interval=room.interval,
         window=windows.window,

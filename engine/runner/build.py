@@ -87,6 +87,7 @@ def build(
         ahead_blocks=ahead_blocks,
         num_states=plan.num_states,
         num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
+        present=(plan.num_blocks, plan.num_window_blocks),
         **storage_options,
     )
     draft = _draft_model(given, load, plan, storage_options, progress)

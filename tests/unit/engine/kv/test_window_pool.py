@@ -160,6 +160,46 @@ def moving(num_blocks: int, num_window_blocks: int) -> KvCache:
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30), num_blocks=st.sampled_from((12, 41)), num_windows=st.sampled_from((6, 20))
+)
+def test_any_order_of_use_keeps_the_books_while_memory_moves(
+    seed: int, num_blocks: int, num_windows: int
+) -> None:
+    rng, cache = random.Random(seed), moving(num_blocks, num_windows)
+    tables: list[BlockTable] = []
+    for _ in range(80):
+        action = rng.randrange(4)
+        # Whatever is asked for: what is held stays, and what was found is there.
+        wanted = rng.randrange(num_blocks + 3 * num_windows), rng.randrange(cache.num_window_blocks + 1)
+        if cache.make_room(*wanted):
+            assert cache.num_available >= wanted[0]
+            assert cache.num_available_window_blocks >= wanted[1]
+        length = rng.randrange(1, 44)
+        if action == 0 and cache.make_room(-(-length // SIZE) + 1, min(-(-length // SIZE) + 1, 6)):
+            tables.append(computed(cache, [rng.randrange(2)] * length, rng.randrange(1, 9)))
+        elif action == 1 and tables:
+            cache.free(tables.pop(rng.randrange(len(tables))))
+        elif action == 3 and rng.random() < 0.1:
+            cache.forget_contents()
+        cache.drain_transfers()
+        cache.drain_window_blocks()
+        blocks, windows = cache.drain_retired()
+        # Pages go of what nobody holds or can find.
+        assert cache._windows is not None
+        assert not {*blocks} & {
+            *cache._pool._cached.values(),
+            *(each for table in tables for each in table.held),
+        }
+        assert not {*windows} & {*cache._windows._window_block_of}
+        cache.check_invariants(tables)
+    for table in tables:
+        cache.free(table)
+    assert cache.num_available == cache.num_present
+    assert cache.num_available_window_blocks == cache.num_present_window_blocks
+
+
 def test_memory_goes_where_it_is_lacking() -> None:
     cache = moving(30, 10)
     assert cache.make_room(30, 10)
