@@ -7,18 +7,20 @@ with the step's plan (`drain_transfers`), as are the events for routers (`drain_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from contract.prefix import BlockHash, PrefixHasher, event_hash
 from engine.kv.block_pool import BlockPool, BlockTable, HostTier
-from engine.kv.disk import BlockDisk, DiskRead
+from engine.kv.disk import BlockDisk, DiskRead, state_name
+from engine.kv.disk_reads import DiskReads
 from engine.kv.division import Division, SharedMemory
 from engine.kv.state_pool import StatePool
 from engine.kv.window_pool import WindowPool
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 from engine.types.memory import blocks_in_window
+from engine.types.places import place_of
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -68,8 +70,6 @@ class KvCache:
         every `state_interval` tokens. 0 where the model has none.
         """
         self.disk = disk if prefix_caching else None
-        # Set apart for what comes from disk.
-        self._reading: set[int] = set()
         # Tokens that a position can look back on in layers with a window, itself included; None is all.
         self.window = window
         self.block_size = block_size
@@ -92,9 +92,12 @@ class KvCache:
         # Whether content that is evicted goes to the host tier.
         self._moves_out = True
         self.state_interval = state_interval if num_states and prefix_caching else 0
-        self._states = StatePool(num_states, max_num_seqs)
+        self._states = StatePool(num_states, max_num_seqs, self._lost_state)
         # Destination to source: of two copies into one slot the later one counts.
         self._state_copies: dict[int, int] = {}
+        self.reads = DiskReads(
+            disk, self._pool, self._states, offers=self._offer_read, is_there=self._is_there
+        )
 
     @property
     def has_states(self) -> bool:
@@ -433,10 +436,17 @@ class KvCache:
         while table.copies and table.copies[0][0] <= num_tokens:
             held, slot = table.copies.pop(0)
             block_hash = hasher.hashes[held // self.block_size - 1]
-            if self._pool.lookup(block_hash) is not None or block_hash in self._host:
-                self._states.keep(slot, block_hash)
-            else:
+            if not self._is_there(block_hash):
                 self._states.drop_copy(slot)
+            elif self._states.keep(slot, block_hash) and self.disk is not None:
+                self.disk.write_later(place_of(slot), state_name(block_hash))
+
+    def _is_there(self, block_hash: BlockHash) -> bool:
+        return self._pool.lookup(block_hash) is not None or block_hash in self._host
+
+    def _lost_state(self, slot: int) -> None:
+        if self.disk is not None:
+            self.disk.forget(place_of(slot))
 
     def _stored(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
         parent_hash = event_hash(parent) if parent else 0
@@ -464,27 +474,20 @@ class KvCache:
         table.num_sent = 0
         table.num_given_up = table.num_given_up_sent = 0
 
-    def begin_read(self, hashes: tuple[BlockHash, ...]) -> tuple[int, ...]:
-        """Blocks for contents that come from disk, which nobody finds or uses before `end_read`. What they
-        held is not moved to the host: no plan could carry that before they are written.
-
-        The caller has checked num_available.
+    def begin_read(
+        self, token: int, hashes: Sequence[BlockHash], parent: BlockHash | None, after_step_id: int
+    ) -> DiskRead | None:
+        """See DiskReads.begin. What the blocks held is not moved to the host: no plan could carry that before
+        they are written.
         """
         self._moves_out = False
-        block_ids = tuple(self._pool.allocate() for _ in hashes)
+        read = self.reads.begin(token, hashes, parent, after_step_id)
         self._moves_out = True
-        self._reading.update(block_ids)
-        return block_ids
+        return read
 
-    def end_read(self, read: DiskRead, num_filled: int) -> None:
-        """The first so many blocks hold their contents, and can be found; all are given back."""
-        parent = read.parent
-        for block_id, block_hash in zip(read.block_ids[:num_filled], read.hashes, strict=False):
-            if self._pool.register(block_id, block_hash):
-                self._stored(block_hash, parent)
-            parent = block_hash
-        self._reading.difference_update(read.block_ids)
-        self._pool.release(reversed(read.block_ids))
+    def _offer_read(self, block_id: int, block_hash: BlockHash, parent: BlockHash | None) -> None:
+        if self._pool.register(block_id, block_hash):
+            self._stored(block_hash, parent)
 
     def forget_contents(self) -> None:
         """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
@@ -544,11 +547,11 @@ class KvCache:
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
         """Raises AssertionError unless the tables account for every reference and no block is lost."""
-        references = dict.fromkeys(self._reading, 1)
+        references = dict.fromkeys(self.reads.block_ids, 1)
         tables = list(tables)
         self._states.check_invariants(
             [table.state_slot for table in tables if table.state_slot >= 0],
-            [slot for table in tables for _, slot in table.copies],
+            [*self.reads.state_slots, *(slot for table in tables for _, slot in table.copies)],
         )
         for table in tables:
             assert len(set(table.held)) == table.num_held, "a table holds a block twice"

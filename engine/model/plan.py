@@ -335,16 +335,10 @@ def num_scratch_blocks(config: EngineConfig) -> int:
 
 def _check_states(spec: ModelSpec, config: EngineConfig) -> None:
     """Refuses what states cannot follow."""
-    what = f"{spec.architecture} has layers that carry a state, which"
     if config.speculation.method != "off":
         raise ConfigError(
-            f"engine.speculation.method = {config.speculation.method!r}: {what} cannot go back behind a "
-            "rejected draft; set it to off"
-        )
-    if config.cache.disk_path:
-        raise ConfigError(
-            f"engine.cache.disk_path = {config.cache.disk_path!r}: {what} is not written beside blocks; set "
-            'it to ""'
+            f"engine.speculation.method = {config.speculation.method!r}: {spec.architecture} has layers that "
+            "carry a state, which cannot go back behind a rejected draft; set it to off"
         )
 
 

@@ -233,8 +233,8 @@ class KvStorage:
         _give_back(self._window_tensors, plan.retired_window_blocks, self._window_prefault)
 
     def block_bytes(self) -> BlockBytes:
-        """A way to the bytes of single blocks, those of window blocks left out."""
-        return BlockBytes(self._tensors)
+        """A way to the bytes of single blocks and states, those of window blocks left out."""
+        return BlockBytes(self._tensors, self._states)
 
     def close(self) -> None:
         """Ends transfers and gives host memory back. No step is outstanding."""

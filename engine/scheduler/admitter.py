@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.kv import Prefix
+from engine.kv import Prefix, state_name
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState
@@ -300,7 +300,8 @@ class Admitter:
         else:
             state.cache.adopt(sequence.table, prefix)
             if state.cache.disk is not None:
-                state.cache.disk.use(sequence.hasher.hashes[: prefix.num_blocks])
+                behind = () if prefix.state_hash is None else (state_name(prefix.state_hash),)
+                state.cache.disk.use((*sequence.hasher.hashes[: prefix.num_blocks], *behind))
             self._want_copies(sequence, prefix)
             totals = state.totals
             totals.prefix_queried_tokens += sequence.num_known
