@@ -50,8 +50,6 @@ _CHECKPOINT_OPTIONS: Mapping[str, Any] = {
     for name, each in OPTIONS.items()
     if each.limits.per == "token" and each.kind in (int, float)
 }
-# Of these, what says nothing where the likeliest token is taken.
-_OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +64,7 @@ def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     if is_greedy:
         found["temperature"] = 0.0
     for name, kind in _CHECKPOINT_OPTIONS.items():
-        if is_greedy and name in _OF_DRAWING:
+        if is_greedy and not name.endswith("_penalty"):
             continue
         value = generation_config.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
