@@ -99,7 +99,7 @@ class MemoryWatch:
             # Window blocks were written no oftener than blocks.
             in_windows = min(num_touched_blocks, plan.num_window_blocks) * plan.window_bytes_per_token
             others = num_touched_blocks * (plan.kv_bytes_per_token - plan.window_bytes_per_token)
-            cache = plan.block_size * (in_windows + others)
+            cache = min(plan.kv_cache_bytes, plan.block_size * (in_windows + others))
             peak = _host_bytes("VmHWM") - _host_bytes("RssFile") - self._before
         return MemoryUse(
             weights_bytes=self._loaded,

@@ -157,13 +157,17 @@ OnEvict = Callable[[int, BlockHash], None]
 class BlockPool:
     """The blocks of one device. All ids are in [0, num_blocks)."""
 
-    def __init__(self, num_blocks: int, on_evict: OnEvict) -> None:
+    def __init__(self, num_blocks: int, on_evict: OnEvict, *, num_present: int | None = None) -> None:
+        """`num_present`: blocks that there is memory for, where there are more ids."""
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         # Taken from the end, so that low ids are used first.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        present = num_blocks if num_present is None else num_present
+        self._free = list(range(present - 1, -1, -1))
+        # Without memory.
+        self._absent = list(range(num_blocks - 1, present - 1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[BlockHash, int] = {}
         # Blocks that were allocated at least once; the others' memory was never touched.
@@ -215,6 +219,38 @@ class BlockPool:
             self._forget(block_id)
         self._ref_counts[block_id] = 1
         return block_id
+
+    @property
+    def num_present(self) -> int:
+        """Blocks that there is memory for."""
+        return self.num_blocks - len(self._absent)
+
+    @property
+    def num_absent(self) -> int:
+        """The others."""
+        return len(self._absent)
+
+    def use(self, block_ids: Iterable[int]) -> None:
+        """Of what nobody holds, these are evicted last."""
+        for block_id in block_ids:
+            if block_id in self._evictable:
+                self._evictable.move_to_end(block_id)
+
+    def retire(self, count: int) -> list[int]:
+        """Takes so many available blocks out of use, free ones first; their memory may go."""
+        found, self._free = self._free[:count], self._free[count:]
+        while len(found) < count:
+            block_id, _ = self._evictable.popitem(last=False)
+            self._forget(block_id)
+            found.append(block_id)
+        self._absent += found
+        return found
+
+    def restore(self, count: int) -> list[int]:
+        """Brings so many absent blocks into use, and returns them."""
+        found = [self._absent.pop() for _ in range(count)]
+        self._free[:0] = found
+        return found
 
     def reference(self, block_id: int) -> None:
         """Adds a reference to a referenced or evictable block."""
@@ -276,18 +312,20 @@ class BlockPool:
 
         `references` maps block id to the number of block tables that hold it, counted by the caller.
         """
-        free, evictable = set(self._free), set(self._evictable)
+        free, evictable, absent = set(self._free), set(self._evictable), set(self._absent)
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & evictable, f"blocks both free and evictable: {free & evictable}"
+        assert len(absent) == len(self._absent), "a block is absent twice"
+        assert not absent & (free | evictable), "a block without memory can be had"
         for block_id, count in enumerate(self._ref_counts):
             expected = references.get(block_id, 0)
             assert count == expected, f"block {block_id} has {count} references, tables hold {expected}"
             block_hash = self._hashes[block_id]
-            unreferenced = block_id in free or block_id in evictable
+            unreferenced = block_id in free or block_id in evictable or block_id in absent
             assert unreferenced == (count == 0), (
                 f"block {block_id}: {count} references, in a list: {unreferenced}"
             )
-            if block_id in free:
+            if block_id in free or block_id in absent:
                 assert block_hash is None, f"free block {block_id} is cached"
             if block_id in evictable:
                 assert block_hash is not None, f"evictable block {block_id} is not cached"

@@ -7,17 +7,20 @@ with the step's plan (`drain_transfers`), as are the events for routers (`drain_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from contract.prefix import BlockHash, PrefixHasher, event_hash
 from engine.kv.block_pool import BlockPool, BlockTable, HostTier
-from engine.kv.disk import BlockDisk, DiskRead
+from engine.kv.disk import BlockDisk, DiskRead, state_name
+from engine.kv.disk_reads import DiskReads
+from engine.kv.division import Division, SharedMemory
 from engine.kv.state_pool import StatePool
 from engine.kv.window_pool import WindowPool
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 from engine.types.memory import blocks_in_window
+from engine.types.places import place_of
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -55,25 +58,31 @@ class KvCache:
         num_host_blocks: int = 0,
         window: int | None = None,
         num_window_blocks: int = 0,
+        division: Division | None = None,
         disk: BlockDisk | None = None,
         num_states: int = 0,
         max_num_seqs: int = 0,
         state_interval: int = 0,
     ) -> None:
-        """`num_window_blocks`: where only some layers have a window, which `window` is then, theirs.
+        """`num_window_blocks`: where only some layers have a window, which `window` is then, theirs;
+        `division`: of how many of both kinds there is memory at first, where that follows the load.
         `num_states`: slots for states, of which `max_num_seqs` are for sequences that run; copies are left
         every `state_interval` tokens. 0 where the model has none.
         """
         self.disk = disk if prefix_caching else None
-        # Set apart for what comes from disk.
-        self._reading: set[int] = set()
         # Tokens that a position can look back on in layers with a window, itself included; None is all.
         self.window = window
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._pool = BlockPool(num_blocks, self._evicted)
+        present = None if division is None else division.num_blocks
+        self._pool = BlockPool(num_blocks, self._evicted, num_present=present)
         # Only where other layers look at everything. Else blocks behind the window go as a whole.
-        self._windows = WindowPool(num_window_blocks, num_blocks) if num_window_blocks else None
+        self._windows: WindowPool | None = None
+        self._memory: SharedMemory | None = None
+        if num_window_blocks:
+            present = None if division is None else division.num_window_blocks
+            self._windows = WindowPool(num_window_blocks, num_blocks, num_present=present)
+            self._memory = SharedMemory(self._pool, self._windows, division)
         self._host = HostTier(num_host_blocks if prefix_caching else 0)
         self._copies: list[tuple[int, int]] = []
         # Host block to device block: later content of a host block replaces earlier content.
@@ -83,9 +92,12 @@ class KvCache:
         # Whether content that is evicted goes to the host tier.
         self._moves_out = True
         self.state_interval = state_interval if num_states and prefix_caching else 0
-        self._states = StatePool(num_states, max_num_seqs)
+        self._states = StatePool(num_states, max_num_seqs, self._lost_state)
         # Destination to source: of two copies into one slot the later one counts.
         self._state_copies: dict[int, int] = {}
+        self.reads = DiskReads(
+            disk, self._pool, self._states, offers=self._offer_read, is_there=self._is_there
+        )
 
     @property
     def has_states(self) -> bool:
@@ -94,8 +106,18 @@ class KvCache:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks of the device."""
+        """Ids of blocks of the device: there is memory for `num_present` of them."""
         return self._pool.num_blocks
+
+    @property
+    def num_present(self) -> int:
+        """Blocks that there is memory for."""
+        return self._pool.num_present
+
+    @property
+    def num_present_window_blocks(self) -> int:
+        """The same of window blocks."""
+        return 0 if self._windows is None else self._windows.num_present
 
     @property
     def num_touched(self) -> int:
@@ -190,6 +212,12 @@ class KvCache:
             else:
                 return useful, sum(map(self._windows.is_kept, device[first:useful]))
         return 0, 0
+
+    def use(self, prefix: Prefix) -> None:
+        """Nothing else of what nobody holds is given away later than these blocks."""
+        self._pool.use(prefix.device_blocks)
+        if self._windows is not None:
+            self._windows.use(prefix.device_blocks)
 
     def adopt(self, table: BlockTable, prefix: Prefix) -> None:
         """Starts an empty table with a prefix; host blocks get a device block and a restore copy.
@@ -318,6 +346,22 @@ class KvCache:
         while len(table) < self.blocks_for(end):
             table.block_ids.append(self._pool.allocate())
 
+    def make_room(self, num_blocks: int, num_window_blocks: int) -> bool:
+        """Whether so many blocks and window blocks can be had now. Memory that one kind does not need for it
+        goes to the other, where the division follows the load.
+        """
+        if self._memory is None:
+            return num_blocks <= self.num_available
+        return self._memory.make_room(num_blocks, num_window_blocks)
+
+    def covers(self, there: tuple[int, int], needed: tuple[int, int]) -> bool:
+        """Whether so many blocks and window blocks that are there cover those that are needed."""
+        return needed[0] <= there[0] if self._memory is None else self._memory.covers(there, needed)
+
+    def drain_retired(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Blocks, and window blocks, whose memory goes with the plan under construction."""
+        return ((), ()) if self._memory is None else self._memory.drain_retired()
+
     def prepare_windows(self, table: BlockTable, end: int) -> None:
         """Gives the table's blocks up to position `end` window blocks, if there are such.
 
@@ -392,10 +436,17 @@ class KvCache:
         while table.copies and table.copies[0][0] <= num_tokens:
             held, slot = table.copies.pop(0)
             block_hash = hasher.hashes[held // self.block_size - 1]
-            if self._pool.lookup(block_hash) is not None or block_hash in self._host:
-                self._states.keep(slot, block_hash)
-            else:
+            if not self._is_there(block_hash):
                 self._states.drop_copy(slot)
+            elif self._states.keep(slot, block_hash) and self.disk is not None:
+                self.disk.write_later(place_of(slot), state_name(block_hash))
+
+    def _is_there(self, block_hash: BlockHash) -> bool:
+        return self._pool.lookup(block_hash) is not None or block_hash in self._host
+
+    def _lost_state(self, slot: int) -> None:
+        if self.disk is not None:
+            self.disk.forget(place_of(slot))
 
     def _stored(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
         parent_hash = event_hash(parent) if parent else 0
@@ -423,27 +474,20 @@ class KvCache:
         table.num_sent = 0
         table.num_given_up = table.num_given_up_sent = 0
 
-    def begin_read(self, hashes: tuple[BlockHash, ...]) -> tuple[int, ...]:
-        """Blocks for contents that come from disk, which nobody finds or uses before `end_read`. What they
-        held is not moved to the host: no plan could carry that before they are written.
-
-        The caller has checked num_available.
+    def begin_read(
+        self, token: int, hashes: Sequence[BlockHash], parent: BlockHash | None, after_step_id: int
+    ) -> DiskRead | None:
+        """See DiskReads.begin. What the blocks held is not moved to the host: no plan could carry that before
+        they are written.
         """
         self._moves_out = False
-        block_ids = tuple(self._pool.allocate() for _ in hashes)
+        read = self.reads.begin(token, hashes, parent, after_step_id)
         self._moves_out = True
-        self._reading.update(block_ids)
-        return block_ids
+        return read
 
-    def end_read(self, read: DiskRead, num_filled: int) -> None:
-        """The first so many blocks hold their contents, and can be found; all are given back."""
-        parent = read.parent
-        for block_id, block_hash in zip(read.block_ids[:num_filled], read.hashes, strict=False):
-            if self._pool.register(block_id, block_hash):
-                self._stored(block_hash, parent)
-            parent = block_hash
-        self._reading.difference_update(read.block_ids)
-        self._pool.release(reversed(read.block_ids))
+    def _offer_read(self, block_id: int, block_hash: BlockHash, parent: BlockHash | None) -> None:
+        if self._pool.register(block_id, block_hash):
+            self._stored(block_hash, parent)
 
     def forget_contents(self) -> None:
         """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
@@ -503,11 +547,11 @@ class KvCache:
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
         """Raises AssertionError unless the tables account for every reference and no block is lost."""
-        references = dict.fromkeys(self._reading, 1)
+        references = dict.fromkeys(self.reads.block_ids, 1)
         tables = list(tables)
         self._states.check_invariants(
             [table.state_slot for table in tables if table.state_slot >= 0],
-            [slot for table in tables for _, slot in table.copies],
+            [*self.reads.state_slots, *(slot for table in tables for _, slot in table.copies)],
         )
         for table in tables:
             assert len(set(table.held)) == table.num_held, "a table holds a block twice"
@@ -515,6 +559,8 @@ class KvCache:
             assert given_up == [self.num_blocks] * len(given_up), "a block given up is still named"
             for block_id in table.held:
                 references[block_id] = references.get(block_id, 0) + 1
+        if self._memory is not None:
+            self._memory.check_invariants()
         self._pool.check_invariants(references)
         if self._windows is not None:
             held = Counter(block_id for table in tables for block_id in table.in_window)

@@ -1,4 +1,8 @@
-"""What the cache asks of a disk that keeps blocks beyond the life of the process, and what is being read."""
+"""What the cache asks of a disk that keeps blocks beyond the life of the process, and what is being read.
+
+A state, where layers carry one, is kept like a block: its slot has a number below 0 (engine.types.places),
+and its content a name of its own, derived from the hash of the block that it stands behind (`state_name`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,14 @@ from typing import Protocol
 
 from contract.prefix import BlockHash
 from engine.types import DiskCounters
+from engine.types.places import place_of
+
+_FLIPPED = bytes(255 - each for each in range(256))
+
+
+def state_name(block_hash: BlockHash) -> BlockHash:
+    """The name of the state behind a block. No block has it: that would be a collision of hashes."""
+    return block_hash.translate(_FLIPPED)
 
 
 class BlockDisk(Protocol):
@@ -47,7 +59,18 @@ class DiskRead:
     hashes: tuple[BlockHash, ...]
     block_ids: tuple[int, ...]
     parent: BlockHash | None
+    # Of the state that is read with them: the block that it stands behind, and the slot; -1 without one.
+    state_hash: BlockHash | None
+    state_slot: int
     # Begins when no step up to this one is in flight: an earlier one may still write to what was given up.
     after_step_id: int
     is_begun: bool = False
     is_done: bool = False
+
+    @property
+    def wanted(self) -> tuple[tuple[BlockHash, int], ...]:
+        """Contents and where they go: the state first, since the blocks are of little use without it."""
+        blocks = tuple(zip(self.hashes, self.block_ids, strict=True))
+        if self.state_hash is None:
+            return blocks
+        return ((state_name(self.state_hash), place_of(self.state_slot)), *blocks)

@@ -10,6 +10,7 @@ A slot is in exactly one of four states:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from contract.prefix import BlockHash
 
@@ -17,8 +18,12 @@ from contract.prefix import BlockHash
 class StatePool:
     """All slots of one engine. `num_reserved` of them are for sequences that run, however many copies."""
 
-    def __init__(self, num_slots: int, num_reserved: int) -> None:
+    def __init__(
+        self, num_slots: int, num_reserved: int, on_loss: Callable[[int], None] = lambda slot: None
+    ) -> None:
+        """`on_loss` hears of every slot whose copy is found no more."""
         self.num_slots = num_slots
+        self._on_loss = on_loss
         # Copies that may be on their way at the same time.
         self._most_copies = max(0, num_slots - num_reserved)
         self._num_copies = 0
@@ -45,7 +50,9 @@ class StatePool:
             return self._free.pop()
         if not self._kept:
             raise IndexError("no slot for a state is free")
-        return self._kept.popitem(last=False)[1]
+        _, slot = self._kept.popitem(last=False)
+        self._on_loss(slot)
+        return slot
 
     def take_for_copy(self) -> int | None:
         """A slot for a copy; None while too many are on their way."""
@@ -54,14 +61,15 @@ class StatePool:
         self._num_copies += 1
         return self.take()
 
-    def keep(self, slot: int, block_hash: BlockHash) -> None:
-        """A copy has arrived; it goes if there is one of the same."""
+    def keep(self, slot: int, block_hash: BlockHash) -> bool:
+        """A copy has arrived; it goes, and False is returned, if there is one of the same."""
         self._num_copies -= 1
         if block_hash in self._kept:
             self._kept.move_to_end(block_hash)
             self._free.append(slot)
-        else:
-            self._kept[block_hash] = slot
+            return False
+        self._kept[block_hash] = slot
+        return True
 
     def drop_copy(self, slot: int) -> None:
         """A copy that is on its way is not wanted any more."""
@@ -76,10 +84,13 @@ class StatePool:
         """The block is lost, and without it nobody can begin behind it."""
         slot = self._kept.pop(block_hash, None)
         if slot is not None:
+            self._on_loss(slot)
             self._free.append(slot)
 
     def clear(self) -> None:
         """Forgets all copies."""
+        for slot in self._kept.values():
+            self._on_loss(slot)
         self._free.extend(self._kept.values())
         self._kept.clear()
 

@@ -2,16 +2,17 @@
 
 A block has one id for all layers. Those without a window have memory for every id. Those with one have fewer
 window blocks, and a block has one of them only while a sequence may look at it through its window, or while
-it is left over for prompts that begin alike. A window block is in exactly one of three states:
+it is left over for prompts that begin alike. A window block is in exactly one of four states:
   held      references > 0: so many sequences have the block in their window
   kept      no references, and its block is in the prefix cache; least recently used makes room
   free
+  absent    there is no memory for it now: the division of the cache between both kinds has moved
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 Pairs = tuple[tuple[int, int], ...]
 _NOWHERE = -1
@@ -20,13 +21,17 @@ _NOWHERE = -1
 class WindowPool:
     """All window blocks of one engine."""
 
-    def __init__(self, num_window_blocks: int, num_blocks: int) -> None:
+    def __init__(self, num_window_blocks: int, num_blocks: int, *, num_present: int | None = None) -> None:
+        """`num_present`: those that there is memory for, where there are more ids."""
         self.num_window_blocks = num_window_blocks
         # By block.
         self._window_block_of = [_NOWHERE] * num_blocks
         self._ref_counts = [0] * num_blocks
         # Taken from the end, so that low ids are used first.
-        self._free = list(range(num_window_blocks - 1, -1, -1))
+        present = num_window_blocks if num_present is None else num_present
+        self._free = list(range(present - 1, -1, -1))
+        # Without memory.
+        self._absent = list(range(num_window_blocks - 1, present - 1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
         # What the runner has yet to hear: window blocks of blocks, and copies of what they hold.
         self._given: dict[int, int] = {}
@@ -64,6 +69,38 @@ class WindowPool:
             raise IndexError("no window block is free")
         self._window_block_of[block_id] = self._given[block_id] = found
         self._ref_counts[block_id] = 1
+
+    @property
+    def num_present(self) -> int:
+        """Window blocks that there is memory for."""
+        return self.num_window_blocks - len(self._absent)
+
+    @property
+    def num_absent(self) -> int:
+        """The others."""
+        return len(self._absent)
+
+    def use(self, block_ids: Iterable[int]) -> None:
+        """Of what nobody holds, these make room last."""
+        for block_id in block_ids:
+            if block_id in self._kept:
+                self._kept.move_to_end(block_id)
+
+    def retire(self, count: int) -> list[int]:
+        """Takes so many available ones out of use, free ones first; their memory may go."""
+        found, self._free = self._free[:count], self._free[count:]
+        while len(found) < count:
+            least, _ = self._kept.popitem(last=False)
+            found.append(self._window_block_of[least])
+            self._window_block_of[least] = _NOWHERE
+        self._absent += found
+        return found
+
+    def restore(self, count: int) -> list[int]:
+        """Brings so many absent ones into use, and returns them."""
+        found = [self._absent.pop() for _ in range(count)]
+        self._free[:0] = found
+        return found
 
     def copy(self, source: int, block_id: int, *, keeps: bool) -> None:
         """Gives `block_id` a window block, into which that of `source` is copied; a reference moves there."""
@@ -119,7 +156,7 @@ class WindowPool:
         tables, by block.
         """
         taken = [each for each in self._window_block_of if each != _NOWHERE]
-        assert sorted([*taken, *self._free]) == list(range(self.num_window_blocks)), (
+        assert sorted([*taken, *self._free, *self._absent]) == list(range(self.num_window_blocks)), (
             "a window block is lost or has two owners"
         )
         for block_id, count in enumerate(self._ref_counts):

@@ -261,10 +261,12 @@ def make_plan(given: PlanInput) -> MemoryPlan:
             "lower it, or set it to 0 to have it chosen"
         )
     num_states = room.num_states(wanted - sequence_bytes)
-    state_bytes = num_states * room.bytes_per_state
-    kept_bytes = wanted - state_bytes
+    kept_bytes = wanted - num_states * room.bytes_per_state
     num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
     num_blocks = (kept_bytes - num_window_blocks * in_windows) // per_block
+    # A draft model keeps the same blocks, in memory of its own.
+    ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
+    num_ids, num_window_ids = ids if given.draft is None else (0, 0)
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
             f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, slots for "
@@ -286,12 +288,14 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         num_blocks=num_blocks,
         max_model_len=given.max_model_len,
         adapter_bytes=adapters,
-        state_bytes=state_bytes,
+        state_bytes=wanted - kept_bytes,
         num_states=num_states,
         state_interval=room.interval,
         window=windows.window,
         num_window_blocks=num_window_blocks,
         window_bytes_per_token=windows.bytes_per_token,
+        num_block_ids=num_ids,
+        num_window_block_ids=num_window_ids,
     )
 
 
@@ -331,16 +335,10 @@ def num_scratch_blocks(config: EngineConfig) -> int:
 
 def _check_states(spec: ModelSpec, config: EngineConfig) -> None:
     """Refuses what states cannot follow."""
-    what = f"{spec.architecture} has layers that carry a state, which"
     if config.speculation.method != "off":
         raise ConfigError(
-            f"engine.speculation.method = {config.speculation.method!r}: {what} cannot go back behind a "
-            "rejected draft; set it to off"
-        )
-    if config.cache.disk_path:
-        raise ConfigError(
-            f"engine.cache.disk_path = {config.cache.disk_path!r}: {what} is not written beside blocks; set "
-            'it to ""'
+            f"engine.speculation.method = {config.speculation.method!r}: {spec.architecture} has layers that "
+            "carry a state, which cannot go back behind a rejected draft; set it to off"
         )
 
 

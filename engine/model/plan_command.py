@@ -89,10 +89,8 @@ class AskedLoad(msgspec.Struct, frozen=True):
         """Whether all run together, by the same count of blocks as admission makes."""
         length, seats = self.prompt + self.output, given.config.scheduler.max_num_seqs
         blocks = self._blocks(given, plan)
-        by_memory = 0 if length > plan.max_model_len else plan.num_blocks // blocks
         in_windows = min(-(-length // plan.block_size), plan.most_window_blocks)
-        if in_windows:
-            by_memory = min(by_memory, plan.num_window_blocks // in_windows)
+        by_memory = 0 if length > plan.max_model_len else int(plan.streams_of(blocks, in_windows))
         at_once = min(self.streams, seats, by_memory)
         asked = f"{self.streams} streams of {self.prompt} + {self.output} tokens"
         held = f"{self.streams * blocks} of {plan.num_blocks} blocks"
@@ -155,7 +153,7 @@ def num_sequences(plan: MemoryPlan) -> float:
     fitting = plan.capacity_tokens / plan.max_model_len
     if not plan.num_window_blocks:
         return fitting
-    return min(fitting, plan.num_window_blocks / plan.most_window_blocks)
+    return plan.streams_of(-(-plan.max_model_len // plan.block_size), plan.most_window_blocks)
 
 
 def _behind_window(given: PlanInput, plan: MemoryPlan) -> str:

@@ -1,10 +1,9 @@
 """How a cache is divided between layers that look at everything and layers with a sliding window. No torch.
 
 A sequence keeps a block of the former for all of its tokens, and of the latter for its window and what a step
-computes. Each kind has blocks of its own, so the division has to be chosen before anybody knows how long
-sequences will be: it is right for those of a few windows. Longer ones run out of the first kind while some
-of the second are left, shorter ones the other way round; either way far more fit than where all layers keep
-everything.
+computes. Each kind has blocks of its own. Their division is chosen before anybody knows how long sequences
+will be, for those of a few windows, and then follows the load: what one kind lacks and the other does not
+need goes from here to there (engine/kv).
 """
 
 from __future__ import annotations
@@ -49,6 +48,18 @@ class WindowRoom(msgspec.Struct, frozen=True, kw_only=True):
         wanted = int(num_sequences * each) + self.least - self.each
         fitting = (cache_bytes - sequence_blocks * bytes_per_block) // size
         return max(self.least, min(wanted, self.most, fitting))
+
+    def num_ids(
+        self, cache_bytes: int, bytes_per_block: int, block_size: int, sequence_blocks: int
+    ) -> tuple[int, int]:
+        """Most blocks and most window blocks that there may come to be, with the least of the other kind:
+        memory goes from one to the other with the load. Zeros where there are no window blocks.
+        """
+        if not self.window:
+            return 0, 0
+        size = self.bytes_per_token * block_size
+        windows = (cache_bytes - sequence_blocks * bytes_per_block) // size
+        return (cache_bytes - self.least * size) // bytes_per_block, min(self.most, windows)
 
 
 def window_room(

@@ -52,6 +52,8 @@ class Batch:
     # Where only some layers have a window: the same of their blocks, and how many of these a sequence needs.
     num_free_window_blocks: float = 0
     most_window_blocks: int = 0
+    # Bytes of a block and of a window block, where memory goes from one kind to the other.
+    block_bytes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +140,13 @@ class WaitForecast:
             return False
         # Every sequence may leave a block half empty, and needs one more to grow.
         needed = -(-(ahead.num_tokens + num_tokens) // batch.block_size) + 2 * num_slots
-        if needed > batch.num_free_blocks + sum(each.num_held_blocks for each in lower):
-            return False
+        free_blocks = batch.num_free_blocks + sum(each.num_held_blocks for each in lower)
         in_windows = min(needed, num_slots * batch.most_window_blocks)
-        return in_windows <= batch.num_free_window_blocks + sum(each.num_held_window_blocks for each in lower)
+        free_windows = batch.num_free_window_blocks + sum(each.num_held_window_blocks for each in lower)
+        if batch.block_bytes is None:
+            return needed <= free_blocks and in_windows <= free_windows
+        size, window_size = batch.block_bytes
+        return needed * size + in_windows * window_size <= free_blocks * size + free_windows * window_size
 
     def _wait_for_slots_s(self, priority: int, in_line: int, batch: Batch, now: float) -> tuple[float, float]:
         """Until so many slots came free, if higher tiers come as they may, and as they usually do."""

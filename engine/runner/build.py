@@ -83,10 +83,11 @@ def build(
     ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
     storage = KvStorage(
         spec,
-        num_blocks=plan.num_blocks,
+        num_blocks=plan.num_block_ids or plan.num_blocks,
         ahead_blocks=ahead_blocks,
         num_states=plan.num_states,
-        num_window_blocks=plan.num_window_blocks,
+        num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
+        present=(plan.num_blocks, plan.num_window_blocks),
         **storage_options,
     )
     draft = _draft_model(given, load, plan, storage_options, progress)

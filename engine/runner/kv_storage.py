@@ -47,11 +47,16 @@ class Prefault:
         tensors: Sequence[Values],
         *,
         ahead_blocks: int,
+        most: int | None = None,
         populate: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """`populate` takes an address and a size in bytes, and says whether the system knows how."""
+        """`most`: blocks that there is memory for, where there are more ids. `populate` takes an address
+        and a size in bytes, and says whether the system knows how.
+        """
         self._tensors = tensors
         self._num_blocks = min(tensor.shape[0] for tensor in tensors)
+        if most is not None:
+            self._num_blocks = min(self._num_blocks, most)
         self._ahead_blocks = ahead_blocks
         self._populate = populate or _populate_write
         self._changed = threading.Condition()
@@ -69,6 +74,12 @@ class Prefault:
             with self._changed:
                 self._wanted = wanted
                 self._changed.notify()
+
+    def leave_out(self, blocks: Sequence[int]) -> None:
+        """Ends before these, whose memory goes; what comes after is had when it is first written."""
+        with self._changed:
+            self._num_blocks = min(self._num_blocks, *blocks)
+            self._wanted = min(self._wanted, self._num_blocks)
 
     def close(self) -> None:
         """Ends the thread; the tensors may go afterwards."""
@@ -129,9 +140,11 @@ class KvStorage:
         ahead_blocks: int = 0,
         num_states: int = 0,
         num_window_blocks: int = 0,
+        present: tuple[int | None, int | None] = (None, None),
     ) -> None:
         """`num_states`: slots of the layers that have states. `num_window_blocks`: blocks of those that have
-        a window, where others have none; 0 where all keep the same.
+        a window, where others have none; 0 where all keep the same. `present`: how many of both kinds there
+        is memory for at first, where that follows the load.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -155,8 +168,8 @@ class KvStorage:
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
         ahead_blocks = ahead_blocks if device.type == "cpu" else 0
-        self._prefault = _prefault(self._tensors, ahead_blocks)
-        self._window_prefault = _prefault(self._window_tensors, ahead_blocks)
+        self._prefault = _prefault(self._tensors, ahead_blocks, present[0])
+        self._window_prefault = _prefault(self._window_tensors, ahead_blocks, present[1])
 
     def _layer(self, spec: ModelSpec, index: int, kv_dtype: str) -> Any:
         """What the layer `index` keeps."""
@@ -215,10 +228,13 @@ class KvStorage:
             _copy(self._window_tensors, plan.window_copies)
         if plan.state_copies:
             _copy(self._states, plan.state_copies)
+        # Last, since copies may be of what goes.
+        _give_back(self._tensors, plan.retired_blocks, self._prefault)
+        _give_back(self._window_tensors, plan.retired_window_blocks, self._window_prefault)
 
     def block_bytes(self) -> BlockBytes:
-        """A way to the bytes of single blocks, those of window blocks left out."""
-        return BlockBytes(self._tensors)
+        """A way to the bytes of single blocks and states, those of window blocks left out."""
+        return BlockBytes(self._tensors, self._states)
 
     def close(self) -> None:
         """Ends transfers and gives host memory back. No step is outstanding."""
@@ -235,8 +251,24 @@ class KvStorage:
             self._transfers = None
 
 
-def _prefault(tensors: Sequence[Any], ahead_blocks: int) -> Prefault | None:
-    return Prefault(tensors, ahead_blocks=ahead_blocks) if ahead_blocks and tensors else None
+def _prefault(tensors: Sequence[Any], ahead_blocks: int, most: int | None) -> Prefault | None:
+    return Prefault(tensors, ahead_blocks=ahead_blocks, most=most) if ahead_blocks and tensors else None
+
+
+def _give_back(tensors: Sequence[Any], blocks: Sequence[int], prefault: Prefault | None) -> None:
+    """Lets the system have the pages of blocks that nobody uses; those that others begin or end in stay."""
+    if not blocks:
+        return
+    if prefault is not None:
+        prefault.leave_out(blocks)
+    runs = np.split(ordered := np.sort(np.array(blocks, np.int64)), np.flatnonzero(np.diff(ordered) > 1) + 1)
+    for tensor in tensors:
+        size, base = tensor[0].nbytes, address_of(tensor)
+        for run in runs:
+            begin = -(-(base + int(run[0]) * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (base + (int(run[-1]) + 1) * size) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def _copy(tensors: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:

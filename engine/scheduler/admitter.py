@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.kv import Prefix
+from engine.kv import Prefix, state_name
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState
@@ -135,7 +135,7 @@ class Admitter:
 
     def _num_to_spare(self, sequence: Sequence) -> int:
         """Blocks that may be set apart for the sequence while it has no slot."""
-        return self._state.promises.num_free() - self._watermark(sequence, self._state.cache.num_blocks)
+        return self._state.promises.num_free() - self._watermark(sequence, self._state.cache.num_present)
 
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
         """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
@@ -223,15 +223,18 @@ class Admitter:
         return shared + min(growth, max(1, cache.most_window_blocks - shared))
 
     def _has_blocks(self, sequence: Sequence, prefix: Prefix | None) -> bool:
-        promises, cache = self._state.promises, self._state.cache
-        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence, cache.num_blocks)
-        if needed > promises.num_free(besides=sequence):
-            return False
+        if prefix is not None:
+            self._state.cache.use(prefix)
+        return self._state.promises.find_room(*self._needed(sequence, prefix), besides=sequence)
+
+    def _needed(self, sequence: Sequence, prefix: Prefix | None) -> tuple[int, int]:
+        """Blocks and window blocks that must be there to admit it, those included that others grow by."""
+        cache = self._state.cache
+        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence, cache.num_present)
         in_windows = self._window_blocks_needed(sequence, prefix)
-        return not in_windows or (
-            in_windows + self._watermark(sequence, cache.num_window_blocks)
-            <= promises.num_free_window_blocks(besides=sequence)
-        )
+        if in_windows:
+            in_windows += self._watermark(sequence, cache.num_present_window_blocks)
+        return needed, in_windows
 
     def _watermark(self, sequence: Sequence, num_blocks: int) -> int:
         """Of so many blocks, those left free for those who run. A beam's own siblings do not count: they wait
@@ -269,21 +272,12 @@ class Admitter:
             self._displace(draft, victim, sequence)
 
     def _displace_for_blocks(self, draft: PlanDraft, sequence: Sequence, prefix: Prefix | None) -> bool:
-        victims, promises, cache = (
-            list(self._victims(draft, sequence)),
-            self._state.promises,
-            self._state.cache,
-        )
-        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence, cache.num_blocks)
-        available = promises.num_free(besides=sequence)
-        if available + sum(victim.table.num_held for victim in victims) < needed:
+        victims, promises = list(self._victims(draft, sequence)), self._state.promises
+        free = promises.num_free(besides=sequence) + sum(victim.table.num_held for victim in victims)
+        free_windows = promises.num_free_window_blocks(besides=sequence)
+        free_windows += sum(victim.table.num_in_window for victim in victims)
+        if not self._state.cache.covers((free, free_windows), self._needed(sequence, prefix)):
             return False
-        needed = self._window_blocks_needed(sequence, prefix)
-        if needed:
-            needed += self._watermark(sequence, cache.num_window_blocks)
-            available = promises.num_free_window_blocks(besides=sequence)
-            if available + sum(victim.table.num_in_window for victim in victims) < needed:
-                return False
         for victim in victims:
             self._displace(draft, victim, sequence)
             if self._has_blocks(sequence, prefix):
@@ -306,7 +300,8 @@ class Admitter:
         else:
             state.cache.adopt(sequence.table, prefix)
             if state.cache.disk is not None:
-                state.cache.disk.use(sequence.hasher.hashes[: prefix.num_blocks])
+                behind = () if prefix.state_hash is None else (state_name(prefix.state_hash),)
+                state.cache.disk.use((*sequence.hasher.hashes[: prefix.num_blocks], *behind))
             self._want_copies(sequence, prefix)
             totals = state.totals
             totals.prefix_queried_tokens += sequence.num_known

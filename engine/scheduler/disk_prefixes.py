@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import count, takewhile
 
 from contract.prefix import BlockHash
-from engine.kv import DiskRead, KvCache
+from engine.kv import DiskRead, KvCache, state_name
 from engine.policy.rates import StepRate
 from engine.scheduler.sequence import Sequence
 
@@ -35,19 +35,18 @@ class DiskPrefixes:
             return
         for token, num_filled in disk.finished():
             read = self._reads.pop(token)
-            self._cache.end_read(read, num_filled)
+            self._cache.reads.end(read, num_filled)
             read.is_done = True
-            for block_hash in read.hashes:
-                del self._under_way[block_hash]
+            for name, _ in read.wanted:
+                del self._under_way[name]
         for read in self._reads.values():
             if not read.is_begun and all(step_id > read.after_step_id for step_id in in_flight):
                 read.is_begun = True
-                disk.read_later(read.token, tuple(zip(read.hashes, read.block_ids, strict=True)))
+                disk.read_later(read.token, read.wanted)
 
-    def num_found(self, hashes: Iterable[BlockHash]) -> int:
-        """How many of the first contents are on disk and worth reading."""
-        disk = self._cache.disk
-        return 0 if disk is None or not self._is_worth_it else disk.num_leading(hashes)
+    def num_found(self, hashes: list[BlockHash]) -> int:
+        """How many of the first contents can be used once those on disk are read, where that is worth it."""
+        return self._cache.reads.num_worth_it(hashes) if self._is_worth_it else 0
 
     @property
     def _is_worth_it(self) -> bool:
@@ -66,20 +65,23 @@ class DiskPrefixes:
         first, hashes, num_on_host = self._missing(sequence)
         if not hashes:
             return False
-        sequence.disk_read = self._under_way.get(hashes[0])
+        num_blocks = self.num_found(hashes)
+        if num_blocks > num_on_host:
+            num_blocks = min(num_blocks, max(0, num_free()))
+        names = hashes[:1]
+        if self._cache.has_states and num_blocks:
+            # All of it, and the state behind it, or nothing.
+            num_blocks = self.num_found(hashes[:num_blocks])
+            names += (*hashes[:num_blocks], *map(state_name, hashes[num_blocks - 1 : num_blocks]))
+        sequence.disk_read = next(filter(None, map(self._under_way.get, names)), None)
         if sequence.disk_read is not None:
             sequence.owns_disk_read = False
             return True
-        num_blocks = self.num_found(hashes)
-        if num_blocks > num_on_host:
-            # Another sequence's read may cover what follows.
-            most = max(0, min(num_blocks, num_free()))
-            apart = takewhile(lambda each: each not in self._under_way, hashes[:most])
-            num_blocks = sum(1 for _ in apart)
+        # Another sequence's read may cover what follows.
+        num_blocks = sum(1 for _ in takewhile(lambda each: each not in self._under_way, hashes[:num_blocks]))
         if num_blocks <= num_on_host:
             return False
-        self._begin(sequence, hashes[:num_blocks], sequence.hasher.parent_of(first), step_id)
-        return True
+        return self._begin(sequence, hashes[:num_blocks], sequence.hasher.parent_of(first), step_id)
 
     def _missing(self, sequence: Sequence) -> tuple[int, list[BlockHash], int]:
         """(index of the first block that is not on the device, hashes from there on, those on the host)."""
@@ -89,10 +91,11 @@ class DiskPrefixes:
 
     def _begin(
         self, sequence: Sequence, hashes: list[BlockHash], parent: BlockHash | None, step_id: int
-    ) -> None:
-        token = next(self._tokens)
-        block_ids = self._cache.begin_read(tuple(hashes))
-        read = DiskRead(token, tuple(hashes), block_ids, parent, step_id)
-        self._reads[token] = sequence.disk_read = read
+    ) -> bool:
+        read = self._cache.begin_read(next(self._tokens), hashes, parent, step_id)
+        if read is None:
+            return False
+        self._reads[read.token] = sequence.disk_read = read
         sequence.owns_disk_read = True
-        self._under_way |= dict.fromkeys(hashes, read)
+        self._under_way |= {name: read for name, _ in read.wanted}
+        return True

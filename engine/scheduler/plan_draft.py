@@ -148,7 +148,7 @@ class RowWriter:
             if sequence.remaining_prefill <= draft.budget or not draft.rows:
                 self.add(draft, sequence, sequence.remaining_prefill, ())
             return
-        num_tokens = min(sequence.remaining_prefill, draft.budget, self.window_room(sequence))
+        num_tokens = min(sequence.remaining_prefill, draft.budget, self.window_room(sequence, draft.budget))
         if self.is_long(sequence.remaining_prefill):
             num_tokens = min(num_tokens, draft.long_budget)
         if draft.work.is_limited:
@@ -159,10 +159,16 @@ class RowWriter:
             self._state.held_back.books(sequence, draft.now)
             self.add(draft, sequence, num_tokens, ())
 
-    def window_room(self, sequence: Sequence) -> int:
-        """Tokens of its prompt for which the sequence finds window blocks, if it needs any."""
+    def window_room(self, sequence: Sequence, most: int) -> int:
+        """Tokens of its prompt, of which `most` are asked for, for which the sequence finds window blocks, if
+        it needs any.
+        """
         state, table = self._state, sequence.table
         if not state.cache.has_window_blocks:
+            return sequence.remaining_prefill
+        end = sequence.num_computed + min(sequence.remaining_prefill, most)
+        needed = state.cache.num_new_window_blocks(table, sequence.num_computed, end)
+        if needed and state.promises.find_room(0, needed, besides=sequence):
             return sequence.remaining_prefill
         num_blocks = table.window_end + max(0, state.promises.num_free_window_blocks(besides=sequence))
         return max(0, num_blocks * self._block_size - sequence.num_computed)

@@ -79,6 +79,7 @@ class Planner:
         copies, offloads, restores = state.cache.drain_transfers()
         # A plan without rows may be thrown away.
         window_blocks, window_copies = state.cache.drain_window_blocks() if draft.rows else ((), ())
+        retired, retired_in_windows = state.cache.drain_retired() if draft.rows else ((), ())
         state.totals.offloaded_blocks += len(offloads)
         copied = {parent for parent, _ in draft.forks}
         plan = SchedulerOutput(
@@ -93,6 +94,8 @@ class Planner:
             state_copies=state.cache.drain_state_copies(),
             window_blocks=window_blocks,
             window_copies=window_copies,
+            retired_blocks=retired,
+            retired_window_blocks=retired_in_windows,
         )
         for sequence in draft.computed_prompts:
             state.release_held(sequence.group, draft.now)
@@ -154,15 +157,13 @@ class Planner:
         self._rows.add(draft, sequence, num_tokens, drafts)
 
     def _fits(self, sequence: Sequence, start: int, end: int) -> bool:
-        return self._fits_blocks(sequence, start, end) and self._fits_windows(sequence, start, end)
+        cache, table = self._state.cache, sequence.table
+        needed = cache.num_new_blocks(table, start, end), cache.num_new_window_blocks(table, start, end)
+        return not any(needed) or self._state.promises.find_room(*needed, besides=sequence)
 
     def _fits_blocks(self, sequence: Sequence, start: int, end: int) -> bool:
         needed = self._state.cache.num_new_blocks(sequence.table, start, end)
         return not needed or needed <= self._state.promises.num_free(besides=sequence)
-
-    def _fits_windows(self, sequence: Sequence, start: int, end: int) -> bool:
-        needed = self._state.cache.num_new_window_blocks(sequence.table, start, end)
-        return not needed or needed <= self._state.promises.num_free_window_blocks(besides=sequence)
 
     def _waits_for_window(self, sequence: Sequence, start: int, end: int) -> bool:
         """Whether all that the sequence lacks are window blocks, and its steps in flight give some up."""
@@ -209,7 +210,7 @@ class Planner:
         """The next part of a prompt. Whoever is of a lower rank makes room for it in windows, unless the
         sequence itself is about to.
         """
-        while sequence.status is Status.RUNNING and not self._rows.window_room(sequence):
+        while sequence.status is Status.RUNNING and not self._rows.window_room(sequence, 1):
             start = sequence.num_computed
             if self._waits_for_window(sequence, start, start + 1):
                 return

@@ -9,7 +9,7 @@ import msgspec
 
 from contract.prefix import PrefixHasher
 from engine.config import CacheConfig, SchedulerConfig
-from engine.kv import BlockDisk, KvCache
+from engine.kv import BlockDisk, Division, KvCache
 from engine.policy.door import Door, refuse_impossible, tokens_limit
 from engine.policy.forecast import Batch
 from engine.policy.isolation import FailureIsolation
@@ -71,12 +71,13 @@ class Scheduler:
         disk: BlockDisk | None = None,
     ) -> None:
         cache = KvCache(
-            num_blocks=memory.num_blocks,
+            num_blocks=memory.num_block_ids or memory.num_blocks,
             block_size=memory.block_size,
             prefix_caching=cache_config.prefix_caching and shares_prefixes,
             num_host_blocks=num_host_blocks,
             window=memory.window if memory.num_window_blocks else window,
-            num_window_blocks=memory.num_window_blocks,
+            num_window_blocks=memory.num_window_block_ids or memory.num_window_blocks,
+            division=_division_of(memory),
             disk=disk,
             num_states=memory.num_states,
             max_num_seqs=config.max_num_seqs,
@@ -248,7 +249,7 @@ class Scheduler:
     @property
     def num_total_blocks(self) -> int:
         """All blocks of the device."""
-        return self._state.cache.num_blocks
+        return self._state.cache.num_present
 
     @property
     def num_touched_blocks(self) -> int:
@@ -313,7 +314,7 @@ class Scheduler:
             ),
             num_free_blocks=state.cache.num_available,
             num_cached_blocks=state.cache.num_evictable,
-            num_total_blocks=state.cache.num_blocks,
+            num_total_blocks=state.cache.num_present,
             prefill_tokens_per_s=speed.prefill_tokens_per_s,
             decode_tokens_per_s=speed.decode_tokens_per_s,
             oldest_wait_s=now - oldest.request.arrival_s if oldest else 0.0,
@@ -365,6 +366,9 @@ class Scheduler:
             state.promises.num_free(),
             num_free_window_blocks=state.promises.num_free_window_blocks(),
             most_window_blocks=state.cache.most_window_blocks,
+            block_bytes=(self._memory.block_bytes, self._memory.window_block_bytes)
+            if self._memory.num_block_ids
+            else None,
         )
         return self._door.refusal(request, num_tokens, batch, now)
 
@@ -372,3 +376,15 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             self.cancel(request_id, now, FinishReason.DEADLINE)
+
+
+def _division_of(memory: MemoryPlan) -> Division | None:
+    """How blocks and window blocks share their memory at first; None where that stays as it is."""
+    if not memory.num_block_ids:
+        return None
+    return Division(
+        num_blocks=memory.num_blocks,
+        num_window_blocks=memory.num_window_blocks,
+        block_bytes=memory.block_bytes,
+        window_block_bytes=memory.window_block_bytes,
+    )

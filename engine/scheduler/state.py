@@ -124,6 +124,16 @@ class Promises:
         """Those that nobody holds and that are promised to nobody but `besides`."""
         return self._cache.num_available_window_blocks - self.num_reserved_window_blocks(besides=besides)
 
+    def find_room(self, num_blocks: int, num_window_blocks: int, *, besides: Sequence) -> bool:
+        """Whether so many blocks and window blocks can be had that are promised to nobody but `besides`; the
+        division between both kinds follows.
+        """
+        # What is promised to it beyond that stays as well.
+        blocks = max(num_blocks + self.num_reserved(besides=besides), self.num_reserved())
+        others = self.num_reserved_window_blocks(besides=besides)
+        windows = max(num_window_blocks + others, self.num_reserved_window_blocks())
+        return self._cache.make_room(blocks, windows)
+
     def _window_reserve_of(self, sequence: Sequence) -> int:
         """Window blocks that the sequence may still come to need. Those that others hold as well do not
         count as its own, since they do not come free when it leaves them behind.

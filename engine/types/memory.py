@@ -87,11 +87,36 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     num_window_blocks: int = 0
     window_bytes_per_token: int = 0
+    # Ids of blocks and of window blocks, where memory goes from one kind to the other with the load: more
+    # than there is memory for at a time. 0 where the division stays.
+    num_block_ids: int = 0
+    num_window_block_ids: int = 0
 
     @property
     def most_window_blocks(self) -> int:
         """See blocks_in_window; 0 where all layers keep the same blocks."""
         return blocks_in_window(self.window, self.block_size) if self.num_window_blocks else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in layers that keep all of them."""
+        return (self.kv_bytes_per_token - self.window_bytes_per_token) * self.block_size
+
+    @property
+    def window_block_bytes(self) -> int:
+        """Bytes of a window block."""
+        return self.window_bytes_per_token * self.block_size
+
+    def streams_of(self, num_blocks: int, num_window_blocks: int) -> float:
+        """Sequences that fit which hold so many blocks and window blocks each."""
+        if not self.num_window_blocks:
+            return self.num_blocks / num_blocks
+        most = self.num_blocks / num_blocks, self.num_window_blocks / num_window_blocks
+        if not self.num_block_ids:
+            return min(most)
+        each = num_blocks * self.block_bytes + num_window_blocks * self.window_block_bytes
+        most = self.num_block_ids / num_blocks, self.num_window_block_ids / num_window_blocks
+        return min(*most, self.kv_cache_bytes / each)
 
     @property
     def capacity_tokens(self) -> int:

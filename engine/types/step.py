@@ -162,6 +162,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     # copies (source, destination) between window blocks, as they were before the plan.
     window_blocks: tuple[tuple[int, int], ...] = ()
     window_copies: tuple[tuple[int, int], ...] = ()
+    # Blocks and window blocks whose memory the system may have back, since the other kind needs it.
+    retired_blocks: tuple[int, ...] = ()
+    retired_window_blocks: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -273,7 +273,7 @@ class Attempts:
         reader = self.reader(served)
         return complete(
             call.request.sampling,
-            defaults=reader.defaults,
+            defaults=reader.defaults_of(call.request),
             watches_ids=reader.watches_ids(call.request),
             max_tokens=ranked_tokens(call.request, max_tokens, self.intake.limits),
             eos_token_ids=served.vocabulary.eos_token_ids,

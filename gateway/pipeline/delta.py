@@ -332,11 +332,24 @@ class AnswerReader:
             **{name: vocabulary.sampling_sources.get(name, _GENERATION_CONFIG) for name in recommended},
             **dict.fromkeys(served.config.defaults, _CONFIGURED),
         }
+        is_greedy = not self.defaults.get("temperature", 1.0) and "temperature" not in served.config.defaults
+        # Of those, what a request for several answers leaves to the API.
+        self._of_one = ("temperature",) if is_greedy else ()
         self._tool_format = vocabulary.tool_call_format if vocabulary.tool_call_format in PARSERS else ""
         # Without any marker shown.
         self.texts = TokenTexts(vocabulary)
         # With the markers that parsers must see, by (tool-call format, reasoning format).
         self._marked: dict[tuple[str, str], TokenTexts] = {}
+
+    def defaults_of(self, request: GenerationRequest) -> Mapping[str, Any]:
+        """Those that hold for the request. Files that recommend greedy decoding speak of one answer: several
+        would be equal, so that they are drawn as the API says.
+        """
+        sampling = request.sampling
+        asked = (sampling.n, sampling.best_of, sampling.beam_width)
+        if not self._of_one or (request.test_time is None and max(each or 1 for each in asked) == 1):
+            return self.defaults
+        return {name: value for name, value in self.defaults.items() if name not in self._of_one}
 
     def check(self, request: GenerationRequest) -> None:
         """Raises INVALID_ARGUMENT for tools whose calls nobody could read, and for a budget that no thought

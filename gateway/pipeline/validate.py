@@ -55,14 +55,17 @@ _CHECKPOINT_OPTIONS: Mapping[str, Any] = {
 def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling options that the checkpoint recommends.
 
-    With `do_sample` false the numbers in the file are leftovers that transformers ignores, and so do we;
-    clients that name no temperature get the API's own default then. A number beyond its limits is left out,
-    which is logged: every request would be refused for it.
+    `do_sample` false is greedy decoding, temperature 0: numbers beside it that say how tokens are drawn are
+    leftovers, which transformers ignores as well. A number beyond its limits is left out, which is logged:
+    every request would be refused for it.
     """
-    if generation_config.get("do_sample") is False:
-        return {}
     found: dict[str, Any] = {}
+    is_greedy = generation_config.get("do_sample") is False
+    if is_greedy:
+        found["temperature"] = 0.0
     for name, kind in _CHECKPOINT_OPTIONS.items():
+        if is_greedy and not name.endswith("_penalty"):
+            continue
         value = generation_config.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             try:

@@ -1,6 +1,7 @@
-"""The bytes of single blocks, out of the cache and into it, beside the steps that compute.
+"""The bytes of single blocks and states, out of the cache and into it, beside the steps that compute.
 
-Who asks knows that nobody writes the block meanwhile, or throws away what was read. Shape letters: N blocks.
+Who asks knows that nobody writes them meanwhile, or throws away what was read. Shape letters: N blocks or
+slots.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.types.places import slot_of
+
 
 class BlockBytes:
-    """One thread's way to the blocks of a cache, whose tensors [N, ...] are arrays or torch's."""
+    """One thread's way to the blocks of a cache, whose tensors [N, ...] are arrays or torch's; and to the
+    `states` of layers that carry one, whose slots have numbers below 0 (engine.types.places).
+    """
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[Any], states: Sequence[Any] = ()) -> None:
+        self._states = BlockBytes(states) if states else None
         self._rows: list[Any] = [_rows(tensor) for tensor in tensors]
         self._sizes = [int(rows.shape[1]) for rows in self._rows]
         self.num_bytes = sum(self._sizes)
@@ -24,8 +30,16 @@ class BlockBytes:
         self._stream: Any = None
         self._pinned: Any = None
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Of one slot, in all layers."""
+        return 0 if self._states is None else self._states.num_bytes
+
     def read(self, block_id: int) -> memoryview:
         """The block's bytes, until the next call."""
+        if block_id < 0:
+            assert self._states is not None, "a slot of a cache without states"
+            return self._states.read(slot_of(block_id))
         if self._on_device:
             self._begin()
             self._on_stream(lambda part, rows: part.copy_(rows[block_id], non_blocking=True))
@@ -36,6 +50,10 @@ class BlockBytes:
 
     def write(self, block_id: int, block: bytes | memoryview) -> None:
         """Fills a block."""
+        if block_id < 0:
+            assert self._states is not None, "a slot of a cache without states"
+            self._states.write(slot_of(block_id), block)
+            return
         data = np.frombuffer(block, np.uint8)
         if self._on_device:
             self._begin()

@@ -42,19 +42,26 @@ def open_disk(
             "engine.cache.disk_path: this engine has no keys and values to keep; leave it empty"
         )
     key = _key(cache)
+    sizes = blocks()
     files = EntryFiles(
         Path(cache.disk_path),
         _fingerprint(config, model, memory, facts, key),
-        entry_bytes=blocks().num_bytes,
+        entry_bytes=sizes.num_bytes,
+        state_bytes=sizes.num_state_bytes,
         max_bytes=cache.disk_bytes,
         key=key,
     )
     if cache.disk_bytes < files.file_bytes:
         raise ConfigError(
-            f"engine.cache.disk_bytes = {cache.disk_bytes}: one block of {memory.block_size} tokens takes "
+            f"engine.cache.disk_bytes = {cache.disk_bytes}: one {_largest(sizes, memory)} takes "
             f"{files.file_bytes} bytes; raise it, or leave engine.cache.disk_path empty"
         )
     return DiskTier(files, blocks)
+
+
+def _largest(sizes: BlockBytes, memory: MemoryPlan) -> str:
+    is_state = sizes.num_state_bytes > sizes.num_bytes
+    return "state of a sequence" if is_state else f"block of {memory.block_size} tokens"
 
 
 def check_disk(cache: CacheConfig) -> None:
@@ -104,6 +111,7 @@ def _fingerprint(
         "version": metadata.version("millrace"),
         "block_size": memory.block_size,
         "kv_bytes_per_token": memory.kv_bytes_per_token,
+        "state_bytes": memory.state_bytes // max(1, memory.num_states),
         # Tables of rotary angles may depend on it.
         "max_model_len": memory.max_model_len,
         "facts": (facts.dtype, facts.attention_backend, facts.level, facts.device.partition(":")[0]),

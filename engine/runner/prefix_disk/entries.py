@@ -55,12 +55,21 @@ class EntryFiles:
     """
 
     def __init__(
-        self, root: Path, fingerprint: str, *, entry_bytes: int, max_bytes: int, key: bytes = b""
+        self,
+        root: Path,
+        fingerprint: str,
+        *,
+        entry_bytes: int,
+        state_bytes: int = 0,
+        max_bytes: int,
+        key: bytes = b"",
     ) -> None:
-        """`entry_bytes` is the size of a block; with `key` (32 bytes) entries are encrypted."""
+        """`entry_bytes` is the size of a block, `state_bytes` that of a state where there are such; with
+        `key` (32 bytes) entries are encrypted.
+        """
         self.root = root
         self.folder = root / fingerprint
-        self.entry_bytes = entry_bytes
+        self._sizes = (entry_bytes, state_bytes) if state_bytes else (entry_bytes,)
         self.max_bytes = max_bytes
         self._fingerprint = bytes.fromhex(fingerprint)
         self._cipher = None
@@ -80,12 +89,12 @@ class EntryFiles:
 
     @property
     def file_bytes(self) -> int:
-        """Size of an entry's file."""
-        return (
-            self.entry_bytes
-            + len(_PLAIN)
-            + (_DIGEST_BYTES if self._cipher is None else _NONCE_BYTES + _TAG_BYTES)
-        )
+        """Size of the largest entry's file."""
+        return max(self._sizes) + self._head_bytes
+
+    @property
+    def _head_bytes(self) -> int:
+        return len(_PLAIN) + (_DIGEST_BYTES if self._cipher is None else _NONCE_BYTES + _TAG_BYTES)
 
     def __contains__(self, block_hash: bytes) -> bool:
         shard = block_hash[0]
@@ -129,7 +138,7 @@ class EntryFiles:
         with self._lock:
             self._own[block_hash[0]].add(block_hash)
             self._used_s[block_hash] = time.monotonic()
-            self.num_bytes += self.file_bytes
+            self.num_bytes += len(block) + self._head_bytes
 
     def read(self, block_hash: bytes) -> bytes | memoryview | None:
         """A block, None where no such entry is there any more. Raises EntryDamaged."""
@@ -216,8 +225,10 @@ class EntryFiles:
     def _opened(self, block_hash: bytes, data: bytes) -> bytes | memoryview:
         """The block of an entry; raises ValueError."""
         form = _PLAIN if self._cipher is None else _SEALED
-        if len(data) != self.file_bytes or not data.startswith(form):
-            raise ValueError(f"{len(data)} bytes, expected {self.file_bytes} that begin with {form!r}")
+        expected = [size + self._head_bytes for size in self._sizes]
+        if len(data) not in expected or not data.startswith(form):
+            told = " or ".join(map(str, expected))
+            raise ValueError(f"{len(data)} bytes, expected {told} that begin with {form!r}")
         place, rest = self._place(block_hash), memoryview(data)[len(form) :]
         if self._cipher is None:
             block = rest[_DIGEST_BYTES:]

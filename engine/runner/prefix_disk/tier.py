@@ -1,4 +1,5 @@
-"""The disk behind the prefix cache, as the scheduler sees it: two threads move blocks beside the steps.
+"""The disk behind the prefix cache, as the scheduler sees it: two threads move blocks, and states, beside the
+steps.
 
 Written: every full block that was computed, from where it lies in the cache. The scheduler says when a block
 is about to be given away; what was read of it by then counts, what was read meanwhile is thrown away, so
@@ -47,7 +48,7 @@ class DiskTier:
         self._changed = threading.Condition()
         # Blocks to write, with their content: those not begun, and the one that is being read.
         self._waiting: OrderedDict[int, bytes] = OrderedDict()
-        self._writing = -1
+        self._writing: int | None = None
         self._used: deque[Sequence[bytes]] = deque()
         self._asked: deque[tuple[int, Sequence[tuple[bytes, int]]]] = deque()
         self._finished: deque[tuple[int, int]] = deque()
@@ -77,15 +78,15 @@ class DiskTier:
         with self._changed:
             is_lost = self._waiting.pop(block_id, None) is not None
             if self._writing == block_id:
-                self._writing, is_lost = -1, True
+                self._writing, is_lost = None, True
             self._counters.num_dropped += is_lost
 
     def forget_all(self) -> None:
         """What blocks hold is in doubt."""
         with self._changed:
-            self._counters.num_dropped += len(self._waiting) + (self._writing >= 0)
+            self._counters.num_dropped += len(self._waiting) + (self._writing is not None)
             self._waiting.clear()
-            self._writing = -1
+            self._writing = None
 
     def use(self, hashes: Sequence[bytes]) -> None:
         """Somebody asked for these contents."""
@@ -166,16 +167,16 @@ class DiskTier:
                 self._changed.wait_for(self._has_writing, timeout=_LOOK_S)
                 used = list(self._used)
                 self._used.clear()
-                block_id, block_hash = -1, b""
+                writing: tuple[int, bytes] | None = None
                 if self._waiting and not self._is_paused:
-                    block_id, block_hash = self._waiting.popitem(last=False)
-                    self._writing = block_id
+                    writing = self._waiting.popitem(last=False)
+                    self._writing = writing[0]
                 elif self._closing:
                     return
             for hashes in used:
                 self._files.use(hashes)
-            if block_id >= 0:
-                self._write(blocks, block_id, block_hash)
+            if writing is not None:
+                self._write(blocks, *writing)
             now = self._clock()
             if now >= look_due_s:
                 look_due_s = now + _LOOK_S
@@ -194,13 +195,13 @@ class DiskTier:
     def _write(self, blocks: BlockBytes, block_id: int, block_hash: bytes) -> None:
         if block_hash in self._files:
             with self._changed:
-                self._writing = -1
+                self._writing = None
             self._files.use((block_hash,))
             return
         block = blocks.read(block_id)
         with self._changed:
             is_whole = self._writing == block_id
-            self._writing = -1
+            self._writing = None
         if is_whole and self._attempt(lambda: self._files.write(block_hash, block)):
             self._counters.num_written += 1
 

@@ -18,7 +18,7 @@ def resource(body: ResponseBody, attempt: Attempt) -> Response:
     checkpoint, the configuration or the API sets.
     """
     info = attempt.info
-    defaults = attempt.reader.defaults
+    defaults = attempt.reader.defaults_of(attempt.call.request)
 
     def option(name: str, otherwise: float) -> float:
         given = getattr(body, name)

@@ -176,6 +176,12 @@ class CheckedRunner:
         assert len({into for into, _ in copied}) == len(copied), "two copies into one window block"
         for into, content in copied:
             self.windows[into] = content
+        for retired, contents in (
+            (plan.retired_blocks, self.device),
+            (plan.retired_window_blocks, self.windows),
+        ):
+            for each in retired:
+                contents[each] = [None] * self.block_size
         into = [destination for _, destination in plan.state_copies]
         assert len(set(into)) == len(into), "two copies into one slot"
         # All are read before any is written.

@@ -24,15 +24,20 @@ def memory_plan(
     state_interval: int = 8,
     window: int = 0,
     num_window_blocks: int = 0,
+    moves: bool = False,
 ) -> MemoryPlan:
-    """A plan in which only the counts matter."""
+    """A plan in which only the counts matter. `moves`: memory goes from blocks to window blocks, which take
+    half as much more, and back.
+    """
+    each = (2, 3) if moves else (1, 0)
+    total = block_size * (num_blocks * each[0] + num_window_blocks * each[1])
     return MemoryPlan(
         total_bytes=num_blocks * block_size,
         weights_bytes=0,
         workspace_bytes=0,
         headroom_bytes=0,
-        kv_cache_bytes=num_blocks * block_size,
-        kv_bytes_per_token=1,
+        kv_cache_bytes=total,
+        kv_bytes_per_token=sum(each),
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
@@ -40,6 +45,9 @@ def memory_plan(
         state_interval=state_interval if num_states else 0,
         window=window,
         num_window_blocks=num_window_blocks,
+        window_bytes_per_token=each[1],
+        num_block_ids=num_blocks + num_window_blocks if moves else 0,
+        num_window_block_ids=num_window_blocks + num_blocks // 2 if moves else 0,
     )
 
 
@@ -81,12 +89,12 @@ class Driver:
             disk=disk,
         )
         self.runner = CheckedRunner(
-            memory.num_blocks,
+            memory.num_block_ids or memory.num_blocks,
             memory.block_size,
             num_host_blocks,
             max_tokens_per_step=self.config.max_num_batched_tokens,
             window=window,
-            num_window_blocks=memory.num_window_blocks,
+            num_window_blocks=memory.num_window_block_ids or memory.num_window_blocks,
             partial_window=memory.window,
         )
         self.disk = disk
@@ -253,5 +261,5 @@ class Driver:
             assert sum(event.first_token is not None for event in events) <= 1
         self.check_costs()
         assert self.scheduler.num_requests == 0
-        assert self.scheduler.num_unreferenced_blocks == self.memory.num_blocks
+        assert self.scheduler.num_unreferenced_blocks == self.scheduler.num_total_blocks
         assert self.runner.num_states() == 0

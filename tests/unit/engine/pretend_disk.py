@@ -7,14 +7,18 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from engine.types import DiskCounters
+from engine.types.places import slot_of
 from tests.unit.engine.checked_runner import CheckedRunner
+
+# What is kept of a block, or of a state.
+Entries = dict[bytes, list[int | None]]
 
 
 class PretendDisk:
-    """Implements engine.kv.BlockDisk over the slots of the runner's device. Nothing moves before `work`."""
+    """Implements engine.kv.BlockDisk over the runner's device and states. Nothing moves before `work`."""
 
-    def __init__(self, seed: int = 0, entries: dict[bytes, list[int | None]] | None = None) -> None:
-        self.entries: dict[bytes, list[int | None]] = {} if entries is None else entries
+    def __init__(self, seed: int = 0, entries: Entries | None = None) -> None:
+        self.entries: Entries = {} if entries is None else entries
         self.damaged: set[bytes] = set()
         self.num_read = 0
         self.runner: CheckedRunner | None = None
@@ -60,7 +64,10 @@ class PretendDisk:
         for block_id, block_hash in list(self._waiting.items()):
             if self._random.random() < share:
                 del self._waiting[block_id]
-                self.entries[block_hash] = list(runner.device[block_id])
+                is_state = block_id < 0
+                self.entries[block_hash] = (
+                    [runner.slots[slot_of(block_id)]] if is_state else list(runner.device[block_id])
+                )
         for asked in list(self._asked):
             if self._random.random() < share:
                 self._asked.remove(asked)
@@ -72,6 +79,9 @@ class PretendDisk:
                 del self.entries[block_hash]
             if block_hash not in self.entries:
                 return num_filled
-            runner.device[block_id][:] = self.entries[block_hash]
+            if block_id < 0:
+                (runner.slots[slot_of(block_id)],) = self.entries[block_hash]  # type: ignore[assignment]
+            else:
+                runner.device[block_id][:] = self.entries[block_hash]
             self.num_read += 1
         return len(blocks)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.prefix import PrefixHasher
-from engine.kv import KvCache
+from engine.kv import Division, KvCache
 from engine.kv.block_pool import BlockTable
 
 SIZE = 4
@@ -144,3 +144,103 @@ def test_any_order_of_use_keeps_the_books(seed: int, window: int, num_window_blo
         cache.free(table)
     assert cache.num_available == 40
     assert cache.num_available_window_blocks == num_window_blocks
+
+
+def moving(num_blocks: int, num_window_blocks: int) -> KvCache:
+    """A cache in which a window block takes the memory of three blocks, divided so at first."""
+    division = Division(
+        num_blocks=num_blocks, num_window_blocks=num_window_blocks, block_bytes=1, window_block_bytes=3
+    )
+    return KvCache(
+        num_blocks=num_blocks + 3 * num_window_blocks,
+        block_size=SIZE,
+        window=8,
+        num_window_blocks=num_window_blocks + num_blocks // 3,
+        division=division,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30), num_blocks=st.sampled_from((12, 41)), num_windows=st.sampled_from((6, 20))
+)
+def test_any_order_of_use_keeps_the_books_while_memory_moves(
+    seed: int, num_blocks: int, num_windows: int
+) -> None:
+    rng, cache = random.Random(seed), moving(num_blocks, num_windows)
+    tables: list[BlockTable] = []
+    for _ in range(80):
+        action = rng.randrange(4)
+        # Whatever is asked for: what is held stays, and what was found is there.
+        wanted = rng.randrange(num_blocks + 3 * num_windows), rng.randrange(cache.num_window_blocks + 1)
+        if cache.make_room(*wanted):
+            assert cache.num_available >= wanted[0]
+            assert cache.num_available_window_blocks >= wanted[1]
+        length = rng.randrange(1, 44)
+        if action == 0 and cache.make_room(-(-length // SIZE) + 1, min(-(-length // SIZE) + 1, 6)):
+            tables.append(computed(cache, [rng.randrange(2)] * length, rng.randrange(1, 9)))
+        elif action == 1 and tables:
+            cache.free(tables.pop(rng.randrange(len(tables))))
+        elif action == 3 and rng.random() < 0.1:
+            cache.forget_contents()
+        cache.drain_transfers()
+        cache.drain_window_blocks()
+        blocks, windows = cache.drain_retired()
+        # Pages go of what nobody holds or can find.
+        assert cache._windows is not None
+        assert not {*blocks} & {
+            *cache._pool._cached.values(),
+            *(each for table in tables for each in table.held),
+        }
+        assert not {*windows} & {*cache._windows._window_block_of}
+        cache.check_invariants(tables)
+    for table in tables:
+        cache.free(table)
+    assert cache.num_available == cache.num_present
+    assert cache.num_available_window_blocks == cache.num_present_window_blocks
+
+
+def test_memory_goes_where_it_is_lacking() -> None:
+    cache = moving(30, 10)
+    assert cache.make_room(30, 10)
+    assert not cache.make_room(31, 10)
+    assert not cache.make_room(31, 11)
+    assert (cache.num_present, cache.num_present_window_blocks) == (30, 10)
+    # One window block is three blocks.
+    assert cache.make_room(31, 9)
+    assert (cache.num_available, cache.num_available_window_blocks) == (33, 9)
+    blocks, windows = cache.drain_retired()
+    assert (blocks, len(windows)) == ((), 1)
+    assert cache.make_room(0, 20)
+    assert cache.num_available_window_blocks == 20
+    assert cache.num_available == 0
+    blocks, windows = cache.drain_retired()
+    assert (len(blocks), windows) == (33, ())
+    assert not cache.make_room(1, 20)
+    cache.check_invariants([])
+
+
+def test_what_sequences_hold_stays() -> None:
+    cache = moving(30, 10)
+    table = computed(cache, list(range(80)))
+    held = table.num_in_window
+    assert not cache.make_room(10 + 3 * (10 - held) + 1, 0)
+    assert cache.make_room(10 + 3 * (10 - held), 0)
+    cache.check_invariants([table])
+    cache.free(table)
+    assert cache.num_available == 30 + 3 * (10 - held)
+    assert found(cache, [*range(80), 99]) == 20
+
+
+def test_a_prefix_that_is_used_outlives_what_makes_room() -> None:
+    cache, tokens = moving(30, 20), list(range(24))
+    cache.free(computed(cache, tokens))
+    cache.free(computed(cache, list(range(100, 124))))
+    prefix = cache.find_prefix(hasher_of(tokens), len(tokens))
+    assert prefix.num_blocks == 5
+    cache.use(prefix)
+    assert cache.make_room(5, 20 + (30 - 5) // 3)
+    table = BlockTable()
+    cache.adopt(table, cache.find_prefix(hasher_of(tokens), len(tokens)))
+    assert len(table) == 5
+    cache.check_invariants([table])

@@ -78,6 +78,24 @@ def test_blocks_are_asked_for_ahead_of_those_in_use_and_no_further() -> None:
         assert max(b - a for a, b in mine) <= (2 << 20) + mmap.PAGESIZE
 
 
+def test_blocks_without_memory_are_not_asked_for() -> None:
+    (part,), asked = tensors(1), []
+
+    def populate(address: int, num_bytes: int) -> bool:
+        asked.append(address + num_bytes - part.data_ptr())
+        return True
+
+    with closing(Prefault([part], ahead_blocks=100, most=300, populate=populate)) as made:
+        made.use(250)
+        until(lambda: made.num_blocks == 300)
+    with closing(Prefault([part], ahead_blocks=100, most=300, populate=populate)) as made:
+        until(lambda: made.num_blocks == 100)
+        made.leave_out([220, 210])
+        made.use(250)
+        until(lambda: made.num_blocks == 210)
+    assert max(asked) == 300 * part[0].nbytes
+
+
 def test_memory_is_there_before_anybody_writes() -> None:
     (part,) = tensors(1)
     per_block = part[0].nbytes // mmap.PAGESIZE

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.kv.disk import state_name
 from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.runner.prefix_disk.entries import EntryDamaged, EntryFiles
 from engine.runner.prefix_disk.tier import DiskTier
+from engine.types.places import place_of
 
 PRINT, OTHER_PRINT = "0a" * 16, "0b" * 16
 NUM_BYTES = 2000
@@ -197,10 +199,24 @@ class Cache:
             np.zeros((num_blocks, 2, 4, 16), np.float32),
             np.zeros((num_blocks, 2, 4, 8), np.uint16),
         ]
-        one = BlockBytes(self.tensors)
-        self.files = EntryFiles(root, PRINT, entry_bytes=one.num_bytes, max_bytes=max_bytes)
+        # Slots of states, which take more than a block.
+        self.states = [
+            np.zeros((num_blocks, 3, 100), np.float32),
+            np.zeros((num_blocks, 2, 4, 9), np.float32),
+        ]
+        one = self.bytes()
+        self.files = EntryFiles(
+            root,
+            PRINT,
+            entry_bytes=one.num_bytes,
+            state_bytes=one.num_state_bytes,
+            max_bytes=max_bytes,
+        )
         self.now = 0.0
-        self.tier = DiskTier(self.files, lambda: BlockBytes(self.tensors), clock=lambda: self.now)
+        self.tier = DiskTier(self.files, self.bytes, clock=lambda: self.now)
+
+    def bytes(self) -> BlockBytes:
+        return BlockBytes(self.tensors, self.states)
 
     def fill(self, block_id: int, number: int) -> None:
         for tensor in self.tensors:
@@ -227,6 +243,30 @@ def test_blocks_go_out_and_come_back_into_others(tmp_path: Path) -> None:
         assert found == [(5, 4), (6, 0)]
         assert [cache.content(7 - each) for each in range(4)] == [cache.content(each) for each in range(4)]
         assert cache.tier.counters().num_read == 4
+
+
+def test_states_go_out_and_come_back_beside_blocks(tmp_path: Path) -> None:
+    with closing(Cache(tmp_path)) as cache:
+        for slot in range(3):
+            for part in cache.states:
+                part[slot] = np.random.default_rng(slot).standard_normal(part.shape[1:])
+            cache.tier.write_later(place_of(slot), state_name(hash_of(slot)))
+        cache.fill(0, 5)
+        cache.tier.write_later(0, hash_of(0))
+        eventually(lambda: cache.tier.counters().num_written == 4)
+        assert hash_of(1) not in cache.files
+        wanted = [(state_name(hash_of(slot)), place_of(7 - slot)) for slot in range(3)]
+        cache.tier.read_later(1, [*wanted, (hash_of(0), 6)])
+        found: list[tuple[int, int]] = []
+        eventually(lambda: len(found.extend(cache.tier.finished()) or found) == 1)
+        assert found == [(1, 4)]
+        for part in cache.states:
+            assert (part[7:4:-1] == part[:3]).all()
+        assert cache.content(6) == cache.content(0)
+        # A state that is not the one of this block, though it is whole.
+        next(tmp_path.rglob(state_name(hash_of(0)).hex())).replace(file_of(tmp_path, 0))
+        with pytest.raises(EntryDamaged):
+            cache.files.read(hash_of(0))
 
 
 def test_what_waits_is_written_before_the_end(tmp_path: Path) -> None:

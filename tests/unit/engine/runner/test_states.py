@@ -4,8 +4,9 @@ preempted gives what transformers computes from scratch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from engine.model.plan import make_plan, plan_input
 from engine.runner.build import build_here
+from engine.runner.prefix_disk.build import open_disk
+from engine.runner.prefix_disk.tier import DiskTier
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
@@ -23,6 +26,35 @@ from tests.unit.engine.runner.driver import poison_floats, prompt_of
 
 FAMILIES = ["lfm2", "qwen3.5", "bamba", "falcon-h1", "recurrent-gemma"]
 GIB = 1 << 30
+
+
+class FinishedDisk:
+    """The real tier, for which every step waits until it has done what was asked of it."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+        self._num_reading = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def read_later(self, token: int, blocks: Sequence[tuple[bytes, int]]) -> None:
+        self._num_reading += 1
+        self._tier.read_later(token, blocks)
+
+    def finished(self) -> list[tuple[int, int]]:
+        found = self._tier.finished()
+        self._num_reading -= len(found)
+        return found
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._num_reading
+
+    def work(self, share: float) -> None:
+        tier = self._tier
+        while tier._waiting or tier._writing is not None or len(tier._finished) < self._num_reading:
+            time.sleep(0.001)
 
 
 @contextmanager
@@ -41,20 +73,22 @@ def engine(
         scheduler=SchedulerConfig(**limits, long_prefill_tokens=24),
         max_model_len=128,
     )
-    runner, memory, _ = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
+    runner, memory, facts = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
     for layer in runner.storage.layers:
         for tensor in layer.tensors():
             poison_floats(tensor)
     assert memory.num_states
+    tier = open_disk(config, ModelConfig(path=str(folder)), memory, facts, runner.block_bytes())
     driver = Driver(
         memory=memory,
         overlap=overlap,
         prefix_caching=config.cache.prefix_caching,
         num_host_blocks=config.cache.host_bytes // (memory.kv_bytes_per_token * memory.block_size),
+        disk=None if tier is None else FinishedDisk(tier),  # type: ignore[arg-type]
         **limits,
     )
     driver.runner = runner
-    with closing(runner):
+    with closing(runner), closing(tier) if tier else nullcontext():
         yield driver
         assert driver.scheduler.num_requests == 0
         assert driver.runner.num_states() == 0
@@ -123,6 +157,24 @@ def test_choices_and_beams_have_states_of_their_own(family: str, tmp_path: Path)
     assert len({tuple(tokens) for tokens in answers[0]}) == 6
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("native", ["required", "off"])
+def test_another_engine_finds_prefix_and_state_on_disk(family: str, native: str, tmp_path: Path) -> None:
+    folder, kept = tmp_path / "model", tmp_path / "kept"
+    oracle = make_checkpoint(folder, HYBRIDS[family][0], **HYBRIDS[family][1])
+    prompt = prompt_of(43, 199)
+    expected = reference_greedy(oracle, prompt, 6)
+    hits = []
+    for _ in range(2):
+        with engine(folder, native=native, disk_path=str(kept)) as driver:
+            request = driver.submit(prompt, max_tokens=6, temperature=0.0)
+            driver.run()
+            assert driver.tokens(request) == expected
+            hits.append(driver.scheduler.load(driver.now).counters.prefix_hit_tokens)
+    # Blocks have 16 tokens.
+    assert hits == [0, 32]
+
+
 def test_another_engines_answer_is_gone_on_with(tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path, HYBRIDS["qwen3.5"][0], **HYBRIDS["qwen3.5"][1])
     prompt = prompt_of(21, 199)
@@ -165,10 +217,6 @@ def test_too_little_memory_for_states_is_said(tmp_path: Path) -> None:
         (
             EngineConfig(speculation=SpeculationConfig(method="ngram")),
             r"engine\.speculation\.method = 'ngram': Lfm2ForCausalLM has layers",
-        ),
-        (
-            EngineConfig(cache=CacheConfig(disk_path="/kept")),
-            r"engine\.cache\.disk_path = '/kept': Lfm2ForCausalLM has layers",
         ),
     ],
 )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 import transformers
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core.__main__ import make_scheduler
 from engine.model.families import read_spec
-from engine.model.plan import kv_bytes_per_token, plan_input, window_room_of
+from engine.model.plan import kv_bytes_per_token, make_plan, plan_input, window_room_of
 from engine.runner.build import build_here
+from engine.runner.kv_storage import KvStorage
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
-from engine.types import Request, SamplingParams
+from engine.types import MemoryPlan, Request, SamplingParams, SchedulerOutput
+from kernels.host import HOST
 from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
@@ -52,8 +56,10 @@ def prompts() -> list[list[int]]:
 def poison_free_blocks(scheduler: Scheduler, runner: ModelRunner) -> None:
     """What nobody holds, and the spare block, turn into NaN: a weight of 0 would not hide it."""
     cache, storage = scheduler._state.cache, runner.storage
-    free = [*cache._pool._free, storage.num_blocks]
-    free_in_windows = [] if cache._windows is None else [*cache._windows._free, storage.num_window_blocks]
+    windows = cache._windows
+    free = [*cache._pool._free, *cache._pool._absent, storage.num_blocks]
+    free_in_windows = [storage.num_window_blocks]
+    free_in_windows += [] if windows is None else [*windows._free, *windows._absent]
     for layer in storage.layers:
         for tensor in layer.tensors():
             if "float" in str(tensor.dtype):
@@ -61,18 +67,23 @@ def poison_free_blocks(scheduler: Scheduler, runner: ModelRunner) -> None:
 
 
 def generate(
-    runner: ModelRunner, *, window: int | None, prefix_caching: bool, num_host_blocks: int, n: int = 1
+    runner: ModelRunner,
+    *,
+    window: int | None,
+    prefix_caching: bool,
+    num_host_blocks: int,
+    n: int = 1,
+    memory: MemoryPlan | None = None,
 ) -> tuple[dict[tuple[int, int], list[int]], Counter[str], int]:
     """Tokens by (request, choice), preemptions by cause, and the most blocks that were held at once."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=48, long_prefill_tokens=32),
         CacheConfig(prefix_caching=prefix_caching),
-        memory_plan(
+        memory
+        or memory_plan(
             runner.storage.num_blocks,
             runner.storage.block_size,
             256,
-            window=WINDOW if runner.storage.num_window_blocks else 0,
-            num_window_blocks=runner.storage.num_window_blocks,
         ),
         model="m",
         num_host_blocks=num_host_blocks,
@@ -108,7 +119,7 @@ def generate(
     assert runner.num_states() == 0
     assert scheduler.num_unreferenced_blocks == scheduler.num_total_blocks
     cache = scheduler._state.cache
-    assert cache.num_available_window_blocks == cache.num_window_blocks
+    assert cache.num_available_window_blocks == cache.num_present_window_blocks
     return tokens, Counter(scheduler.load(10.0).counters.preemptions), most
 
 
@@ -187,8 +198,8 @@ def partial(
     return folder, [reference_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts()]
 
 
-def open_partial(folder: Path, *, num_sequences: float, **options: object) -> ModelRunner:
-    """A runner with so many times what one sequence of 256 tokens needs, and no more."""
+def open_partial(folder: Path, *, num_sequences: float, **options: object) -> tuple[ModelRunner, MemoryPlan]:
+    """A runner with so many times what one sequence of 256 tokens needs, and no more; and its plan."""
     given = plan_input(
         EngineConfig(dtype="float32", scheduler=STEPS),
         ModelConfig(path=str(folder)),
@@ -198,10 +209,15 @@ def open_partial(folder: Path, *, num_sequences: float, **options: object) -> Mo
     room, per_token = window_room_of(given), kv_bytes_per_token(given.spec, "float32")
     in_windows = room.bytes_per_token * 16
     least = 16 * (per_token * 16 - in_windows) + room.least * in_windows
-    runner = open_runner(folder, kv_cache_bytes=int(num_sequences * least), scheduler=STEPS, **options)
+    num_bytes = int(num_sequences * least)
+    cache = msgspec.structs.replace(given.config.cache, kv_cache_bytes=num_bytes)
+    plan = make_plan(
+        msgspec.structs.replace(given, config=msgspec.structs.replace(given.config, cache=cache))
+    )
+    runner = open_runner(folder, kv_cache_bytes=num_bytes, scheduler=STEPS, **options)
     # Far fewer than there are blocks for prompts of this length.
-    assert 0 < runner.storage.num_window_blocks < runner.storage.num_blocks
-    return runner
+    assert 0 < plan.num_window_blocks < plan.num_blocks < runner.storage.num_blocks == plan.num_block_ids
+    return runner, plan
 
 
 @pytest.mark.parametrize("kernels", ["torch", "reference", "native"])
@@ -214,9 +230,10 @@ def test_tokens_equal_transformers_where_only_some_layers_slide(
     options: dict[str, object] = {"native": "off", "attention_backend": kernels}
     if kernels == "native":
         options = {"native": native_or_skip()}
-    with closing(open_partial(folder, num_sequences=1.3, **options)) as runner:
+    runner, memory = open_partial(folder, num_sequences=1.3, **options)
+    with closing(runner):
         tokens, preemptions, _ = generate(
-            runner, window=None, prefix_caching=prefix_caching, num_host_blocks=0
+            runner, window=None, prefix_caching=prefix_caching, num_host_blocks=0, memory=memory
         )
     assert preemptions.total() > 0
     assert tokens == {(number, 0): each for number, each in enumerate(answers)}
@@ -226,8 +243,11 @@ def test_choices_share_a_prompt_where_only_some_layers_slide(
     partial: tuple[Path, list[list[int]]],
 ) -> None:
     folder, answers = partial
-    with closing(open_partial(folder, num_sequences=8)) as runner:
-        tokens, _, _ = generate(runner, window=None, prefix_caching=True, num_host_blocks=0, n=3)
+    runner, memory = open_partial(folder, num_sequences=8)
+    with closing(runner):
+        tokens, _, _ = generate(
+            runner, window=None, prefix_caching=True, num_host_blocks=0, n=3, memory=memory
+        )
     for number, each in enumerate(answers):
         assert [tokens[number, choice] for choice in range(3)] == [each] * 3
 
@@ -242,3 +262,35 @@ def test_layers_with_a_window_keep_blocks_of_their_own(tmp_path: Path) -> None:
         assert [layer.in_windows for layer in runner.storage.layers] == [True, False]
         lengths = [layer.keys.shape[0] - 1 for layer in runner.storage.layers]
         assert lengths == [runner.storage.num_window_blocks, runner.storage.num_blocks]
+
+
+def test_the_system_has_memory_back_that_the_other_kind_needs(tmp_path: Path) -> None:
+    make_checkpoint(
+        tmp_path,
+        "qwen2",
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    storage = KvStorage(
+        read_spec(tmp_path),
+        num_blocks=40,
+        block_size=64,
+        kv_dtype="float32",
+        device=HOST,
+        num_window_blocks=20,
+    )
+    for layer in storage.layers:
+        for tensor in layer.tensors():
+            tensor[:] = 1.0
+    storage.apply(SchedulerOutput(0, retired_blocks=(7, 5, 6, 30), retired_window_blocks=(2, 3, 4)))
+    for layer, retired, others in zip(
+        storage.layers, ([2, 3, 4], [5, 6, 7, 30]), ([0, 1, 5, 20], [4, 8, 29, 31, 40]), strict=True
+    ):
+        for tensor in layer.tensors():
+            assert (tensor[others] == 1.0).all()
+            # But for pages in which other blocks end or begin.
+            left = int((tensor[retired] != 0.0).sum()) * tensor.itemsize
+            assert left <= 4 * mmap.PAGESIZE
+            assert left < tensor[retired].nbytes / 2
+    storage.close()

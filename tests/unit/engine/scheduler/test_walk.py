@@ -30,8 +30,14 @@ FAST = (Phase.explicit, Phase.reuse, Phase.generate)
 
 # Of the model, in tokens; blocks have four. None keeps every block.
 WINDOWS = st.sampled_from((None, 1, 6, 24))
-# The same where only some layers have one, with their blocks: at least those that one sequence needs.
-PARTIAL = st.sampled_from(((0, 0), (0, 0), (1, 4), (6, 5), (6, 12), (10, 30), (24, 9), (24, 40)))
+# The same where only some layers have one, with their blocks: at least those that one sequence needs; and
+# whether memory goes from these to the others and back.
+PARTIAL = st.sampled_from(
+    (
+        *((0, 0, False), (0, 0, False), (1, 4, False), (6, 5, False), (6, 12, False), (10, 30, False)),
+        *((24, 9, False), (24, 40, False), (1, 4, True), (6, 5, True), (10, 30, True), (24, 12, True)),
+    )
+)
 # Slots for states, of which eight are for sequences that run; none where layers only attend.
 STATES = st.sampled_from((0, 9, 12, 40))
 
@@ -126,7 +132,7 @@ def test_any_walk_keeps_the_books(
     num_blocks: int,
     num_host_blocks: int,
     window: int | None,
-    partial: tuple[int, int],
+    partial: tuple[int, int, bool],
     num_states: int,
 ) -> None:
     if partial[0]:
@@ -135,7 +141,11 @@ def test_any_walk_keeps_the_books(
         seed,
         faults=False,
         memory=memory_plan(
-            num_blocks, num_states=num_states, window=partial[0], num_window_blocks=partial[1]
+            num_blocks,
+            num_states=num_states,
+            window=partial[0],
+            num_window_blocks=partial[1],
+            moves=partial[2],
         ),
         overlap=overlap,
         prefix_caching=prefix_caching,
@@ -163,7 +173,7 @@ def test_walks_with_failing_steps_end_every_request(
     overlap: bool,
     num_host_blocks: int,
     window: int | None,
-    partial: tuple[int, int],
+    partial: tuple[int, int, bool],
     num_states: int,
 ) -> None:
     if partial[0]:
@@ -171,7 +181,9 @@ def test_walks_with_failing_steps_end_every_request(
     walk = Walk(
         seed,
         faults=True,
-        memory=memory_plan(40, num_states=num_states, window=partial[0], num_window_blocks=partial[1]),
+        memory=memory_plan(
+            40, num_states=num_states, window=partial[0], num_window_blocks=partial[1], moves=partial[2]
+        ),
         overlap=overlap,
         num_host_blocks=num_host_blocks,
         window=window,
@@ -198,13 +210,15 @@ def test_preemption_storms_are_impossible(
     watermark: float,
     overlap: bool,
     window: int | None,
-    partial: tuple[int, int],
+    partial: tuple[int, int, bool],
 ) -> None:
     # Far more than fits, of two tiers, all growing to their limit.
     rng = random.Random(seed)
     window = None if partial[0] else window
     driver = Driver(
-        memory=memory_plan(num_blocks, 4, 76, window=partial[0], num_window_blocks=partial[1]),
+        memory=memory_plan(
+            num_blocks, 4, 76, window=partial[0], num_window_blocks=partial[1], moves=partial[2]
+        ),
         overlap=overlap,
         watermark=watermark,
         max_preemptions=max_preemptions,
@@ -230,17 +244,22 @@ def test_preemption_storms_are_impossible(
 @pytest.mark.parametrize(
     ("num_operations", "overlap", "window", "num_states", "partial"),
     [
-        (10_000, False, 10, 0, (0, 0)),
-        (10_000, True, None, 14, (0, 0)),
-        (3000, True, 10, 0, (0, 0)),
-        (5000, False, None, 0, (10, 24)),
-        (5000, True, None, 14, (10, 24)),
+        (10_000, False, 10, 0, (0, 0, False)),
+        (10_000, True, None, 14, (0, 0, False)),
+        (3000, True, 10, 0, (0, 0, False)),
+        (5000, False, None, 0, (10, 24, False)),
+        (5000, False, None, 0, (10, 24, True)),
+        (5000, True, None, 0, (24, 12, True)),
+        (5000, True, None, 14, (10, 24, False)),
+        (5000, True, None, 14, (10, 24, True)),
     ],
 )
 def test_thousands_of_operations_with_failures(
-    num_operations: int, overlap: bool, window: int | None, num_states: int, partial: tuple[int, int]
+    num_operations: int, overlap: bool, window: int | None, num_states: int, partial: tuple[int, int, bool]
 ) -> None:
-    memory = memory_plan(60, num_states=num_states, window=partial[0], num_window_blocks=partial[1])
+    memory = memory_plan(
+        60, num_states=num_states, window=partial[0], num_window_blocks=partial[1], moves=partial[2]
+    )
     num_host_blocks = 0 if partial[0] else 20
     walk = Walk(
         7, faults=True, memory=memory, overlap=overlap, num_host_blocks=num_host_blocks, window=window
@@ -271,7 +290,7 @@ def test_ending_requests_frees_everything_within_one_step(
     num_host_blocks: int,
     by_deadline: bool,
     window: int | None,
-    partial: tuple[int, int],
+    partial: tuple[int, int, bool],
 ) -> None:
     """At any point of any walk: blocks at once, the runner's states (grammars with them) with the next plan,
     host blocks that were being read with it as well.
@@ -281,12 +300,13 @@ def test_ending_requests_frees_everything_within_one_step(
     walk = Walk(
         seed,
         faults=False,
-        memory=memory_plan(num_blocks, window=partial[0], num_window_blocks=partial[1]),
+        memory=memory_plan(num_blocks, window=partial[0], num_window_blocks=partial[1], moves=partial[2]),
         overlap=overlap,
         num_host_blocks=num_host_blocks,
         window=window,
     )
     driver = walk.driver
+    cache = driver.scheduler._state.cache
     for _ in range(num_operations):
         walk.operate(walk.random.choice(OPERATIONS))
     last = driver.submit([1] * 9, max_tokens=9, deadline_s=driver.now + 1.0 if by_deadline else None)
@@ -298,10 +318,12 @@ def test_ending_requests_frees_everything_within_one_step(
     else:
         for request_id in list(driver.scheduler._state.groups):
             driver.cancel(request_id)
-        assert driver.scheduler.num_unreferenced_blocks == num_blocks
+        assert driver.scheduler.num_unreferenced_blocks == cache.num_present
     driver.step()
-    assert driver.scheduler.num_unreferenced_blocks == num_blocks
-    assert driver.scheduler._state.cache.num_available_window_blocks == partial[1]
+    assert driver.scheduler.num_unreferenced_blocks == cache.num_present
+    assert cache.num_available_window_blocks == cache.num_present_window_blocks
+    if not partial[2]:
+        assert (cache.num_present, cache.num_present_window_blocks) == (num_blocks, partial[1])
     assert driver.scheduler.num_requests == 0
     assert driver.runner.num_states() == 0
     driver.run()

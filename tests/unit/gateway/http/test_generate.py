@@ -323,6 +323,22 @@ async def test_models_say_by_what_tokens_are_drawn_and_who_says_so() -> None:
         assert (await stack.http.get("/v1/models/tiny")).json()["sampling_defaults"] == {}
 
 
+async def test_a_checkpoint_that_is_not_sampled_is_greedy_where_one_answer_is_asked_for() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.generation_config = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9}'
+    async with deployed(tokenizer=tokenizer) as stack:
+        told = (await stack.http.get("/v1/models/tiny")).json()["sampling_defaults"]
+        assert told == {"temperature": {"value": 0.0, "source": "generation_config.json"}}
+        for options in ({}, {"top_p": 0.5}, {"temperature": 0.7}, {"n": 2}):
+            await stack.chat(**options)
+        drawn = [each.sampling.temperature for each in stack.engines[0].submissions]
+        # Greedy answers would be equal.
+        assert drawn == [0.0, 0.0, pytest.approx(0.7), 1.0]
+    async with deployed(tokenizer=tokenizer, tables={"model": {"defaults": {"temperature": 0.3}}}) as stack:
+        await stack.chat()
+        assert stack.engines[0].submissions[0].sampling.temperature == pytest.approx(0.3)
+
+
 async def test_models_and_tokens() -> None:
     async with deployed() as stack:
         listed = (await stack.http.get("/v1/models")).json()

@@ -72,7 +72,8 @@ def test_the_checkpoint_recommends_and_the_client_decides() -> None:
     )
     assert (sampling.temperature, sampling.top_k, sampling.n, sampling.best_of) == (0.0, 20, 2, 2)
     assert sampling.stop_token_ids == (3,)
-    assert checkpoint_defaults({"do_sample": False, "temperature": 0.6}) == {}
+    leftovers = {"do_sample": False, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    assert checkpoint_defaults(leftovers) == {"temperature": 0.0, "repetition_penalty": 1.1}
     assert checkpoint_defaults({"temperature": True, "top_k": "many"}) == {}
 
 
