@@ -1,7 +1,7 @@
 #!/bin/bash
-# Makes what a release is handed out as, from the commit that is checked out: the wheel, the images of
+# Makes what a release is handed out as, from the commit that is checked out: the wheels, the images of
 # docker-compose.yml (COMPOSE_FILE names others), a bill of materials for each, and the sums of all. The same commit
-# gives the same wheel. RELEASE_KEY names a private key of OpenSSH, which signs the sums.
+# gives the same wheels. RELEASE_KEY names a private key of OpenSSH, which signs the sums.
 # usage: services/release.sh FOLDER
 set -euo pipefail
 folder=$1
@@ -18,7 +18,9 @@ mkdir -p "$folder"
 
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH MILLRACE_TAG=$version
-"${PYTHON:-.venv/bin/python}" -m hatchling build --target wheel --directory "$folder" >&2
+python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+"$python" -m hatchling build --target wheel --directory "$folder" >&2
+(cd client && "$python" -m hatchling build --target wheel --directory "$(realpath "$OLDPWD/$folder")" >&2)
 if docker info >/dev/null 2>&1; then
     docker compose build
     mapfile -t images < <(docker compose config --images | grep ^millrace/ | sort -u)

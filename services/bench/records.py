@@ -19,6 +19,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     error: str = ""
     start_s: float = 0.0
     end_s: float = 0.0
+    # Of an open loop: how long after its planned start it was sent.
+    late_s: float = 0.0
     # Arrival of every chunk that carried output.
     chunk_times_s: list[float] = msgspec.field(default_factory=list)
     completion_tokens: int = 0

@@ -84,16 +84,20 @@ def cpu_name() -> str:
     return next(iter(cpuinfo("model name")), platform.processor() or platform.machine())
 
 
-def write(result: Result, path: Path) -> None:
-    """Writes the result as JSON."""
-    text = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+def write(result: msgspec.Struct, path: Path) -> None:
+    """Writes a result as JSON."""
+    write_text(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n", path, "--json")
+
+
+def write_text(text: str, path: Path, option: str) -> None:
+    """Writes a file; raises ConfigError that names the option."""
     try:
-        path.write_bytes(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+        raise ConfigError(f"{option} {path}: cannot be written: {error}") from error
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--json") -> None:
     """Raises ConfigError when a result cannot be written there: better before a long run than after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +106,7 @@ def check_writable(path: Path) -> None:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+        raise ConfigError(f"{option} {path}: cannot be written: {error}") from error
 
 
 def read(path: Path) -> Result:

@@ -35,6 +35,8 @@ async def run_workload(
 
     async def send(request: PlannedRequest) -> None:
         records[request.index] = record = await client.run(request)
+        if workload.arrivals.open_loop:
+            record.late_s = record.start_s - (started + request.start_s)
         on_progress(record)
 
     try:
@@ -71,8 +73,8 @@ async def _closed_loop(send: _Send, requests: Sequence[PlannedRequest], concurre
 
 
 async def _open_loop(send: _Send, requests: Sequence[PlannedRequest], started: float) -> None:
-    tasks = []
-    for request in requests:
-        await asyncio.sleep(max(0.0, started + request.start_s - time.perf_counter()))
-        tasks.append(asyncio.create_task(send(request)))
-    await asyncio.gather(*tasks)
+    # Whoever cancels the run, as a sweep does that has seen enough, leaves no request under way.
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            await asyncio.sleep(max(0.0, started + request.start_s - time.perf_counter()))
+            group.create_task(send(request))

@@ -6,7 +6,7 @@ one. It takes nothing away: a field or a byte that disappears or changes breaks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from google.protobuf.descriptor import Descriptor, FileDescriptor
@@ -163,11 +163,26 @@ def wire_lines() -> list[str]:
 
 
 def field_lines() -> list[str]:
-    """`message.field number type label` of every field and `enum.VALUE number` of every value."""
-    return sorted(line for module in _FILES for line in _of_file(module.DESCRIPTOR))
+    """`message.field number type label` of every field, `enum.VALUE number` of every value, and request and
+    answer of every method.
+    """
+    return sorted(line for module in _FILES for line in lines_of(module.DESCRIPTOR))
 
 
-def _of_file(file: FileDescriptor) -> Iterator[str]:
+def broken_promises(promised: Iterable[str], present: Iterable[str]) -> list[str]:
+    """A sentence for each promised line that is gone or differs: what a deployed client would misread."""
+    now = dict(line.split(" ", 1) for line in present)
+    sentences = []
+    for name, was in (line.split(" ", 1) for line in promised):
+        if name not in now:
+            sentences.append(f"{name} was removed, which had been: {was}")
+        elif now[name] != was:
+            sentences.append(f"{name} was changed from: {was}, to: {now[name]}")
+    return sentences
+
+
+def lines_of(file: FileDescriptor) -> Iterator[str]:
+    """The lines of one file."""
     for enum in file.enum_types_by_name.values():
         for value in enum.values:
             yield f"{enum.full_name}.{value.name} {value.number}"

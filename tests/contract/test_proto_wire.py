@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor, FileDescriptor
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import Message
+from millrace.inference.v1 import inference_pb2
 from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
@@ -39,8 +43,89 @@ def test_old_bytes_are_read_in_full(name: str) -> None:
 
 def test_no_field_method_or_enum_value_was_removed_or_changed() -> None:
     promised = golden_messages.FIELDS_FILE.read_text(encoding="utf-8").splitlines()
-    missing = sorted(set(promised) - set(golden_messages.field_lines()))
-    assert not missing, "removed or changed:\n" + "\n".join(missing)
+    broken = golden_messages.broken_promises(promised, golden_messages.field_lines())
+    assert not broken, "\n".join([*broken, _REMEDY])
+
+
+_REMEDY = (
+    "Deployed clients and the other services of a rolling update still send and read these: put them back as "
+    "they were. What is no longer used stays, with [deprecated = true]; what is to differ gets a new name "
+    "and the next number beside it, or a new package (v2)."
+)
+
+
+def _altered(alter: Callable[[FileDescriptorProto], object]) -> list[str]:
+    """The sentences about inference.proto after a change."""
+    pool = DescriptorPool()
+    proto = FileDescriptorProto.FromString(inference_pb2.DESCRIPTOR.serialized_pb)
+
+    def add(file: FileDescriptor) -> None:
+        for needed in file.dependencies:
+            add(needed)
+        if file is not inference_pb2.DESCRIPTOR:
+            pool.AddSerializedFile(file.serialized_pb)
+
+    add(inference_pb2.DESCRIPTOR)
+    alter(proto)
+    pool.AddSerializedFile(proto.SerializeToString())
+    present = golden_messages.lines_of(pool.FindFileByName(proto.name))
+    return golden_messages.broken_promises(golden_messages.lines_of(inference_pb2.DESCRIPTOR), present)
+
+
+def _field(proto: FileDescriptorProto, message: str, field: str) -> FieldDescriptorProto:
+    (found,) = (each for each in proto.message_type if each.name == message)
+    return next(each for each in found.field if each.name == field)
+
+
+def _remove(proto: FileDescriptorProto, message: str, field: str) -> None:
+    (found,) = (each for each in proto.message_type if each.name == message)
+    found.field.remove(_field(proto, message, field))
+
+
+@pytest.mark.parametrize(
+    ("alter", "named", "said"),
+    [
+        (lambda it: _remove(it, "Embedding", "values"), "Embedding.values", "removed"),
+        (lambda it: setattr(_field(it, "Relevance", "index"), "number", 9), "Relevance.index", "9 13 plain"),
+        (lambda it: setattr(_field(it, "Model", "id"), "name", "name"), "Model.id", "removed"),
+        (
+            lambda it: setattr(_field(it, "Relevance", "index"), "type", FieldDescriptor.TYPE_INT64),
+            "Relevance.index",
+            "1 3 plain",
+        ),
+        (
+            lambda it: setattr(_field(it, "RerankRequest", "query"), "label", FieldDescriptor.LABEL_REPEATED),
+            "RerankRequest.query",
+            "2 9 repeated",
+        ),
+        (lambda it: it.service[0].method.pop(0), "InferenceService.Chat", "removed"),
+        (
+            lambda it: setattr(it.service[0].method[0], "server_streaming", False),
+            "InferenceService.Chat",
+            "-> millrace.inference.v1.ChatResponse",
+        ),
+        (
+            lambda it: setattr(it.service[0].method[2], "output_type", ".millrace.inference.v1.Model"),
+            "InferenceService.CountTokens",
+            "-> millrace.inference.v1.Model",
+        ),
+    ],
+)
+def test_a_change_that_breaks_clients_is_named(
+    alter: Callable[[FileDescriptorProto], object], named: str, said: str
+) -> None:
+    (sentence,) = _altered(alter)
+    assert sentence.startswith(f"millrace.inference.v1.{named} was ")
+    assert said in sentence
+
+
+def test_what_is_added_breaks_nobody() -> None:
+    def add(proto: FileDescriptorProto) -> None:
+        proto.message_type.add(name="Later").field.add(name="x", number=1, type=FieldDescriptor.TYPE_STRING)
+        (request,) = (each for each in proto.message_type if each.name == "EmbedRequest")
+        request.field.add(name="later", number=99, type=FieldDescriptor.TYPE_STRING)
+
+    assert _altered(add) == []
 
 
 def test_every_field_is_promised() -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.deployment.containerfile import REPOSITORY
 
 WHEEL = "millrace-0.1.0-py3-none-any.whl"
+CLIENT = "millrace_client-0.1.0-py3-none-any.whl"
 
 
 class Checkout:
@@ -78,6 +79,7 @@ def test_sums_and_their_signature_hold(checkout: Checkout) -> None:
     folder = checkout.folder / "build/release"
     assert {line.split()[1] for line in checkout.sums.splitlines()} == {
         WHEEL,
+        CLIENT,
         *(f"bills/{name}.json" for name in ("engine", "gateway", "tokenizer")),
     }
     assert checkout.run("sha256sum", "--check", "SHA256SUMS", cwd=folder).returncode == 0
