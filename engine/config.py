@@ -113,13 +113,16 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine.speculation]`: tokens proposed cheaply and verified in one step. Never changes the output."""
 
-    method: Literal["off", "ngram", "draft_model"] = "off"
+    # ngram looks a sequence's end up in its own text; suffix also in the tenant's own recent answers.
+    method: Literal["off", "ngram", "suffix", "draft_model"] = "off"
     # Directory of the draft model, of the same vocabulary.
     draft_model: str = ""
     num_draft_tokens: int = 4
     # Longest and shortest suffix that prompt lookup searches for.
     max_ngram: int = 4
     min_ngram: int = 2
+    # Tokens of recent answers that suffix keeps, of all tenants together: about 125 bytes of memory each.
+    answer_tokens: int = 131_072
     # A sequence gets as many drafts as pay in measured time (at most num_draft_tokens), and none while fewer
     # than this share of them would be accepted. 0 always drafts, whatever it costs.
     min_acceptance: float = 0.1
@@ -381,6 +384,7 @@ _AT_LEAST_ONE = (
     "simulation.num_blocks",
     "simulation.max_model_len",
     "speculation.num_draft_tokens",
+    "speculation.answer_tokens",
     "max_stream_backlog",
 )
 _NOT_NEGATIVE = (

@@ -58,7 +58,8 @@ def _builder(config: EngineConfig) -> tuple[Builder, Callable[[], object]]:
 
 def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
     on_device = facts.device.startswith("cuda")
-    if config.speculation.method == "draft_model" or (config.speculation.method == "ngram" and not on_device):
+    method = config.speculation.method
+    if method == "draft_model" or (method != "off" and not on_device):
         # Drafts wait for a step's tokens. Only looked-up ones go on behind what a device is still drawing.
         return False
     choice = config.scheduler.overlap

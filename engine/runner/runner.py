@@ -184,6 +184,9 @@ class ModelRunner:
         if plan.released or plan.new_sequences or plan.forks:
             self.executor.forget()
         for sequence_id in plan.released:
+            state = table.states.get(sequence_id)
+            if state is not None and self._speculates:
+                self.proposer.ended(state, table)
             table.release(sequence_id)
         forked = {child for _, child in plan.forks}
         for new in plan.new_sequences:

@@ -39,6 +39,8 @@ class SequenceState:
     thought: Thought | None = None
     num_read: int = 0
     draft: DraftProgress = field(default_factory=DraftProgress)
+    # Tenant, and salt of its prefixes.
+    owner: tuple[str, bytes] = ("", b"")
     # Of a model that pools: what is asked for, and what of the text is pooled so far [E].
     pooling: PoolingParams | None = None
     pooled: NDArray[np.float32] | None = None
@@ -80,7 +82,11 @@ class SequenceTable:
         ids = np.asarray(new.token_ids, np.int64)
         slot = self._take_slot(len(ids), len(new.block_ids))
         state = SequenceState(
-            slot=slot, num_prompt=new.num_prompt_tokens, sampling=new.sampling, pooling=new.pooling
+            slot=slot,
+            num_prompt=new.num_prompt_tokens,
+            sampling=new.sampling,
+            owner=(new.tenant, new.cache_salt),
+            pooling=new.pooling,
         )
         self.states[new.sequence_id] = state
         self.tokens[slot, : ids.size] = ids
@@ -169,6 +175,8 @@ class SequenceTable:
                     adapter="",
                     block_ids=tuple(self.blocks[parent.slot, :blocks].tolist()),
                     adapter_slot=int(self.adapters[parent.slot]),
+                    tenant=parent.owner[0],
+                    cache_salt=parent.owner[1],
                 )
             )
             child = self.states[child_id]

@@ -216,6 +216,8 @@ class RowWriter:
             request.thinking,
             request.pooling,
             sequence.table.state_slot,
+            request.tenant,
+            request.cache_salt,
         )
 
     @staticmethod

@@ -110,6 +110,9 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     pooling: PoolingParams | None = None
     # Where its state lies while it runs; -1 where the model has none.
     state_slot: int = -1
+    # Whose it is, and what its cached prefixes are shared under: drafts are taken from no others' answers.
+    tenant: str = ""
+    cache_salt: bytes = b""
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

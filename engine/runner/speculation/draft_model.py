@@ -12,6 +12,7 @@ Shape letters: S sequences, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +36,9 @@ MAX_READ_TOKENS = 512
 
 
 class DraftModel:
-    """The draft and its cache, whose last blocks are scratch."""
+    """See Drafter. The draft and its cache, whose last blocks are scratch."""
+
+    looks_up = False
 
     def __init__(
         self, model: Model, attention: AttentionBackend | None, storage: KvStorage, *, num_scratch_blocks: int
@@ -47,7 +50,7 @@ class DraftModel:
         self.num_scratch_blocks = num_scratch_blocks
 
     def propose(
-        self, states: list[SequenceState], counts: list[int], table: SequenceTable
+        self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable
     ) -> list[tuple[int, ...]]:
         """Up to `counts` tokens after each sequence's last token; fewer where a grammar ends, none while the
         sequence's text is still being read.
@@ -79,6 +82,12 @@ class DraftModel:
                 state.matcher = matcher
                 state.draft.num_proposed = len(drafts)
         return [tuple(drafts) for drafts in proposals]
+
+    def ended(self, state: SequenceState, output: NDArray[np.int64]) -> None:
+        """What was read of it lies under its blocks, and goes with them."""
+
+    def learn(self, seconds: float) -> None:
+        """Nothing is learnt."""
 
     def _step(
         self,
@@ -132,7 +141,7 @@ class _Tails:
 
     def __init__(
         self,
-        states: list[SequenceState],
+        states: Sequence[SequenceState],
         table: SequenceTable,
         first_scratch: int,
         per_sequence: int,

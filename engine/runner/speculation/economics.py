@@ -16,6 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+from engine.runner.speculation.answers import AnswerMatch
+
 # A draft must gain so much more than it costs: at least, as costs are measured with noise, and at most. In
 # between decides what steps with drafts really gained.
 LEAST_MARGIN, MOST_MARGIN = 1.15, 4.0
@@ -54,6 +56,8 @@ class DraftProgress:
     num_known: int = 0
     num_owned: int = 0
     num_proposed: int = 0
+    # Where its text stands in its owner's recent answers.
+    match: AnswerMatch | None = None
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Takes in how the latest drafts fared."""

@@ -1,31 +1,38 @@
 """Decides what is proposed for each sequence's next step.
 
 Tokens that a grammar forces come first (jump-forward: a JSON key is verified in one step, not sampled in
-ten); then, where speculation is on and pays, prompt lookup or the draft model. All are verified alike, so
-none of them can change what is generated.
+ten); then, where speculation is on and pays, what its drafter says. All are verified alike, so none of them
+can change what is generated.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.config import SpeculationConfig
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.runner.speculation.draft_model import DraftModel
+from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.economics import Economics, StepCost
-from engine.runner.speculation.ngram import continuation
+from engine.runner.speculation.lookups import AnswerLookup, PromptLookup
 
 # Forced tokens that are verified in one step.
 MAX_FORCED_TOKENS = 32
+# Part of a step's time that a drafter may take to learn.
+_LEARNING_SHARE = 0.005
+# Drafters that nothing has to be loaded for, by the method's name.
+_LOOKUPS: dict[str, Callable[[SpeculationConfig], Drafter]] = {"ngram": PromptLookup, "suffix": AnswerLookup}
 
 
 class Proposer:
     """Proposals for the sequences that sampled in a step."""
 
-    def __init__(self, config: SpeculationConfig, draft_model: DraftModel | None = None) -> None:
+    def __init__(self, config: SpeculationConfig, drafter: Drafter | None = None) -> None:
+        """`drafter` is what has to be loaded for the method."""
         self.config = config
-        self.draft_model = draft_model
+        if drafter is None and config.method in _LOOKUPS:
+            drafter = _LOOKUPS[config.method](config)
+        self.drafter = drafter
         self.economics = Economics(config.num_draft_tokens, config.min_acceptance)
 
     def propose(
@@ -43,9 +50,11 @@ class Proposer:
         proposals = [self._forced(state) for state in states]
         for state, forced in zip(states, proposals, strict=True):
             state.draft.forced = bool(forced)
-        if self.config.method == "off":
+        drafter = self.drafter
+        if drafter is None:
             return proposals
         self.economics.stepped(step)
+        drafter.learn(_LEARNING_SHARE * step.seconds)
         # A beam goes on as another sequence.
         indices = [
             index
@@ -55,9 +64,11 @@ class Proposer:
         chosen = [states[index] for index in indices]
         for state in chosen:
             state.draft.num_unread = int(table.num_tokens[state.slot]) - state.draft.num_read
-        counts = self.economics.drafts([state.draft for state in chosen], looks_up=self.draft_model is None)
+        counts = self.economics.drafts([state.draft for state in chosen], looks_up=drafter.looks_up)
         if any(counts):
-            found = self._speculate(chosen, counts, [num_in_flight[index] for index in indices], table)
+            found = self._speculate(
+                drafter, chosen, counts, [num_in_flight[index] for index in indices], table
+            )
             for index, drafts in zip(indices, found, strict=True):
                 proposals[index] = drafts
         return proposals
@@ -67,25 +78,35 @@ class Proposer:
         if num_drafted and not state.draft.forced:
             self.economics.verified(state.draft, num_drafted, num_accepted)
 
+    def ended(self, state: SequenceState, table: SequenceTable) -> None:
+        """A sequence is about to leave the table."""
+        # Beams are guesses at one answer, and what failed is none.
+        if self.drafter is not None and not state.failure and not state.sampling.beam_width:
+            end = int(table.num_tokens[state.slot])
+            self.drafter.ended(state, table.tokens[state.slot, state.num_prompt : end])
+
     def _speculate(
-        self, states: list[SequenceState], counts: list[int], ahead: list[int], table: SequenceTable
+        self,
+        drafter: Drafter,
+        states: list[SequenceState],
+        counts: list[int],
+        ahead: list[int],
+        table: SequenceTable,
     ) -> list[tuple[int, ...]]:
-        num_read = 0
         started = time.monotonic()
         found: list[tuple[int, ...]] = [()] * len(states)
         wanted = [index for index, count in enumerate(counts) if count]
-        if self.draft_model is None:
-            for index in wanted:
-                found[index] = self._look_up(states[index], table, counts[index] + ahead[index])
-            num_rounds = len(wanted)
+        asked = [states[index] for index in wanted]
+        if drafter.looks_up:
+            num_rounds, num_read = len(wanted), 0
+            drafts = drafter.propose(asked, [counts[index] + ahead[index] for index in wanted], table)
+            drafts = [_looked_up(*each) for each in zip(asked, drafts, strict=True)]
         else:
             num_rounds = max(counts)
-            num_read = sum(Economics.extra_tokens(states[index].draft) for index in wanted)
-            drafts = self.draft_model.propose(
-                [states[index] for index in wanted], [counts[index] for index in wanted], table
-            )
-            for index, tokens in zip(wanted, drafts, strict=True):
-                found[index] = tokens
+            num_read = sum(Economics.extra_tokens(state.draft) for state in asked)
+            drafts = drafter.propose(asked, [counts[index] for index in wanted], table)
+        for index, tokens in zip(wanted, drafts, strict=True):
+            found[index] = tokens
         self.economics.proposed(len(states), num_rounds, time.monotonic() - started, num_read)
         return found
 
@@ -95,13 +116,11 @@ class Proposer:
             return ()
         return tuple(state.matcher.forced()[:MAX_FORCED_TOKENS])
 
-    def _look_up(self, state: SequenceState, table: SequenceTable, count: int) -> tuple[int, ...]:
-        tokens = table.tokens[state.slot, : int(table.num_tokens[state.slot])]
-        drafts = continuation(
-            tokens, longest=self.config.max_ngram, shortest=self.config.min_ngram, num_drafts=count
-        )
-        if state.matcher is not None and drafts:
-            drafts = drafts[: state.matcher.valid_prefix(drafts)]
-        state.draft.num_lookups += 1
-        state.draft.num_found += bool(drafts)
-        return drafts
+
+def _looked_up(state: SequenceState, drafts: tuple[int, ...]) -> tuple[int, ...]:
+    """What the sequence's grammar takes of what was found, with the books of finding."""
+    if state.matcher is not None and drafts:
+        drafts = drafts[: state.matcher.valid_prefix(drafts)]
+    state.draft.num_lookups += 1
+    state.draft.num_found += bool(drafts)
+    return drafts

@@ -81,7 +81,7 @@ def test_a_grammar_ends_by_each_of_them(native: str, tmp_path: Path) -> None:
             assert len(job.output) == 2, "one letter is needed, and then the end wins"
 
 
-@pytest.mark.parametrize("speculation", ["off", "ngram", "draft_model"])
+@pytest.mark.parametrize("speculation", ["off", "ngram", "suffix", "draft_model"])
 @pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("kind", ["tied", "apart", "quantized"])
 def test_padding_rows_are_never_drawn(kind: str, native: str, speculation: str, tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ class Job:
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     speculate: bool = False
     adapter_slot: int = -1
+    tenant: str = ""
+    cache_salt: bytes = b""
     # Numbers of tokens after which a copy of its state is left, each with the copy's slot.
     copies: dict[int, int] = field(default_factory=dict)
     # Filled by the driver.
@@ -108,6 +110,8 @@ def new_sequence(sequence_id: int, job: Job, blocks: Iterable[int], state_slot: 
         block_ids=tuple(blocks),
         adapter_slot=job.adapter_slot,
         state_slot=state_slot,
+        tenant=job.tenant,
+        cache_salt=job.cache_salt,
     )
 
 

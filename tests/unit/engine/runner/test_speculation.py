@@ -53,7 +53,7 @@ def oracle(folder: Path) -> transformers.PreTrainedModel:
     return make_checkpoint(folder, "llama")
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model"])
 def runner(
     request: pytest.FixtureRequest, folder: Path, oracle: transformers.PreTrainedModel
 ) -> Iterator[ModelRunner]:
@@ -144,7 +144,7 @@ def test_guided_decoding_with_drafts_and_forced_tokens() -> None:
     """The grammar forces keys: they come in one step each, and the output is that of plain decoding."""
     prompt = prompt_of(10, 2000)
     outputs = []
-    for method in ("off", "ngram", "draft_model"):
+    for method in ("off", "ngram", "suffix", "draft_model"):
         speculation = SpeculationConfig(method=method, draft_model=str(BUNDLED), min_acceptance=0.0)
         with closing(open_runner(BUNDLED, speculation=speculation, max_model_len=1024)) as runner:
             driver = Driver(runner)

@@ -1,0 +1,32 @@
+"""What the proposer asks of whatever drafts come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.runner.sequence_table import SequenceState, SequenceTable
+
+
+class Drafter(Protocol):
+    """One way to guess how texts go on. What it guesses is verified, so it may be wrong and never changes an
+    output.
+    """
+
+    # Whether each sequence is looked up by itself, which costs little, and finds something or not; else all
+    # that are asked share forwards, one for each further draft.
+    looks_up: bool
+
+    def propose(
+        self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable
+    ) -> list[tuple[int, ...]]:
+        """Up to `counts` [S] tokens after the last one of each sequence; all of theirs are in the table."""
+
+    def ended(self, state: SequenceState, output: NDArray[np.int64]) -> None:
+        """A sequence leaves the batch, with so much of its output [L]."""
+
+    def learn(self, seconds: float) -> None:
+        """May take so long to make use of what has ended."""
