@@ -118,6 +118,23 @@ def test_a_thought_keeps_its_budget(
         assert re.fullmatch(constraint["guided_regex"], answer.choices[0].message.content.lstrip(" "))
 
 
+def test_an_effort_is_a_budget_that_is_kept(client: openai.OpenAI, stack: Stack) -> None:
+    # Of 64 tokens the answer has 16; the model's template reads a switch alone.
+    for effort, budget in (("minimal", 4), ("low", 9), ("medium", 24)):
+        answer = client.chat.completions.create(
+            model=stack.model,
+            messages=[{"role": "user", "content": "What is 17 plus 25?"}],
+            max_tokens=64,
+            temperature=1.0,
+            seed=budget,
+            reasoning_effort=effort,  # type: ignore[arg-type]
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens_details is not None
+        assert 1 <= (answer.usage.completion_tokens_details.reasoning_tokens or 0) <= budget
+        assert answer.choices[0].message.content
+
+
 def test_options_at_both_ends_of_their_limits_are_answered(client: openai.OpenAI, stack: Stack) -> None:
     """What the contract allows, every make's core takes."""
     ends = [
