@@ -189,8 +189,13 @@ def test_malformed_calls_read_the_same_at_every_cut(name: str, data: st.DataObje
     [
         ("qwen_xml", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
         ("glm", '<tool_call>{"name": "f"}</tool_call>'),
+        ("glm47", "<tool_call> f and g </tool_call>"),
         ("minimax", "<minimax:tool_call>\nnothing\n</minimax:tool_call>"),
         ("deepseek_v32", "<｜DSML｜function_calls>x"),
+        (
+            "deepseek_v32",
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        ),
         ("kimi", "<|tool_calls_section_begin|>none<|tool_calls_section_end|>"),
         ("gemma4", "<|tool_call>call:f{text:}<tool_call|>"),
         ("functiongemma", "<start_function_call>call:f{text}<end_function_call>"),
@@ -265,6 +270,17 @@ def test_python_behind_its_tag(text: str, expected: object) -> None:
     for pieces in ([text], text):
         content, _, calls = read("llama3", pieces)
         assert (content, calls) == expected
+
+
+@pytest.mark.parametrize("name", ["glm", "glm47"])
+def test_glm_is_read_with_line_breaks_and_without(name: str) -> None:
+    given = {"text": "a\n", "count": 3}
+    calls = [("f", given), ("f", {})]
+    for text in (turn("glm", calls), turn("glm47", calls)):
+        for pieces in ([text], text, *cuts(text, STRIDE)):
+            content, _, found = read(name, pieces)
+            assert [(each[1], json.loads(each[2])) for each in found] == calls
+            assert not content.strip()
 
 
 def test_ids_that_templates_need_back_are_the_models() -> None:
