@@ -233,6 +233,13 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
             "",
             "So: yes",
         ),
+        (
+            "harmony",
+            "<|channel|>commentary to=assistant<|message|>So:<|end|>"
+            "<|start|>assistant<|channel|>final to=user<|message|> yes",
+            "",
+            "So: yes",
+        ),
     ],
 )
 def test_thoughts(name: str, text: str, thoughts: str, content: str) -> None:
@@ -246,6 +253,7 @@ def test_thoughts(name: str, text: str, thoughts: str, content: str) -> None:
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
         "<|channel|>commentary to=functions.f<|message|>",
         " to=functions.f<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=f<|message|>",
     ],
 )
 def test_harmony_calls_with_the_recipient_on_either_side(header: str) -> None:
@@ -281,6 +289,12 @@ def test_glm_is_read_with_line_breaks_and_without(name: str) -> None:
             content, _, found = read(name, pieces)
             assert [(each[1], json.loads(each[2])) for each in found] == calls
             assert not content.strip()
+
+
+def test_harmony_calls_a_tool_whatever_its_name() -> None:
+    for called in ("assistant", "user", "assistants"):
+        text = turn("harmony", [(called, {"count": 1})])
+        assert read("harmony", text)[2] == [("id0", called, '{"count": 1}')]
 
 
 def test_ids_that_templates_need_back_are_the_models() -> None:
