@@ -10,11 +10,12 @@ from typing import Literal
 import msgspec
 
 # From version 11 of its tokenizers on, Mistral writes the name before the arguments, at first with the id
-# between them; DeepSeek from V3.1 on writes it before the separator, and arguments without a fence.
+# between them; DeepSeek from V3.1 on writes it before the separator, and arguments without a fence. GLM from
+# 4.7 on writes no line breaks.
 ToolCallFormat = Literal[
     "hermes", "llama3", "llama4", "mistral", "mistral_v11", "mistral_v13", "deepseek", "deepseek_v31",
-    "deepseek_v32", "qwen_xml", "glm", "kimi", "minimax", "harmony", "granite", "gemma4", "functiongemma",
-    "phi4", "functools", "command",
+    "deepseek_v32", "deepseek_v4", "deepseek_v41", "qwen_xml", "glm", "glm47", "kimi", "minimax", "harmony",
+    "granite", "gemma4", "functiongemma", "phi4", "functools", "command",
 ]  # fmt: skip
 # Calls that the template writes in none of them.
 UNKNOWN_FORMAT = "unknown"
@@ -59,7 +60,8 @@ class TaggedForm(msgspec.Struct, frozen=True, kw_only=True):
     close: str
     # Empty: the name follows `open`, and `close` ends the call.
     call_open: str = ""
-    name_close: str
+    # Empty: the first argument ends the name, or the call's end does.
+    name_close: str = ""
     call_close: str = ""
     key_open: str
     key_close: str
@@ -69,6 +71,33 @@ class TaggedForm(msgspec.Struct, frozen=True, kw_only=True):
     pad: str = ""
     # Follows a key with "true" or "false": whether the value is a text.
     kind: str = ""
+
+
+def _glm(name_close: str) -> TaggedForm:
+    return TaggedForm(
+        open="<tool_call>",
+        close="</tool_call>",
+        name_close=name_close,
+        key_open="<arg_key>",
+        key_close="</arg_key>",
+        value_open="<arg_value>",
+        value_close="</arg_value>",
+    )
+
+
+def _dsml(calls: str, call: str, argument: str) -> TaggedForm:
+    """DeepSeek's markup by the names of its tags."""
+    return TaggedForm(
+        open=f"<｜DSML｜{calls}>",
+        close=f"</｜DSML｜{calls}>",
+        call_open=f'<｜DSML｜{call} name="',
+        name_close='">',
+        call_close=f"</｜DSML｜{call}>",
+        key_open=f'<｜DSML｜{argument} name="',
+        key_close='">',
+        value_close=f"</｜DSML｜{argument}>",
+        kind='" string="',
+    )
 
 
 TAGGED: Mapping[str, TaggedForm] = {
@@ -83,15 +112,8 @@ TAGGED: Mapping[str, TaggedForm] = {
         value_close="</parameter>",
         pad="\n",
     ),
-    "glm": TaggedForm(
-        open="<tool_call>",
-        close="</tool_call>",
-        name_close="\n",
-        key_open="<arg_key>",
-        key_close="</arg_key>",
-        value_open="<arg_value>",
-        value_close="</arg_value>",
-    ),
+    "glm": _glm("\n"),
+    "glm47": _glm(""),
     "minimax": TaggedForm(
         open="<minimax:tool_call>",
         close="</minimax:tool_call>",
@@ -102,17 +124,9 @@ TAGGED: Mapping[str, TaggedForm] = {
         key_close='">',
         value_close="</parameter>",
     ),
-    "deepseek_v32": TaggedForm(
-        open="<｜DSML｜function_calls>",
-        close="</｜DSML｜function_calls>",
-        call_open='<｜DSML｜invoke name="',
-        name_close='">',
-        call_close="</｜DSML｜invoke>",
-        key_open='<｜DSML｜parameter name="',
-        key_close='">',
-        value_close="</｜DSML｜parameter>",
-        kind='" string="',
-    ),
+    "deepseek_v32": _dsml("function_calls", "invoke", "parameter"),
+    "deepseek_v4": _dsml("tool_calls", "invoke", "parameter"),
+    "deepseek_v41": _dsml(" calls", " invoke", " parameter"),
 }
 
 

@@ -81,8 +81,11 @@ FAMILIES: dict[str, Family] = {
     "hermes": Family(head="<|im_start|>assistant\n", tail="<|im_end|>\n", reasoning="think"),
     "qwen_xml": Family(head="<|im_start|>assistant", tail="<|im_end|>\n", reasoning="think"),
     "glm": Family(head="<|assistant|>", tail="", reasoning="think"),
+    "glm47": Family(head="</think>", tail="", reasoning="think"),
     "minimax": Family(head="]~b]ai\n", tail="[e~[\n", reasoning="think"),
     "deepseek_v32": Family(head="</think>", tail="<｜end▁of▁sentence｜>", reasoning="think"),
+    "deepseek_v4": Family(head="</think>", tail="<｜end▁of▁sentence｜>", reasoning="think"),
+    "deepseek_v41": Family(head="</think>", tail="<｜end▁of▁sentence｜>", reasoning="think"),
     "deepseek": Family(
         head="<｜Assistant｜>", tail="<｜end▁of▁sentence｜>", reasoning="think", calls_only=True
     ),

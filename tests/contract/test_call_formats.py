@@ -225,8 +225,13 @@ def test_malformed_calls_read_the_same_at_every_cut(name: str, data: st.DataObje
     [
         ("qwen_xml", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
         ("glm", '<tool_call>{"name": "f"}</tool_call>'),
+        ("glm47", "<tool_call> f and g </tool_call>"),
         ("minimax", "<minimax:tool_call>\nnothing\n</minimax:tool_call>"),
         ("deepseek_v32", "<｜DSML｜function_calls>x"),
+        (
+            "deepseek_v32",
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        ),
         ("kimi", "<|tool_calls_section_begin|>none<|tool_calls_section_end|>"),
         ("gemma4", "<|tool_call>call:f{text:}<tool_call|>"),
         ("functiongemma", "<start_function_call>call:f{text}<end_function_call>"),
@@ -264,6 +269,13 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
             "",
             "So: yes",
         ),
+        (
+            "harmony",
+            "<|channel|>commentary to=assistant<|message|>So:<|end|>"
+            "<|start|>assistant<|channel|>final to=user<|message|> yes",
+            "",
+            "So: yes",
+        ),
     ],
 )
 def test_thoughts(name: str, text: str, thoughts: str, content: str) -> None:
@@ -277,6 +289,7 @@ def test_thoughts(name: str, text: str, thoughts: str, content: str) -> None:
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
         "<|channel|>commentary to=functions.f<|message|>",
         " to=functions.f<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=f<|message|>",
     ],
 )
 def test_harmony_calls_with_the_recipient_on_either_side(header: str) -> None:
@@ -303,6 +316,23 @@ def test_python_behind_its_tag(text: str, expected: object) -> None:
         assert (content, calls) == expected
 
 
+@pytest.mark.parametrize("name", ["glm", "glm47"])
+def test_glm_is_read_with_line_breaks_and_without(name: str) -> None:
+    given = {"text": "a\n", "count": 3}
+    calls = [("f", given), ("f", {})]
+    for text in (turn("glm", calls), turn("glm47", calls)):
+        for pieces in ([text], text, *cuts(text, STRIDE)):
+            content, _, found = read(name, pieces)
+            assert [(each[1], json.loads(each[2])) for each in found] == calls
+            assert not content.strip()
+
+
+def test_harmony_calls_a_tool_whatever_its_name() -> None:
+    for called in ("assistant", "user", "assistants"):
+        text = turn("harmony", [(called, {"count": 1})])
+        assert read("harmony", text)[2] == [("id0", called, '{"count": 1}')]
+
+
 def test_ids_that_templates_need_back_are_the_models() -> None:
     text = turn("kimi", [("f", {}), ("f", {})])
     assert [call[0] for call in read("kimi", [text])[2]] == ["functions.f:0", "functions.f:1"]
@@ -320,6 +350,10 @@ def test_ids_that_templates_need_back_are_the_models() -> None:
         ("True", "flag", True),
         ("{'x': 1}", "point", {"x": 1}),
         ("null", "maybe", None),
+        ("None", "maybe", None),
+        ("None", "size", None),
+        ("None", "text", "None"),
+        ("None", "count", "None"),
         ("nulls", "maybe", "nulls"),
         ("null", "size", None),
         ("much", "count", "much"),

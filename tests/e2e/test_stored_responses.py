@@ -17,7 +17,10 @@ import msgspec
 import pytest
 
 from observability.emit.names import ACTIVE_STREAMS
+from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import LIMIT_S, Stack, eventually, limited_config, running_stack
+
+pytestmark = [pytest.mark.e2e, needs_weights]
 
 OTHER_KEY = "mr-other-of-stored"
 CONFIG = f"""{limited_config("", 5.0, ["[tenants.other]"], {"other": OTHER_KEY})}

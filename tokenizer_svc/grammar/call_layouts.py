@@ -59,7 +59,9 @@ def _tagged(form: TaggedForm) -> CallLayout:
         between = "" if shared else f"\n{form.close}\n{form.open}"
         end = f"\n{form.close}"
     else:
-        before, between, end = f"{{raw}}{form.name_close}", f"{form.close}\n{form.open}", form.close
+        # What ends the name also stands between calls.
+        between = f"{form.close}{form.name_close}{form.open}"
+        before, end = f"{{raw}}{form.name_close}", form.close
     return CallLayout(
         mark=form.open, before=before, after=form.call_close, between=between, end=end, arguments=form
     )

@@ -30,10 +30,13 @@ _OBJECT = rf'\{{(?:[^{{}}]*|\s*"arguments": {_ARGUMENTS}, )"name":\s*"{_NAME}"'
 # How each format writes the call of the trial.
 _WRITTEN: Mapping[str, str] = {
     "qwen_xml": rf"<tool_call>\s*<function={_NAME}>\s*<parameter={_KEY}>\s*{_VALUE}\s*</parameter>",
+    "glm47": rf"<tool_call>{_NAME}<arg_key>{_KEY}</arg_key><arg_value>{_VALUE}</arg_value></tool_call>",
     "glm": rf"<tool_call>{_NAME}\s*<arg_key>{_KEY}</arg_key>\s*<arg_value>{_VALUE}</arg_value>",
     HERMES: rf"<tool_call>\s*{_OBJECT}",
     "minimax": rf'<minimax:tool_call>\s*<invoke name="{_NAME}">\s*<parameter name="{_KEY}">{_VALUE}<',
     "deepseek_v32": rf'<｜DSML｜function_calls>\s*<｜DSML｜invoke name="{_NAME}">',
+    "deepseek_v4": rf'<｜DSML｜tool_calls>\s*<｜DSML｜invoke name="{_NAME}">',
+    "deepseek_v41": rf'<｜DSML｜ calls>\s*<｜DSML｜ invoke name="{_NAME}">',
     DEEPSEEK: rf"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}",
     DEEPSEEK_V31: rf"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>",
     "kimi": r"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>",
@@ -52,10 +55,13 @@ _WRITTEN: Mapping[str, str] = {
 # Marks of each in the source of a template that writes no calls; the first that has all its own is taken.
 _TOLD: Mapping[str, tuple[str, ...]] = {
     "qwen_xml": ("<tool_call>", "<function="),
+    "glm47": ("<tool_call>", "</arg_key><arg_value>"),
     "glm": ("<tool_call>", "<arg_key>"),
     HERMES: ("<tool_call>",),
     "minimax": ("<minimax:tool_call>",),
     "deepseek_v32": ("DSML", "function_calls>"),
+    "deepseek_v4": ("DSML", "tool_calls>"),
+    "deepseek_v41": ("DSML", " calls>"),
     DEEPSEEK: ("<｜tool▁calls▁begin｜>", "```json"),
     DEEPSEEK_V31: ("<｜tool▁calls▁begin｜>",),
     "kimi": ("<|tool_calls_section_begin|>",),

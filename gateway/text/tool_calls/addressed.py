@@ -12,7 +12,8 @@ from gateway.text.tool_calls.json_call import JsonValue
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
 HEADER, MESSAGE, END = "<|start|>", "<|message|>", "<|call|>"
-RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+# The tool that a message is to. One to the assistant itself, or to the user, is none to a tool.
+RECIPIENT = re.compile(r"to=(?!(?:assistant|user)(?:[\s<]|$))(?:functions\.)?([^\s<]+)")
 
 
 class AddressedParser(ToolCallParser):

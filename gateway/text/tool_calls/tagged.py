@@ -127,12 +127,10 @@ class TaggedParser(ToolCallParser):
 
     def _in_name(self, text: str) -> str:
         form = self._form
-        marks = (form.name_close,) if form.call_open else (form.name_close, form.key_open, form.close)
-        written, mark, rest = split_at_marker(text, marks)
-        name = written.strip(" ") if mark else written
-        if (name or mark) and not _NAME.fullmatch(name if mark else name.strip(" ") or "_"):
-            return self._no_call(text)
-        if len(written) > _MAX_NAME:
+        ends = () if form.call_open else (form.key_open, form.close)
+        written, mark, rest = split_at_marker(text, (form.name_close, *ends) if form.name_close else ends)
+        name = written.strip(_SPACE if ends else " ")
+        if ((mark or name) and not _NAME.fullmatch(name)) or len(written) > _MAX_NAME:
             return self._no_call(text)
         if mark is None:
             return self._wait(text)

@@ -11,6 +11,7 @@ from contract.argument_types import JSON_TYPES, kinds_of, property_of
 from contract.chat import Tool
 
 _TEXT = frozenset({"string"})
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class ToolTypes:
@@ -81,11 +82,11 @@ def _refuse(name: str) -> Any:
 
 
 def _literal(text: str) -> str:
-    """JSON text of a value as Python writes it (True, {'a': 1}); "" where it is none, or JSON has no such
-    value, as with sets, bytes and halves of a surrogate pair.
+    """JSON text of a value as Python writes it (True, None, {'a': 1}), and with it Qwen's templates; "" where
+    it is none, or JSON has no such value, as with sets, bytes and halves of a surrogate pair.
     """
-    if text in ("True", "False"):
-        return text.lower()
+    if text in _WORDS:
+        return _WORDS[text]
     if text[:1] not in ("{", "["):
         return ""
     try:

@@ -27,19 +27,20 @@ DEEPSEEK = (
 )  # fmt: skip
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
+GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
+ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+DSML = ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜System｜>", "<｜end▁of▁sentence｜>")
+
 # Control tokens, and others that are tokens, of further families; the last control token ends a turn.
 MORE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "qwen_xml": (CHATML, MARKUP),
-    "glm": (
-        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
-        (*MARKUP, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    ),
+    "glm": (GLM, (*MARKUP, *ARGUMENTS)),
+    "glm47": (GLM, (*MARKUP, *ARGUMENTS)),
     "minimax": (
         ("]~!b[", "]~b]", "[e~["), ("<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"),
     ),
-    "deepseek_v32": (
-        ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-        ("<think>", "</think>", "｜DSML｜"),
+    **dict.fromkeys(
+        ("deepseek_v32", "deepseek_v4", "deepseek_v41"), (DSML, ("<think>", "</think>", "｜DSML｜"))
     ),
     "kimi": (
         ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
