@@ -255,6 +255,43 @@ def test_a_killed_gateway_leaves_the_answer_so_far_and_it_goes_on(page: Page, se
     assert page.run("document.querySelectorAll('.message.assistant').length") == 1
 
 
+def test_an_answer_that_a_killed_gateway_has_cut_is_continued_where_it_ended(
+    page: Page, served: Stack
+) -> None:
+    enter(page, served)
+    set_options(page, max_tokens="2000")
+    page.fill("#ask", "Write on.")
+    page.click("#send")
+    page.wait("(document.querySelector('.message.assistant .text')?.innerText.length ?? 0) > 20")
+    for each in served.state.processes:
+        if each.name.startswith("gateway"):
+            os.kill(each.pid, signal.SIGKILL)
+    page.wait("document.querySelector('.message.assistant .notice') !== null")
+    so_far = page.text(".message.assistant .text").split()
+    set_options(page, max_tokens="5")
+    page.run(
+        "window.sent = []; const asked = window.fetch; "
+        "window.fetch = (url, options) => { if (options?.body) sent.push(JSON.parse(options.body)); "
+        "return asked(url, options); }"
+    )
+    # Until the supervisor has started the gateways again it is refused, and is still there to be continued.
+    page.click_text("Continue")
+    page.wait("document.getElementById('send').checkVisibility()")
+    while not page.run(_ANSWERED):
+        page.click_text("Continue")
+        page.wait("document.getElementById('send').checkVisibility()")
+    body = page.run("sent.findLast(each => each.stream)")
+    assert body["continue_final_message"] is True
+    assert [each["role"] for each in body["messages"]] == ["user", "assistant"]
+    assert body["messages"][-1]["content"].split() == so_far
+    whole = page.text(".message.assistant .text").split()
+    # The last word may have been one of two halves.
+    assert whole[: len(so_far) - 1] == so_far[:-1]
+    assert len(" ".join(whole)) > len(" ".join(so_far))
+    assert "5 out" in page.text(".facts")
+    assert page.run("document.querySelectorAll('.message.assistant').length") == 1
+
+
 def test_everything_is_reached_by_keyboard(page: Page, served: Stack) -> None:
     page.open(f"{served.url}/ui/")
     page.wait("document.activeElement.id === 'key-input'")
