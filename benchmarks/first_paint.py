@@ -86,7 +86,11 @@ def loads(stack: RunningStack, count: int) -> list[dict[str, float]]:
     """Figures of `count` loads, each by a browser that has never been here."""
     found = []
     for _ in range(count):
-        with tempfile.TemporaryDirectory() as folder, browser(Path(folder) / "profile") as page:
+        # A browser that has ended may still write to its profile.
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            browser(Path(folder) / "profile") as page,
+        ):
             page.resize(1280)
             page.open(f"{stack.url}/ui/")
             page.wait(_PAINTED)

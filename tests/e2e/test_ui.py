@@ -116,6 +116,32 @@ def test_an_answer_shows_its_waterfall_its_cost_and_its_tokens(page: Page, serve
     assert page.run("document.querySelectorAll('.tokens span').length") == 12
 
 
+_SHOWN_AS_DELAYED = """(async () => {
+  const app = document.querySelector("script[type=module]").src;
+  const { facts } = await import(app.replace("app.js", "answer.js"));
+  const { store } = await import(app.replace("app.js", "store.js"));
+  const message = store.list[0].messages[1];
+  const found = (request_id, overlap_ms) => ({ request_id, cause: "batch_full", overlap_ms });
+  const delayed_by_requests = [found(message.request.replace("chatcmpl-", ""), 25), found("r-elsewhere", 6)];
+  const timings = { ...message.usage.timings, delayed_by_ms: { batch_full: 30 }, delayed_by_requests };
+  document.querySelector("main").append(facts({ ...message, usage: { ...message.usage, timings } }, {}));
+})()"""
+
+
+def test_a_waterfall_names_the_tenants_own_requests_that_were_in_the_way(page: Page, served: Stack) -> None:
+    enter(page, served)
+    say(page, "Was it *me*?")
+    page.run(_SHOWN_AS_DELAYED)
+    page.click_text("Where the time went")
+    told = page.text("main > .about .details")
+    assert "Held back by: a full batch (30 ms)." in told
+    assert (
+        "Your own requests that the engine worked on meanwhile: “Was it *me*?” (a full batch, 25 ms); "
+        in told
+    )
+    assert "r-elsewhere (a full batch, 6 ms)." in told
+
+
 def test_an_answer_is_stopped_and_another_one_is_asked_for(page: Page, served: Stack) -> None:
     enter(page, served)
     set_options(page, max_tokens="2000")
