@@ -15,9 +15,20 @@ ACCEPTED: Mapping[str, str] = {
 }
 
 
+class SharedRequest(Struct, frozen=True):
+    """Another request of the same tenant's: how long the engine worked on it while this one was held back by
+    the cause.
+    """
+
+    request_id: str
+    cause: str
+    overlap_ms: float
+
+
 class Timings(Struct, frozen=True):
     """What became of the time, in the words of the traces. Tokens a second are those after the first, of all
-    choices together; of drafted tokens some were accepted. `delayed_by_ms` has the causes that held it back.
+    choices together; of drafted tokens some were accepted. `delayed_by_ms` has the causes that held it
+    back, `delayed_by_requests` the tenant's own requests that had most to do with that.
     """
 
     queue_ms: float
@@ -29,6 +40,7 @@ class Timings(Struct, frozen=True):
     drafted_tokens: Annotated[int, Meta(ge=0)]
     accepted_tokens: Annotated[int, Meta(ge=0)]
     delayed_by_ms: dict[str, float]
+    delayed_by_requests: list[SharedRequest]
 
 
 def timings(usage: Usage, *, asked: bool = True) -> Timings | UnsetType:
@@ -45,4 +57,7 @@ def timings(usage: Usage, *, asked: bool = True) -> Timings | UnsetType:
         drafted_tokens=usage.drafted_tokens,
         accepted_tokens=usage.accepted_tokens,
         delayed_by_ms={cause: value * 1000 for cause, value in usage.delayed_by_s.items()},
+        delayed_by_requests=[
+            SharedRequest(each.request_id, each.cause, each.overlap_s * 1000) for each in usage.shared_with
+        ],
     )

@@ -24,7 +24,15 @@ from gateway.intake.intake import Slices
 from gateway.limits.limiter import Charges, Reservation
 from gateway.models.catalog import Target
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import AnswerInfo, AnswerReader, ChoiceDelta, ChoiceStream, Meter, Usage
+from gateway.pipeline.delta import (
+    AnswerInfo,
+    AnswerReader,
+    ChoiceDelta,
+    ChoiceStream,
+    Meter,
+    SharedTime,
+    Usage,
+)
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
 from gateway.pipeline.transcript import Transcript
@@ -63,6 +71,10 @@ class AttemptBooks(Protocol):
 
     def supersede(self, attempt: Attempt) -> None:
         """Another attempt of the same call has its place, and its entry in the ledger."""
+        ...
+
+    def shared_with(self, attempt: Attempt) -> tuple[SharedTime, ...]:
+        """Other requests of its tenant's that its engine worked on while it was held back."""
         ...
 
 
@@ -214,6 +226,7 @@ class Attempt:
             drafted_tokens=meter.statistics.drafted_tokens,
             accepted_tokens=meter.statistics.accepted_tokens,
             delayed_by_s=dict(meter.statistics.delayed_by_s),
+            shared_with=self._books.shared_with(self) if meter.statistics.delayed_by_s else (),
             deliberated=self.stream.deliberated,
         )
 

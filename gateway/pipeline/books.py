@@ -22,8 +22,9 @@ from gateway.models.catalog import Target
 from gateway.pipeline import span_attributes
 from gateway.pipeline.attempt import CANCELLED, Attempt, Outcome
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import Usage
+from gateway.pipeline.delta import SharedTime, Usage
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Ledger, OpenEntry
+from gateway.pipeline.sharers import OwnWork, Work
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
 from gateway.types.request import Caller, GenerationRequest
@@ -80,6 +81,7 @@ class Books:
         self.when_written: Callable[[Ended], None] = lambda _: None
         # A tier has so many attempts under way.
         self._num_active: dict[str, int] = {}
+        self._own_work = OwnWork()
         self._telemetry = telemetry
         self._ledger = ledger
         self._deferred = deferred
@@ -104,6 +106,7 @@ class Books:
     def open(self, attempt: Attempt, charges: Charges) -> OpenEntry:
         """An attempt goes to an engine."""
         self.running.add(attempt)
+        self._own_work.add(attempt.call.caller.identity.tenant, _work_of(attempt))
         self._count_active(attempt.call.tier, 1)
         return self._ledger.begin(
             FinishedRequest(
@@ -119,6 +122,11 @@ class Books:
         """Another attempt of the same call has its place, and its entry in the ledger."""
         self.running.discard(attempt)
         self._count_active(attempt.call.tier, -1)
+
+    def shared_with(self, attempt: Attempt) -> tuple[SharedTime, ...]:
+        """See AttemptBooks."""
+        tenant = attempt.call.caller.identity.tenant
+        return self._own_work.shared(tenant, _work_of(attempt), attempt.meter.statistics.delayed_by_s)
 
     def close(self, attempt: Attempt, outcome: Outcome, usage: Usage) -> None:
         """An attempt has ended; it is what is recorded of its call."""
@@ -377,6 +385,10 @@ def _slices(end: Ended) -> dict[str, str]:
         "adapter": attempt.info.adapter,
         "pool": attempt.pool,
     }
+
+
+def _work_of(attempt: Attempt) -> Work:
+    return Work(attempt.call.caller.identity.request_id, attempt.engine, attempt.meter)
 
 
 def _accepted(attempt: Attempt) -> dict[str, Any]:

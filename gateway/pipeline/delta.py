@@ -77,6 +77,14 @@ class TimeToFirstToken(msgspec.Struct, frozen=True, kw_only=True):
     network_s: float
 
 
+class SharedTime(NamedTuple):
+    """How long the engine worked on another request of the tenant's while this one was held back."""
+
+    request_id: str
+    cause: str
+    overlap_s: float
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request."""
 
@@ -95,6 +103,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     # Named cause to seconds lost, of all choices together.
     delayed_by_s: Mapping[str, float] = {}
+    # Which of the tenant's own requests had to do with that.
+    shared_with: tuple[SharedTime, ...] = ()
     # What was spent on which sample, where `test_time` was asked for.
     deliberated: Deliberated | None = None
 

@@ -29,7 +29,7 @@ from gateway.pipeline.attempt import Attempt, Outcome
 from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.books import COMPLETE, Ended
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import Usage
+from gateway.pipeline.delta import SharedTime, Usage
 from gateway.pipeline.ports import OpenEntry, Unkept
 from gateway.text.detokenizer import TokenTexts, decode
 from gateway.tiers import Tier
@@ -75,6 +75,10 @@ class NoBooks:
 
     def supersede(self, attempt: Attempt) -> None:
         """Drops it."""
+
+    def shared_with(self, attempt: Attempt) -> tuple[SharedTime, ...]:
+        """Nobody asks."""
+        return ()
 
 
 class Shadows:

@@ -14,11 +14,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from runtime.errors import ConfigError
 from services.cli.options import flattened
 from services.cli.target import ServerTarget, find_target, running_stack
 from services.cli.temporary import temporary_stack
 from services.cli.verdicts import judging
-from services.gate import page, report
+from services.gate import heat_map, page, report
 from services.gate.cases import EXIT_STATUS, GateVerdict, LayerName
 from services.gate.client import Endpoint, GateClient
 from services.gate.run import Comparison, GateRun
@@ -55,6 +56,7 @@ class GateOptions:
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None
     junit: Annotated[Path | None, typer.Option(help="Write a JUnit file here.")] = None
     html: Annotated[Path | None, typer.Option(help="Write a page here, one file that loads nothing.")] = None
+    png: Annotated[Path | None, typer.Option(help="Write the needles' heat map here.")] = None
     cache: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Where answers are kept; gate/ of the state directory."),
@@ -76,7 +78,9 @@ def gate(options: GateOptions) -> None:
     console = Console(highlight=False)
     with judging(_notes):
         suite = read_suite(options.suite)
-        report.check_writable(options.json_file, options.junit, options.html)
+        if options.png is not None and suite.long_context is None:
+            raise ConfigError("--png: the suite has no needles to draw; add [long_context] to it")
+        report.check_writable(options.json_file, options.junit, options.html, options.png)
         with ExitStack() as stacks:
             baseline = stacks.enter_context(_endpoint("--baseline", options.baseline, ""))
             candidate = stacks.enter_context(
@@ -144,3 +148,6 @@ def _write(options: GateOptions, found: Comparison) -> None:
         report.write(options.junit, report.to_junit(found))
     if options.html is not None:
         report.write(options.html, page.to_html(found).encode())
+    cells = next((each.cells for each in found.layers if each.cells), ())
+    if options.png is not None and cells:
+        report.write(options.png, heat_map.to_png(cells))

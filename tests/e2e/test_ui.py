@@ -116,6 +116,32 @@ def test_an_answer_shows_its_waterfall_its_cost_and_its_tokens(page: Page, serve
     assert page.run("document.querySelectorAll('.tokens span').length") == 12
 
 
+_SHOWN_AS_DELAYED = """(async () => {
+  const app = document.querySelector("script[type=module]").src;
+  const { facts } = await import(app.replace("app.js", "answer.js"));
+  const { store } = await import(app.replace("app.js", "store.js"));
+  const message = store.list[0].messages[1];
+  const found = (request_id, overlap_ms) => ({ request_id, cause: "batch_full", overlap_ms });
+  const delayed_by_requests = [found(message.request.replace("chatcmpl-", ""), 25), found("r-elsewhere", 6)];
+  const timings = { ...message.usage.timings, delayed_by_ms: { batch_full: 30 }, delayed_by_requests };
+  document.querySelector("main").append(facts({ ...message, usage: { ...message.usage, timings } }, {}));
+})()"""
+
+
+def test_a_waterfall_names_the_tenants_own_requests_that_were_in_the_way(page: Page, served: Stack) -> None:
+    enter(page, served)
+    say(page, "Was it *me*?")
+    page.run(_SHOWN_AS_DELAYED)
+    page.click_text("Where the time went")
+    told = page.text("main > .about .details")
+    assert "Held back by: a full batch (30 ms)." in told
+    assert (
+        "Your own requests that the engine worked on meanwhile: “Was it *me*?” (a full batch, 25 ms); "
+        in told
+    )
+    assert "r-elsewhere (a full batch, 6 ms)." in told
+
+
 def test_an_answer_is_stopped_and_another_one_is_asked_for(page: Page, served: Stack) -> None:
     enter(page, served)
     set_options(page, max_tokens="2000")
@@ -252,6 +278,43 @@ def test_a_killed_gateway_leaves_the_answer_so_far_and_it_goes_on(page: Page, se
     # The supervisor starts them again meanwhile.
     while not is_answered():
         page.wait("document.querySelector('.message.assistant .notice') !== null")
+    assert page.run("document.querySelectorAll('.message.assistant').length") == 1
+
+
+def test_an_answer_that_a_killed_gateway_has_cut_is_continued_where_it_ended(
+    page: Page, served: Stack
+) -> None:
+    enter(page, served)
+    set_options(page, max_tokens="2000")
+    page.fill("#ask", "Write on.")
+    page.click("#send")
+    page.wait("(document.querySelector('.message.assistant .text')?.innerText.length ?? 0) > 20")
+    for each in served.state.processes:
+        if each.name.startswith("gateway"):
+            os.kill(each.pid, signal.SIGKILL)
+    page.wait("document.querySelector('.message.assistant .notice') !== null")
+    so_far = page.text(".message.assistant .text").split()
+    set_options(page, max_tokens="5")
+    page.run(
+        "window.sent = []; const asked = window.fetch; "
+        "window.fetch = (url, options) => { if (options?.body) sent.push(JSON.parse(options.body)); "
+        "return asked(url, options); }"
+    )
+    # Until the supervisor has started the gateways again it is refused, and is still there to be continued.
+    page.click_text("Continue")
+    page.wait("document.getElementById('send').checkVisibility()")
+    while not page.run(_ANSWERED):
+        page.click_text("Continue")
+        page.wait("document.getElementById('send').checkVisibility()")
+    body = page.run("sent.findLast(each => each.stream)")
+    assert body["continue_final_message"] is True
+    assert [each["role"] for each in body["messages"]] == ["user", "assistant"]
+    assert body["messages"][-1]["content"].split() == so_far
+    whole = page.text(".message.assistant .text").split()
+    # The last word may have been one of two halves.
+    assert whole[: len(so_far) - 1] == so_far[:-1]
+    assert len(" ".join(whole)) > len(" ".join(so_far))
+    assert "5 out" in page.text(".facts")
     assert page.run("document.querySelectorAll('.message.assistant').length") == 1
 
 

@@ -206,6 +206,6 @@ def usage_message(usage: Usage, *, timing: bool) -> output_pb2.Usage:
     ttft = asdict(usage.ttft) if timing and usage.ttft is not None else None
     # The API's completion_tokens are all that were generated, as OpenAI counts.
     numbers = asdict(usage) | {"completion_tokens": usage.billed_tokens, "ttft": ttft}
-    # Neither is said over gRPC, where nothing is asked for by test_time.
-    del numbers["delayed_by_s"], numbers["deliberated"]
+    # Not said over gRPC, where nothing is asked for by test_time.
+    del numbers["delayed_by_s"], numbers["shared_with"], numbers["deliberated"]
     return output_pb2.Usage(**numbers)

@@ -3,6 +3,7 @@
 
 import { button, el, table } from "./dom.js";
 import { milliseconds, money, number, percent, t } from "./i18n.js";
+import { store } from "./store.js";
 
 const PARTS = ["network", "preprocess", "queue", "prefill", "first_decode", "serialize"];
 
@@ -80,7 +81,19 @@ function waterfall(parts, total, timings) {
     ? `${t("delayed")}: ${causes.map(([cause, ms]) => `${t(`cause_${cause}`)} (${milliseconds(ms)})`).join(", ")}.`
     : t("delayed_none");
   const drafted = timings?.drafted_tokens ? el("p", { class: "hint" }, t("speculated", { accepted: number(timings.accepted_tokens), drafted: number(timings.drafted_tokens) })) : null;
-  return [made, el("p", { class: "hint" }, delayed), ...(drafted ? [drafted] : [])];
+  const own = timings?.delayed_by_requests ?? [];
+  const whose = own.length ? el("p", { class: "hint" }, `${t("delayed_by_own")}: ${own.map(named).join("; ")}.`) : null;
+  return [made, el("p", { class: "hint" }, delayed), ...[whose, drafted].filter(Boolean)];
+}
+
+// A request by its question, where this tab has asked it, and else by its id.
+function named({ request_id, cause, overlap_ms }) {
+  let said = request_id;
+  for (const { messages } of store.list) {
+    const at = messages.findIndex((each) => each.request?.endsWith(request_id));
+    if (at > 0) said = `“${messages[at - 1].content.slice(0, 60)}”`;
+  }
+  return `${said} (${t(`cause_${cause}`)}, ${milliseconds(overlap_ms)})`;
 }
 
 const level = (probability) => (probability >= 0.8 ? "" : probability >= 0.4 ? "p1" : probability >= 0.1 ? "p2" : "p3");

@@ -209,8 +209,10 @@ function ending(message, is_last) {
   const again = button(t("retry"), retry, { class: "" });
   const on = button(t("continue"), go_on, { class: "" });
   const can_go_on = message.content && !message.tool_calls;
-  if (message.error) return notice(message.error.message, message.error.request, ...(is_last ? [again] : []));
-  if (message.cut) return notice(t("cut"), "", ...(is_last ? [can_go_on ? on : null, again].filter(Boolean) : []));
+  // What had come of an answer is worth going on from, whatever ended it.
+  const ways = is_last ? [can_go_on ? on : null, again].filter(Boolean) : [];
+  if (message.error) return notice(message.error.message, message.error.request, ...ways);
+  if (message.cut) return notice(t("cut"), "", ...ways);
   if (!is_last) return null;
   const said = message.stopped ? t("stopped") : message.finish === "length" ? t("length") : "";
   return el("p", { class: "row" }, said ? el("span", { class: "hint" }, said) : null, said && can_go_on ? on : null, button(t("retry"), retry));

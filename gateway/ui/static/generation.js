@@ -14,6 +14,7 @@ export async function generate(body, message, { signal, changed }) {
   try {
     for await (const event of stream("v1/chat/completions", body, signal)) {
       message.model = event.model;
+      message.request = event.id;
       if (event.usage) message.usage = event.usage;
       const choice = event.choices[0];
       if (choice) add(message, choice, asked_at);

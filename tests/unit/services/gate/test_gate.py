@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from html.parser import HTMLParser
@@ -93,7 +94,10 @@ def test_what_is_broken_is_worse_in_its_layer(
 
 def test_needles_lost_in_the_middle_show_in_the_heat_map(gate: Any, tmp_path: Path) -> None:
     result = gate(
-        ToyServer(), ToyServer(spoiled=Spoiled(loses_middle=True)), "[long_context]\n", "--all-cases"
+        ToyServer(),
+        ToyServer(spoiled=Spoiled(loses_middle=True)),
+        "[long_context]\n",
+        *("--all-cases", "--png", "out.png"),
     )
     cells = layers(tmp_path)["long_context"]["cells"]
     by_depth = {
@@ -103,6 +107,39 @@ def test_needles_lost_in_the_middle_show_in_the_heat_map(gate: Any, tmp_path: Pa
     assert max(by_depth[0.5]) < 0.4
     assert "50%" in result.output
     assert "<svg" in (tmp_path / "out.html").read_text()
+    rows = _pixels((tmp_path / "out.png").read_bytes())
+    lengths, depths = (sorted({cell[name] for cell in cells}) for name in ("length", "depth"))
+    for cell in cells:
+        # In its upper left corner: green where most are found, and red where most are lost.
+        x, y = 68 + 96 * lengths.index(cell["length"]), 36 + 48 * depths.index(cell["depth"])
+        red, green, _ = rows[y][x]
+        assert (green > red) == (cell["candidate"] > 0.5), cell
+
+
+def _pixels(png: bytes) -> list[list[tuple[int, int, int]]]:
+    """Rows of a PNG as this one is: three channels of 8 bits, unfiltered. Its sums must be right."""
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(png):
+        length = int.from_bytes(png[at : at + 4])
+        name, data = png[at + 4 : at + 8], png[at + 8 : at + 8 + length]
+        assert int.from_bytes(png[at + 8 + length : at + 12 + length]) == zlib.crc32(name + data)
+        chunks[name], at = data, at + 12 + length
+    width, height = int.from_bytes(chunks[b"IHDR"][:4]), int.from_bytes(chunks[b"IHDR"][4:8])
+    assert chunks[b"IHDR"][8:] == bytes((8, 2, 0, 0, 0))
+    raw, stride = zlib.decompress(chunks[b"IDAT"]), 1 + 3 * width
+    assert len(raw) == height * stride
+    lines = [raw[stride * row + 1 : stride * (row + 1)] for row in range(height)]
+    assert {raw[stride * row] for row in range(height)} == {0}
+    return [[(line[x], line[x + 1], line[x + 2]) for x in range(0, 3 * width, 3)] for line in lines]
+
+
+def test_a_heat_map_of_no_needles_is_refused_before_anything_is_asked(gate: Any) -> None:
+    server = ToyServer()
+    result = gate(server, ToyServer(), "[structure]\n", "--png", "out.png")
+    assert result.exit_code == 2
+    assert "--png: the suite has no needles to draw; add [long_context]" in " ".join(result.output.split())
+    assert not server.asked
 
 
 def test_where_seeds_are_not_kept_equal_servers_are_not_worse(gate: Any, tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""How soon does the page at /ui show something, beside a model that works?
+
+`python -m benchmarks.first_paint [--loads 15] [--streams 8] [--model models/millrace-nano] [--json ...]`
+
+Starts a stack with the model, and opens /ui/ in headless Chromium, each time in a browser of its own, whose
+cache is empty: first with an idle engine (the baseline), then beside streams of long answers that keep it
+busy. Prints the times to the first paint, to the first paint of content, and until the page is loaded, in
+milliseconds from when it was asked for, and the bytes that came. The aim is a first paint within 300 ms
+beside the model. Browser, engine and gateway share this machine's cores. Needs Chromium (apt-get install
+chromium).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from benchmarks.engine.report import Row, options, percentile, publish
+from benchmarks.stack import RunningStack, running_stack
+from tests.e2e.browser import CHROMIUM, browser
+
+AIM_MS = 300.0
+_CONFIG = "[gateway]\n"
+_FIGURES = """(() => {
+  const [load] = performance.getEntriesByType("navigation");
+  const paints = performance.getEntriesByType("paint").map((each) => [each.name, each.startTime]);
+  const paint = Object.fromEntries(paints);
+  const all = [load, ...performance.getEntriesByType("resource")];
+  return { first: paint["first-paint"], content: paint["first-contentful-paint"], loaded: load.loadEventEnd,
+    bytes: all.reduce((sum, each) => sum + each.decodedBodySize, 0) };
+})()"""
+_PAINTED = "performance.getEntriesByName('first-contentful-paint').length && " + (
+    "performance.getEntriesByType('navigation')[0].loadEventEnd > 0"
+)
+
+
+@contextmanager
+def busy(stack: RunningStack, num_streams: int) -> Iterator[None]:
+    """Keeps as many streams under way as long as the block lasts; returns once each has begun."""
+    state, ends = stack.state, threading.Event()
+    headers = {"authorization": f"Bearer {state.api_key}"}
+    begun = threading.Semaphore(0)
+    failed: list[str] = []
+
+    def read() -> None:
+        is_first = True
+        while not ends.is_set():
+            body = {"model": state.model, "prompt": "Once upon", "stream": True, "max_tokens": 500}
+            body |= {"ignore_eos": True}
+            with httpx.stream(
+                "POST", f"{stack.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False
+            ) as answer:
+                if answer.status_code != 200:
+                    failed.append(answer.read().decode())
+                    begun.release()
+                    return
+                for line in answer.iter_lines():
+                    if line and is_first:
+                        begun.release()
+                        is_first = False
+                    if ends.is_set():
+                        return
+
+    threads = [threading.Thread(target=read) for _ in range(num_streams)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in threads:
+            begun.acquire()
+        if failed:
+            raise SystemExit(f"the engine refused to work: {failed[0]}")
+        yield
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+
+
+def loads(stack: RunningStack, count: int) -> list[dict[str, float]]:
+    """Figures of `count` loads, each by a browser that has never been here."""
+    found = []
+    for _ in range(count):
+        # A browser that has ended may still write to its profile.
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            browser(Path(folder) / "profile") as page,
+        ):
+            page.resize(1280)
+            page.open(f"{stack.url}/ui/")
+            page.wait(_PAINTED)
+            found.append(page.run(_FIGURES))
+    return found
+
+
+def row(name: str, found: list[dict[str, float]]) -> Row:
+    """One line of the table."""
+    figures: dict[str, str | float | int] = {"engine": name, "loads": len(found)}
+    for key, title in (("first", "first paint"), ("content", "first content"), ("loaded", "loaded")):
+        values = [each[key] for each in found]
+        figures[f"{title} p50 ms"] = percentile(values, 0.5)
+        figures[f"{title} max ms"] = max(values)
+    figures["KB"] = max(each["bytes"] for each in found) / 1000
+    return figures
+
+
+def main() -> int:
+    """See the module."""
+    parser = options(__doc__)
+    parser.add_argument("--loads", type=int, default=15)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--model", default="models/millrace-nano")
+    arguments = parser.parse_args()
+    if CHROMIUM is None:
+        print("Chromium is not installed: apt-get install chromium", file=sys.stderr)
+        return 2
+    with running_stack(_CONFIG, "--model", arguments.model) as stack:
+        # The first browser of a machine reads its program from the disk.
+        loads(stack, 1)
+        idle = row("idle", loads(stack, arguments.loads))
+        with busy(stack, arguments.streams):
+            beside = row(f"{arguments.streams} streams", loads(stack, arguments.loads))
+    met = "reached" if float(beside["first paint max ms"]) < AIM_MS else "missed"
+    publish("First paint of /ui", [idle, beside], arguments.json, f"aim: first paint < {AIM_MS:g} ms: {met}")
+    return int(met == "missed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
