@@ -76,13 +76,12 @@ def make_scheduler(
     disk: BlockDisk | None = None,
 ) -> Scheduler:
     """The scheduler over the memory that the runner allocated."""
-    bytes_per_block = memory.kv_bytes_per_token * memory.block_size
     return Scheduler(
         config.scheduler,
         config.cache,
         memory,
         model=model.path,
-        num_host_blocks=config.cache.host_bytes // bytes_per_block if bytes_per_block else 0,
+        num_host_blocks=memory.num_host_blocks(config.cache.host_bytes),
         window=facts.window,
         attention_balance=facts.attention_balance,
         whole_prompts=facts.whole_prompts,

@@ -102,8 +102,10 @@ class HostTier:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[BlockHash, int] = OrderedDict()
-        # Being read by the plan under construction; reusable from the next plan on.
+        # Being read by the plan under construction; reusable from the next plan on. Content that stays for
+        # others is lent.
         self._reading: list[int] = []
+        self._lent: set[BlockHash] = set()
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -115,6 +117,7 @@ class HostTier:
         """Host blocks that the previous plan read may be overwritten from now on."""
         self._free.extend(self._reading)
         self._reading.clear()
+        self._lent.clear()
 
     def store(self, block_hash: BlockHash) -> tuple[int, BlockHash | None] | None:
         """A host block to copy content into, with the content it replaces; None when nothing can be kept."""
@@ -124,10 +127,11 @@ class HostTier:
         replaced = None
         if self._free:
             host_block = self._free.pop()
-        elif self._cached:
-            replaced, host_block = self._cached.popitem(last=False)
         else:
-            return None
+            replaced = next((each for each in self._cached if each not in self._lent), None)
+            if replaced is None:
+                return None
+            host_block = self._cached.pop(replaced)
         self._cached[block_hash] = host_block
         return host_block, replaced
 
@@ -136,6 +140,19 @@ class HostTier:
         host_block = self._cached.pop(block_hash)
         self._reading.append(host_block)
         return host_block
+
+    def lend(self, block_hash: BlockHash) -> int:
+        """The host block to copy from; the content stays."""
+        self._cached.move_to_end(block_hash)
+        self._lent.add(block_hash)
+        return self._cached[block_hash]
+
+    def forget(self, block_hash: BlockHash) -> None:
+        """The content is of no use any more, if it is there."""
+        host_block = self._cached.pop(block_hash, None)
+        if host_block is not None:
+            # A plan may be about to read it.
+            self._reading.append(host_block)
 
     def clear(self) -> list[BlockHash]:
         """Forgets all content and returns what it was."""

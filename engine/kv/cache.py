@@ -93,8 +93,13 @@ class KvCache:
         self._moves_out = True
         self.state_interval = state_interval if num_states and prefix_caching else 0
         self._states = StatePool(num_states, max_num_seqs, self._lost_state)
-        # Destination to source: of two copies into one slot the later one counts.
+        # Copies of states that made room, as many as were left in as many tokens as the host has room for.
+        num_host_states = num_host_blocks * block_size // self.state_interval if self.state_interval else 0
+        self._host_states = HostTier(num_host_states)
+        # Destination to source, slots or rows of the host: of two copies into one the later counts.
         self._state_copies: dict[int, int] = {}
+        self._state_offloads: dict[int, int] = {}
+        self._state_restores: dict[int, int] = {}
         self.reads = DiskReads(
             disk, self._pool, self._states, offers=self._offer_read, is_there=self._is_there
         )
@@ -186,7 +191,7 @@ class KvCache:
         if self._windows is not None:
             useful, revived_in_window = self._usable(device, candidates)
         elif self.has_states:
-            while useful and candidates[useful - 1] not in self._states:
+            while useful and not self._has_copy(candidates[useful - 1], on_host=restore_worth_it):
                 useful -= 1
         if self.has_states:
             state_hash = candidates[useful - 1] if useful else None
@@ -226,9 +231,7 @@ class KvCache:
         """
         assert not table.block_ids, "a prefix can only start a table"
         if self.has_states:
-            self._start_state(
-                table, None if prefix.state_hash is None else self._states.find(prefix.state_hash)
-            )
+            self._begin_state(table, prefix.state_hash)
         for block_id in prefix.device_blocks:
             self._pool.reference(block_id)
         table.block_ids.extend(prefix.device_blocks)
@@ -246,10 +249,25 @@ class KvCache:
             for block_id in table.in_window:
                 self._windows.reference(block_id)
 
+    def _has_copy(self, block_hash: BlockHash, *, on_host: bool) -> bool:
+        """Whether a copy of the state behind a block is there."""
+        return block_hash in self._states or (on_host and block_hash in self._host_states)
+
+    def _begin_state(self, table: BlockTable, block_hash: BlockHash | None) -> None:
+        """Gives a table a slot with a copy of the state behind a block; without one it begins with zeros."""
+        if block_hash is None or block_hash in self._states:
+            self._start_state(table, None if block_hash is None else self._states.find(block_hash))
+            return
+        # Before a slot is taken, whose copy may make room on the host.
+        row = self._host_states.lend(block_hash)
+        self._start_state(table, None)
+        self._state_restores[table.state_slot] = row
+
     def _start_state(self, table: BlockTable, source: int | None) -> None:
         """Gives a table a slot, into which that of `source` is copied; else it begins with zeros."""
         table.state_slot = self._states.take()
         self._state_copies.pop(table.state_slot, None)
+        self._state_restores.pop(table.state_slot, None)
         if source is not None and source != table.state_slot:
             self._state_copies[table.state_slot] = source
 
@@ -422,7 +440,7 @@ class KvCache:
         found: list[tuple[int, int]] = []
         for num_tokens in sorted(wanted, reverse=True):
             index = num_tokens // self.block_size - 1
-            if index < len(hasher.hashes) and hasher.hashes[index] in self._states:
+            if index < len(hasher.hashes) and self._has_copy(hasher.hashes[index], on_host=True):
                 continue
             slot = self._states.take_for_copy()
             if slot is None:
@@ -444,9 +462,13 @@ class KvCache:
     def _is_there(self, block_hash: BlockHash) -> bool:
         return self._pool.lookup(block_hash) is not None or block_hash in self._host
 
-    def _lost_state(self, slot: int) -> None:
+    def _lost_state(self, slot: int, evicted: BlockHash | None) -> None:
         if self.disk is not None:
             self.disk.forget(place_of(slot))
+        if evicted is not None and self._moves_out:
+            stored = self._host_states.store(evicted)
+            if stored is not None:
+                self._state_offloads[stored[0]] = slot
 
     def _stored(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
         parent_hash = event_hash(parent) if parent else 0
@@ -494,6 +516,7 @@ class KvCache:
         if self.disk is not None:
             self.disk.forget_all()
         self._states.clear()
+        self._host_states.clear()
         if self._windows is not None:
             self._windows.clear()
         lost = {event_hash(block_hash) for block_hash in (*self._pool.drop_cached(), *self._host.clear())}
@@ -503,6 +526,7 @@ class KvCache:
     def begin_step(self) -> None:
         """Called before the first change that belongs to a new plan."""
         self._host.begin_step()
+        self._host_states.begin_step()
 
     def drain_transfers(self) -> tuple[Pairs, Pairs, Pairs]:
         """(block copies, offloads, restores) that the plan under construction must carry."""
@@ -511,11 +535,16 @@ class KvCache:
         self._copies, self._offloads, self._restores = [], {}, []
         return transfers
 
-    def drain_state_copies(self) -> Pairs:
-        """(source, destination) slots of states that the plan under construction must carry."""
-        copies = tuple((source, slot) for slot, source in self._state_copies.items())
-        self._state_copies = {}
-        return copies
+    def drain_states(self) -> tuple[Pairs, Pairs, Pairs]:
+        """(copies, offloads, restores) of states that the plan under construction must carry, as (source,
+        destination): slots, and rows of the host.
+        """
+        waiting = self._state_copies, self._state_offloads, self._state_restores
+        self._state_copies, self._state_offloads, self._state_restores = {}, {}, {}
+        copies, offloads, restores = (
+            tuple((source, into) for into, source in each.items()) for each in waiting
+        )
+        return copies, offloads, restores
 
     def drain_window_blocks(self) -> tuple[Pairs, Pairs]:
         """(block, window block) and (source, destination) of copies between window blocks, which the plan
@@ -543,6 +572,7 @@ class KvCache:
             self._offloads[host_block] = block_id
         if lost is not None:
             self._states.forget(lost)
+            self._host_states.forget(lost)
             self._events.append(BlocksEvicted((event_hash(lost),)))
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
@@ -566,3 +596,4 @@ class KvCache:
             held = Counter(block_id for table in tables for block_id in table.in_window)
             self._windows.check_invariants(held, self._pool.is_cached)
         self._host.check_invariants()
+        self._host_states.check_invariants()

@@ -19,9 +19,14 @@ class StatePool:
     """All slots of one engine. `num_reserved` of them are for sequences that run, however many copies."""
 
     def __init__(
-        self, num_slots: int, num_reserved: int, on_loss: Callable[[int], None] = lambda slot: None
+        self,
+        num_slots: int,
+        num_reserved: int,
+        on_loss: Callable[[int, BlockHash | None], None] = lambda slot, evicted: None,
     ) -> None:
-        """`on_loss` hears of every slot whose copy is found no more."""
+        """`on_loss` hears of every slot whose copy is found no more, and of which block, where it only makes
+        room.
+        """
         self.num_slots = num_slots
         self._on_loss = on_loss
         # Copies that may be on their way at the same time.
@@ -50,8 +55,8 @@ class StatePool:
             return self._free.pop()
         if not self._kept:
             raise IndexError("no slot for a state is free")
-        _, slot = self._kept.popitem(last=False)
-        self._on_loss(slot)
+        block_hash, slot = self._kept.popitem(last=False)
+        self._on_loss(slot, block_hash)
         return slot
 
     def take_for_copy(self) -> int | None:
@@ -84,13 +89,13 @@ class StatePool:
         """The block is lost, and without it nobody can begin behind it."""
         slot = self._kept.pop(block_hash, None)
         if slot is not None:
-            self._on_loss(slot)
+            self._on_loss(slot, None)
             self._free.append(slot)
 
     def clear(self) -> None:
         """Forgets all copies."""
         for slot in self._kept.values():
-            self._on_loss(slot)
+            self._on_loss(slot, None)
         self._free.extend(self._kept.values())
         self._kept.clear()
 

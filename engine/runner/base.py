@@ -5,7 +5,8 @@ The real runner, the simulated one and test doubles implement the same two proto
 
 Order in which a runner applies one plan:
 `released` -> `new_sequences` -> `forks` -> `offloads` (device to host) -> `restores` (host to device) ->
-`block_copies` and `state_copies` -> forward and sampling of `scheduled`.
+`block_copies` -> `state_offloads` -> `state_copies` -> `state_restores` -> forward and sampling of
+`scheduled`.
 Offloads come first because the device block may be handed to another sequence in the same plan.
 Within `block_copies` no destination is also a source, so the copies may run in any order or as one gather.
 Within `state_copies` a destination may be a source, which is read before anything is written.

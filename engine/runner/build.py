@@ -78,7 +78,7 @@ def build(
         "block_size": plan.block_size,
         "kv_dtype": given.kv_dtype,
         "device": device,
-        "host_blocks": config.cache.host_bytes // (plan.kv_bytes_per_token * plan.block_size),
+        "host_blocks": (host_blocks := plan.num_host_blocks(config.cache.host_bytes)),
     }
     ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
     storage = KvStorage(
@@ -87,6 +87,7 @@ def build(
         ahead_blocks=ahead_blocks,
         num_states=plan.num_states,
         num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
+        host_states=plan.num_host_states(host_blocks),
         present=(plan.num_blocks, plan.num_window_blocks),
         **storage_options,
     )

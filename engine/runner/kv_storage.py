@@ -112,6 +112,9 @@ class Prefault:
             self.num_blocks = end
 
 
+_Pairs = Sequence[tuple[int, int]]
+
+
 def _populate_write(address: int, num_bytes: int) -> bool:
     return advise(address, num_bytes, _MADV_POPULATE_WRITE)
 
@@ -124,8 +127,9 @@ if TYPE_CHECKING:
 
 
 class KvStorage:
-    """A LayerCache for each layer, and room for `host_blocks` blocks in host memory (the offload tier). On a
-    CPU the memory of `ahead_blocks` blocks beyond those in use is had from the system while cores are idle.
+    """A LayerCache for each layer, and room for `host_blocks` blocks and `host_states` states in host memory
+    (the offload tier). On a CPU the memory of `ahead_blocks` blocks beyond those in use is had from the
+    system while cores are idle.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class KvStorage:
         kv_dtype: str,
         device: Device,
         host_blocks: int = 0,
+        host_states: int = 0,
         ahead_blocks: int = 0,
         num_states: int = 0,
         num_window_blocks: int = 0,
@@ -167,6 +172,9 @@ class KvStorage:
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
+        self._state_transfers: BlockTransfers | None = None
+        if host_states:
+            self._state_transfers = _transfers(self._states, host_states, device)
         ahead_blocks = ahead_blocks if device.type == "cpu" else 0
         self._prefault = _prefault(self._tensors, ahead_blocks, present[0])
         self._window_prefault = _prefault(self._window_tensors, ahead_blocks, present[1])
@@ -226,11 +234,20 @@ class KvStorage:
             _copy(self._tensors, plan.block_copies)
         if plan.window_copies:
             _copy(self._window_tensors, plan.window_copies)
+        if plan.state_offloads:
+            self._move_states(plan.state_offloads, ())
         if plan.state_copies:
             _copy(self._states, plan.state_copies)
+        # Behind the copies, which may be of what is filled here.
+        if plan.state_restores:
+            self._move_states((), plan.state_restores)
         # Last, since copies may be of what goes.
         _give_back(self._tensors, plan.retired_blocks, self._prefault)
         _give_back(self._window_tensors, plan.retired_window_blocks, self._window_prefault)
+
+    def _move_states(self, offloads: _Pairs, restores: _Pairs) -> None:
+        assert self._state_transfers is not None, "the scheduler knows of no states on the host either"
+        self._state_transfers.apply(offloads, restores)
 
     def block_bytes(self) -> BlockBytes:
         """A way to the bytes of single blocks and states, those of window blocks left out."""
@@ -242,13 +259,15 @@ class KvStorage:
             if prefault is not None:
                 prefault.close()
         self._prefault = self._window_prefault = None
-        if self._transfers is not None:
+        for transfers in (self._transfers, self._state_transfers):
+            if transfers is None:
+                continue
             if self._device.type == "cuda":
                 import torch
 
-                torch.cuda.synchronize(self._tensors[0].device)
-            self._transfers.close()
-            self._transfers = None
+                torch.cuda.synchronize(self._device)  # type: ignore[arg-type]
+            transfers.close()
+        self._transfers = self._state_transfers = None
 
 
 def _prefault(tensors: Sequence[Any], ahead_blocks: int, most: int | None) -> Prefault | None:

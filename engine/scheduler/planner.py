@@ -77,6 +77,7 @@ class Planner:
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:
         state = self._state
         copies, offloads, restores = state.cache.drain_transfers()
+        state_copies, state_offloads, state_restores = state.cache.drain_states()
         # A plan without rows may be thrown away.
         window_blocks, window_copies = state.cache.drain_window_blocks() if draft.rows else ((), ())
         retired, retired_in_windows = state.cache.drain_retired() if draft.rows else ((), ())
@@ -91,7 +92,9 @@ class Planner:
             offloads=offloads,
             restores=restores,
             forks=tuple(draft.forks),
-            state_copies=state.cache.drain_state_copies(),
+            state_copies=state_copies,
+            state_offloads=state_offloads,
+            state_restores=state_restores,
             window_blocks=window_blocks,
             window_copies=window_copies,
             retired_blocks=retired,

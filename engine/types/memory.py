@@ -107,6 +107,20 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a window block."""
         return self.window_bytes_per_token * self.block_size
 
+    def num_host_blocks(self, host_bytes: int) -> int:
+        """Blocks that so many bytes of host memory hold, with their part of `num_host_states`."""
+        each = self.kv_bytes_per_token * self.block_size
+        if not each:
+            return 0
+        if not self.state_interval:
+            return host_bytes // each
+        per_state = self.state_bytes // self.num_states
+        return host_bytes * self.state_interval // (each * self.state_interval + per_state * self.block_size)
+
+    def num_host_states(self, num_host_blocks: int) -> int:
+        """States in host memory beside so many blocks: as many copies as are left in their tokens."""
+        return num_host_blocks * self.block_size // self.state_interval if self.state_interval else 0
+
     def streams_of(self, num_blocks: int, num_window_blocks: int) -> float:
         """Sequences that fit which hold so many blocks and window blocks each."""
         if not self.num_window_blocks:

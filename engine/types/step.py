@@ -143,8 +143,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan. Plain data: the same for the real runner, the simulated one and remote workers.
 
     The runner applies it in this order: releases, new sequences, forks, offloads, restores, copies of blocks
-    and states, forward. Token ids of running sequences are the runner's own: it appends what it sampled, so
-    that a plan can be made before the previous step's tokens are known.
+    and states, restores of states, forward. Token ids of running sequences are the runner's own: it appends
+    what it sampled, so that a plan can be made before the previous step's tokens are known.
     """
 
     step_id: int
@@ -159,8 +159,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     restores: tuple[tuple[int, int], ...] = ()
     # (parent sequence, child sequence): the child starts with a copy of the parent's runner state.
     forks: tuple[tuple[int, int], ...] = ()
-    # (source, destination) slots of states, as they were before the plan.
+    # (source, destination) slots of states, as they were before the plan; and (slot, host row) and back.
     state_copies: tuple[tuple[int, int], ...] = ()
+    state_offloads: tuple[tuple[int, int], ...] = ()
+    state_restores: tuple[tuple[int, int], ...] = ()
     # Where only some layers have a window: (block, window block in which they keep it from now on), and
     # copies (source, destination) between window blocks, as they were before the plan.
     window_blocks: tuple[tuple[int, int], ...] = ()

@@ -98,6 +98,7 @@ class CheckedRunner:
         self.window_of: dict[int, int] = {}
         # A slot holds the digest of the tokens that its state has taken in.
         self.slots: dict[int, int] = {}
+        self.host_states: dict[int, int] = {}
 
     def launch(self, plan: SchedulerOutput) -> FinishedStep:
         assert plan.num_tokens <= self.max_tokens_per_step
@@ -184,8 +185,11 @@ class CheckedRunner:
                 contents[each] = [None] * self.block_size
         into = [destination for _, destination in plan.state_copies]
         assert len(set(into)) == len(into), "two copies into one slot"
+        for slot, row in plan.state_offloads:
+            self.host_states[row] = self.slots[slot]
         # All are read before any is written.
         self.slots.update({into: self.slots[source] for source, into in plan.state_copies})
+        self.slots.update({into: self.host_states[row] for row, into in plan.state_restores})
 
     def _grow(self, state: State, row: ScheduledSequence) -> None:
         state.table += row.new_block_ids

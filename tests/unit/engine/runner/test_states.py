@@ -83,7 +83,7 @@ def engine(
         memory=memory,
         overlap=overlap,
         prefix_caching=config.cache.prefix_caching,
-        num_host_blocks=config.cache.host_bytes // (memory.kv_bytes_per_token * memory.block_size),
+        num_host_blocks=memory.num_host_blocks(config.cache.host_bytes),
         disk=None if tier is None else FinishedDisk(tier),  # type: ignore[arg-type]
         **limits,
     )
@@ -155,6 +155,26 @@ def test_choices_and_beams_have_states_of_their_own(family: str, tmp_path: Path)
             assert driver.tokens(greedy) == reference_greedy(oracle, prompt, 12)
     assert answers[0] == answers[1]
     assert len({tuple(tokens) for tokens in answers[0]}) == 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("native", ["required", "off"])
+def test_copies_that_made_room_come_back_from_the_host(family: str, native: str, tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    hits = []
+    with engine(tmp_path, native=native, num_blocks=12, host_bytes=4 << 20) as driver:
+        num_slots = driver.memory.num_states
+        assert driver.memory.num_host_states(driver.scheduler._state.cache._host.num_blocks) > num_slots
+        prompts = [prompt_of(35, 199, seed=seed) for seed in range(num_slots + 2)]
+        expected = [reference_greedy(oracle, prompt, 3) for prompt in prompts]
+        for _ in range(2):
+            for prompt, answer in zip(prompts, expected, strict=True):
+                request = driver.submit(prompt, max_tokens=3, temperature=0.0)
+                driver.run()
+                assert driver.tokens(request) == answer
+            counters = driver.scheduler.load(driver.now).counters
+            hits.append(counters.prefix_hit_tokens + counters.restored_tokens)
+    assert hits == [0, 32 * len(prompts)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

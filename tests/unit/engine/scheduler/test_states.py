@@ -54,6 +54,31 @@ def test_long_prompts_and_answers_leave_copies_on_the_way() -> None:
     assert computed(driver, conversation) == len(conversation) - 64
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_copies_that_made_room_come_back_from_the_host(overlap: bool) -> None:
+    # Fourteen prompts for ten slots, and room for sixteen on the host.
+    memory = stateful(num_states=10)
+    prompts = [[10 * first + each for each in range(27)] for first in range(14)]
+    with_host = Driver(memory=memory, overlap=overlap, num_host_blocks=128)
+    assert [computed(with_host, prompt) for prompt in prompts] == [27] * 14
+    # Again and again: what is copied from the host stays there.
+    for _ in range(2):
+        assert [computed(with_host, prompt) for prompt in prompts] == [3] * 14
+    without = Driver(memory=memory, overlap=overlap)
+    for prompt in prompts:
+        computed(without, prompt)
+    assert computed(without, prompts[0]) == 27
+
+
+def test_a_copy_on_the_host_goes_with_its_block() -> None:
+    driver = Driver(memory=memory_plan(32, num_states=9, state_interval=8), num_host_blocks=4)
+    assert computed(driver, [5] * 40) == 40
+    # Takes every block, those of the host as well.
+    computed(driver, list(range(126)))
+    computed(driver, list(range(50, 176)))
+    assert computed(driver, [5] * 40) == 40
+
+
 def test_without_a_prefix_cache_there_are_no_copies() -> None:
     driver = Driver(memory=stateful(), prefix_caching=False)
     assert computed(driver, list(range(20))) == 20
