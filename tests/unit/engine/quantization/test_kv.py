@@ -46,7 +46,7 @@ def mean_difference(some: list[float], others: list[float]) -> float:
 @pytest.mark.parametrize("kind", COSTS)
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("llama", {}), ("qwen3", {"head_dim": 24}), ("gemma2", {"head_dim": 32}), ("deepseek_v3", LATENT_SIZES)],
+    [("llama", {"head_dim": 16}), ("qwen3", {"head_dim": 24}), ("gemma2", {"head_dim": 32}), ("deepseek_v3", LATENT_SIZES)],
 )
 def test_outputs_stay_near(
     model_type: str, changes: dict[str, object], kind: str, native: str, tmp_path: Path
@@ -62,7 +62,7 @@ def test_outputs_stay_near(
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_native_kernels_read_what_torch_reads(kind: str, tmp_path: Path) -> None:
     """Few elements are between two levels, and rounded to either."""
-    make_checkpoint(tmp_path, "llama")
+    make_checkpoint(tmp_path, "llama", head_dim=16)
     prompt = prompt_of(60, 199)
     ours, theirs = (scored(tmp_path, kind, native, prompt) for native in ("required", "off"))
     assert mean_difference(ours, theirs) < COSTS[kind] / 5
@@ -86,7 +86,7 @@ def test_the_bundled_model_loses_little(kind: str) -> None:
 @pytest.mark.parametrize("kind", COSTS)
 def test_blocks_go_to_host_memory_and_back(kind: str, native: str, tmp_path: Path) -> None:
     """Bytes are all that a block is: what comes back elsewhere gives the same answer."""
-    make_checkpoint(tmp_path, "llama")
+    make_checkpoint(tmp_path, "llama", head_dim=16)
     cache = {"kv_dtype": kind, "host_bytes": 1 << 20}
     with closing(open_runner(tmp_path, native=native, cache=cache)) as runner:
         driver, storage = Driver(runner), runner.storage
