@@ -170,7 +170,7 @@ def forms(subject: Subject, work: Path) -> Iterator[QualityForm]:
     yield QualityForm(name=BASELINE, make=dense)
     for quantize in ("int8", "w8a8", "int4"):
         yield QualityForm(name=f"{quantize} at load", options={"quantize": quantize}, make=dense)
-    for kind in ("int8", "fp8"):
+    for kind in ("int8", "fp8", "int4"):
         yield QualityForm(name=f"{kind} keys and values", options={"cache": {"kv_dtype": kind}}, make=dense)
     for scheme in SCHEMES:
         for method in METHODS:

@@ -154,7 +154,7 @@ def variants() -> Iterator[Variant]:
     for size in (32, 64, 128):
         grouped = QuantizationConfig(group_size=size)  # type: ignore[arg-type]
         yield Variant(name=f"int4, groups of {size}", options={"quantize": "int4", "quantization": grouped})
-    for kind in ("bfloat16", "int8", "fp8"):
+    for kind in ("bfloat16", "int8", "fp8", "int4"):
         yield Variant(name=f"float32, {kind} KV", options={"dtype": "float32", "cache": {"kv_dtype": kind}})
     # What the tables beside other servers run.
     for quantize in ("int8", "w8a8", "int4"):

@@ -74,7 +74,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Part of the device's memory that the engine may use.
     memory_fraction: float = 0.85
     # Element type of keys and values; "auto" is the model's.
-    kv_dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8"] = "auto"
+    kv_dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8", "int4"] = "auto"
     prefix_caching: bool = True
     # Host memory for KV blocks of preempted sequences and evicted prefixes; 0 turns the tier off.
     host_bytes: int = 0

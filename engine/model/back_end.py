@@ -82,8 +82,6 @@ def native_library(config: EngineConfig, spec: ModelSpec, device: str) -> Native
 def _why_not_native(config: EngineConfig, spec: ModelSpec, device: str) -> str:
     if config.native == "off" or device != "cpu":
         return f"engine.native is {config.native} and engine.device is {device}"
-    if config.cache.kv_dtype == "fp8":
-        return "engine.cache.kv_dtype = 'fp8' is read by torch alone"
     forced = any(name != "auto" for name in msgspec.structs.astuple(config.kernels))
     if forced or config.attention_backend not in ("auto", "native"):
         return "engine.attention_backend or engine.kernels asks for another back end"

@@ -49,7 +49,11 @@ from kernels.native.library import likely_level
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Bits of an element of keys and values that are quantized: with one float32 scale for each of both and head.
+QUANTIZED_KV_BITS = {"int8": 8, "fp8": 8, "int4": 4}
+# What vectors of four bits are a multiple of (kernels/paged_cache/four_bits).
+INT4_GROUP = 8
 CPU_CACHE_LIMIT_BYTES = 1 << 30
 HEADROOM_FRACTION = 0.05
 # On a CPU, models up to this size are served in float32: no slower there, and equal to the float32 oracle.
@@ -158,16 +162,33 @@ def packs_codes(config: EngineConfig, device: str) -> bool:
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str, layers: Iterable[int] | None = None) -> int:
-    """Bytes that one token's keys and values take, over all layers (or those) that store some. int8 and fp8
+    """Bytes that one token's keys and values take, over all layers (or those) that store some. Quantized ones
     add two scales per head.
     """
-    scales = 8 if kv_dtype in ("int8", "fp8") else 0
+    bits = QUANTIZED_KV_BITS.get(kv_dtype) or 8 * DTYPE_BYTES[kv_dtype]
+    scales = 8 if kv_dtype in QUANTIZED_KV_BITS else 0
     shapes = map(spec.cache_shape, range(spec.num_layers) if layers is None else layers)
-    return sum(
-        shape.elements * DTYPE_BYTES[kv_dtype] + shape.num_heads * scales
-        for shape in shapes
-        if shape is not None
-    )
+    return sum(shape.elements * bits // 8 + shape.num_heads * scales for shape in shapes if shape is not None)
+
+
+def why_not_kv_dtype(spec: ModelSpec, kv_dtype: str) -> str:
+    """Why a form does not hold a model's keys and values; empty where it does."""
+    if kv_dtype != "int4":
+        return ""
+    if spec.latent is not None:
+        return "whose latent vectors, each key and value of all heads, need eight bits"
+    odd = {shape.key_dim for shape in spec.cache_shapes if shape.key_dim % INT4_GROUP}
+    return f"whose heads of {min(odd)} elements are no multiple of {INT4_GROUP}" if odd else ""
+
+
+def check_kv_dtype(spec: ModelSpec, kv_dtype: str) -> None:
+    """Raises ConfigError for keys and values that a form does not hold."""
+    refusal = why_not_kv_dtype(spec, kv_dtype)
+    if refusal:
+        raise ConfigError(
+            f"engine.cache.kv_dtype = {kv_dtype!r} does not go with {spec.architecture}, {refusal}; set it "
+            "to int8, fp8 or auto"
+        )
 
 
 def workspace_bytes(given: PlanInput) -> int:
@@ -224,6 +245,8 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         raise ConfigError(
             f"engine.cache.block_size = {cache.block_size}: must be a power of two up to {LARGEST_BLOCK}"
         )
+    for each in (spec, *([given.draft.spec] if given.draft is not None else [])):
+        check_kv_dtype(each, given.kv_dtype)
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
     float12 = packs_float12(given)
     weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables

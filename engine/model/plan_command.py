@@ -13,7 +13,15 @@ from rich.table import Table
 
 from engine.config import load
 from engine.model.device import choose_device
-from engine.model.plan import PlanInput, human, make_plan, plan_input, window_room_of
+from engine.model.plan import (
+    PlanInput,
+    human,
+    kv_bytes_per_token,
+    make_plan,
+    plan_input,
+    why_not_kv_dtype,
+    window_room_of,
+)
 from engine.types import MemoryPlan
 from runtime.config import ModelConfig, load_section, read_tables
 from runtime.errors import ConfigError
@@ -137,6 +145,17 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
     }
 
 
+def _in_other_forms(given: PlanInput) -> str:
+    """How many times the tokens other values of kv_dtype would hold; empty where there is no smaller one."""
+    taken = kv_bytes_per_token(given.spec, given.kv_dtype)
+    found = []
+    for name in ("int8", "int4"):
+        times = taken / max(1, kv_bytes_per_token(given.spec, name))
+        if times > 1 and not why_not_kv_dtype(given.spec, name):
+            found.append(f"{name} {times:.1f}")
+    return f"; times as many with engine.cache.kv_dtype: {', '.join(found)}" if found else ""
+
+
 def decoding_blocks(given: PlanInput, plan: MemoryPlan) -> int:
     """Most blocks that one sequence of max_model_len holds while it decodes: all that it has filled, or,
     where every layer has a window, those of the window, one that has left it in part and one of slack.
@@ -240,7 +259,8 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
             f"{plan.num_blocks} blocks of {plan.block_size} = {plan.capacity_tokens} tokens of "
             f"{human(plan.kv_bytes_per_token)} ({given.kv_dtype}); "
             f"{num_sequences(plan):.1f} sequences of {plan.max_model_len} tokens"
-            + _behind_window(given, plan),
+            + _behind_window(given, plan)
+            + _in_other_forms(given),
         ),
         ("states", plan.state_bytes, _states(given, plan)),
         ("unused", plan.total_bytes - used, "left to the machine"),

@@ -306,6 +306,7 @@ def _torch_layer(shape: dict[str, int], kv_dtype: str, device: torch.device) -> 
 
     from kernels.paged_cache.store import allocate_layer
 
+    # Of four bits torch has the name alone: what is allocated are bytes.
     dtype = torch.float8_e4m3fn if kv_dtype == "fp8" else getattr(torch, kv_dtype)
     return allocate_layer(**shape, dtype=dtype, device=device)
 

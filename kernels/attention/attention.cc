@@ -5,6 +5,7 @@
 #include "attention/attention_plan.h"
 #include "attention/attention_products.h"
 #include "attention/attention_tiles.h"
+#include "paged_cache/hadamard.h"
 
 namespace millrace {
 namespace {
@@ -25,7 +26,7 @@ struct Places {
 // Buffers that a thread keeps from unit to unit.
 struct Scratch {
   ProductScratch products;
-  Buffer running;
+  Buffer running, turned;
   std::vector<int64_t> positions;   // [R]
   std::vector<float> maxima, sums;  // [R] of the part
   std::vector<float> running_maxima, running_sums;
@@ -107,7 +108,7 @@ class Worker {
         value_dim_(cache_.values ? cache_.value_dim : cache_.shared_value_dim),
         wide_((value_dim_ + 15) / 16 * 16),
         products_({key_dim_, value_dim_, wide_}, scratch.products),
-        stream_(cache_, key_dim_ * Cache::kBytes, cache_.value_dim * Cache::kBytes, scratch.asked) {}
+        stream_(cache_, bytes_of<Cache>(key_dim_), bytes_of<Cache>(cache_.value_dim), scratch.asked) {}
 
   // Neighbouring heads that a unit of few rows takes together; 0 where it is not streamed. Each thread should find a
   // few of them.
@@ -116,7 +117,7 @@ class Worker {
     if (!cache_.values || cache_.block_size < kChunk || !products_.streams()) return 0;
     int64_t most = 1;
     for (int64_t count = 2; count <= heads; ++count) {
-      const bool short_runs = count * cache_.block_size * key_dim_ * Cache::kBytes <= kRunBytes;
+      const bool short_runs = count * cache_.block_size * bytes_of<Cache>(key_dim_) <= kRunBytes;
       if (heads % count == 0 && short_runs && units * (heads / count) >= 4 * num_threads) most = count;
     }
     return most;
@@ -151,6 +152,8 @@ class Worker {
  private:
   // Packs the unit's queries, scaled, and notes their positions.
   void take_rows(bool streamed) {
+    // Keys of four bits are rotated, so queries must be.
+    float* turned = cache_.type == kKvInt4 ? scratch_.turned.get(key_dim_) : nullptr;
     rows_each_ = 0;
     for (int64_t i = 0; i < num_members_; ++i) rows_each_ += plan_.tiles[members_[i]].num_tokens * group_;
     rows_ = rows_each_ * num_heads_;
@@ -165,7 +168,8 @@ class Worker {
           const float* q = args_.q + (tile.token + token) * args_.q_stride + (head_ + head) * group_ * key_dim_;
           for (int64_t g = 0; g < group_; ++g, ++row, ++own, q += key_dim_) {
             scratch_.positions[own] = tile.position + token;
-            products_.take_query(row, q, args_.scale);
+            if (turned) turn(q, key_dim_, turned);
+            products_.take_query(row, turned ? turned : q, args_.scale);
           }
         }
       }
@@ -210,8 +214,8 @@ class Worker {
     places.end = range.end;
     if (places.begin >= places.end) return;
     const int64_t* table = table_of(unit);
-    const int64_t key_bytes = key_dim_ * Cache::kBytes;
-    const int64_t value_bytes = cache_.values ? cache_.value_dim * Cache::kBytes : key_bytes;
+    const int64_t key_bytes = bytes_of<Cache>(key_dim_);
+    const int64_t value_bytes = cache_.values ? bytes_of<Cache>(cache_.value_dim) : key_bytes;
     const char* values = static_cast<const char*>(cache_.values ? cache_.values : cache_.keys);
     const int64_t from = places.begin / kPanel * kPanel;
     const int64_t to = std::min(kPartTokens, (places.end + kPanel - 1) / kPanel * kPanel);
@@ -244,13 +248,13 @@ class Worker {
   Ahead ahead(int64_t step, int64_t panels) {
     const Places& now = here();
     const Places& later = there();
-    const int64_t place = step + 2, key_bytes = key_dim_ * Cache::kBytes;
+    const int64_t place = step + 2, key_bytes = bytes_of<Cache>(key_dim_);
     const char* const* keys = now.keys + now.begin / kPanel * kPanel;
     if (place < panels) return Ahead(keys + place * kPanel, kPanel, key_bytes);
     if (place < 2 * panels) {
       if (!cache_.values) return Ahead(nullptr, 0, 0);
       const int64_t from = now.begin / kPanel * kPanel + (place - panels) * kPanel;
-      return Ahead(now.values + from, kPanel, value_dim_ * Cache::kBytes);
+      return Ahead(now.values + from, kPanel, bytes_of<Cache>(value_dim_));
     }
     const int64_t from = later.begin / kPanel * kPanel + (place - 2 * panels) * kPanel;
     if (later.begin >= later.end || from >= later.end) return Ahead(nullptr, 0, 0);
@@ -338,7 +342,7 @@ class Worker {
   }
 
   Chunk chunk_of(const Span& span, const void* base, int64_t dim, int64_t head, int64_t at) const {
-    const int64_t bytes = dim * Cache::kBytes;
+    const int64_t bytes = bytes_of<Cache>(dim);
     return {{row_of(cache_, base, bytes, span, head, at), bytes}, head * rows_each_, at};
   }
 
@@ -514,9 +518,10 @@ class Worker {
   void finish(const Tile& tile, int64_t rows) {
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t token = tile.token + row / group_, head = head_ * group_ + row % group_;
+      float* out = args_.out + token * args_.out_stride + head * value_dim_;
       finish_row(scratch_.running_maxima[row], scratch_.running_sums[row], running_ + row * wide_,
-                 args_.sinks ? args_.sinks + head : nullptr,
-                 args_.out + token * args_.out_stride + head * value_dim_, value_dim_);
+                 args_.sinks ? args_.sinks + head : nullptr, out, value_dim_);
+      if (cache_.type == kKvInt4) turn_back(out, value_dim_);
     }
   }
 
@@ -560,6 +565,18 @@ void attend(const AttentionArgs& args, int num_threads) {
   }
 }
 
+// Products over levels of 8 or 4 bits.
+#if defined(TILE_LOAD)
+template <typename Cache>
+using LevelProducts = IntegerTiles<Cache>;
+#elif defined(__AVX512VNNI__)
+template <typename Cache>
+using LevelProducts = IntegerProducts<Cache>;
+#else
+template <typename Cache>
+using LevelProducts = FloatProducts<Float32Math, Cache>;
+#endif
+
 }  // namespace
 }  // namespace millrace
 
@@ -577,14 +594,9 @@ extern "C" void attention(const AttentionArgs& args, int, int num_threads) {
       if (args.plan->pairs) return attend<FloatProducts<Bfloat16Math, Bfloat16Cache>>(args, num_threads);
 #endif
       return attend<FloatProducts<Float32Math, Bfloat16Cache>>(args, num_threads);
-    case kKvInt8:
-#if defined(TILE_LOAD)
-      return attend<IntegerTiles>(args, num_threads);
-#elif defined(__AVX512VNNI__)
-      return attend<IntegerProducts>(args, num_threads);
-#else
-      return attend<FloatProducts<Float32Math, Int8Cache>>(args, num_threads);
-#endif
+    case kKvInt8: return attend<LevelProducts<Int8Cache>>(args, num_threads);
+    case kKvInt4: return attend<LevelProducts<Int4Cache>>(args, num_threads);
+    case kKvFloat8: return attend<FloatProducts<Float32Math, Float8Cache>>(args, num_threads);
   }
 }
 

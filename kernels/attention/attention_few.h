@@ -36,7 +36,7 @@ template <typename Cache, int kRows, int kChunks, bool kWhole, typename Beside>
 [[gnu::always_inline]] inline void add_words(const Words<kChunks>& chunks, const float* queries, int64_t dim,
                                              int64_t begin, int64_t end, int64_t elements,
                                              Vec total[kRows][kChunks * kOfChunk], const Beside& beside) {
-  constexpr int kOut = 4 / Cache::kBytes;
+  constexpr int kOut = Cache::kPerWord;
 #pragma GCC unroll 8
   for (int64_t i = begin; i < end; ++i) {
     beside(i);
@@ -66,7 +66,7 @@ struct KeysOf {
 template <typename Cache, int kRows, int kChunks>
 inline void few_scores(const float* queries, const KeysOf<kChunks>& chunks, float* const scores[kChunks],
                        int64_t row_bytes, int64_t dim, int64_t stride, bool single) {
-  constexpr int64_t kPieceBytes = kLanes * 4, kElements = kPieceBytes / Cache::kBytes, kHalf = kLanes / 2;
+  constexpr int64_t kPieceBytes = kLanes * 4, kElements = kLanes * Cache::kPerWord, kHalf = kLanes / 2;
   const int64_t pieces = (dim + kElements - 1) / kElements;
   Words<kChunks> words[2];
   Vec total[kRows][kChunks * kOfChunk];
@@ -75,7 +75,8 @@ inline void few_scores(const float* queries, const KeysOf<kChunks>& chunks, floa
   const auto take = [&](Words<kChunks>& to, int64_t piece, int64_t which) {
     if (piece >= pieces || which >= kChunks) return;
     const int64_t at = piece * kElements;
-    to.take(which, Strided{chunks.keys[which], row_bytes}, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes);
+    to.take(which, Strided{chunks.keys[which], row_bytes}, bytes_of<Cache>(at),
+            bytes_of<Cache>(std::min(kElements, dim - at)));
   };
   for (int64_t which = 0; which < kChunks; ++which) take(words[0], 0, which);
   for (int64_t piece = 0; piece < pieces; ++piece) {
@@ -114,11 +115,11 @@ inline void few_scores(const float* queries, const KeysOf<kChunks>& chunks, floa
 // Vectors that are taken of a row's values at a time: of bfloat16 its even and its odd elements, which are expanded
 // with half the work.
 template <typename Cache>
-constexpr int kTaken = Cache::kBytes == 2 ? 2 : 1;
+constexpr int kTaken = Cache::kPerWord == 2 ? 2 : 1;
 
 template <typename Cache>
 [[gnu::always_inline]] inline void take_values(const char* from, Vec out[kTaken<Cache>]) {
-  if constexpr (Cache::kBytes == 2) {
+  if constexpr (Cache::kPerWord == 2) {
     const Vec words = load(reinterpret_cast<const float*>(from));
     UNROLLED for (int j = 0; j < 2; ++j) out[j] = Cache::element(words, j);
   } else {
@@ -131,7 +132,7 @@ template <typename Cache>
 template <typename Cache, int kRows, int kVectors>
 inline void few_values(const float* weights, int64_t weights_stride, const Strided& values, int64_t count,
                        int64_t column, const char* ahead, float* sums, int64_t stride, bool fresh) {
-  constexpr int kOut = kTaken<Cache>, kBytes = kOut * kLanes * Cache::kBytes;
+  constexpr int kOut = kTaken<Cache>, kBytes = bytes_of<Cache>(kOut * kLanes);
   // All loops over sums are unrolled: only then do these become registers.
   Vec total[kRows][kVectors];
   UNROLLED for (int r = 0; r < kRows; ++r)
@@ -139,8 +140,8 @@ inline void few_values(const float* weights, int64_t weights_stride, const Strid
   for (int64_t at = 0; at < count; ++at) {
     Vec factor[kRows];
     UNROLLED for (int r = 0; r < kRows; ++r) factor[r] = set1(weights[r * weights_stride + at]);
-    const char* from = values[at] + column * Cache::kBytes;
-    const char* const far = ahead + at * values.stride + column * Cache::kBytes;
+    const char* from = values[at] + bytes_of<Cache>(column);
+    const char* const far = ahead + at * values.stride + bytes_of<Cache>(column);
     UNROLLED for (int part = 0; part < kVectors / kOut; ++part) {
       Vec out[kOut];
       if (kBytes * part % 64 == 0) call_far(far + kBytes * part);

@@ -1,7 +1,7 @@
-// Attention's products over int8 keys and values, in integers (AVX-512 VNNI).
+// Attention's products over int8 and int4 keys and values, in integers (AVX-512 VNNI).
 //
 // Queries and weights become levels of 16 bits, each the sum of a high and a low byte, so a product is two dot products
-// of bytes; keys and values are taken as they lie in the cache. Integer sums are exact: their order decides no bit.
+// of bytes; keys and values are taken as they lie in the cache, those of four bits as the bytes that they stand for. Integer sums are exact: their order decides no bit.
 // No sum overflows: a query's levels are bounded by `query_limit`, weights by kMostLevel over kPartTokens positions.
 #pragma once
 
@@ -146,14 +146,12 @@ inline void integer_values(const int32_t* weights, int64_t stride, const int32_t
   }
 }
 
-// Four lines, one of each of four positions, to four vectors of words: lane l of vector j holds elements 16 l + 4 j to
+// Lines from element `at` on, one of each of four positions, to four vectors of words: lane l of vector j holds elements 16 l + 4 j to
 // 16 l + 4 j + 3.
-template <typename Rows>
-inline void interleave(const Rows& rows, int64_t offset, __mmask64 m, __m512i out[4]) {
+template <typename Cache, typename Rows>
+inline void interleave(const Rows& rows, int64_t at, int64_t left, __m512i out[4]) {
   __m512i r[4];
-  for (int i = 0; i < 4; ++i) {
-    r[i] = m == ~0ull ? _mm512_loadu_si512(rows[i] + offset) : _mm512_maskz_loadu_epi8(m, rows[i] + offset);
-  }
+  for (int i = 0; i < 4; ++i) r[i] = Cache::line(rows[i], at, left);
   const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]);
   const __m512i c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);
   out[0] = _mm512_unpacklo_epi16(a, c);
@@ -162,16 +160,15 @@ inline void interleave(const Rows& rows, int64_t offset, __mmask64 m, __m512i ou
   out[3] = _mm512_unpackhi_epi16(b, d);
 }
 
-inline __mmask64 line_mask(int64_t left) { return left >= kLineBytes ? ~0ull : (1ull << left) - 1; }
-
 // Values of `words` times four positions to packed [words, width]; width is dim up to whole lines.
+template <typename Cache>
 inline void pack_value_words(const char* const* rows, Ahead& ahead, int64_t words, int64_t dim, int32_t* packed,
                              int64_t width) {
   for (int64_t word = 0; word < words; ++word, packed += width) {
     ahead.call(4);
     for (int64_t at = 0; at < dim; at += kLineBytes) {
       __m512i out[4];
-      interleave(rows + 4 * word, at, line_mask(dim - at), out);
+      interleave<Cache>(rows + 4 * word, at, dim - at, out);
       for (int j = 0; j < 4; ++j) _mm512_storeu_si512(packed + at + j * kLanes, out[j]);
     }
   }
@@ -213,7 +210,7 @@ inline void values_in_order(const int32_t* sums, float factor, int64_t dim, floa
 // Integer sums of kRows queries against 16 positions; asks for as much at `ahead`. Keys have kLines whole lines, and
 // all levels stay in registers; or, where kLines is 0, any dim. A sum takes the high bytes first: shifted by a byte, it
 // goes on with the low ones.
-template <int kRows, int kLines>
+template <typename Cache, int kRows, int kLines>
 [[gnu::always_inline]] inline void few_integer_sums(const int32_t* queries, int64_t stride, const Strided& keys,
                                                     int64_t dim, const char* ahead, __m512i out[kRows]) {
   const __m512i flip = _mm512_set1_epi8(-128);
@@ -232,8 +229,8 @@ template <int kRows, int kLines>
       if constexpr (kLines > 0) {
         __m512i key[kLines];
         UNROLLED for (int line = 0; line < kLines; ++line) {
-          call_far(far + line * kLineBytes);
-          key[line] = _mm512_xor_si512(_mm512_loadu_si512(from + line * kLineBytes), flip);
+          if (bytes_of<Cache>(line * kLineBytes) % kLineBytes == 0) call_far(far + bytes_of<Cache>(line * kLineBytes));
+          key[line] = _mm512_xor_si512(Cache::line(from, line * kLineBytes, kLineBytes), flip);
         }
         UNROLLED for (int half = 0; half < 2; ++half)
           UNROLLED for (int r = 0; r < kRows; ++r) {
@@ -245,8 +242,8 @@ template <int kRows, int kLines>
         __m512i low[kRows];
         for (int r = 0; r < kRows; ++r) low[r] = _mm512_setzero_si512();
         for (int64_t at = 0; at < dim; at += kLineBytes) {
-          call_far(far + at);
-          const __m512i key = _mm512_xor_si512(_mm512_maskz_loadu_epi8(line_mask(dim - at), from + at), flip);
+          call_far(far + bytes_of<Cache>(at));
+          const __m512i key = _mm512_xor_si512(Cache::line(from, at, dim - at), flip);
           for (int r = 0; r < kRows; ++r) {
             const int32_t* query = queries + r * stride + at / 4;
             sum[r][i] = dot_bytes(sum[r][i], key, _mm512_load_si512(query));
@@ -263,41 +260,42 @@ template <int kRows, int kLines>
 }
 
 // Scores of kRows queries against 16 positions.
-template <int kRows>
+template <typename Cache, int kRows>
 inline void few_integer_scores(const int32_t* queries, int64_t stride, const QueryLevels* levels,
                                const Strided& keys, int64_t dim, const char* ahead, float* scores,
                                int64_t scores_stride) {
   __m512i sums[kRows];
   switch (dim) {
-    case kLineBytes: few_integer_sums<kRows, 1>(queries, stride, keys, dim, ahead, sums); break;
-    case 2 * kLineBytes: few_integer_sums<kRows, 2>(queries, stride, keys, dim, ahead, sums); break;
-    default: few_integer_sums<kRows, 0>(queries, stride, keys, dim, ahead, sums);
+    case kLineBytes: few_integer_sums<Cache, kRows, 1>(queries, stride, keys, dim, ahead, sums); break;
+    case 2 * kLineBytes: few_integer_sums<Cache, kRows, 2>(queries, stride, keys, dim, ahead, sums); break;
+    default: few_integer_sums<Cache, kRows, 0>(queries, stride, keys, dim, ahead, sums);
   }
   UNROLLED for (int r = 0; r < kRows; ++r) store(scores + r * scores_stride, scores_of(sums[r], levels[r]));
 }
 
 // Adds the weighted values of `count` chunks, whose levels of places that nobody sees are zero; asks for as much at the
 // addresses `ahead` of as many.
-template <int kRows>
+template <typename Cache, int kRows>
 inline void few_integer_values(const int32_t* weights, int64_t stride, const Strided* chunks, int64_t count,
                                int64_t dim, const char* const* ahead, int32_t* out, int64_t out_stride, bool fresh) {
   constexpr int kWords = kChunk / 4;
   for (int64_t at = 0; at < dim; at += kLineBytes) {
-    const __mmask64 m = line_mask(dim - at);
     __m512i high[kRows][4], low[kRows][4];
     UNROLLED for (int r = 0; r < kRows; ++r) {
       UNROLLED for (int j = 0; j < 4; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
     }
     for (int64_t which = 0; which < count; ++which) {
-      const char* from = chunks[which].base + at;
+      const char* from = chunks[which].base;
       const int64_t row_bytes = chunks[which].stride;
       // Line after line, while the values are taken across them.
-      const char* far = ahead[which] + at / kLineBytes * kChunk * kLineBytes;
+      constexpr int64_t kBytes = bytes_of<Cache>(kLineBytes);
+      const char* far = ahead[which] + bytes_of<Cache>(at) * kChunk;
       const int32_t* const levels = weights + which * kWords;
       UNROLLED for (int word = 0; word < kWords; ++word) {
-        UNROLLED for (int i = 0; i < 4; ++i) call_far(far + (4 * word + i) * kLineBytes);
+        UNROLLED for (int i = 0; i < 4; ++i)
+          if (i * kBytes % kLineBytes == 0) call_far(far + (4 * word + i) * kBytes);
         __m512i value[4];
-        interleave(Strided{from, row_bytes}, 0, m, value);
+        interleave<Cache>(Strided{from, row_bytes}, at, dim - at, value);
         from += 4 * row_bytes;
         UNROLLED for (int r = 0; r < kRows; ++r) {
           const __m512i a = _mm512_set1_epi32(levels[r * stride + word]);

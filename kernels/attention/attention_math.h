@@ -226,9 +226,15 @@ template <typename Rows>
 
 #endif
 
-// Element types of a cache: how a transposed vector of words becomes words of an arithmetic.
+// Element types of a cache: how many of them a word of 32 bits holds, and how a transposed vector of words becomes words
+// of an arithmetic.
+template <typename Cache>
+constexpr int64_t bytes_of(int64_t elements) {
+  return elements * 4 / Cache::kPerWord;
+}
+
 struct Float32Cache {
-  static constexpr int64_t kBytes = 4;
+  static constexpr int64_t kPerWord = 1;
   template <typename Math>
   static void expand(Vec words, Vec* out) {
     out[0] = words;
@@ -240,7 +246,7 @@ struct Float32Cache {
 };
 
 struct Bfloat16Cache {
-  static constexpr int64_t kBytes = 2;
+  static constexpr int64_t kPerWord = 2;
   template <typename Math>
   static void expand(Vec words, Vec* out) {
     if constexpr (Math::kPerWord == 2) {
@@ -264,7 +270,7 @@ struct Bfloat16Cache {
 };
 
 struct Int8Cache {
-  static constexpr int64_t kBytes = 1;
+  static constexpr int64_t kPerWord = 4;
   template <typename Math>
   static void expand(Vec words, Vec* out) {
 #if defined(__AVX512F__)
@@ -284,6 +290,80 @@ struct Int8Cache {
   }
   static Vec values(const char* p) { return load_int8(reinterpret_cast<const int8_t*>(p)); }
   static Vec values(const char* p, Mask m) { return load_int8(reinterpret_cast<const int8_t*>(p), m); }
+#if defined(__AVX512F__)
+  // Elements [at, at + 64) of a row, of which `left` are there, as bytes.
+  static __m512i line(const char* row, int64_t at, int64_t left) {
+    if (left >= 64) return _mm512_loadu_si512(row + at);
+    return _mm512_maskz_loadu_epi8((1ull << left) - 1, row + at);
+  }
+#endif
+};
+
+// Codes c of 4 bits that stand for 2 c - 15, as kernels/paged_cache/four_bits packs them: the low halves of a word's
+// bytes are its first four elements, the high ones the others. Rows have multiples of 8 elements.
+struct Int4Cache {
+  static constexpr int64_t kPerWord = 8;
+  template <typename Math>
+  static void expand(Vec words, Vec* out) {
+#if defined(__AVX512F__)
+    if constexpr (Math::kPerWord == 4) {
+      const __m512i low = _mm512_castps_si512(words), flip = _mm512_set1_epi8(-128);
+      out[0] = _mm512_castsi512_ps(_mm512_xor_si512(levels_of(low), flip));
+      out[1] = _mm512_castsi512_ps(_mm512_xor_si512(levels_of(_mm512_srli_epi32(low, 4)), flip));
+      return;
+    }
+#endif
+    for (int at = 0; at < 8; ++at) out[at] = element(words, at);
+  }
+  static Vec element(Vec words, int at) {
+    switch (at) {
+      case 0: return half_byte<0>(words);
+      case 1: return half_byte<2>(words);
+      case 2: return half_byte<4>(words);
+      case 3: return half_byte<6>(words);
+      case 4: return half_byte<1>(words);
+      case 5: return half_byte<3>(words);
+      case 6: return half_byte<5>(words);
+      default: return half_byte<7>(words);
+    }
+  }
+  static Vec values(const char* p) { return load_int4(reinterpret_cast<const uint8_t*>(p)); }
+  static Vec values(const char* p, Mask m) { return load_int4(reinterpret_cast<const uint8_t*>(p), m); }
+#if defined(__AVX512F__)
+  // Levels of the low halves of bytes.
+  static __m512i levels_of(__m512i codes) {
+    const __m512i levels = _mm512_broadcast_i32x4(_mm_setr_epi8(-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15));
+    return _mm512_shuffle_epi8(levels, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+  }
+  static __m512i line(const char* row, int64_t at, int64_t left) {
+    const char* from = row + at / 2;
+    const __m256i packed = left >= 64 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))
+                                      : _mm256_maskz_loadu_epi32((1u << left / 8) - 1, from);
+    const __m512i words = _mm512_cvtepu32_epi64(packed);
+    return levels_of(_mm512_or_si512(words, _mm512_slli_epi64(words, 28)));
+  }
+#endif
+};
+
+// float8_e4m3.
+struct Float8Cache {
+  static constexpr int64_t kPerWord = 4;
+  template <typename Math>
+  static void expand(Vec words, Vec* out) {
+    for (int at = 0; at < 4; ++at) out[at] = element(words, at);
+  }
+  static Vec element(Vec words, int at) {
+    return at == 0   ? float8_byte<0>(words)
+           : at == 1 ? float8_byte<1>(words)
+           : at == 2 ? float8_byte<2>(words)
+                     : float8_byte<3>(words);
+  }
+  static Vec values(const char* p) {
+    return mul(load_float8(reinterpret_cast<const uint8_t*>(p)), set1(kFloat8Unit));
+  }
+  static Vec values(const char* p, Mask m) {
+    return mul(load_float8(reinterpret_cast<const uint8_t*>(p), m), set1(kFloat8Unit));
+  }
 };
 
 // Rows to call for beside each of the pieces that kLanes rows of dim elements are transposed in.
@@ -295,14 +375,14 @@ inline int64_t calls_beside(int64_t dim, int64_t elements) {
 // Keys of kLanes positions (rows points at them) to columns of `packed` [words of dim, stride]; calls for `ahead`.
 template <typename Math, typename Cache>
 inline void pack_keys(const char* const* rows, Ahead& ahead, int64_t dim, float* packed, int64_t stride) {
-  constexpr int64_t kElements = kLanes * 4 / Cache::kBytes;  // of one transposed piece
-  constexpr int64_t kOut = 4 / Cache::kBytes / Math::kPerWord;  // vectors that a vector of words becomes
+  constexpr int64_t kElements = kLanes * Cache::kPerWord;  // of one transposed piece
+  constexpr int64_t kOut = Cache::kPerWord / Math::kPerWord;  // vectors that a vector of words becomes
   const int64_t words = (dim + Math::kPerWord - 1) / Math::kPerWord;
   const int64_t calls = calls_beside(dim, kElements);
   for (int64_t at = 0; at < dim; at += kElements) {
     Vec columns[kLanes];
     ahead.call(calls);
-    transpose(rows, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes, columns);
+    transpose(rows, bytes_of<Cache>(at), bytes_of<Cache>(std::min(kElements, dim - at)), columns);
     const int64_t begin = at / Math::kPerWord;
     float* to = packed + begin * stride;
     // Two loops: a comparison for every vector makes cached attention slower.
@@ -331,9 +411,9 @@ inline void pack_values(const char* const* rows, Ahead& ahead, int64_t count, in
     const bool single = Math::kPerWord == 2 && row + 1 == count;
     float* to = packed;
     for (int64_t i = 0; i < dim; i += kLanes) {
-      const char* from = rows[row] + i * Cache::kBytes;
+      const char* from = rows[row] + bytes_of<Cache>(i);
       if constexpr (Math::kPerWord == 2)
-        store(to, Cache::value_pair(from, single ? nullptr : rows[row + 1] + i * Cache::kBytes, first(dim - i)));
+        store(to, Cache::value_pair(from, single ? nullptr : rows[row + 1] + bytes_of<Cache>(i), first(dim - i)));
       else
         store(to, i + kLanes <= dim ? Cache::values(from) : Cache::values(from, first(dim - i)));
       to += (i + kLanes) % kGroup ? kLanes : group - (kGroup - kLanes);

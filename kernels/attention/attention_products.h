@@ -116,7 +116,7 @@ class FloatProducts {
   void finish() {}
 
   // Whether few rows are multiplied without packing, by the functions below.
-  bool streams() const { return kDirect && sizes_.value_dim * Cache::kBytes % 64 == 0; }
+  bool streams() const { return kDirect && bytes_of<Cache>(sizes_.value_dim) % kRowBytes == 0; }
 
   // Scores of the `rows` rows of a head against two of its chunks (or twice the same one); `soon` are the two after
   // them, of any head.
@@ -170,6 +170,8 @@ class FloatProducts {
 
  protected:
   static constexpr bool kDirect = Math::kPerWord == 1;
+  // Rows of values are whole lines, those of four bits at least halves: 64 elements.
+  static constexpr int64_t kRowBytes = Cache::kPerWord == 8 ? 32 : 64;
 
   const ProductSizes sizes_;
   ProductScratch& scratch_;
@@ -180,10 +182,11 @@ class FloatProducts {
 
 #if defined(__AVX512VNNI__)
 
+template <typename Cache>
 class IntegerProducts {
  public:
   static constexpr int64_t kChunksOfValues = 2;
-  using CacheType = Int8Cache;
+  using CacheType = Cache;
 
   IntegerProducts(const ProductSizes& sizes, ProductScratch& scratch)
       : sizes_(sizes),
@@ -216,7 +219,7 @@ class IntegerProducts {
   void score(int64_t begin, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
     const QueryLevels* levels = scratch_.query_levels.data();
     for (int64_t v = 0; v < vectors; ++v) {
-      pack_keys<IntegerMath, Int8Cache>(keys + v * kLanes, later, sizes_.key_dim,
+      pack_keys<IntegerMath, Cache>(keys + v * kLanes, later, sizes_.key_dim,
                                         reinterpret_cast<float*>(packed_ + v * kLanes), kPanel);
     }
     const auto with = [&](auto tile, int64_t row, int64_t v) {
@@ -242,7 +245,7 @@ class IntegerProducts {
   void add_values(int64_t begin, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
     const int64_t words = (count + 3) / 4, dim = sizes_.value_dim;
     const int32_t* weights = levels_ + at / 4;
-    pack_value_words(values, later, words, dim, packed_, width_);
+    pack_value_words<Cache>(values, later, words, dim, packed_, width_);
     for (int64_t column = 0; column < width_; column += 64)
       for_rows(begin, [&](int64_t row, auto count) {
         integer_values<count>(weights + row * kLevelStride, kLevelStride, packed_ + column, width_, words,
@@ -263,8 +266,8 @@ class IntegerProducts {
             scores(row) + chunk.at, kPartTokens);
       };
       const int64_t end = chunk.row + rows;
-      for (int64_t row = chunk.row; row + 2 <= end; row += 2) with(few_integer_scores<2>, row);
-      if (rows % 2) with(few_integer_scores<1>, end - 1);
+      for (int64_t row = chunk.row; row + 2 <= end; row += 2) with(few_integer_scores<Cache, 2>, row);
+      if (rows % 2) with(few_integer_scores<Cache, 1>, end - 1);
     }
   }
 
@@ -282,8 +285,8 @@ class IntegerProducts {
           sums_ + row * width_, width_, fresh);
     };
     const int64_t last = chunks->row + rows;
-    for (int64_t row = chunks->row; row + 2 <= last; row += 2) with(few_integer_values<2>, row);
-    if (rows % 2) with(few_integer_values<1>, last - 1);
+    for (int64_t row = chunks->row; row + 2 <= last; row += 2) with(few_integer_values<Cache, 2>, row);
+    if (rows % 2) with(few_integer_values<Cache, 1>, last - 1);
   }
 
   void finish_chunks() { finish(); }

@@ -1,4 +1,4 @@
-// Attention by AMX tiles: bfloat16 for units of any number of rows, int8 for those of many.
+// Attention by AMX tiles: bfloat16 for units of any number of rows, int8 and int4 for those of many.
 //
 // Queries and weights are rounded to bfloat16. A score is one chain of tile instructions over the key's elements, 32 at a
 // time; a weighted value is one over the places of its part, 32 at a time from place 0 on: zeros add nothing, so it does
@@ -309,7 +309,7 @@ class TileProducts {
   float *queries_ = nullptr, *scores_ = nullptr, *keys_ = nullptr, *values_ = nullptr, *weighted_ = nullptr;
 };
 
-// --- int8 ---
+// --- int8 and int4 ---
 
 // Whole tiles of the high and the low bytes of levels, `low` bytes further; sums, exact, of 2 x 2 tiles to `out`. kLower:
 // whether the second rows are there. kUnsigned: whether the levels, else the columns, are the bytes without signs.
@@ -358,16 +358,23 @@ inline void tile_levels(const char* rows, int64_t row_bytes, int64_t low, const 
 }
 
 // Many rows by tiles, few as IntegerProducts has them: sums are exact, so bits are the same.
-class IntegerTiles : public IntegerProducts {
+template <typename Cache>
+class IntegerTiles : public IntegerProducts<Cache> {
+  using Base = IntegerProducts<Cache>;
+  using Base::integers, Base::kLevelStride, Base::levels_, Base::packed_, Base::queries_, Base::query_stride_, Base::rows_,
+      Base::scratch_, Base::sizes_, Base::sums_, Base::width_;
+
   // Places that one tile instruction takes.
   static constexpr int64_t kDepth = 64;
 
  public:
-  IntegerTiles(const ProductSizes& sizes, ProductScratch& scratch) : IntegerProducts(sizes, scratch) {}
+  using Base::scores;
+
+  IntegerTiles(const ProductSizes& sizes, ProductScratch& scratch) : Base(sizes, scratch) {}
 
   void begin(int64_t rows, int64_t few) {
     const int64_t padded = (rows + 2 * kTile - 1) / (2 * kTile) * 2 * kTile;
-    IntegerProducts::begin(padded, few);
+    Base::begin(padded, few);
     rows_ = rows;
     few_ = few;
     if (few) return;
@@ -379,7 +386,7 @@ class IntegerTiles : public IntegerProducts {
   void score(int64_t begin, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
     const QueryLevels* levels = scratch_.query_levels.data();
     for (int64_t v = 0; v < vectors; ++v)
-      pack_keys<IntegerMath, Int8Cache>(keys + v * kLanes, later, sizes_.key_dim,
+      pack_keys<IntegerMath, Cache>(keys + v * kLanes, later, sizes_.key_dim,
                                         reinterpret_cast<float*>(packed_ + v * kLanes), kPanel);
     for (int64_t v = 0; v < vectors; v += 2)
       tiles_of_rows(begin, rows_, [&](int64_t tile, auto both_tiles) {
@@ -396,7 +403,7 @@ class IntegerTiles : public IntegerProducts {
   }
 
   void weights_are_set(int64_t row, int64_t from, int64_t end) {
-    IntegerProducts::weights_are_set(row, from, end);
+    Base::weights_are_set(row, from, end);
     if (few_) return;
     // What the row does not see of the places that others of its tile see.
     uint8_t* levels = reinterpret_cast<uint8_t*>(levels_ + row * kLevelStride);
@@ -411,7 +418,7 @@ class IntegerTiles : public IntegerProducts {
   // Packs the values of up to kPanel places; `finish` multiplies.
   void add_values(int64_t, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
     if (fresh) begin_ = at;
-    pack_value_words(values, later, (count + 3) / 4, sizes_.value_dim, values_ + at / 4 * width_, width_);
+    pack_value_words<Cache>(values, later, (count + 3) / 4, sizes_.value_dim, values_ + at / 4 * width_, width_);
   }
 
   void finish() {
@@ -427,7 +434,7 @@ class IntegerTiles : public IntegerProducts {
         for (int64_t row = tile; row < end; ++row)
           std::memcpy(sums_ + row * width_ + column, sums[row - tile], sizeof(sums[0]));
       });
-    IntegerProducts::finish();
+    Base::finish();
   }
 
  private:

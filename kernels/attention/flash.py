@@ -27,7 +27,8 @@ from torch import Tensor
 from kernels.attention.flash_library import FlashLibrary, Span, find_library
 from kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from kernels.host import on_device
-from kernels.paged_cache.store import LayerCache, PlainCache, QuantizedCache, as_bytes
+from kernels.paged_cache import four_bits
+from kernels.paged_cache.store import FourBitCache, LayerCache, PlainCache, QuantizedCache, as_bytes
 
 FEW_ROWS = 16
 # Positions of one call whose history is gathered; sequences with longer ones stay with the other back end.
@@ -112,7 +113,7 @@ class FlashAttention:
             rest: Tensor = self.rest.run(plan, q, cache, options, sinks)
             return rest
         assert sinks is None, "the choice of back end knows what flash-attn cannot do"
-        assert isinstance(cache, PlainCache | QuantizedCache)
+        assert isinstance(cache, PlainCache | QuantizedCache | FourBitCache)
         in_place = (
             isinstance(cache, PlainCache)
             and cache.keys.dtype == q.dtype
@@ -134,7 +135,7 @@ class FlashAttention:
         self,
         call: _Call,
         q: Tensor,
-        cache: PlainCache | QuantizedCache,
+        cache: PlainCache | QuantizedCache | FourBitCache,
         options: AttentionOptions,
         in_place: bool,
     ) -> Tensor:
@@ -148,13 +149,16 @@ class FlashAttention:
         if in_place:
             return self.library.attend_pages(q, keys, values, call.where, call.span, **how)
         blocks, offsets = call.where.unbind()
-        if not isinstance(cache, QuantizedCache):
+        if isinstance(cache, PlainCache):
             keys, values = keys[blocks, offsets], values[blocks, offsets]  # [U, K, D]
         else:
             kind = keys.dtype
             keys, values = (as_bytes(part)[blocks, offsets].view(kind) for part in (keys, values))
             scales = cache.scales.transpose(1, 2)[blocks, offsets]  # [U, K, 2]
-            keys, values = keys.float() * scales[..., :1], values.float() * scales[..., 1:]
+            if isinstance(cache, FourBitCache):
+                keys, values = map(four_bits.dequantize, (keys, values), scales.unbind(-1))
+            else:
+                keys, values = keys.float() * scales[..., :1], values.float() * scales[..., 1:]
         return self.library.attend(q, keys.to(q.dtype), values.to(q.dtype), call.span, **how)
 
 

@@ -51,8 +51,8 @@ def launch_shape(
     *, group: int, key_dim: int, final: bool, kv: str, wide: bool = False, arch: str = ""
 ) -> LaunchShape:
     """The shape that was measured for an architecture, or one chosen such that no register spills on sm_80
-    and sm_90 (benchmarks/gpu/compile_ahead). `kv` says how the cache is stored: "plain", "int8" or "fp8";
-    `wide` that queries have four bytes.
+    and sm_90 (benchmarks/gpu/compile_ahead). `kv` says how the cache is stored: "plain", "int8", "fp8" or
+    "int4"; `wide` that queries have four bytes.
     """
     largest, step, num_warps, num_stages = (
         WHOLE_SHAPES[key_dim > 128] if final else SPLIT_SHAPES[key_dim > 128]

@@ -26,9 +26,12 @@ from kernels.attention.triton_kernels import attention_kernel, list_parts_kernel
 from kernels.attention.triton_plan import Items, make_plan, most_parts
 from kernels.attention.tuning import arch_of
 from kernels.host import on_device
-from kernels.paged_cache.store import PlainCache, QuantizedCache
+from kernels.paged_cache.store import FourBitCache, PlainCache, QuantizedCache
+from kernels.paged_cache.triton_four_bits import turn_rows
 
 PROGRAMS_PER_PROCESSOR = 6
+# What the kernels read.
+DenseCache = PlainCache | QuantizedCache | FourBitCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +149,25 @@ class TritonAttention:
         self,
         plan: dict[int | None, DevicePlan] | CapturedPlan,
         q: Tensor,
-        cache: PlainCache | QuantizedCache,
+        cache: DenseCache,
         options: AttentionOptions,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
         q = q.contiguous()
+        if isinstance(cache, FourBitCache):
+            # Keys and values are rotated; nothing else of attention knows of it.
+            return turn_rows(self._attended(plan, turn_rows(q), cache, options, sinks), back=True)
+        return self._attended(plan, q, cache, options, sinks)
+
+    def _attended(
+        self,
+        plan: dict[int | None, DevicePlan] | CapturedPlan,
+        q: Tensor,
+        cache: DenseCache,
+        options: AttentionOptions,
+        sinks: Tensor | None,
+    ) -> Tensor:
         while True:
             if isinstance(plan, CapturedPlan):
                 work = plan.of(options.window)
@@ -167,24 +183,25 @@ class TritonAttention:
                     plan.clear()
 
     def _key(
-        self, q: Tensor, cache: PlainCache | QuantizedCache, *, final: bool
+        self, q: Tensor, cache: DenseCache, *, final: bool
     ) -> tuple[int, torch.dtype, torch.dtype, bool]:
-        return cache.keys.shape[-1], q.dtype, cache.keys.dtype, final
+        return q.shape[-1], q.dtype, cache.keys.dtype, final
 
-    def _shape(self, q: Tensor, cache: PlainCache | QuantizedCache, *, final: bool) -> LaunchShape:
+    def _shape(self, q: Tensor, cache: DenseCache, *, final: bool) -> LaunchShape:
         """The shape chosen at start, or what a device without room for it takes."""
         return self.smaller.get(self._key(q, cache, final=final)) or launch_shape(
             group=self.group,
-            key_dim=cache.keys.shape[-1],
+            key_dim=q.shape[-1],
             final=final,
             kv=_kv_of(cache),
             wide=q.element_size() > 2,
             arch=self._arch or arch_of(q.device),
         )
 
-    def _bulk(self, q: Tensor, cache: PlainCache | QuantizedCache, shape: LaunchShape) -> bool:
+    def _bulk(self, q: Tensor, cache: DenseCache, shape: LaunchShape) -> bool:
         """Whether steps are fetched by Hopper's copy engine: each must be one piece of one block."""
-        if (self._arch or arch_of(q.device)) < "sm_90" or cache.block_size % shape.step:
+        hopper = (self._arch or arch_of(q.device)) >= "sm_90"
+        if not hopper or cache.block_size % shape.step or isinstance(cache, FourBitCache):
             return False
         dims = [store.shape[-1] for store in (cache.keys, cache.values) if store is not None]
         aligned = all(dim * cache.keys.element_size() % 16 == 0 for dim in dims)
@@ -192,7 +209,7 @@ class TritonAttention:
         # Columns beyond a key are filled with zeros, those of its tail are not.
         return aligned and q.element_size() == 2 and main in (dims[0], _block(main))
 
-    def _device_plan(self, window: int | None, q: Tensor, cache: PlainCache | QuantizedCache) -> DevicePlan:
+    def _device_plan(self, window: int | None, q: Tensor, cache: DenseCache) -> DevicePlan:
         split, whole = (self._shape(q, cache, final=final) for final in (False, True))
         made = make_plan(
             self._batch,
@@ -219,11 +236,11 @@ class TritonAttention:
         self,
         plan: DevicePlan,
         q: Tensor,
-        cache: PlainCache | QuantizedCache,
+        cache: DenseCache,
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        value_dim = cache.shared_value_dim if cache.values is None else cache.values.shape[-1]
+        value_dim = _value_dim(cache)
         # Rows that pad an eager step are nobody's work.
         empty = torch.zeros if plan.num_listed is None else torch.empty
         out = empty(q.shape[0], self.num_heads, value_dim, dtype=q.dtype, device=q.device)
@@ -253,7 +270,7 @@ class TritonAttention:
         plan: DevicePlan,
         work: tuple[Tensor, Tensor],
         tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-        cache: PlainCache | QuantizedCache,
+        cache: DenseCache,
         options: AttentionOptions,
         sinks: Tensor | None,
         *,
@@ -261,7 +278,7 @@ class TritonAttention:
     ) -> None:
         """Launches the kernel for one kind of items. Raises ShapeRefusedError."""
         q, out, _, stats = tensors
-        key_dim, value_dim, shared = cache.keys.shape[-1], out.shape[-1], cache.values is None
+        key_dim, value_dim, shared = q.shape[-1], out.shape[-1], cache.values is None
         main = value_dim if shared else key_dim
         sizes = (main, key_dim - main, value_dim)
         shape = self._shape(q, cache, final=final)
@@ -301,6 +318,7 @@ class TritonAttention:
                 WINDOW=options.window is not None,
                 SINKS=sinks is not None,
                 BULK=bulk,
+                FOUR=isinstance(cache, FourBitCache),
                 FINAL=final,
                 LISTED=plan.num_listed is not None,
                 HALF=not final and q.dtype == torch.bfloat16 and _kv_of(cache) == "fp8",
@@ -312,20 +330,26 @@ class TritonAttention:
             raise ShapeRefusedError from error
 
 
-def _kv_of(cache: PlainCache | QuantizedCache) -> str:
-    if not isinstance(cache, QuantizedCache):
+def _kv_of(cache: DenseCache) -> str:
+    if isinstance(cache, PlainCache):
         return "plain"
+    if isinstance(cache, FourBitCache):
+        return "int4"
     return "int8" if cache.keys.dtype == torch.int8 else "fp8"
 
 
-def _stored(cache: PlainCache | QuantizedCache) -> tuple[Tensor, Tensor, Tensor]:
+def _value_dim(cache: DenseCache) -> int:
+    if cache.values is None:
+        return cache.shared_value_dim
+    return int(cache.values.shape[-1]) * (2 if isinstance(cache, FourBitCache) else 1)
+
+
+def _stored(cache: DenseCache) -> tuple[Tensor, Tensor, Tensor]:
     """Where the kernel finds keys, their tails and values."""
     return cache.keys, cache.keys, cache.keys if cache.values is None else cache.values
 
 
-def _described(
-    cache: PlainCache | QuantizedCache, main: int, step: int
-) -> tuple[TensorDescriptor | Tensor, ...]:
+def _described(cache: DenseCache, main: int, step: int) -> tuple[TensorDescriptor | Tensor, ...]:
     """The same for bulk copies of `step` vectors; what a kernel does not use is a tensor."""
 
     def described(store: Tensor, size: int) -> TensorDescriptor:

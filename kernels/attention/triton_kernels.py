@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.triton_plan import MOST_PARTS, PART
+from kernels.paged_cache.triton_four_bits import levels_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _PART, _MOST_PARTS = tl.constexpr(PART), tl.constexpr(MOST_PARTS)
@@ -122,6 +123,7 @@ def _advance(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BULK: tl.constexpr,
+    FOUR: tl.constexpr,
     ALONE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -146,6 +148,8 @@ def _advance(
     slot, first = _slots(table, start, offset, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, WITHIN, MASKED)
     if BULK:
         key = keys.load([first, 0]).to(DTYPE)
+    elif FOUR:
+        key = levels_of(keys, slot.to(tl.int64) * (KEY_DIM // 2), there, MAIN, SIZES[3], MASKED).to(DTYPE)
     else:
         key = _vectors(keys, slot.to(tl.int64) * KEY_DIM, there, 0, MAIN, SIZES[3], MASKED).to(DTYPE)
     score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
@@ -171,6 +175,9 @@ def _advance(
         value = key
     elif BULK:
         value = values.load([first, 0]).to(DTYPE)
+    elif FOUR:
+        at = slot.to(tl.int64) * (VALUE_DIM // 2)
+        value = levels_of(values, at, there, VALUE_DIM, SIZES[5], MASKED).to(DTYPE)
     else:
         value = _vectors(values, slot.to(tl.int64) * VALUE_DIM, there, 0, VALUE_DIM, SIZES[5], MASKED).to(
             DTYPE
@@ -260,6 +267,7 @@ def _attend(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BULK: tl.constexpr,
+    FOUR: tl.constexpr,
     ALONE: tl.constexpr,
     FINAL: tl.constexpr,
 ):
@@ -306,6 +314,7 @@ def _attend(
                 SOFT_CAP,
                 WINDOW,
                 BULK,
+                FOUR,
                 ALONE,
                 LOOP != 1,
             )
@@ -376,6 +385,7 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     BULK: tl.constexpr,
+    FOUR: tl.constexpr,
     FINAL: tl.constexpr,
     LISTED: tl.constexpr,
     HALF: tl.constexpr,
@@ -383,7 +393,8 @@ def attention_kernel(
     """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
     writes results, else sums and stats (maximum in powers of two, weight) of a part. SIZES: main part and
     tail of a key, value, and the widths of their tiles. LISTED: num_items is room for so many items,
-    num_listed [1] how many there are, and programs take turns. HALF: products are of
+    num_listed [1] how many there are, and programs take turns.
+    FOUR: keys and values are of four bits. HALF: products are of
     float16, whatever the queries are.
     """
     begin, end, stride = 0, 1, 1
@@ -410,6 +421,7 @@ def attention_kernel(
             SOFT_CAP,
             WINDOW,
             BULK,
+            FOUR,
             TILE == GROUP,
             FINAL,
         )

@@ -101,6 +101,21 @@ inline Vec load_float8(const uint8_t* p) {
   const __m128i size = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(127)), 7);
   return _mm256_cvtph_ps(_mm_or_si128(sign, size));
 }
+inline Vec load_float8(const uint8_t* p, Mask m) {
+  if (is_whole(m)) return load_float8(p);
+  alignas(16) uint8_t part[16] = {};
+  std::memcpy(part, p, count(m));
+  return load_float8(part);
+}
+// Codes c of 4 bits as 2 c - 15: low halves of four bytes, then their high ones. Never a part of a vector.
+inline Vec load_int4(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, sizeof(word));
+  const uint64_t both = (word | static_cast<uint64_t>(word) << 28) & 0x0f0f0f0f0f0f0f0full;
+  const __m256i codes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(both)));
+  return fma(set1(2.0f), _mm256_cvtepi32_ps(codes), set1(-15.0f));
+}
+inline Vec load_int4(const uint8_t* p, Mask) { return load_int4(p); }
 // Two to each byte less 127; bytes from 1 to 254.
 inline Vec load_powers(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23));
@@ -133,6 +148,20 @@ template <int kByte>
 inline Vec signed_byte(Vec words) {
   const __m256i up = _mm256_slli_epi32(_mm256_castps_si256(words), 24 - 8 * kByte);
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
+}
+
+// One of the eight codes of 4 bits of each 32, as 2 c - 15.
+template <int kHalf>
+inline Vec half_byte(Vec words) {
+  const __m256i shifted = _mm256_srli_epi32(_mm256_castps_si256(words), 4 * kHalf);
+  return fma(set1(2.0f), _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15))), set1(-15.0f));
+}
+// One of the four float8_e4m3 of each 32 bits; no NaN.
+template <int kByte>
+inline Vec float8_byte(Vec words) {
+  const __m256i up = _mm256_slli_epi32(_mm256_castps_si256(words), 24 - 8 * kByte);
+  const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(up, 4), _mm256_set1_epi32(static_cast<int>(0x87f00000)));
+  return mul(_mm256_castsi256_ps(bits), set1(0x1p120f));
 }
 
 // Lanes of two vectors in turn, a0 b0 a1 b1 …, and back.

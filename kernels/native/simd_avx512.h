@@ -66,6 +66,18 @@ inline Vec load_float8(const uint8_t* p) {
   const __m256i size = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(127)), 7);
   return _mm512_cvtph_ps(_mm256_or_si256(sign, size));
 }
+inline Vec load_float8(const uint8_t* p, Mask m) {
+  alignas(16) uint8_t part[16];
+  _mm_store_si128((__m128i*)part, _mm_maskz_loadu_epi8(m, p));
+  return load_float8(part);
+}
+// Codes c of 4 bits as 2 c - 15: low halves of four bytes, then their high ones. Partial loads are of 8.
+inline Vec load_int4(const uint8_t* p, Mask m = 0xffff) {
+  const __m128i words = _mm_cvtepu32_epi64(_mm_maskz_loadu_epi32(m >> 8 ? 3 : 1, p));
+  const __m128i both = _mm_or_si128(words, _mm_slli_epi64(words, 28));
+  const __m512i codes = _mm512_cvtepu8_epi32(_mm_and_si128(both, _mm_set1_epi8(15)));
+  return _mm512_fmadd_ps(set1(2.0f), _mm512_cvtepi32_ps(codes), set1(-15.0f));
+}
 // Two to each byte less 127; bytes from 1 to 254.
 inline Vec load_powers(const uint8_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23));
@@ -95,6 +107,20 @@ template <int kByte>
 inline Vec signed_byte(Vec words) {
   const __m512i up = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * kByte);
   return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
+}
+
+// One of the eight codes of 4 bits of each 32, as 2 c - 15.
+template <int kHalf>
+inline Vec half_byte(Vec words) {
+  const Vec levels = _mm512_setr_ps(-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_castps_si512(words), 4 * kHalf), levels);
+}
+// One of the four float8_e4m3 of each 32 bits; no NaN.
+template <int kByte>
+inline Vec float8_byte(Vec words) {
+  const __m512i up = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * kByte);
+  const __m512i bits = _mm512_and_si512(_mm512_srai_epi32(up, 4), _mm512_set1_epi32(static_cast<int>(0x87f00000)));
+  return mul(_mm512_castsi512_ps(bits), set1(0x1p120f));
 }
 
 // Lanes of two vectors in turn, a0 b0 a1 b1 …, and back.

@@ -124,6 +124,22 @@ inline Vec load_float8(const uint8_t* p) {
   const float16x8_t halves = vreinterpretq_f16_u16(vorrq_u16(sign, size));
   return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
 }
+inline Vec load_float8(const uint8_t* p, Mask m) {
+  if (is_whole(m)) return load_float8(p);
+  uint8_t part[8] = {};
+  std::memcpy(part, p, count(m));
+  return load_float8(part);
+}
+// Codes c of 4 bits as 2 c - 15: low halves of four bytes, then their high ones. Never a part of a vector.
+inline Vec load_int4(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, sizeof(word));
+  const uint64_t both = (word | static_cast<uint64_t>(word) << 28) & 0x0f0f0f0f0f0f0f0full;
+  const int16x8_t codes = vreinterpretq_s16_u16(vmovl_u8(vcreate_u8(both)));
+  const int16x8_t levels = vsubq_s16(vshlq_n_s16(codes, 1), vdupq_n_s16(15));
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(levels))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(levels)))};
+}
+inline Vec load_int4(const uint8_t* p, Mask) { return load_int4(p); }
 // Two to each byte less 127; bytes from 1 to 254.
 inline Vec load_powers(const uint8_t* p) {
   const uint16x8_t wide = vmovl_u8(vld1_u8(p));
@@ -199,6 +215,27 @@ inline Vec signed_byte(Vec words) {
   const Ints bits = bits_of(words);
   constexpr int kUp = 24 - 8 * kByte;
   return to_floats({vshrq_n_s32(vshlq_n_s32(bits.low, kUp), 24), vshrq_n_s32(vshlq_n_s32(bits.high, kUp), 24)});
+}
+// One of the eight codes of 4 bits of each 32, as 2 c - 15.
+template <int kHalf>
+inline Vec half_byte(Vec words) {
+  const Ints bits = bits_of(words);
+  const auto level = [](int32x4_t half) {
+    // The code to the top, then to the place where it counts twice.
+    const uint32x4_t top = vshlq_n_u32(vreinterpretq_u32_s32(half), 28 - 4 * kHalf);
+    return vsubq_s32(vshlq_n_s32(vreinterpretq_s32_u32(vshrq_n_u32(top, 28)), 1), vdupq_n_s32(15));
+  };
+  return to_floats({level(bits.low), level(bits.high)});
+}
+// One of the four float8_e4m3 of each 32 bits; no NaN.
+template <int kByte>
+inline Vec float8_byte(Vec words) {
+  const Ints bits = bits_of(words);
+  const int32x4_t mask = vdupq_n_s32(static_cast<int32_t>(0x87f00000u));
+  constexpr int kUp = 24 - 8 * kByte;
+  const int32x4_t low = vandq_s32(vshrq_n_s32(vshlq_n_s32(bits.low, kUp), 4), mask);
+  const int32x4_t high = vandq_s32(vshrq_n_s32(vshlq_n_s32(bits.high, kUp), 4), mask);
+  return mul(of_bits({low, high}), set1(0x1p120f));
 }
 
 }  // namespace millrace

@@ -20,16 +20,20 @@ BITS: dict[str, Any] = {
     "bfloat16": np.uint16,
     "float16": np.float16,
     "int8": np.int8,
+    "fp8": np.uint8,
+    "int4": np.uint8,
 }
+# Those with a scale for each key and value.
+SCALED = ("int8", "fp8", "int4")
 
 
 @dataclass(kw_only=True)
 class HostCache:
     """Blocks of one layer. With value_dim 0 the value is the first part of the key."""
 
-    keys: NDArray[Any]  # [N, K, P, D]
+    keys: NDArray[Any]  # [N, K, P, D], of int4 two elements to a byte
     values: NDArray[Any] | None  # [N, K, P, E]
-    scales: NDArray[np.float32] | None  # [N, K, P, 2] of int8: of the key, of the value
+    scales: NDArray[np.float32] | None  # [N, K, P, 2] of quantized ones: of the key, of the value
     type_name: str
     block_size: int
     shared_value_dim: int
@@ -55,11 +59,11 @@ def allocate_host_layer(
     reads a slot before writing it, and untouched memory costs nothing.
     """
     shape = (num_blocks + 1, num_heads, block_size)
-    bits = BITS[type_name]
+    bits, in_byte = BITS[type_name], 2 if type_name == "int4" else 1
     return HostCache(
-        keys=empty((*shape, key_dim), bits),
-        values=empty((*shape, value_dim), bits) if value_dim else None,
-        scales=empty((*shape, 2), np.float32) if type_name == "int8" else None,
+        keys=empty((*shape, key_dim // in_byte), bits),
+        values=empty((*shape, value_dim // in_byte), bits) if value_dim else None,
+        scales=empty((*shape, 2), np.float32) if type_name in SCALED else None,
         type_name=type_name,
         block_size=block_size,
         shared_value_dim=shared_value_dim,

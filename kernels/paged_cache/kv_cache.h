@@ -5,14 +5,14 @@
 
 namespace millrace {
 
-enum KvType : int64_t { kKvFloat32 = 0, kKvBfloat16 = 1, kKvInt8 = 2 };
+enum KvType : int64_t { kKvFloat32 = 0, kKvBfloat16 = 1, kKvInt8 = 2, kKvInt4 = 3, kKvFloat8 = 4 };
 
 // Shape letters: N blocks, K kv heads, P places of a block, D key dim, E value dim. A slot that was never
 // written may hold anything.
 struct KvCache {
-  void* keys;          // [N, K, P, D]
+  void* keys;          // [N, K, P, D]; int4: two elements to a byte, D and E multiples of 8
   void* values;        // [N, K, P, E]; null: the first shared_value_dim elements of a key are its value
-  float* scales;       // int8: [N, K, P, 2] of the key, of the value; else null
+  float* scales;       // int8, int4, float8: [N, K, P, 2] of the key, of the value; else null
   int64_t type;        // KvType
   int64_t num_heads;   // K
   int64_t block_size;  // P, a power of two up to 256

@@ -10,7 +10,7 @@ from kernels.host import Values, address_of
 from kernels.native.mirror import structure
 
 # Names of types to values of KvType.
-KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
+KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4, "float8_e4m3fn": 4}
 
 
 class Storage(Protocol):
@@ -22,7 +22,7 @@ class Storage(Protocol):
 
     @property
     def keys(self) -> Values:
-        """[N, K, P, D]."""
+        """[N, K, P, D], of int4 two elements to a byte."""
 
     @property
     def values(self) -> Values | None:
@@ -49,6 +49,7 @@ def describe(cache: Any) -> Any:
     for part in (cache.keys, cache.values, cache.scales):
         assert part is None or isinstance(part, np.ndarray) or part.device.type == "cpu", "in main memory"
         assert part is None or _is_contiguous(part)
+    in_byte = 2 if cache.type_name == "int4" else 1
     return KvCacheStruct(
         keys=address_of(cache.keys),
         values=None if cache.values is None else address_of(cache.values),
@@ -56,8 +57,8 @@ def describe(cache: Any) -> Any:
         type=KV_TYPES[cache.type_name],
         num_heads=cache.keys.shape[1],
         block_size=cache.block_size,
-        key_dim=cache.keys.shape[3],
-        value_dim=0 if cache.values is None else cache.values.shape[3],
+        key_dim=cache.keys.shape[3] * in_byte,
+        value_dim=0 if cache.values is None else cache.values.shape[3] * in_byte,
         shared_value_dim=cache.shared_value_dim,
     )
 

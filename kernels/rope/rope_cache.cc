@@ -1,6 +1,7 @@
 #include "rope/rope_cache.h"
 
 #include "native/simd.h"
+#include "paged_cache/hadamard.h"
 
 namespace millrace {
 namespace {
@@ -58,8 +59,8 @@ void multiply(float* x, float factor, int64_t width) {
   }
 }
 
-// The scale of an int8 vector: its largest magnitude / 127, not finite when an element is not.
-float int8_scale(const float* x, int64_t width) {
+// The scale of a quantized vector: its largest magnitude / limit, not finite when an element is not.
+float scale_of(const float* x, int64_t width, float limit) {
   Vec most = zero();
   Vec poison = zero();
   for (int64_t i = 0; i < width; i += kLanes) {
@@ -67,12 +68,13 @@ float int8_scale(const float* x, int64_t width) {
     most = max(most, abs(v));
     poison = fma(v, zero(), poison);
   }
-  return largest(most) / 127.0f + sum(poison);
+  return largest(most) / limit + sum(poison);
 }
 
+Vec divisor_of(float scale) { return set1(scale > 0.0f && scale < INFINITY ? scale : 1.0f); }
+
 void store_levels(int8_t* to, const float* x, int64_t width, float scale) {
-  const bool usable = scale > 0.0f && scale < INFINITY;
-  const Vec divisor = set1(usable ? scale : 1.0f);
+  const Vec divisor = divisor_of(scale);
   for (int64_t i = 0; i < width; i += kLanes) {
     const Mask m = first(width - i);
     const Vec level = round(div(load(x + i, m), divisor));
@@ -80,13 +82,60 @@ void store_levels(int8_t* to, const float* x, int64_t width, float scale) {
   }
 }
 
-// Writes one vector of one head; `which` is 0 for keys and 1 for values. Returns its scale (int8 only).
+// Codes of 4 bits of a rotated vector; kernels/paged_cache/four_bits says how they are packed. Returns the scale.
+float store_codes(uint8_t* to, const float* x, int64_t width) {
+  alignas(64) float turned[kMaxHead];
+  alignas(64) int8_t codes[kMaxHead];
+  turn(x, width, turned);
+  const float scale = scale_of(turned, width, 15.0f);
+  const Vec divisor = divisor_of(scale);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Mask m = first(width - i);
+    const Vec code = round(mul(add(div(load(turned + i, m), divisor), set1(15.0f)), set1(0.5f)));
+    store_int8(codes + i, m, max(min(code, set1(15.0f)), zero()));
+  }
+  for (int64_t i = 0; i < width; i += 8) {
+    for (int64_t j = 0; j < 4; ++j) to[i / 2 + j] = static_cast<uint8_t>(codes[i + j] | codes[i + 4 + j] << 4);
+  }
+  return scale;
+}
+
+// The float8_e4m3 nearest to x, of two the even one; 448 is the largest.
+uint8_t to_float8(float x) {
+  uint32_t bits, small;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t sign = bits >> 24 & 0x80, size = std::min<uint32_t>(bits & 0x7fffffff, 0x43e00000);
+  // Below 2^-6 numbers are multiples of 2^-9: what a float's last bit counts where 2^14 is added.
+  float sum;
+  std::memcpy(&sum, &size, sizeof(sum));
+  sum += 16384.0f;
+  std::memcpy(&small, &sum, sizeof(small));
+  const uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+  return static_cast<uint8_t>(sign | (size < 0x3c800000 ? small & 0xff : normal));
+}
+
+// Returns the scale.
+float store_float8(uint8_t* to, const float* x, int64_t width) {
+  const float scale = scale_of(x, width, 448.0f);
+  alignas(64) float levels[kMaxHead];
+  const Vec divisor = divisor_of(scale);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Mask m = first(width - i);
+    store(levels + i, m, max(min(div(load(x + i, m), divisor), set1(448.0f)), set1(-448.0f)));
+  }
+  for (int64_t i = 0; i < width; ++i) to[i] = to_float8(levels[i]);
+  return scale;
+}
+
+// Writes one vector of one head. Returns its scale, of quantized types alone.
 float write_vector(const KvCache& cache, void* store_base, int64_t row, int64_t width, const float* x) {
   if (cache.type == kKvInt8) {
-    const float scale = int8_scale(x, width);
+    const float scale = scale_of(x, width, 127.0f);
     store_levels(static_cast<int8_t*>(store_base) + row * width, x, width, scale);
     return scale;
   }
+  if (cache.type == kKvInt4) return store_codes(static_cast<uint8_t*>(store_base) + row * width / 2, x, width);
+  if (cache.type == kKvFloat8) return store_float8(static_cast<uint8_t*>(store_base) + row * width, x, width);
   if (cache.type == kKvBfloat16) {
     uint16_t* to = static_cast<uint16_t*>(store_base) + row * width;
     for (int64_t i = 0; i < width; i += kLanes) {

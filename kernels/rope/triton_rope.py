@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.norm.triton_norm import LIMITS, scaled_row
-from kernels.paged_cache.store import PlainCache, QuantizedCache
+from kernels.paged_cache.store import FourBitCache, PlainCache, QuantizedCache
+from kernels.paged_cache.triton_four_bits import store_four_bits
 
 CACHE_LIMITS = {torch.int8: LIMITS["int8"], torch.float8_e4m3fn: LIMITS["fp8"]}
 
@@ -73,6 +74,7 @@ def rope_and_store_kernel(
     INTERLEAVED: tl.constexpr,
     LIMIT: tl.constexpr,
     ROUND: tl.constexpr,
+    FOUR: tl.constexpr,
 ):
     """One program per token and head: query heads first, then key and value heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -92,7 +94,11 @@ def rope_and_store_kernel(
         rotated = _rotated(k + token * k_stride + head * KEY_DIM, cos, sin, half, INTERLEAVED, KEY_DIM, BLOCK)
         # Keys are rounded to the model's type before they are quantized, as without a fused kernel.
         rotated = rotated.to(k.dtype.element_ty).to(tl.float32)
-        _store(rotated, keys + at * KEY_DIM + offset, scales + at * 2, offset < KEY_DIM, LIMIT, ROUND)
+        if FOUR:
+            rotated = tl.where(offset < KEY_DIM, rotated, 0.0)
+            store_four_bits(rotated, keys + at * (KEY_DIM // 2), scales + at * 2, KEY_DIM, KEY_DIM & -KEY_DIM)
+        else:
+            _store(rotated, keys + at * KEY_DIM + offset, scales + at * 2, offset < KEY_DIM, LIMIT, ROUND)
         if LIMIT > 0 and VALUE_DIM == 0:
             # The key holds the value: one scale for both.
             tl.store(scales + at * 2 + 1, tl.load(scales + at * 2))
@@ -100,7 +106,11 @@ def rope_and_store_kernel(
             inside = offset < VALUE_DIM
             row = v + token * v_stride + head * VALUE_DIM
             value = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
-            _store(value, values + at * VALUE_DIM + offset, scales + at * 2 + 1, inside, LIMIT, ROUND)
+            if FOUR:
+                target = values + at * (VALUE_DIM // 2)
+                store_four_bits(value, target, scales + at * 2 + 1, VALUE_DIM, VALUE_DIM & -VALUE_DIM)
+            else:
+                _store(value, values + at * VALUE_DIM + offset, scales + at * 2 + 1, inside, LIMIT, ROUND)
 
 
 def rope_and_store(
@@ -110,7 +120,7 @@ def rope_and_store(
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
-    cache: PlainCache | QuantizedCache,
+    cache: PlainCache | QuantizedCache | FourBitCache,
     *,
     interleaved: bool = False,
 ) -> Tensor:
@@ -121,7 +131,7 @@ def rope_and_store(
     num_kv_heads = k.shape[1]
     keys = cache.keys
     values = keys if cache.values is None else cache.values
-    scales = cache.scales if isinstance(cache, QuantizedCache) else cos
+    scales = cos if isinstance(cache, PlainCache) else cache.scales
     limit = CACHE_LIMITS.get(keys.dtype, 0.0)
     value_dim = v.shape[2] if v is not None else 0
     out = torch.empty(num_tokens, num_heads, key_dim, dtype=q.dtype, device=q.device)
@@ -150,6 +160,7 @@ def rope_and_store(
             INTERLEAVED=interleaved,
             LIMIT=limit,
             ROUND=keys.dtype == torch.int8,
+            FOUR=isinstance(cache, FourBitCache),
             num_warps=1 if key_dim <= 128 else 4,
         )
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention.ragged import AttentionOptions, RaggedBatch
 from kernels.attention.reference import ReferenceAttention
-from kernels.paged_cache.store import LayerCache, PlainCache, QuantizedCache, allocate_layer
+from kernels.paged_cache.store import FourBitCache, LayerCache, PlainCache, QuantizedCache, allocate_layer
 
 CPU = torch.device("cpu")
 # History of each sequence, and new tokens of each.
@@ -58,7 +58,7 @@ def poisoned_cache(
     num_blocks: int = 5,
     block_size: int = 4,
     device: torch.device = CPU,
-) -> PlainCache | QuantizedCache:
+) -> PlainCache | QuantizedCache | FourBitCache:
     """Of blocks that hold NaN, or, of levels, 127. A value of size 0 is the first half of its key."""
     cache = allocate_layer(
         num_blocks=num_blocks,
@@ -73,6 +73,16 @@ def poisoned_cache(
     for tensor in cache.tensors():
         tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 127)
     return cache
+
+
+def assert_near_codes(found: Tensor, expected: Tensor) -> None:
+    """Bytes of two codes each, of which few are neighbours: sums before the rounding differ in their last
+    bit.
+    """
+    for shift in (0, 4):
+        steps = ((found >> shift & 15).int() - (expected >> shift & 15).int()).abs()
+        assert steps.max() <= 1
+        assert (steps > 0).float().mean() < 0.01
 
 
 def batch_of(lengths: ArrayLike, new: ArrayLike, tables: np.ndarray, block_size: int = 16) -> RaggedBatch:
@@ -163,11 +173,13 @@ def draw(
     **options: Any,
 ) -> Step:
     """Random histories in shuffled blocks of a poisoned cache, rows of padding that hold NaN. Without `new`,
-    whole prompts.
+    whole prompts. Vectors of four bits are multiples of 8 elements.
     """
     num_heads, num_kv_heads, dim = heads
     new = lengths if new is None else new
     value_dim = dim if value_dim is None else value_dim
+    if dtype == torch.int4:
+        dim, value_dim = (-(-size // 8) * 8 for size in (dim, value_dim))
     generator = torch.Generator().manual_seed(sum(lengths))
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.paged_cache import four_bits
 from tests.kernels.attention import poisoned_cache
 
 
@@ -30,6 +31,47 @@ def test_gather_returns_what_was_written(dtype: torch.dtype, value_dim: int) -> 
     torch.testing.assert_close(got_values, expected_values, atol=tolerance or 0.001, rtol=relative)
 
 
+def four_bit_error(keys: torch.Tensor, *, turned: bool = True) -> float:
+    """Of keys [16, 1, D] in four bits, in parts of their length: as the cache has them, or not rotated."""
+    cache = poisoned_cache(torch.int4, 1, keys.shape[-1], keys.shape[-1], num_blocks=1, block_size=16)
+    cache.write(keys, keys, torch.arange(16))
+    got = cache.gather(torch.tensor([[0]]))[0][0, 0]
+    if not turned:
+        level = keys[:, 0].abs().amax(-1, keepdim=True) / 15
+        got = ((keys[:, 0] / level + 15) / 2).round().clamp(0, 15) * 2 * level - 15 * level
+    return float(((got - keys[:, 0]).norm() / keys.norm()).item())
+
+
+@pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
+def test_four_bits_keep_an_eighth_whatever_stands_out(dim: int) -> None:
+    """Normal elements, a channel that is thirty times as large, and all elements shifted by as much."""
+    drawn = torch.randn(16, 1, dim, generator=torch.Generator().manual_seed(dim))
+    keys = drawn * torch.logspace(-3, 3, 16)[:, None, None]
+    for changed in (keys, torch.cat((keys[..., :1] * 30, keys[..., 1:]), dim=-1), drawn + 30):
+        assert four_bit_error(changed) < 0.13
+
+
+def test_the_rotation_keeps_what_lies_beside_an_outlier() -> None:
+    """The other elements come through, where without the rotation all of them become one of two levels."""
+    keys = torch.randn(16, 1, 64, generator=torch.Generator().manual_seed(1))
+    keys[..., 5] = 8.0
+    assert four_bit_error(keys) < 0.8 * four_bit_error(keys, turned=False)
+
+
+def test_a_rotation_undoes_itself_and_keeps_products() -> None:
+    for dim in (8, 24, 80, 128):
+        q, k = torch.randn(5, dim, dtype=torch.float64), torch.randn(5, dim, dtype=torch.float64)
+        turned = four_bits.turn(k)
+        torch.testing.assert_close(four_bits.turn_back(turned), k)
+        torch.testing.assert_close((four_bits.turn(q) * turned).sum(-1), (q * k).sum(-1))
+
+
+def test_codes_are_where_the_kernels_look_for_them() -> None:
+    packed = four_bits.pack(torch.arange(16))
+    assert packed.tolist() == [0x40, 0x51, 0x62, 0x73, 0xC8, 0xD9, 0xEA, 0xFB]
+    assert four_bits.levels_of(packed).tolist() == list(range(-15, 16, 2))
+
+
 def test_int8_error_is_within_half_a_level() -> None:
     cache = poisoned_cache(torch.int8, 1, 64, 64, num_blocks=1, block_size=16)
     keys = torch.randn(16, 1, 64) * torch.logspace(-3, 3, 16)[:, None, None]
@@ -40,9 +82,10 @@ def test_int8_error_is_within_half_a_level() -> None:
     assert bool(((got - keys[:, 0]).abs() <= 0.5001 * level).all())
 
 
-def test_int8_does_not_hide_a_value_that_is_not_finite() -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int4])
+def test_levels_do_not_hide_a_value_that_is_not_finite(dtype: torch.dtype) -> None:
     """A poisoned sequence must fail, not answer with made-up numbers."""
-    cache = poisoned_cache(torch.int8, 1, 8, 8, num_blocks=1)
+    cache = poisoned_cache(dtype, 1, 8, 8, num_blocks=1)
     keys = torch.ones(4, 1, 8)
     keys[1, 0, 2] = float("nan")
     cache.write(keys, keys, torch.arange(4))

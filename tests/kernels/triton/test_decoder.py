@@ -184,9 +184,9 @@ def test_fp8_checkpoints_stay_fp8(tmp_path: Path, blocked: bool, hidden: int) ->
     assert 0 < error < 0.04
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
 def test_quantized_caches(tmp_path: Path, kv_dtype: str) -> None:
-    make_checkpoint(tmp_path, "llama")
+    make_checkpoint(tmp_path, "llama", head_dim=16)
     options = {"cache": {"kv_dtype": kv_dtype}}
     expected = tokens(tmp_path, TORCH, attention_backend="torch", **options)
     assert tokens(tmp_path, TRITON, attention_backend="triton", **options) == expected

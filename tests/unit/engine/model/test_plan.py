@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -18,6 +19,7 @@ from engine.model.plan import (
     CPU_CACHE_LIMIT_BYTES,
     PlanInput,
     choose_dtype,
+    kv_bytes_per_token,
     make_plan,
     plan_input,
 )
@@ -32,6 +34,17 @@ from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
 from tests.unit.engine.quantization.writers import stored_bytes
 
+# Latent attention's, of a small model.
+LATENT_SIZES = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 BUNDLED = ModelConfig(path="models/millrace-nano")
 GIB = 1 << 30
 
@@ -97,13 +110,44 @@ def test_sequences_behind_a_window_hold_what_the_plan_says(tmp_path: Path) -> No
         assert decoding_blocks(asked, make_plan(asked)) == expected, window
 
 
+def test_four_bits_take_a_quarter_and_two_scales(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", head_dim=64)
+    spec = read_spec(tmp_path)
+    elements = sum(shape.elements for shape in spec.cache_shapes)
+    scales = sum(8 * shape.num_heads for shape in spec.cache_shapes)
+    assert kv_bytes_per_token(spec, "int4") == elements // 2 + scales
+    assert kv_bytes_per_token(spec, "bfloat16") > 3.5 * kv_bytes_per_token(spec, "int4")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("deepseek", "'int4' does not go with DeepseekV3ForCausalLM, whose latent vectors"),
+        (
+            "odd heads",
+            "'int4' does not go with LlamaForCausalLM, whose heads of 20 elements are no multiple of 8",
+        ),
+    ],
+)
+def test_what_four_bits_cannot_hold_is_refused_by_name(family: str, words: str, tmp_path: Path) -> None:
+    if family == "deepseek":
+        make_checkpoint(tmp_path, "deepseek_v3", **LATENT_SIZES)
+    else:
+        make_checkpoint(tmp_path, "llama", head_dim=20)
+    config = EngineConfig(cache=CacheConfig(kv_dtype="int4"))
+    asked = plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB)
+    with pytest.raises(ConfigError, match=re.escape(words)) as refused:
+        make_plan(asked)
+    assert "set it to int8, fp8 or auto" in str(refused.value)
+
+
 def test_configured_size_is_taken() -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=100 << 20))
     plan = make_plan(given(config))
     assert 0 <= (100 << 20) - plan.kv_cache_bytes < plan.block_size * plan.kv_bytes_per_token
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8", "int4"])
 def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=64 << 20, kv_dtype=kv_dtype))
     runner, plan, facts = build_here(config, BUNDLED, lambda phase, part: None)
