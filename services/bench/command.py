@@ -68,7 +68,7 @@ class BenchOptions:
             input_tokens=Lengths.parse(self.input_tokens),
             output_tokens=Lengths.parse(self.output_tokens),
             shared_prefix_tokens=self.shared_prefix,
-            tiers=_parse_tiers(self.tier or []),
+            tiers=parse_tiers(self.tier or []),
             prompt_kind=self.prompts,
             vocab_size=self.vocab_size,
             token_id_low=min(300, self.vocab_size - 1),
@@ -172,7 +172,7 @@ def _arrivals(concurrency: int | None, rate: float, burstiness: float) -> Arriva
     return Arrivals(concurrency=concurrency or 8, rate=rate, burstiness=burstiness)
 
 
-def _parse_tiers(texts: list[str]) -> dict[str, float]:
+def parse_tiers(texts: list[str]) -> dict[str, float]:
     tiers: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
