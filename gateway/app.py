@@ -91,6 +91,7 @@ class Gateway:
             fingerprint=self._catalog.fingerprint,
             check=self._catalog.check_engine,
             routing=self._config.routing,
+            autoscaling=self._config.autoscaling,
             silence_limit_s=settings.health.silence_limit_s,
             on_change=self._catalog.promote,
             on_unclaimed=self._edge.note_unclaimed,
@@ -304,6 +305,8 @@ class Gateway:
             for key in reported ^ askable:
                 await self.grpc.set_health(f"{MODEL_HEALTH}{key}", key in askable)
             reported = askable
+            for (model, pool), num_engines in self._fleet.wanted_engines().items():
+                self._metrics.set(names.ENGINES_WANTED, num_engines, model=model, pool=pool)
             await self._fleet.wait_change(1.0)
 
     @property

@@ -210,6 +210,19 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continuation_wait_s: PositiveFloat = 5.0
 
 
+class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.autoscaling]`: how many engines are wanted (`millrace_engines_wanted`); others start them."""
+
+    # Seconds from the decision for one more engine to its readiness: so far ahead is looked.
+    load_s: PositiveFloat = 120.0
+    # Part of what engines can do that is planned for; the rest is for what no forecast sees.
+    utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    # The highest need of so many seconds counts, so that engines do not go between two waves.
+    hold_s: PositiveFloat = 600.0
+    # No engine is wanted after so many seconds without a request.
+    idle_s: PositiveFloat = 900.0
+
+
 class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway.request]`: what one request may hold. More is refused with the field, before it is parsed."""
 
@@ -316,6 +329,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     store: StoreConfig = StoreConfig()
     batches: BatchesConfig = BatchesConfig()
     routing: RoutingConfig = RoutingConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ stream beside others' hundreds earns credit; while nobody waits, nobody is owed 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -73,6 +74,21 @@ class Shares:
         if account in self._num_active:
             cost = prompt_tokens + self._output_token_cost * output_tokens
             self._counters[account] = self.served(account) + cost / weight
+
+    def charge_steps(self, account: Account, weights: Sequence[float], num_steps: int) -> None:
+        """So many steps that gave one generated token to each of the account's requests with these weights:
+        to the last bit what `charge` adds up to.
+        """
+        if account not in self._num_active:
+            return
+        costs, served = [self._output_token_cost / weight for weight in weights], self.served(account)
+        if served.is_integer() and all(map(float.is_integer, costs)):
+            served += num_steps * math.fsum(costs)
+        else:
+            for _ in range(num_steps):
+                for cost in costs:
+                    served += cost
+        self._counters[account] = served
 
     def served(self, account: Account) -> float:
         """Weighted tokens served."""

@@ -6,6 +6,8 @@ tokens and drafts to verify are the same rule: compute [num_computed, num_comput
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Run
+
 from engine.policy.shares import Account
 from engine.scheduler.admitter import Admitter
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
@@ -66,6 +68,15 @@ class Planner:
         if state.running and not draft.rows and not state.in_flight and allowed is None:
             state.retreat(now)
         return self._seal(draft)
+
+    def plain(self, start_s: float, ends_s: Run[float]) -> None:
+        """What plans would have left that have nothing but a next token for everybody (see PlainSteps)."""
+        state = self._state
+        self._room.nobody_waits(start_s)
+        if len(state.running) < self._config.max_num_batched_tokens:
+            state.traffic.freed.run(start_s, running=False)
+            state.traffic.freed.run(ends_s[-2] if len(ends_s) > 1 else start_s, running=False)
+        self._next_step_id += len(ends_s)
 
     def _sharers(self, prefills: list[Sequence]) -> set[Account]:
         """Whose prompts are computed, or wait with a slot left for them."""

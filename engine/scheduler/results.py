@@ -67,7 +67,7 @@ class StepCosts:
 
 
 # Part of the token budget from which on a step shows how fast prompts can be computed.
-_FULL_SHARE = 0.9
+FULL_SHARE = 0.9
 _NOTHING = SequenceResult(sequence_id=-1, token_ids=())
 
 
@@ -95,7 +95,7 @@ class ResultHandler:
                 chunk += row.work
             if row.is_long:
                 long += row.num_tokens
-        full = total >= _FULL_SHARE * step.budget
+        full = total >= FULL_SHARE * step.budget
         speed = self._state.speed
         work = total + looked_back / (2.0 * speed.balance)
         decodes = work - chunk if prefill < total else 0.0

@@ -16,6 +16,7 @@ from engine.policy.isolation import FailureIsolation
 from engine.policy.rates import StepRate
 from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch
+from engine.scheduler.plain_steps import PlainSteps
 from engine.scheduler.planner import Planner
 from engine.scheduler.results import ResultHandler, poisoned
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
@@ -94,6 +95,8 @@ class Scheduler:
             state.adapters = adapters
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
+        # For simulators, which skip over steps that only go on.
+        self.plain_steps = PlainSteps(self._state, self._planner)
         self._isolation: FailureIsolation[Sequence] = FailureIsolation()
         # Since a probe began, until what became of it was left out of the events.
         self._has_probed = False

@@ -197,8 +197,11 @@ class Attachment:
         leg = Leg(self, next(self._handles), submission, inbox)
         self._legs[leg.handle] = leg
         self.unstarted_tokens += leg.prompt_tokens
-        self._send(mailbox.submit(leg.handle, submission))
+        self._pass_on(leg, submission)
         return leg
+
+    def _pass_on(self, leg: Leg, submission: Submission) -> None:
+        self._send(mailbox.submit(leg.handle, submission))
 
     def cancel(self, handle: int, reason: CancelReason) -> None:
         """Cancels a request that is open; does nothing for one that has ended."""
@@ -315,25 +318,27 @@ class Attachment:
                 if message.handle in self._taken_back and not message.withheld_tokens:
                     self._note_taken_back(message)
                 continue
-            output = to_domain(message)
-            leg.num_generated += len(output.token_ids)
-            if output.statistics is not None:
-                leg.num_generated += output.statistics.candidate_tokens
-                leg.engine_time += output.statistics.engine_time
-            if output.error is not None:
+            self._take_output(leg, to_domain(message))
+
+    def _take_output(self, leg: Leg, output: EngineOutput) -> None:
+        leg.num_generated += len(output.token_ids)
+        if output.statistics is not None:
+            leg.num_generated += output.statistics.candidate_tokens
+            leg.engine_time += output.statistics.engine_time
+        if output.error is not None:
+            self._close(leg)
+            leg.inbox.put_last(Lost(leg, output.error, output.choice_index))
+            return
+        if not leg.started and not output.withheld_tokens:
+            leg.started = True
+            self.unstarted_tokens -= leg.prompt_tokens
+        if leg.choice_index is not None:
+            output.choice_index = leg.choice_index
+        if output.finish_reason is not None:
+            leg.num_open_choices -= 1
+            if leg.num_open_choices <= 0:
                 self._close(leg)
-                leg.inbox.put_last(Lost(leg, output.error, output.choice_index))
-                continue
-            if not leg.started and not output.withheld_tokens:
-                leg.started = True
-                self.unstarted_tokens -= leg.prompt_tokens
-            if leg.choice_index is not None:
-                output.choice_index = leg.choice_index
-            if output.finish_reason is not None:
-                leg.num_open_choices -= 1
-                if leg.num_open_choices <= 0:
-                    self._close(leg)
-            leg.inbox.put(output)
+        leg.inbox.put(output)
 
     def _note_taken_back(self, message: Any) -> None:
         leg = self._taken_back[message.handle]

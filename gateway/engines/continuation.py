@@ -222,7 +222,8 @@ class ContinuousStream:
     def _note(self, output: EngineOutput) -> None:
         self._has_output = True
         if output.finish_reason is not None:
-            self._tokens.pop(output.choice_index, None)
+            before = self._tokens.pop(output.choice_index, ())
+            self._fleet.note_ended(self._submission, len(before) + len(output.token_ids))
         else:
             self._tokens[output.choice_index].extend(output.token_ids)
 

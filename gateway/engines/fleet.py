@@ -19,9 +19,10 @@ import msgspec
 from contract.engines import EngineInfo, KvEvent
 from contract.errors import MillraceError, Reason, unsupported
 from contract.sampling import special_needs
-from gateway.config import RoutingConfig
+from gateway.config import AutoscalingConfig, RoutingConfig
 from gateway.engines.adapters import AdapterNames
 from gateway.engines.attachment import Attachment
+from gateway.engines.demand import EngineDemand
 from gateway.engines.prefix import PrefixIndex, PromptHashes
 from gateway.engines.router import RouteCandidate, RouteReason, choose
 from gateway.engines.types import EngineState, Submission
@@ -134,6 +135,7 @@ class Fleet:
     Engines say which model they serve; `check` raises what keeps one from being used, and `fingerprint` is
     the vocabulary that they are told, "" where there are several. `on_change` hears of those that come or go,
     `on_unclaimed` what engines have computed for gateways that are gone, by entries of the ledger.
+    `attachment` is what keeps one engine attached, `clock` (seconds) what `wanted_engines` goes by.
     """
 
     def __init__(
@@ -146,8 +148,12 @@ class Fleet:
         silence_limit_s: float = math.inf,
         on_change: Callable[[], None] = lambda: None,
         on_unclaimed: Callable[[Mapping[str, int]], object] | None = None,
+        attachment: type[Attachment] = Attachment,
+        autoscaling: AutoscalingConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gateway = gateway
+        self._attachment = attachment
         self._fingerprint = fingerprint
         self._check = check
         self._on_change = on_change
@@ -161,6 +167,8 @@ class Fleet:
         self._choices = itertools.count(1)
         self._last_chosen: dict[str, int] = {}
         self._changed = asyncio.Event()
+        self._clock = clock
+        self._demand = EngineDemand(autoscaling or AutoscalingConfig(), self._of_pool)
 
     @property
     def attachments(self) -> Collection[Attachment]:
@@ -184,6 +192,22 @@ class Fleet:
         """How many engines take new requests for a version of a model."""
         return sum(each.state is EngineState.READY for each in self.of(model))
 
+    def _of_pool(self, model: str, pool: str) -> list[Attachment]:
+        return [each for each in self.of(model) if each.info and pool in ("", each.info.pool)]
+
+    def note_asked(self, model: str, pool: str, prompt_tokens: int, tpot_target_s: float | None) -> None:
+        """A request has come for a version of a model, whether or not an engine serves it now."""
+        self._demand.of(model, pool).asked(prompt_tokens, tpot_target_s, self._clock())
+
+    def note_ended(self, submission: Submission, answer_tokens: int) -> None:
+        """An answer to it has ended, with so many tokens on all engines."""
+        self._demand.of(submission.model, submission.pool).ended(answer_tokens)
+
+    def wanted_engines(self) -> dict[tuple[str, str], float]:
+        """Engines that this gateway's requests need, by version of a model and pool; see `engines.demand`."""
+        now = self._clock()
+        return {key: self._demand.engines(*key, now) for key in self._demand.asked}
+
     def takers(self, submission: Submission) -> list[Attachment]:
         """Engines that take this submission now."""
         return [each for each in self.ready if _fits(each, submission)]
@@ -196,7 +220,7 @@ class Fleet:
         """Attaches engines that are new in `targets`; those that are missing finish what they have."""
         for target in targets:
             if target not in self._attachments:
-                attachment = Attachment(
+                attachment = self._attachment(
                     target,
                     gateway=self._gateway,
                     fingerprint=self._fingerprint,
@@ -243,7 +267,7 @@ class Fleet:
         if avoid:
             ready = [each for each in ready if each.target not in avoid] or ready
         if len(ready) == 1 and len(self.of(submission.model)) == 1:
-            return Route(ready[0], RouteReason.ONLY)
+            return self._noted(submission, Route(ready[0], RouteReason.ONLY))
         hashes = self._hashes(submission, ready[0]) if self._use_prefixes else None
         home = _home(submission, ready)
         candidates = [self._candidate(each, hashes, submission, is_home=each is home) for each in ready]
@@ -253,7 +277,15 @@ class Fleet:
         self._last_chosen[chosen.target] = next(self._choices)
         if hashes is not None:
             self._prefixes[chosen.target].expect(hashes)
-        return Route(chosen, choice.reason, candidates[choice.index].cached_tokens)
+        return self._noted(submission, Route(chosen, choice.reason, candidates[choice.index].cached_tokens))
+
+    def _noted(self, submission: Submission, route: Route) -> Route:
+        """The route, of which those who count engines have heard."""
+        attachment = route.attachment
+        if attachment.info is not None:
+            demand = self._demand.of(submission.model, submission.pool)
+            demand.routed(attachment.load, attachment.info, route.prefix_tokens)
+        return route
 
     def _lacking(self, submission: Submission) -> MillraceError | None:
         """What no engine has that would take the submission otherwise; None where that is not the reason."""

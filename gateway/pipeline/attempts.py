@@ -161,6 +161,7 @@ class Attempts:
         reader.check(request)
         context = self.callers.sign(call.caller, call.tier, call.traceparent, served.key)
         prepared = await self._prepare(call, served, context)
+        self._note_asked(call.tier, served, len(prepared.token_ids))
         if request.pooling is not None:
             sampling, thinking = self._no_sampling(served), None
         else:
@@ -207,6 +208,12 @@ class Attempts:
         if call.caller.deadline_s is not None:
             attempt.expire_at(call.caller.deadline_s)
         return attempt
+
+    def _note_asked(self, tier: Tier, served: ServedModel, num_prompt_tokens: int) -> None:
+        """It is work to come, also where no engine serves the model yet."""
+        target_ms = tier.config.tpot_target_ms
+        target_s = None if target_ms is None else target_ms / 1000
+        self.fleet.note_asked(served.key, tier.config.pool, num_prompt_tokens, target_s)
 
     def _generating(
         self, prepared: Prepared, sampling: SamplingParams, context: Any, parts: dict[str, Any]

@@ -312,6 +312,11 @@ RESUBMISSIONS = counter(
     "Streams continued on another engine.",
 )
 ENGINES_UP = gauge("millrace_engines_up", "{engine}", "Engines that the gateway can send work to.")
+ENGINES_WANTED = gauge(
+    "millrace_engines_wanted{model,pool}",
+    "{engine}",
+    "Engines that this gateway's requests need; the deployment needs the sum, rounded up.",
+)
 LIMIT_STORE_UP = gauge(
     "millrace_limit_store_up", "1", "1 while the shared limit store answers; 0 while the policy applies."
 )

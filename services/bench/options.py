@@ -51,7 +51,7 @@ class LoadOptions:
             input_tokens=Lengths.parse(self.input_tokens),
             output_tokens=Lengths.parse(self.output_tokens),
             shared_prefix_tokens=self.shared_prefix,
-            tiers=_parse_tiers(self.tier or []),
+            tiers=parse_tiers(self.tier or []),
             prompt_kind=self.prompts,
             vocab_size=self.vocab_size,
             token_id_low=min(300, self.vocab_size - 1),
@@ -71,7 +71,8 @@ class LoadOptions:
         return BenchTarget.parse(stack.url, self.key or stack.api_key), stack.url
 
 
-def _parse_tiers(texts: list[str]) -> dict[str, float]:
+def parse_tiers(texts: list[str]) -> dict[str, float]:
+    """Shares of tiers by name; raises ConfigError for what is none."""
     tiers: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")

@@ -26,6 +26,7 @@ from services.cli.options import flattened
 from services.cli.target import find_target
 from services.gate.command import gate
 from services.quantize.command import quantize
+from services.simulate.command import simulate
 from services.supervisor.config import BUNDLED_MODEL, Options
 
 # Not loaded by the supervisor, which asks nothing of a model.
@@ -65,6 +66,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(batch_app, name="batch")
 app.command()(gate)
 app.command()(quantize)
+app.command()(simulate)
 
 _out = Console(highlight=False)
 _notes = Console(stderr=True, highlight=False)

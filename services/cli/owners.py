@@ -62,6 +62,12 @@ def configured(
     return [*added, *arguments], {**settings, **environ}
 
 
+def configured_tables(config: Path | None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The tables that `configured` names, for a command that runs here. Raises ConfigError."""
+    arguments, environment = configured(["--config", str(config)] if config else [], environ)
+    return read_tables(_named_config(arguments), environment)
+
+
 def _named_config(arguments: Sequence[str]) -> Path | None:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
