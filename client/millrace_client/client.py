@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from millrace.inference.v1 import inference_pb2 as protos
 from millrace.inference.v1.inference_pb2_grpc import InferenceServiceStub
 
-from millrace_client.errors import error_of
+from millrace_client.errors import closed_early, error_of, is_task_cancelled
 from millrace_client.messages import ChatInput, TextInput, conversation_of, pooled_inputs, with_options
 from millrace_client.retry import CallDeadline, RetryPolicy
 from millrace_client.stream import AnswerStream
@@ -173,6 +173,10 @@ class MillraceClient:
             num_tried += 1
             try:
                 return await method(request, metadata=self._metadata, timeout=deadline.left_s())
+            except asyncio.CancelledError:
+                if is_task_cancelled():
+                    raise
+                raise closed_early() from None
             except grpc.aio.AioRpcError as refused:
                 error = error_of(refused)
                 pause_s = self._policy.pause_s(error, num_tried, deadline.left_s())

@@ -6,6 +6,7 @@ For programs there are `reason` (of the table in docs/reference.md), `field` and
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -93,6 +94,12 @@ _CLASSES: dict[grpc.StatusCode, type[MillraceApiError]] = {
     grpc.StatusCode.CANCELLED: CallCancelledError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
 }
+
+
+def is_task_cancelled() -> bool:
+    """Whether the present task is cancelled: gRPC raises CancelledError where the call alone was, too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def closed_early() -> MillraceApiError:

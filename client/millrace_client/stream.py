@@ -12,7 +12,7 @@ import grpc.aio
 from millrace.common.v1 import output_pb2
 from millrace.inference.v1 import inference_pb2
 
-from millrace_client.errors import closed_early, error_of
+from millrace_client.errors import closed_early, error_of, is_task_cancelled
 from millrace_client.retry import CallDeadline, RetryPolicy
 
 # What a call gives after its last message; grpc-stubs do not know it.
@@ -83,10 +83,9 @@ class AnswerStream(Generic[AnswerPart]):
             try:
                 message: Any = await self._call.read()
             except asyncio.CancelledError:
-                # gRPC raises it also where the call was cancelled, and not the task that reads.
-                was_left, task = self._is_cancelled, asyncio.current_task()
+                was_left = self._is_cancelled
                 self.cancel()
-                if task is not None and task.cancelling():
+                if is_task_cancelled():
                     raise
                 if was_left:
                     return None

@@ -24,7 +24,7 @@ from gateway.pipeline.attempt import CANCELLED, Attempt, Outcome
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import SharedTime, Usage
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Ledger, OpenEntry
-from gateway.pipeline.sharers import OwnWork, Work
+from gateway.pipeline.sharers import OwnRequest, OwnWork
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
 from gateway.types.request import Caller, GenerationRequest
@@ -387,8 +387,8 @@ def _slices(end: Ended) -> dict[str, str]:
     }
 
 
-def _work_of(attempt: Attempt) -> Work:
-    return Work(attempt.call.caller.identity.request_id, attempt.engine, attempt.meter)
+def _work_of(attempt: Attempt) -> OwnRequest:
+    return OwnRequest(attempt.call.caller.identity.request_id, attempt.engine, attempt.meter)
 
 
 def _accepted(attempt: Attempt) -> dict[str, Any]:

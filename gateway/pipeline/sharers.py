@@ -24,7 +24,7 @@ _OF_PLACES = (Cause.KV_PRESSURE, Cause.PREEMPTION, Cause.BATCH_FULL, Cause.HIGHE
 _Interval = tuple[float, float]
 
 
-class Work(NamedTuple):
+class OwnRequest(NamedTuple):
     """One request's work on one engine; its times are those of its meter."""
 
     request_id: str
@@ -46,16 +46,18 @@ class OwnWork:
     """The newest requests of each tenant that this gateway has sent to engines."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, deque[Work]] = OrderedDict()
+        self._tenants: OrderedDict[str, deque[OwnRequest]] = OrderedDict()
 
-    def add(self, tenant: str, work: Work) -> None:
+    def add(self, tenant: str, work: OwnRequest) -> None:
         """A request goes to an engine."""
         self._tenants.setdefault(tenant, deque(maxlen=_MAX_WORK)).append(work)
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > _MAX_TENANTS:
             self._tenants.popitem(last=False)
 
-    def shared(self, tenant: str, own: Work, delayed_by_s: Mapping[str, float]) -> tuple[SharedTime, ...]:
+    def shared(
+        self, tenant: str, own: OwnRequest, delayed_by_s: Mapping[str, float]
+    ) -> tuple[SharedTime, ...]:
         """The requests whose work overlapped most with the time that `own` lost, by cause."""
         now_s = time.monotonic()
         others = [
@@ -74,7 +76,7 @@ class OwnWork:
         return tuple(found)
 
 
-def _most(times: Iterable[tuple[Work, _Interval]], lost: _Interval, cause: Cause) -> list[SharedTime]:
+def _most(times: Iterable[tuple[OwnRequest, _Interval]], lost: _Interval, cause: Cause) -> list[SharedTime]:
     overlaps = [
         SharedTime(work.request_id, cause.value, min(end_s, lost[1]) - max(begun_s, lost[0]))
         for work, (begun_s, end_s) in times

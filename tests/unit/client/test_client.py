@@ -236,6 +236,17 @@ async def test_closing_the_client_ends_its_answers_with_an_error_of_their_own() 
             await task
 
 
+async def test_closing_the_client_ends_its_calls_with_the_same_error() -> None:
+    async with served() as (server, client):
+        server.script = [[WAIT]]
+        task = asyncio.create_task(client.embed("text", model="m"))
+        while not server.asked:
+            await asyncio.sleep(0.005)
+        await client.close()
+        with pytest.raises(CallCancelledError, match="the client was closed"):
+            await task
+
+
 async def test_a_deadline_ends_the_answer() -> None:
     async with served() as (server, client):
         server.script = [[part("He"), WAIT]]

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.pipeline import sharers
 from gateway.pipeline.delta import Meter, SharedTime
-from gateway.pipeline.sharers import OwnWork, Work
+from gateway.pipeline.sharers import OwnRequest, OwnWork
 from observability.emit.names import Cause
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
@@ -19,13 +19,13 @@ from tests.unit.gateway.rig.engine import ScriptedEngine
 
 def work(
     name: str, submitted_s: float, first_s: float | None = None, last_s: float = 0.0, engine: str = "e1"
-) -> Work:
+) -> OwnRequest:
     meter = Meter(submitted_s, lambda _: None, submitted_s)
     meter.first_output_s, meter.last_output_s = first_s, last_s
-    return Work(name, engine, meter)
+    return OwnRequest(name, engine, meter)
 
 
-def shared(own: Work, others: list[Work], **delays_s: float) -> tuple[SharedTime, ...]:
+def shared(own: OwnRequest, others: list[OwnRequest], **delays_s: float) -> tuple[SharedTime, ...]:
     books = OwnWork()
     for each in (*others, own):
         books.add("acme", each)
