@@ -46,7 +46,12 @@ def mean_difference(some: list[float], others: list[float]) -> float:
 @pytest.mark.parametrize("kind", COSTS)
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("llama", {"head_dim": 16}), ("qwen3", {"head_dim": 24}), ("gemma2", {"head_dim": 32}), ("deepseek_v3", LATENT_SIZES)],
+    [
+        ("llama", {"head_dim": 16}),
+        ("qwen3", {"head_dim": 24}),
+        ("gemma2", {"head_dim": 32}),
+        ("deepseek_v3", LATENT_SIZES),
+    ],
 )
 def test_outputs_stay_near(
     model_type: str, changes: dict[str, object], kind: str, native: str, tmp_path: Path
