@@ -95,6 +95,7 @@ TYPES = (
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.int8),
     (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.int4),  # type: ignore[attr-defined]
     (torch.float32, torch.float32),
 )
 
@@ -112,6 +113,9 @@ def _of_blocks(arch: str, block_size: int) -> Iterator[tuple[str, Callable[[], o
         attention = TritonAttention(num_heads=heads, num_kv_heads=kv_heads, arch=arch)
         sinks = torch.empty(heads, device=META) if with_sinks else None
         for kind, stored in TYPES:
+            if stored == torch.int4 and not value_dim:  # type: ignore[attr-defined]
+                # Refused at start.
+                continue
             cache = allocate_layer(
                 num_blocks=600,
                 block_size=block_size,
@@ -309,7 +313,7 @@ def _rope() -> Iterator[tuple[str, Callable[[], object]]]:
     q, k, v = torch.split(fused, [32, 8, 8], dim=1)
     angles = torch.empty(2, 64, device=device)
     slots = torch.empty(2, dtype=torch.int64, device=device)
-    for kind in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+    for kind in dict.fromkeys(stored for kind, stored in TYPES if kind == torch.bfloat16):
         cache = allocate_layer(
             num_blocks=1,
             block_size=16,

@@ -25,6 +25,8 @@ HOPPER_WHOLE_SHAPES = ((128, 64, 8, 5), (128, 32, 8, 3))
 SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 8, 2))
 # Eight warps have too few registers each for what a quantized cache of larger keys is converted to.
 QUANTIZED_SPLIT_SHAPE = (64, 16, 4, 3)
+# Codes of four bits of larger keys are unpacked in registers, of which more rows would leave none.
+FOUR_BIT_WHOLE_SHAPE = (32, 32, 8, 2)
 # For latent attention, whose keys have 576.
 LATENT_SHAPE = (32, 32, 8, 2)
 # Where 64 heads or more share them, sums of 64 heads take half of the registers: the history is read half as
@@ -63,6 +65,8 @@ def launch_shape(
         largest, step, num_warps, num_stages = QUANTIZED_WHOLE_SHAPE
     if not final and kv != "plain" and key_dim > 128:
         largest, step, num_warps, num_stages = QUANTIZED_SPLIT_SHAPE
+    if final and kv == "int4" and key_dim > 128:
+        largest, step, num_warps, num_stages = FOUR_BIT_WHOLE_SHAPE
     if key_dim > 256:
         many = not final and kv == "plain" and group % LATENT_SPLIT_SHAPE[0] == 0
         largest, step, num_warps, num_stages = LATENT_SPLIT_SHAPE if many else LATENT_SHAPE

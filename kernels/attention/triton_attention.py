@@ -318,7 +318,6 @@ class TritonAttention:
                 WINDOW=options.window is not None,
                 SINKS=sinks is not None,
                 BULK=bulk,
-                FOUR=isinstance(cache, FourBitCache),
                 FINAL=final,
                 LISTED=plan.num_listed is not None,
                 HALF=not final and q.dtype == torch.bfloat16 and _kv_of(cache) == "fp8",

@@ -37,6 +37,31 @@ def _vectors(
 
 
 @triton.jit
+def _fetched(
+    source,
+    first,
+    slot,
+    there,
+    DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BULK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Elements [FIRST, FIRST + SIZE) of the vectors of DIM at slots, the first of which is `first` where they
+    are copied in BULK. Bytes without signs hold two of four bits each.
+    """
+    if BULK:
+        found = source.load([first, FIRST])
+    elif source.dtype.element_ty == tl.uint8:
+        found = levels_of(source, slot.to(tl.int64) * (DIM // 2), there, SIZE, BLOCK, MASKED)
+    else:
+        found = _vectors(source, slot.to(tl.int64) * DIM, there, FIRST, SIZE, BLOCK, MASKED)
+    return found
+
+
+@triton.jit
 def _slots(
     table,
     start,
@@ -123,7 +148,6 @@ def _advance(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BULK: tl.constexpr,
-    FOUR: tl.constexpr,
     ALONE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -146,18 +170,10 @@ def _advance(
     # Latent keys leave no registers for it.
     WITHIN: tl.constexpr = BLOCK_SIZE % STEP == 0 and (BULK or MAIN <= 256)
     slot, first = _slots(table, start, offset, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, WITHIN, MASKED)
-    if BULK:
-        key = keys.load([first, 0]).to(DTYPE)
-    elif FOUR:
-        key = levels_of(keys, slot.to(tl.int64) * (KEY_DIM // 2), there, MAIN, SIZES[3], MASKED).to(DTYPE)
-    else:
-        key = _vectors(keys, slot.to(tl.int64) * KEY_DIM, there, 0, MAIN, SIZES[3], MASKED).to(DTYPE)
+    key = _fetched(keys, first, slot, there, KEY_DIM, 0, MAIN, SIZES[3], BULK, MASKED).to(DTYPE)
     score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
     if TAIL > 0:
-        if BULK:
-            tail = tails.load([first, MAIN]).to(DTYPE)
-        else:
-            tail = _vectors(tails, slot.to(tl.int64) * KEY_DIM, there, MAIN, TAIL, SIZES[4], MASKED).to(DTYPE)
+        tail = _fetched(tails, first, slot, there, KEY_DIM, MAIN, TAIL, SIZES[4], BULK, MASKED).to(DTYPE)
         score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
     if SCALED:
         score *= tl.load(scales + slot.to(tl.int64) * 2, mask=there, other=0.0)[None, :]
@@ -173,13 +189,8 @@ def _advance(
     weight = weight * shrink + tl.sum(share, axis=1)
     if SHARED_VALUE:
         value = key
-    elif BULK:
-        value = values.load([first, 0]).to(DTYPE)
-    elif FOUR:
-        at = slot.to(tl.int64) * (VALUE_DIM // 2)
-        value = levels_of(values, at, there, VALUE_DIM, SIZES[5], MASKED).to(DTYPE)
     else:
-        value = _vectors(values, slot.to(tl.int64) * VALUE_DIM, there, 0, VALUE_DIM, SIZES[5], MASKED).to(
+        value = _fetched(values, first, slot, there, VALUE_DIM, 0, VALUE_DIM, SIZES[5], BULK, MASKED).to(
             DTYPE
         )
     if BULK and MASKED:
@@ -267,7 +278,6 @@ def _attend(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BULK: tl.constexpr,
-    FOUR: tl.constexpr,
     ALONE: tl.constexpr,
     FINAL: tl.constexpr,
 ):
@@ -314,7 +324,6 @@ def _attend(
                 SOFT_CAP,
                 WINDOW,
                 BULK,
-                FOUR,
                 ALONE,
                 LOOP != 1,
             )
@@ -385,7 +394,6 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     BULK: tl.constexpr,
-    FOUR: tl.constexpr,
     FINAL: tl.constexpr,
     LISTED: tl.constexpr,
     HALF: tl.constexpr,
@@ -393,8 +401,7 @@ def attention_kernel(
     """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
     writes results, else sums and stats (maximum in powers of two, weight) of a part. SIZES: main part and
     tail of a key, value, and the widths of their tiles. LISTED: num_items is room for so many items,
-    num_listed [1] how many there are, and programs take turns.
-    FOUR: keys and values are of four bits. HALF: products are of
+    num_listed [1] how many there are, and programs take turns. HALF: products are of
     float16, whatever the queries are.
     """
     begin, end, stride = 0, 1, 1
@@ -421,7 +428,6 @@ def attention_kernel(
             SOFT_CAP,
             WINDOW,
             BULK,
-            FOUR,
             TILE == GROUP,
             FINAL,
         )

@@ -56,7 +56,8 @@ def _hadamard(x: Tensor) -> Tensor:
         a, b = pairs.unbind(-2)
         x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         half *= 2
-    return x * block**-0.5
+    scaled: Tensor = x * block**-0.5
+    return scaled
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ def rope_and_store_kernel(
             row = v + token * v_stride + head * VALUE_DIM
             value = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
             if FOUR:
-                target = values + at * (VALUE_DIM // 2)
-                store_four_bits(value, target, scales + at * 2 + 1, VALUE_DIM, VALUE_DIM & -VALUE_DIM)
+                packed = values + at * (VALUE_DIM // 2)
+                store_four_bits(value, packed, scales + at * 2 + 1, VALUE_DIM, VALUE_DIM & -VALUE_DIM)
             else:
                 _store(value, values + at * VALUE_DIM + offset, scales + at * 2 + 1, inside, LIMIT, ROUND)
 
