@@ -343,6 +343,8 @@ def _totals(plan: SchedulerOutput, result: StepResult, work: ModelWork) -> messa
         num_sequences=num_sequences,
         seconds=result.compute_s,
         num_halvings=result.num_halvings,
+        saved_s=result.saved_s,
+        spent_s=result.spent_s,
         flop=flop,
         read_bytes=read_bytes,
     )

@@ -125,6 +125,8 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     # See StepResult.
     num_halvings: int = 0
+    saved_s: float = 0.0
+    spent_s: float = 0.0
     # Operations and bytes of the step by the model's shapes; see engine.types.step.
     flop: float = 0.0
     read_bytes: float = 0.0

@@ -307,12 +307,15 @@ class ModelRunner:
         # While the step before it ran, a device had not begun.
         began_s = max(step.started_s, self._finished_s)
         self._finished_s = now
+        saved_s, spent_s = self.proposer.economics.drain()
         step.result = StepResult(
             step.step_id,
             (*step.known, *results) if step.known else tuple(results),
             compute_s=now - began_s,
             sampling_s=now - forwarded_s if forwarded_s else 0.0,
             num_halvings=step.num_halvings,
+            saved_s=saved_s,
+            spent_s=spent_s,
         )
 
     def _results(self, sampled: Sampled) -> list[SequenceResult]:

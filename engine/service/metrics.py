@@ -276,6 +276,9 @@ class EngineMetrics:
             self.metrics.observe(names.STEP_SEQUENCES, totals.num_sequences, span=NO_EXEMPLAR)
             if totals.num_halvings:
                 self.metrics.add(names.STEP_HALVINGS, totals.num_halvings)
+            if totals.saved_s or totals.spent_s:
+                self.metrics.add(names.SPECULATION_SECONDS, totals.saved_s, kind="saved")
+                self.metrics.add(names.SPECULATION_SECONDS, totals.spent_s, kind="spent")
 
     def _record_memory(self, memory: MemoryUse) -> None:
         for part in ("weights", "kv_cache", "workspace"):

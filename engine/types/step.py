@@ -212,6 +212,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     sampling_s: float = 0.0
     # How often it, or a part of it, was cut in two for want of memory.
     num_halvings: int = 0
+    # Time of plain steps that the drafts stood for which the step accepted, and what drafts took: to be
+    # made, and what the step was longer by them.
+    saved_s: float = 0.0
+    spent_s: float = 0.0
 
 
 # Cost of a step by the model's shapes: operations, and bytes that must be read.

@@ -525,6 +525,11 @@ DISK_BLOCKS = counter(
 DISK_BYTES = gauge("millrace_engine_disk_bytes", "By", "What `engine.cache.disk_path` holds, of all models.")
 DRAFTED = counter("millrace_engine_drafted_tokens_total", "{token}", "Tokens proposed by drafts.")
 ACCEPTED = counter("millrace_engine_accepted_tokens_total", "{token}", "Proposed tokens kept.")
+SPECULATION_SECONDS = counter(
+    "millrace_engine_speculation_seconds_total{kind=saved|spent}",
+    "s",
+    "Plain steps that accepted drafts stood for, and what drafts took: made, and steps longer by them.",
+)
 GRAMMAR_SECONDS = counter("millrace_engine_grammar_seconds_total", "s", "Time spent on grammar masks.")
 ENGINE_CANCELLED = counter(
     "millrace_engine_cancelled_total{reason}", "{request}", "Requests cancelled, by reason."

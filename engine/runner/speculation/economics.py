@@ -1,52 +1,69 @@
-"""Whether drafts pay, in measured time.
+"""Whether drafts pay, in measured time, for the whole step and for every tenant in it.
 
-A plain decode step of B sequences takes t and yields B tokens, so a token is worth t / B. Drafts cost the
-time to propose them and the time that a step takes longer because it verifies them. A sequence gets the
-number of drafts with the largest gain, expected tokens times their worth less the costs; none where nothing
-gains. All times are medians of the latest measurements on this machine, by size of the batch, so a slow draft
-model, a small target, a full batch and a busy machine all count by what they cost.
+A plain decode step of B sequences takes t and yields B tokens. With drafts a step takes longer, because they
+are proposed and verified, and yields more. So many drafts are verified as make the expected tokens a second
+the most, each sequence's likeliest first; and only as many as leave every tenant at least what it has
+without: a tenant whose own drafts bring it nothing bears no more than a hundredth of a step for others'.
 
-What a sequence accepts is estimated from its own drafts, beginning with what others accepted lately. Where
-nothing pays, all sequences try again from time to time, ever less often.
+Step times are medians of the latest measurements on this machine by rows (step_times), so a slow draft model,
+a small target, a full batch and a busy machine all count by what they cost. What a sequence accepts is
+estimated from its own drafts, place by place (acceptance), beginning with what its tenant's others accepted
+lately; that a tenant gains is believed of its sequences' own drafts alone. Drafts that are not verified are
+compared with what is drawn all the same, so that what never holds costs no row. Whatever is tried without
+being expected to pay is paid from half a percent of the time of steps.
+
+Shape letters: S sequences, N drafts, P places behind the last token, O owners.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.runner.speculation.acceptance import Acceptance
 from engine.runner.speculation.answers import AnswerMatch
+from engine.runner.speculation.step_times import Recent, StepTimes, size_class
 
 # A draft must gain so much more than it costs: at least, as costs are measured with noise, and at most. In
 # between decides what steps with drafts really gained.
 LEAST_MARGIN, MOST_MARGIN = 1.15, 4.0
 _MARGIN_UP, _MARGIN_DOWN, _BALANCE_FADING = 1.1, 0.9, 0.9
-# Decided drafts that the experience with other sequences counts for.
-_PRIOR = 6.0
-# Decay of that experience per round, and where it begins.
-_FADING, _FIRST_SHARE, _FIRST_WEIGHT = 0.98, 0.6, 12.0
-# Steps with drafts after which a plain one is measured again.
+# How fast the experience with an owner's sequences fades, and where it begins; and with one sequence, and how
+# many drafts the experience with others counts for beside it. Owners whose experience is kept.
+_FADING, _FIRST_SHARE, _FIRST_WEIGHT = 0.98, 0.5, 4.0
+_MOST_OWNERS = 1024
+_OWN_FADING, _PRIOR = 0.9, 2.0
+# Steps with drafts after which plain ones are measured again.
 _REFRESH_STEPS = 64
-# Steps between trials where nothing pays: at first, and at most. Look-ups cost little.
-_FIRST_TRIAL, _LAST_TRIAL, _LAST_LOOKUP_TRIAL = 16, 256, 32
-_TRIAL_DRAFTS = 2
+# Part of the time of steps that goes into trials; and plain steps that they may cost before they earned it.
+_TRIAL_SHARE, _FIRST_CREDIT, _MOST_CREDIT = 0.005, 1.0, 2.0
+# A trial that makes a step so much longer has so many steps between it and the next. A draft model makes so
+# many drafts in one.
+_SHORT_TRIAL, _TRIAL_INTERVAL, _TRIAL_ROUNDS = 0.01, 256, 2
+# What a tenant's step may be longer for others' drafts.
+_SLACK = 0.01
 # Rounds over which what a draft model reads first must pay, and tokens that a round adds anyway.
 _READ_ROUNDS, _FEW_TOKENS = 8, 8
+# How fast the memory of what lookups brought fades.
+_FOUND_FADING = 0.8
 
 
 @dataclass(kw_only=True)
 class DraftProgress:
     """How its drafts fared, and how far the draft model has read."""
 
-    # Drafts that were decided: all that were accepted, and the first of each round that was not.
-    num_tried: int = 0
-    num_accepted: int = 0
-    # Prompt look-ups, and those that found something.
-    num_lookups: int = 0
-    num_found: int = 0
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(_OWN_FADING))
+    # Share of lookups that found something.
+    found: float = 0.5
     # The latest proposal was forced by the grammar, and says nothing of speculation.
     forced: bool = False
+    # Drafts that were not verified, and how many tokens were known when they were made.
+    unverified: tuple[int, ...] = ()
+    num_known_then: int = 0
     # Leading tokens whose keys and values the draft model has under the sequence's own blocks.
     num_read: int = 0
     # Tokens that it would have to read first.
@@ -61,8 +78,7 @@ class DraftProgress:
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Takes in how the latest drafts fared."""
-        self.num_accepted += num_accepted
-        self.num_tried += num_accepted + (num_accepted < num_drafted)
+        self.acceptance.saw(num_drafted, num_accepted)
         # The draft model has read every draft but its last; what lies in scratch blocks is lost.
         read = self.num_known + min(num_accepted, self.num_proposed - 1)
         self.num_read = max(self.num_read, min(read, self.num_owned))
@@ -80,35 +96,25 @@ class StepCost:
     decodes_only: bool
 
 
-class _Recent:
-    """Median of the latest few measurements; 0 while there are none."""
-
-    __slots__ = ("_values", "value")
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=9)
-        self.value = 0.0
-
-    def add(self, value: float) -> None:
-        """Takes one in."""
-        self._values.append(value)
-        self.value = median(self._values)
-
-
 @dataclass
 class _Costs:
-    """Measurements for batches of one size, in seconds."""
+    """What is known of batches of one size."""
 
-    plain: _Recent = field(default_factory=_Recent)
-    per_row: _Recent = field(default_factory=_Recent)
-    per_draft: _Recent = field(default_factory=_Recent)
-    per_read: _Recent = field(default_factory=_Recent)
+    # Seconds of a draft model's round, or of one lookup; and of reading a token first.
+    per_draft: Recent = field(default_factory=Recent)
+    per_read: Recent = field(default_factory=Recent)
     steps_since_plain: int = 0
-    steps_since_trial: int = 0
-    trial_interval: int = _FIRST_TRIAL
+    steps_since_trial: int = _TRIAL_INTERVAL
     margin: float = LEAST_MARGIN
     # Plain steps that drafts saved, less those that they cost, over the latest steps with drafts.
     balance: float = 0.0
+    # Seconds that trials may take.
+    credit_s: float = 0.0
+    # Whose turn it is to be looked up in a trial, and how often drafts were verified in one.
+    turn: int = 0
+    num_trials: int = 0
+    # What lookups were expected to gain, less their time, over the latest of them.
+    worth_s: float = 0.0
 
 
 class Economics:
@@ -117,32 +123,57 @@ class Economics:
     def __init__(self, max_drafts: int, min_acceptance: float) -> None:
         self.max_drafts = max_drafts
         self.min_acceptance = min_acceptance
+        self.times = StepTimes()
         self._sizes: dict[int, _Costs] = {}
-        # Time of the latest proposal.
+        # Time of the latest proposal, and whether the latest step had drafts.
         self._proposing_s = 0.0
-        self._accepted = _FIRST_SHARE * _FIRST_WEIGHT
-        self._tried = _FIRST_WEIGHT
+        self._had_drafts = False
+        # By owner, the least recently served first.
+        self._priors: dict[str, Acceptance] = {}
+        # Of the latest step: seconds of plain steps that accepted drafts stood for, and what drafts took.
+        self._saved_s = self._spent_s = 0.0
+
+    # What happened.
 
     def stepped(self, step: StepCost) -> None:
         """Books what a step took."""
+        self._saved_s = self._spent_s = 0.0
+        had_drafts, self._had_drafts = self._had_drafts, step.num_drafts > 0
+        proposing_s, self._proposing_s = self._proposing_s, 0.0
         if not step.decodes_only:
             return
         costs = self._costs(step.num_sequences)
+        plain_s = self.times.plain_s(step.num_sequences)
+        costs.steps_since_trial += 1
+        costs.credit_s = min(costs.credit_s + _TRIAL_SHARE * step.seconds, _MOST_CREDIT * plain_s)
         if not step.num_drafts:
-            costs.plain.add(step.seconds)
-            costs.steps_since_plain = 0
+            self._spent_s = proposing_s
+            # The first one after drafts is put together as a whole, and takes longer.
+            if not had_drafts:
+                self.times.add(step.num_sequences, 0, step.seconds)
+                costs.steps_since_plain = 0
+                if not plain_s:
+                    costs.credit_s = _FIRST_CREDIT * step.seconds
             return
         costs.steps_since_plain += 1
-        if costs.plain.value:
-            costs.per_row.add(max(0.0, step.seconds - costs.plain.value) / step.num_drafts)
-            self._settle(costs, step)
+        if plain_s:
+            self.times.add(step.num_sequences, step.num_drafts, step.seconds)
+            self._saved_s = plain_s * step.num_accepted / step.num_sequences
+            self._spent_s = max(0.0, step.seconds - plain_s) + proposing_s
+            self._settle(costs, (self._saved_s - self._spent_s) / plain_s)
 
-    def _settle(self, costs: _Costs, step: StepCost) -> None:
+    def drain(self) -> tuple[float, float]:
+        """(seconds of plain steps that accepted drafts stood for, seconds that drafts took), of the step that
+        was booked since the last call.
+        """
+        booked = self._saved_s, self._spent_s
+        self._saved_s = self._spent_s = 0.0
+        return booked
+
+    @staticmethod
+    def _settle(costs: _Costs, gained: float) -> None:
         """Compares a step with drafts, proposing included, with the plain steps that it stood for."""
-        plain_s = costs.plain.value
-        saved = 1 + step.num_accepted / step.num_sequences
-        spent = (step.seconds + self._proposing_s) / plain_s
-        costs.balance = _BALANCE_FADING * costs.balance + saved - spent
+        costs.balance = _BALANCE_FADING * costs.balance + gained
         if costs.balance < 0:
             costs.margin = min(costs.margin * _MARGIN_UP, MOST_MARGIN)
         else:
@@ -160,84 +191,239 @@ class Economics:
         drafting = num_rounds * costs.per_draft.value
         costs.per_read.add(max(0.0, seconds - drafting) / num_read)
 
-    def verified(self, progress: DraftProgress, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, progress: DraftProgress, owner: str, num_drafted: int, num_accepted: int) -> None:
         """Books how drafts fared."""
         progress.verified(num_drafted, num_accepted)
-        self._accepted = self._accepted * _FADING + num_accepted
-        self._tried = self._tried * _FADING + num_accepted + (num_accepted < num_drafted)
+        self._prior(owner).saw(num_drafted, num_accepted)
+
+    def compared(self, progress: DraftProgress, owner: str, text: NDArray[np.int64]) -> None:
+        """Books how drafts would have fared that were not verified, by the sequence's tokens [L]."""
+        drafts = progress.unverified
+        drawn = text[progress.num_known_then :][: len(drafts)].tolist()
+        held = 0
+        while held < len(drawn) and drawn[held] == drafts[held]:
+            held += 1
+        if held == len(drawn) < len(drafts):
+            return
+        progress.unverified = ()
+        progress.acceptance.saw(len(drafts), held)
+        self._prior(owner).saw(len(drafts), held)
+
+    @staticmethod
+    def looked_up(progress: DraftProgress, *, found: bool) -> None:
+        """Books a lookup."""
+        progress.found = _FOUND_FADING * progress.found + (1 - _FOUND_FADING) * found
 
     @staticmethod
     def extra_tokens(progress: DraftProgress) -> int:
         """Tokens to read before drafting, beyond those that every round adds."""
         return progress.num_unread if progress.num_unread > _FEW_TOKENS else 0
 
-    def drafts(self, sequences: list[DraftProgress], *, looks_up: bool) -> list[int]:
-        """How many drafts each of the sequences of the next step gets. With `looks_up`, each pays for its own
-        look-up, found or not; otherwise all share the draft model's forwards.
+    # What is decided.
+
+    def lookups(self, sequences: Sequence[DraftProgress], owners: Sequence[str]) -> list[int]:
+        """How many drafts to look up for each: for those whose lookups are expected to be worth their time,
+        and in turns for as many others as trials may.
         """
+        num = len(sequences)
         if not self.min_acceptance:
-            return [self.max_drafts] * len(sequences)
+            return [self.max_drafts] * num
+        costs, plain_s = self._costs(num), self.times.plain_s(num)
+        if not self._can_compare(costs, plain_s):
+            return [0] * num
+        each_s = costs.per_draft.value
+        least = max(self.min_acceptance, costs.margin * each_s * num / plain_s)
+        chances = [self._chance(*each) for each in zip(sequences, owners, strict=True)]
+        asked = [] if costs.worth_s < 0 else [row for row, chance in enumerate(chances) if chance >= least]
+        few = max(1, int(_SHORT_TRIAL * plain_s / each_s)) if each_s else num
+        if len(asked) > few:
+            sure = [each.found * each.acceptance.share(0, _PRIOR) for each in sequences]
+            if not _bear(owners, sure, len(asked) * each_s / plain_s):
+                asked = asked[:few]
+        others = sorted(set(range(num)) - set(asked))
+        if others and len(asked) < few and self._may_try(costs, plain_s, each_s):
+            # As many as together are a short trial.
+            count = min(few - len(asked), len(others))
+            tried = [others[(costs.turn + offset) % len(others)] for offset in range(count)]
+            costs.credit_s -= len(tried) * each_s
+            costs.turn += len(tried)
+            asked += tried
+        counts = [0] * num
+        for row in asked:
+            counts[row] = self.max_drafts
+        return counts
+
+    def rounds(
+        self, sequences: Sequence[DraftProgress], owners: Sequence[str], most: Sequence[int]
+    ) -> list[int]:
+        """How many drafts each gets, up to `most` [S], of those that are made by forwards: as many as pay; or
+        in a trial a few for the one of which there is the least to read.
+        """
+        num = len(sequences)
+        if not self.min_acceptance:
+            return list(most)
+        costs, plain_s = self._costs(num), self.times.plain_s(num)
+        if not self._can_compare(costs, plain_s):
+            return [0] * num
+        counts, _ = self._best(sequences, owners, most, by_forwards=True)
+        asked = [row for row in range(num) if most[row]]
+        if any(counts) or not asked:
+            return counts
+        cheapest = min(asked, key=lambda row: sequences[row].num_unread)
+        few = min(_TRIAL_ROUNDS, self.max_drafts)
+        trial_s = few * costs.per_draft.value + self.extra_tokens(sequences[cheapest]) * costs.per_read.value
+        if self._may_try(costs, plain_s, trial_s):
+            costs.credit_s -= trial_s
+            counts[cheapest] = few
+        return counts
+
+    def verifiable(
+        self, sequences: Sequence[DraftProgress], owners: Sequence[str], lengths: Sequence[int]
+    ) -> list[int]:
+        """How many of the drafts that were found for each [S] are verified."""
+        if not self.min_acceptance:
+            return list(lengths)
+        counts, gained_s = self._best(sequences, owners, lengths, by_forwards=False)
         costs = self._costs(len(sequences))
-        if not costs.plain.value or costs.steps_since_plain >= _REFRESH_STEPS:
-            # Without a plain step nothing can be compared.
-            return [0] * len(sequences)
-        chosen = [0] * len(sequences)
-        num_sharing = len(sequences)
-        for _ in range(2):
-            chosen = [self._best(each, costs, len(sequences), num_sharing, looks_up) for each in sequences]
-            num_sharing = sum(map(bool, chosen))
-            if looks_up or not num_sharing:
-                break
-        if any(chosen):
-            costs.trial_interval = _FIRST_TRIAL
+        # Where lookups find what is never worth its rows, they cost time in vain.
+        costs.worth_s = _BALANCE_FADING * costs.worth_s + gained_s - self._proposing_s
+        return counts
+
+    def _can_compare(self, costs: _Costs, plain_s: float) -> bool:
+        return plain_s > 0 and costs.steps_since_plain < _REFRESH_STEPS
+
+    @staticmethod
+    def _may_try(costs: _Costs, plain_s: float, seconds: float) -> bool:
+        """Whether a trial that takes so long has been earned; one that others would feel is rare."""
+        if costs.credit_s < seconds:
+            return False
+        if seconds > _SHORT_TRIAL * plain_s:
+            if costs.steps_since_trial < _TRIAL_INTERVAL:
+                return False
             costs.steps_since_trial = 0
-            return chosen
-        costs.steps_since_trial += 1
-        if costs.steps_since_trial < costs.trial_interval:
-            return chosen
-        costs.steps_since_trial = 0
-        last = _LAST_LOOKUP_TRIAL if looks_up else _LAST_TRIAL
-        costs.trial_interval = min(2 * costs.trial_interval, last)
-        return self._trial(sequences, looks_up)
+        return True
 
-    def _trial(self, sequences: list[DraftProgress], looks_up: bool) -> list[int]:
-        """A few drafts for all, or for the one that the draft model has the least to read of."""
-        count = min(_TRIAL_DRAFTS, self.max_drafts)
-        if looks_up:
-            return [count] * len(sequences)
-        cheapest = min(range(len(sequences)), key=lambda index: sequences[index].num_unread)
-        return [count if index == cheapest else 0 for index in range(len(sequences))]
+    def _chance(self, progress: DraftProgress, owner: str) -> float:
+        return progress.found * progress.acceptance.share(0, _PRIOR, self._prior(owner))
 
-    def acceptance(self, progress: DraftProgress) -> float:
-        """Probability that the sequence's next draft is accepted."""
-        prior = self._accepted / self._tried
-        return (progress.num_accepted + _PRIOR * prior) / (progress.num_tried + _PRIOR)
+    def _prior(self, owner: str) -> Acceptance:
+        found = self._priors.pop(owner, None)
+        if found is None:
+            found = Acceptance(_FADING, share=_FIRST_SHARE, weight=_FIRST_WEIGHT)
+            if len(self._priors) >= _MOST_OWNERS:
+                del self._priors[next(iter(self._priors))]
+        self._priors[owner] = found
+        return found
 
     def _best(
-        self, progress: DraftProgress, costs: _Costs, num_sequences: int, num_sharing: int, looks_up: bool
+        self,
+        sequences: Sequence[DraftProgress],
+        owners: Sequence[str],
+        lengths: Sequence[int],
+        *,
+        by_forwards: bool,
+    ) -> tuple[list[int], float]:
+        """The drafts with which the step yields most, as counts [S], and the seconds that they are expected
+        to gain.
+        """
+        num, most = len(sequences), max(lengths)
+        costs, plain_s = self._costs(num), self.times.plain_s(num)
+        if not most or not plain_s:
+            return [0] * num, 0.0
+        priors = [self._prior(owner) for owner in owners]
+        reach = np.cumprod(self._shares(sequences, priors, lengths, most), axis=1)  # [S, P]
+        # Likeliest first; of one sequence these are in their order.
+        order = np.argsort(-reach, axis=None, kind="stable")[: np.count_nonzero(reach)]
+        if not order.size:
+            return [0] * num, 0.0
+        tokens = reach.ravel()[order]  # [N]
+        whose, places = np.divmod(order, most)
+        extra_s: NDArray[np.float64] = (self.times.factors(num, order.size)[1:] - 1) * plain_s
+        if by_forwards:
+            extra_s = extra_s + self._forwards_s(costs, sequences, whose, places)
+        sums = np.cumsum(tokens)
+        yields = (num + sums) * plain_s / (plain_s + costs.margin * extra_s)
+        # Lookups are over, and cost what they cost; but everybody waited for them.
+        sure = np.cumprod(self._shares(sequences, [None] * num, lengths, most), axis=1).ravel()[order]
+        fair = _fair(owners, whose, sure, 1 + (extra_s + self._proposing_s) / plain_s)
+        best = int(np.argmax(np.where(fair, yields, 0.0)))
+        gained_s = float(sums[best] * plain_s / num - extra_s[best])
+        if yields[best] <= num or not fair[best]:
+            best, gained_s = self._trial(costs, plain_s, num, tokens, extra_s), 0.0
+        return np.bincount(whose[: best + 1], minlength=num).tolist(), gained_s
+
+    def _shares(
+        self,
+        sequences: Sequence[DraftProgress],
+        priors: Sequence[Acceptance | None],
+        lengths: Sequence[int],
+        most: int,
+    ) -> NDArray[np.float64]:
+        """Probability that each draft holds if those before it do [S, P]; 0 where there is none."""
+        shares = np.zeros((len(sequences), most))
+        for row, (progress, prior, length) in enumerate(zip(sequences, priors, lengths, strict=True)):
+            found = [progress.acceptance.share(place, _PRIOR, prior) for place in range(length)]
+            if found and found[0] >= self.min_acceptance:
+                shares[row, :length] = found
+        return shares
+
+    def _forwards_s(
+        self,
+        costs: _Costs,
+        sequences: Sequence[DraftProgress],
+        whose: NDArray[np.int64],
+        places: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        """Seconds of the forwards that make the first so many drafts [N]: one for each place, and what is
+        read before them.
+        """
+        unread = np.array([self.extra_tokens(each) for each in sequences])
+        reading = np.cumsum(np.where(places == 0, unread[whose], 0))
+        rounds = np.maximum.accumulate(places) + 1
+        return rounds * costs.per_draft.value + reading * costs.per_read.value / _READ_ROUNDS
+
+    def _trial(
+        self,
+        costs: _Costs,
+        plain_s: float,
+        num: int,
+        tokens: NDArray[np.floating[Any]],
+        extra_s: NDArray[np.floating[Any]],
     ) -> int:
-        share = self.acceptance(progress)
-        if share < self.min_acceptance:
-            return 0
-        worth = costs.plain.value / num_sequences
-        each = costs.per_row.value
-        if looks_up:
-            # Paid once, found or not.
-            first = costs.per_draft.value * (progress.num_lookups + 2) / (progress.num_found + 1)
-        else:
-            first = self.extra_tokens(progress) * costs.per_read.value / _READ_ROUNDS
-            each += costs.per_draft.value / num_sharing
-        best, most, gain = 0, 0.0, -costs.margin * first
-        probability = share
-        for count in range(1, self.max_drafts + 1):
-            more = probability * worth - costs.margin * each
-            if more <= 0:
-                break
-            gain += more
-            probability *= share
-            if gain > most:
-                best, most = count, gain
-        return best
+        """The last of some drafts that would pay if they cost nothing, which are verified to measure what
+        they cost; -1 for none.
+        """
+        most = max(1, 2 * self.times.num_known(num))
+        count = min(1 << costs.num_trials % 4, most, tokens.size)
+        if tokens[:count].sum() < num * _SLACK or not self._may_try(costs, plain_s, extra_s[count - 1]):
+            return -1
+        costs.num_trials += 1
+        costs.credit_s -= float(extra_s[count - 1])
+        return count - 1
 
     def _costs(self, num_sequences: int) -> _Costs:
-        return self._sizes.setdefault(num_sequences.bit_length(), _Costs())
+        return self._sizes.setdefault(size_class(num_sequences), _Costs())
+
+
+def _bear(owners: Sequence[str], chances: Sequence[float], share: float) -> bool:
+    """Whether lookups that take this share of a step are expected to bring every owner as much."""
+    expected: dict[str, list[float]] = {}
+    for owner, chance in zip(owners, chances, strict=True):
+        expected.setdefault(owner, []).append(chance)
+    return all(sum(each) / len(each) >= LEAST_MARGIN * share for each in expected.values())
+
+
+def _fair(
+    owners: Sequence[str],
+    whose: NDArray[np.int64],
+    tokens: NDArray[np.floating[Any]],
+    factors: NDArray[np.floating[Any]],
+) -> NDArray[np.bool_]:
+    """Whether the first so many drafts [N] leave every owner as many tokens a second as without."""
+    names, owner_of = np.unique(np.array(owners), return_inverse=True)
+    if names.size == 1:
+        return np.ones(tokens.size, np.bool_)
+    owned = np.bincount(owner_of, minlength=names.size)  # [O]
+    theirs = np.arange(names.size)[:, None] == owner_of[whose]  # [O, N]
+    grown = 1 + np.cumsum(np.where(theirs, tokens, 0.0), axis=1) / owned[:, None]
+    return np.asarray((grown * (1 + _SLACK) >= factors).all(axis=0))

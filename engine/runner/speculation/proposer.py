@@ -27,8 +27,15 @@ _LOOKUPS: dict[str, Callable[[SpeculationConfig], Drafter]] = {"ngram": PromptLo
 class Proposer:
     """Proposals for the sequences that sampled in a step."""
 
-    def __init__(self, config: SpeculationConfig, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        drafter: Drafter | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`drafter` is what has to be loaded for the method."""
+        self._clock = clock
         self.config = config
         if drafter is None and config.method in _LOOKUPS:
             drafter = _LOOKUPS[config.method](config)
@@ -56,27 +63,19 @@ class Proposer:
         self.economics.stepped(step)
         drafter.learn(_LEARNING_SHARE * step.seconds)
         # A beam goes on as another sequence.
-        indices = [
-            index
-            for index, state in enumerate(states)
-            if not proposals[index] and not state.sampling.beam_width
+        open_to = [
+            not forced and not state.sampling.beam_width
+            for state, forced in zip(states, proposals, strict=True)
         ]
-        chosen = [states[index] for index in indices]
-        for state in chosen:
-            state.draft.num_unread = int(table.num_tokens[state.slot]) - state.draft.num_read
-        counts = self.economics.drafts([state.draft for state in chosen], looks_up=drafter.looks_up)
-        if any(counts):
-            found = self._speculate(
-                drafter, chosen, counts, [num_in_flight[index] for index in indices], table
-            )
-            for index, drafts in zip(indices, found, strict=True):
-                proposals[index] = drafts
+        found = self._looked_up if drafter.looks_up else self._forwarded
+        for index, drafts in enumerate(found(drafter, states, open_to, num_in_flight, table)):
+            proposals[index] = proposals[index] or drafts
         return proposals
 
     def judge(self, state: SequenceState, num_drafted: int, num_accepted: int) -> None:
         """Takes in how a sequence's drafts fared; forced tokens say nothing of speculation."""
         if num_drafted and not state.draft.forced:
-            self.economics.verified(state.draft, num_drafted, num_accepted)
+            self.economics.verified(state.draft, state.owner[0], num_drafted, num_accepted)
 
     def ended(self, state: SequenceState, table: SequenceTable) -> None:
         """A sequence is about to leave the table."""
@@ -85,29 +84,69 @@ class Proposer:
             end = int(table.num_tokens[state.slot])
             self.drafter.ended(state, table.tokens[state.slot, state.num_prompt : end])
 
-    def _speculate(
+    def _looked_up(
         self,
         drafter: Drafter,
         states: list[SequenceState],
-        counts: list[int],
-        ahead: list[int],
+        open_to: list[bool],
+        ahead: Sequence[int],
         table: SequenceTable,
     ) -> list[tuple[int, ...]]:
-        started = time.monotonic()
+        """What was found and pays; what does not pay is compared with what is drawn."""
+        economics = self.economics
+        progress, owners = [state.draft for state in states], [state.owner[0] for state in states]
+        for state in states:
+            if state.draft.unverified:
+                text = table.tokens[state.slot, : int(table.num_tokens[state.slot])]
+                economics.compared(state.draft, state.owner[0], text)
+        counts = economics.lookups(progress, owners)
+        wanted = [index for index, count in enumerate(counts) if count and open_to[index]]
         found: list[tuple[int, ...]] = [()] * len(states)
-        wanted = [index for index, count in enumerate(counts) if count]
+        if not wanted:
+            return found
+        started = self._clock()
         asked = [states[index] for index in wanted]
-        if drafter.looks_up:
-            num_rounds, num_read = len(wanted), 0
-            drafts = drafter.propose(asked, [counts[index] + ahead[index] for index in wanted], table)
-            drafts = [_looked_up(*each) for each in zip(asked, drafts, strict=True)]
-        else:
-            num_rounds = max(counts)
-            num_read = sum(Economics.extra_tokens(state.draft) for state in asked)
-            drafts = drafter.propose(asked, [counts[index] for index in wanted], table)
+        drafts = drafter.propose(asked, [counts[index] + ahead[index] for index in wanted], table)
+        for index, state, tokens in zip(wanted, asked, drafts, strict=True):
+            matcher = state.matcher
+            found[index] = tokens if matcher is None else tokens[: matcher.valid_prefix(tokens)]
+            economics.looked_up(state.draft, found=bool(found[index]))
+        economics.proposed(len(states), len(wanted), self._clock() - started)
+        lengths = [max(0, len(tokens) - ahead[index]) for index, tokens in enumerate(found)]
+        for index, count in enumerate(economics.verifiable(progress, owners, lengths)):
+            state, tokens = states[index], found[index]
+            if tokens and not count and not state.draft.unverified:
+                state.draft.unverified = tokens
+                state.draft.num_known_then = int(table.num_tokens[state.slot])
+            found[index] = tokens[: ahead[index] + count] if count else ()
+        return found
+
+    def _forwarded(
+        self,
+        drafter: Drafter,
+        states: list[SequenceState],
+        open_to: list[bool],
+        ahead: Sequence[int],
+        table: SequenceTable,
+    ) -> list[tuple[int, ...]]:
+        """What forwards make for those for whom they pay."""
+        progress = [state.draft for state in states]
+        for state in states:
+            state.draft.num_unread = int(table.num_tokens[state.slot]) - state.draft.num_read
+        most = [self.config.num_draft_tokens if each else 0 for each in open_to]
+        counts = self.economics.rounds(progress, [state.owner[0] for state in states], most)
+        wanted = [index for index, count in enumerate(counts) if count]
+        found: list[tuple[int, ...]] = [()] * len(states)
+        if not wanted:
+            return found
+        started = self._clock()
+        num_read = sum(Economics.extra_tokens(progress[index]) for index in wanted)
+        drafts = drafter.propose(
+            [states[index] for index in wanted], [counts[index] for index in wanted], table
+        )
         for index, tokens in zip(wanted, drafts, strict=True):
             found[index] = tokens
-        self.economics.proposed(len(states), num_rounds, time.monotonic() - started, num_read)
+        self.economics.proposed(len(states), max(counts), self._clock() - started, num_read)
         return found
 
     @staticmethod
@@ -115,12 +154,3 @@ class Proposer:
         if state.matcher is None:
             return ()
         return tuple(state.matcher.forced()[:MAX_FORCED_TOKENS])
-
-
-def _looked_up(state: SequenceState, drafts: tuple[int, ...]) -> tuple[int, ...]:
-    """What the sequence's grammar takes of what was found, with the books of finding."""
-    if state.matcher is not None and drafts:
-        drafts = drafts[: state.matcher.valid_prefix(drafts)]
-    state.draft.num_lookups += 1
-    state.draft.num_found += bool(drafts)
-    return drafts

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from engine.runner.speculation.answers import RecentAnswers
 from engine.runner.speculation.suffixes import Match, SuffixAutomaton
 from engine.types import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.runner.cuda.test_queued_speculation import Watched, requests_of
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 
 TEXT = st.lists(st.integers(0, 2), max_size=16)
@@ -134,9 +137,14 @@ def test_what_waits_to_be_read_is_bounded_and_read_in_the_time_that_is_given() -
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    folder = tmp_path_factory.mktemp("llama")
-    make_checkpoint(folder, "llama")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint(path, "llama", max_position_embeddings=128)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> Iterator[ModelRunner]:
     speculation = SpeculationConfig(method="suffix", min_acceptance=0.0)
     runner = open_runner(folder, speculation=speculation, cache={"block_size": 4})
     yield runner
@@ -174,3 +182,41 @@ def test_the_same_question_again_is_answered_in_fewer_steps_for_the_same_tenant_
     assert salted.num_accepted == other.num_accepted == first.num_accepted < 5
     for one, two in itertools.pairwise((first, salted, other)):
         assert one.num_steps == two.num_steps
+
+
+@pytest.mark.parametrize("min_acceptance", [0.0, 0.1], ids=["always", "priced"])
+def test_tokens_are_those_of_plain_decoding(folder: Path, min_acceptance: float) -> None:
+    """Through loop and scheduler, for several tenants, in a cache too small for all that runs: every kind of
+    sampling, choices, prefixes that are shared, and answers that another engine began.
+    """
+    requests = [
+        msgspec.structs.replace(request, tenant=f"t{request.request_id % 3}", cache_salt=salt)
+        for request, salt in zip(requests_of(6), itertools.cycle((b"", b"", b"s")), strict=False)
+    ]
+    plain = Watched(open_runner(folder, cache={"block_size": 4}), False, 1 << 20)
+    plain.run(requests)
+    # Each again, beginning with a part of its answer where it has one choice.
+    again = [
+        msgspec.structs.replace(
+            request,
+            request_id=100 + request.request_id,
+            output_token_ids=tuple(plain.tokens(request.request_id)[: request.request_id % 4]),
+        )
+        for request in requests
+        if request.sampling.n == 1 and len(plain.tokens(request.request_id)) > 4
+    ]
+    speculation = SpeculationConfig(method="suffix", min_ngram=1, min_acceptance=min_acceptance)
+    drafted = Watched(open_runner(folder, speculation=speculation, cache={"block_size": 4}), False, 44)
+    drafted.run([*requests, *again], seed=6)
+    for request in requests:
+        for choice in range(request.sampling.n):
+            expected = plain.tokens(request.request_id, choice)
+            assert drafted.tokens(request.request_id, choice) == expected, (request.request_id, choice)
+        assert drafted.reasons(request.request_id) == plain.reasons(request.request_id)
+        assert drafted.logprobs(request.request_id) == plain.logprobs(request.request_id)
+    for request in again:
+        expected = plain.tokens(request.request_id - 100)
+        assert [*request.output_token_ids, *drafted.tokens(request.request_id)] == expected
+    assert drafted.sum_of("num_preemptions") > 0
+    if not min_acceptance:
+        assert drafted.sum_of("accepted_tokens") > 50

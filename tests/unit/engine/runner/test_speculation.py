@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 
 from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
-from engine.runner.speculation.economics import LEAST_MARGIN, DraftProgress, Economics, StepCost
 from engine.runner.speculation.ngram import continuation
 from engine.types import GrammarSpec, SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint, reference_logits
@@ -159,97 +157,6 @@ def test_guided_decoding_with_drafts_and_forced_tokens() -> None:
                 if speculate:
                     assert sum(job.num_steps for job in done) < 0.8 * sum(len(job.output) for job in done)
     assert all(found == outputs[0] for found in outputs)
-
-
-def measured(*, plain_s: float, per_row_s: float, per_draft_s: float, num_sequences: int = 1) -> Economics:
-    """Economics that have seen plain steps, steps with drafts, and proposals."""
-    economics = Economics(4, 0.05)
-    for num_drafts in (0, 0, 0, 2, 2, 2):
-        seconds = plain_s + per_row_s * num_drafts
-        economics.stepped(
-            StepCost(seconds=seconds, num_sequences=num_sequences, num_drafts=num_drafts, decodes_only=True)
-        )
-        economics.proposed(num_sequences, 2, 2 * per_draft_s)
-    for costs in economics._sizes.values():
-        # These steps accepted nothing; what they teach is not the matter here.
-        costs.margin, costs.balance = LEAST_MARGIN, 0.0
-    return economics
-
-
-def with_acceptance(share: float) -> DraftProgress:
-    return DraftProgress(num_tried=1000, num_accepted=round(1000 * share))
-
-
-@pytest.mark.parametrize(
-    ("share", "per_row_s", "per_draft_s", "expected"),
-    [
-        # Free drafts: as many as there may be. Then each next one must be worth its cost.
-        (0.9, 0.0, 0.0, 4),
-        (0.9, 0.01, 0.1, 4),
-        (0.5, 0.01, 0.2, 2),
-        (0.5, 0.01, 0.3, 1),
-        (0.5, 0.0, 0.6, 0),
-        (0.1, 0.05, 0.06, 0),
-        (0.01, 0.0, 0.0, 0),
-    ],
-)
-def test_drafts_are_as_many_as_pay_in_measured_time(
-    share: float, per_row_s: float, per_draft_s: float, expected: int
-) -> None:
-    economics = measured(plain_s=1.0, per_row_s=per_row_s, per_draft_s=per_draft_s)
-    assert economics.drafts([with_acceptance(share)], looks_up=False) == [expected]
-
-
-def test_drafts_that_turn_out_to_lose_time_stop() -> None:
-    """The estimate says that they pay, the steps say otherwise."""
-    economics = measured(plain_s=1.0, per_row_s=0.0, per_draft_s=0.2)
-    hopeful = with_acceptance(0.6)
-    assert economics.drafts([hopeful], looks_up=False) != [0]
-    for _ in range(30):
-        economics.proposed(1, 2, 0.4)
-        economics.stepped(StepCost(seconds=1.0, num_sequences=1, num_drafts=2, decodes_only=True))
-    assert economics.drafts([hopeful], looks_up=False) == [0]
-
-
-def test_a_draft_models_forwards_are_shared_and_paid_by_those_who_profit() -> None:
-    economics = measured(plain_s=1.0, per_row_s=0.0, per_draft_s=0.3, num_sequences=4)
-    good, bad = with_acceptance(0.9), with_acceptance(0.1)
-    # A forward of 0.3 s gains 0.9 tokens of 1 / 4 s for one of them, and four times that for all.
-    assert economics.drafts([good, bad, bad, bad], looks_up=False) == [0, 0, 0, 0]
-    assert economics.drafts([good] * 4, looks_up=False) == [4, 4, 4, 4]
-    few = economics.drafts([good, good, good, bad], looks_up=False)
-    assert all(few[:3])
-    assert few[3] == 0
-
-
-def test_what_does_not_pay_is_tried_again_ever_less_often() -> None:
-    economics = measured(plain_s=1.0, per_row_s=0.0, per_draft_s=5.0)
-    trials = [step for step in range(1000) if economics.drafts([with_acceptance(0.5)], looks_up=False) != [0]]
-    assert 4 <= len(trials) <= 8
-    gaps = [after - before for before, after in itertools.pairwise(trials)]
-    assert gaps == sorted(gaps)
-
-
-def test_nothing_is_proposed_until_a_plain_step_was_measured_and_it_is_measured_again() -> None:
-    economics = Economics(4, 0.05)
-    fine = with_acceptance(0.9)
-    assert economics.drafts([fine], looks_up=False) == [0]
-    economics.stepped(StepCost(seconds=1.0, num_sequences=1, num_drafts=0, decodes_only=True))
-    proposals = []
-    for _ in range(200):
-        (count,) = economics.drafts([fine], looks_up=False)
-        proposals.append(count)
-        economics.stepped(StepCost(seconds=1.0, num_sequences=1, num_drafts=count, decodes_only=True))
-    assert 1 <= proposals.count(0) <= 4
-
-
-def test_new_sequences_begin_with_what_others_accepted() -> None:
-    economics = Economics(4, 0.05)
-    for _ in range(100):
-        economics.verified(DraftProgress(), 4, 0)
-    fresh = economics.acceptance(DraftProgress())
-    assert fresh < 0.1
-    assert economics.acceptance(with_acceptance(0.9)) > 0.85
 
 
 @given(

@@ -112,12 +112,16 @@ def test_events_are_counted_under_the_tier_of_their_request() -> None:
 
 
 def test_steps_and_cache_changes_are_observed() -> None:
-    totals = StepTotals(kind="mixed", num_tokens=48, num_sequences=5, seconds=0.02)
+    totals = StepTotals(
+        kind="mixed", num_tokens=48, num_sequences=5, seconds=0.02, saved_s=0.03, spent_s=0.01
+    )
     changes = (BlocksStored((1, 2, 3)), BlocksEvicted((4, 5)))
     metrics = _taken(StepDone(1, [], changes, LOAD, (totals,)))
     assert _value(metrics, f"{names.STEP_SECONDS.name}_sum", kind="mixed") == 0.02
     assert _value(metrics, f"{names.STEP_TOKENS.name}_sum") == 48
     assert _value(metrics, f"{names.STEP_SEQUENCES.name}_sum") == 5
+    assert _value(metrics, names.SPECULATION_SECONDS.name, kind="saved") == 0.03
+    assert _value(metrics, names.SPECULATION_SECONDS.name, kind="spent") == 0.01
     assert _value(metrics, names.EVICTIONS.name) == 2
 
 

@@ -1,0 +1,99 @@
+"""How long decode steps take by their rows, from the latest measurements on this machine.
+
+What an engine's first steps are measured with (engine.core.warm_up) is in them, because these steps come here
+like all others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Measurements of which the median counts; with fewer than that the least does, since what disturbs a step
+# makes it longer.
+_LATEST, _FEW = 9, 3
+
+
+class Recent:
+    """The latest few measurements; 0 while there are none."""
+
+    __slots__ = ("_values", "value")
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=_LATEST)
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        """Takes one in."""
+        self._values.append(value)
+        self.value = min(self._values) if len(self._values) < _FEW else median(self._values)
+
+
+def size_class(num_sequences: int) -> int:
+    """Batches that are alike enough to share measurements are named by the largest of them."""
+    return num_sequences if num_sequences <= 8 else -(-num_sequences // 8) * 8
+
+
+def _rounded(num_drafts: int) -> int:
+    """Numbers of drafts that share measurements: within an eighth."""
+    step = 1 << max(0, num_drafts.bit_length() - 3)
+    return -(-num_drafts // step) * step
+
+
+class StepTimes:
+    """Seconds of plain steps by sequences, and how many times as long steps with drafts take."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, Recent] = {}
+        self._factors: dict[int, dict[int, Recent]] = {}
+
+    def add(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """Takes in a step in which every sequence decoded."""
+        if not num_drafts:
+            self._plain.setdefault(num_sequences, Recent()).add(seconds)
+        elif plain_s := self.plain_s(num_sequences):
+            factors = self._factors.setdefault(size_class(num_sequences), {})
+            factors.setdefault(_rounded(num_drafts), Recent()).add(seconds / plain_s)
+
+    def plain_s(self, num_sequences: int) -> float:
+        """Seconds of a plain step: measured, or between those of the next smaller and larger batch; 0 where
+        it is not known.
+        """
+        found = self._plain.get(num_sequences)
+        if found is not None:
+            return found.value
+        below = max((each for each in self._plain if each < num_sequences), default=0)
+        above = min((each for each in self._plain if each > num_sequences), default=0)
+        if not below or not above:
+            return 0.0
+        part = (num_sequences - below) / (above - below)
+        return (1 - part) * self._plain[below].value + part * self._plain[above].value
+
+    def num_known(self, num_sequences: int) -> int:
+        """The most drafts with which a step was measured."""
+        return max(self._factors.get(size_class(num_sequences), ()), default=0)
+
+    def factors(self, num_sequences: int, most: int) -> NDArray[np.float64]:
+        """How many times as long a step takes with 0 to `most` drafts [most + 1].
+
+        Where none was measured, as long as plain steps with as many rows; beyond those, in proportion to the
+        rows, which is more than it can be.
+        """
+        plain_s = self.plain_s(num_sequences)
+        knots = {0: 1.0}
+        for count, recent in self._factors.get(size_class(num_sequences), {}).items():
+            knots[count] = recent.value
+        last = max(knots)
+        for sequences, recent in self._plain.items():
+            if sequences > num_sequences + last and plain_s:
+                knots[sequences - num_sequences] = recent.value / plain_s
+        counts = np.array(sorted(knots), np.float64)
+        # More rows never take less; measurements of fewer rows that say so were disturbed.
+        values = np.minimum.accumulate(np.array([knots[int(count)] for count in counts])[::-1])[::-1]
+        values = np.maximum(values, 1.0)
+        drafts = np.arange(most + 1, dtype=np.float64)
+        beyond = np.maximum(1.0, (num_sequences + drafts) / (num_sequences + counts[-1]))
+        return np.asarray(np.interp(drafts, counts, values) * beyond)
