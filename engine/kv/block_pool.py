@@ -26,6 +26,7 @@ class BlockTable:
         "block_ids",
         "copies",
         "copy_at",
+        "draft_copies",
         "num_given_up",
         "num_given_up_sent",
         "num_registered",
@@ -48,6 +49,8 @@ class BlockTable:
         self.state_slot = -1
         # (tokens that it holds, slot) of copies of it that steps in flight leave.
         self.copies: list[tuple[int, int]] = []
+        # The same of those behind drafted tokens, while it is not known how many of them are right.
+        self.draft_copies: list[tuple[int, int]] = []
         # Numbers of tokens after which one is wanted, besides the regular ones.
         self.copy_at: set[int] = set()
         # Blocks [start, end) that it has in a window, where only some layers have one.

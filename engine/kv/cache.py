@@ -13,14 +13,13 @@ import msgspec
 
 from contract.prefix import BlockHash, PrefixHasher, event_hash
 from engine.kv.block_pool import BlockPool, BlockTable, HostTier
-from engine.kv.disk import BlockDisk, DiskRead, state_name
+from engine.kv.disk import BlockDisk, DiskRead
 from engine.kv.disk_reads import DiskReads
 from engine.kv.division import Division, SharedMemory
-from engine.kv.state_pool import StatePool
+from engine.kv.sequence_states import SequenceStates
 from engine.kv.window_pool import WindowPool
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
 from engine.types.memory import blocks_in_window
-from engine.types.places import place_of
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -91,23 +90,25 @@ class KvCache:
         self._events: list[KvEvent] = []
         # Whether content that is evicted goes to the host tier.
         self._moves_out = True
-        self.state_interval = state_interval if num_states and prefix_caching else 0
-        self._states = StatePool(num_states, max_num_seqs, self._lost_state)
-        # Copies of states that made room, as many as were left in as many tokens as the host has room for.
-        num_host_states = num_host_blocks * block_size // self.state_interval if self.state_interval else 0
-        self._host_states = HostTier(num_host_states)
-        # Destination to source, slots or rows of the host: of two copies into one the later counts.
-        self._state_copies: dict[int, int] = {}
-        self._state_offloads: dict[int, int] = {}
-        self._state_restores: dict[int, int] = {}
+        interval = state_interval if num_states and prefix_caching else 0
+        self.states = SequenceStates(
+            num_slots=num_states,
+            num_reserved=max_num_seqs,
+            interval=interval,
+            # As many as are left in as many tokens as the host has room for.
+            num_host_states=num_host_blocks * block_size // interval if interval else 0,
+            block_size=block_size,
+            disk=self.disk,
+            is_there=self._is_there,
+        )
         self.reads = DiskReads(
-            disk, self._pool, self._states, offers=self._offer_read, is_there=self._is_there
+            disk, self._pool, self.states.pool, offers=self._offer_read, is_there=self._is_there
         )
 
     @property
     def has_states(self) -> bool:
         """Whether sequences have a state beside keys and values."""
-        return self._states.num_slots > 0
+        return self.states.pool.num_slots > 0
 
     @property
     def num_blocks(self) -> int:
@@ -191,7 +192,7 @@ class KvCache:
         if self._windows is not None:
             useful, revived_in_window = self._usable(device, candidates)
         elif self.has_states:
-            while useful and not self._has_copy(candidates[useful - 1], on_host=restore_worth_it):
+            while useful and not self.states.has_copy(candidates[useful - 1], on_host=restore_worth_it):
                 useful -= 1
         if self.has_states:
             state_hash = candidates[useful - 1] if useful else None
@@ -212,7 +213,7 @@ class KvCache:
             if missing >= 0:
                 # Whoever begins behind it sees it, until it lies behind the window.
                 useful = missing
-            elif self.has_states and hashes[useful - 1] not in self._states:
+            elif self.has_states and hashes[useful - 1] not in self.states.pool:
                 useful -= 1
             else:
                 return useful, sum(map(self._windows.is_kept, device[first:useful]))
@@ -231,7 +232,7 @@ class KvCache:
         """
         assert not table.block_ids, "a prefix can only start a table"
         if self.has_states:
-            self._begin_state(table, prefix.state_hash)
+            self.states.begin(table, prefix.state_hash)
         for block_id in prefix.device_blocks:
             self._pool.reference(block_id)
         table.block_ids.extend(prefix.device_blocks)
@@ -249,40 +250,13 @@ class KvCache:
             for block_id in table.in_window:
                 self._windows.reference(block_id)
 
-    def _has_copy(self, block_hash: BlockHash, *, on_host: bool) -> bool:
-        """Whether a copy of the state behind a block is there."""
-        return block_hash in self._states or (on_host and block_hash in self._host_states)
-
-    def _begin_state(self, table: BlockTable, block_hash: BlockHash | None) -> None:
-        """Gives a table a slot with a copy of the state behind a block; without one it begins with zeros."""
-        if block_hash is None or block_hash in self._states:
-            self._start_state(table, None if block_hash is None else self._states.find(block_hash))
-            return
-        # Before a slot is taken, whose copy may make room on the host.
-        row = self._host_states.lend(block_hash)
-        self._start_state(table, None)
-        self._state_restores[table.state_slot] = row
-
-    def _start_state(self, table: BlockTable, source: int | None) -> None:
-        """Gives a table a slot, into which that of `source` is copied; else it begins with zeros."""
-        table.state_slot = self._states.take()
-        self._state_copies.pop(table.state_slot, None)
-        self._state_restores.pop(table.state_slot, None)
-        if source is not None and source != table.state_slot:
-            self._state_copies[table.state_slot] = source
-
-    @property
-    def can_share(self) -> bool:
-        """Whether a sequence can go on from where another one is."""
-        return not self.has_states or self._states.num_available > 0
-
     def share(self, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
         """Starts an empty table with the parent's blocks of the first `num_tokens` tokens, by reference; and
         with a copy of its state, which is that of exactly so many.
         """
         assert not table.block_ids, "a fork can only start a table"
         if self.has_states:
-            self._start_state(table, parent.state_slot)
+            self.states.start(table, parent.state_slot)
         shared = parent.block_ids[: self.blocks_for(num_tokens)]
         for block_id in shared[parent.num_given_up :]:
             self._pool.reference(block_id)
@@ -415,7 +389,7 @@ class KvCache:
             elif self._windows is not None:
                 self._replace(block_id, block_hash)
         table.num_registered = max(first, last)
-        self._keep_copies(table, hasher, num_tokens)
+        self.states.keep(table, hasher, num_tokens)
 
     def _replace(self, block_id: int, block_hash: BlockHash) -> None:
         """Lets a block be found in the place of one that has lost what layers with a window keep."""
@@ -426,49 +400,8 @@ class KvCache:
         if not self._pool.is_cached(block_id):
             self._pool.move(block_hash, block_id)
 
-    def leave_copies(
-        self, table: BlockTable, hasher: PrefixHasher, start: int, end: int
-    ) -> tuple[tuple[int, int], ...]:
-        """(tokens, slot) of the copies of its state that a row of positions [start, end) leaves, ascending.
-        They count once `register` is told so. Where slots are few, the last ones are preferred.
-        """
-        interval = self.state_interval
-        if not interval:
-            return ()
-        wanted = {each for each in table.copy_at if start < each <= end}
-        wanted.update(range((start // interval + 1) * interval, end + 1, interval))
-        found: list[tuple[int, int]] = []
-        for num_tokens in sorted(wanted, reverse=True):
-            index = num_tokens // self.block_size - 1
-            if index < len(hasher.hashes) and self._has_copy(hasher.hashes[index], on_host=True):
-                continue
-            slot = self._states.take_for_copy()
-            if slot is None:
-                break
-            found.append((num_tokens, slot))
-        found.reverse()
-        table.copies += found
-        return tuple(found)
-
-    def _keep_copies(self, table: BlockTable, hasher: PrefixHasher, num_tokens: int) -> None:
-        while table.copies and table.copies[0][0] <= num_tokens:
-            held, slot = table.copies.pop(0)
-            block_hash = hasher.hashes[held // self.block_size - 1]
-            if not self._is_there(block_hash):
-                self._states.drop_copy(slot)
-            elif self._states.keep(slot, block_hash) and self.disk is not None:
-                self.disk.write_later(place_of(slot), state_name(block_hash))
-
     def _is_there(self, block_hash: BlockHash) -> bool:
         return self._pool.lookup(block_hash) is not None or block_hash in self._host
-
-    def _lost_state(self, slot: int, evicted: BlockHash | None) -> None:
-        if self.disk is not None:
-            self.disk.forget(place_of(slot))
-        if evicted is not None and self._moves_out:
-            stored = self._host_states.store(evicted)
-            if stored is not None:
-                self._state_offloads[stored[0]] = slot
 
     def _stored(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
         parent_hash = event_hash(parent) if parent else 0
@@ -485,12 +418,7 @@ class KvCache:
             self._leave_windows(table.in_window)
         table.window_start = table.window_end = 0
         self._pool.release(reversed(table.held))
-        if table.state_slot >= 0:
-            self._states.release(table.state_slot)
-        for _, slot in table.copies:
-            self._states.drop_copy(slot)
-        table.state_slot, table.copies = -1, []
-        table.copy_at.clear()
+        self.states.free(table)
         table.block_ids = []
         table.num_registered = 0
         table.num_sent = 0
@@ -502,9 +430,9 @@ class KvCache:
         """See DiskReads.begin. What the blocks held is not moved to the host: no plan could carry that before
         they are written.
         """
-        self._moves_out = False
+        self._moves_out = self.states.moves_out = False
         read = self.reads.begin(token, hashes, parent, after_step_id)
-        self._moves_out = True
+        self._moves_out = self.states.moves_out = True
         return read
 
     def _offer_read(self, block_id: int, block_hash: BlockHash, parent: BlockHash | None) -> None:
@@ -515,8 +443,7 @@ class KvCache:
         """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
         if self.disk is not None:
             self.disk.forget_all()
-        self._states.clear()
-        self._host_states.clear()
+        self.states.clear()
         if self._windows is not None:
             self._windows.clear()
         lost = {event_hash(block_hash) for block_hash in (*self._pool.drop_cached(), *self._host.clear())}
@@ -526,7 +453,7 @@ class KvCache:
     def begin_step(self) -> None:
         """Called before the first change that belongs to a new plan."""
         self._host.begin_step()
-        self._host_states.begin_step()
+        self.states.host.begin_step()
 
     def drain_transfers(self) -> tuple[Pairs, Pairs, Pairs]:
         """(block copies, offloads, restores) that the plan under construction must carry."""
@@ -534,17 +461,6 @@ class KvCache:
         transfers = tuple(self._copies), offloads, tuple(self._restores)
         self._copies, self._offloads, self._restores = [], {}, []
         return transfers
-
-    def drain_states(self) -> tuple[Pairs, Pairs, Pairs]:
-        """(copies, offloads, restores) of states that the plan under construction must carry, as (source,
-        destination): slots, and rows of the host.
-        """
-        waiting = self._state_copies, self._state_offloads, self._state_restores
-        self._state_copies, self._state_offloads, self._state_restores = {}, {}, {}
-        copies, offloads, restores = (
-            tuple((source, into) for into, source in each.items()) for each in waiting
-        )
-        return copies, offloads, restores
 
     def drain_window_blocks(self) -> tuple[Pairs, Pairs]:
         """(block, window block) and (source, destination) of copies between window blocks, which the plan
@@ -571,18 +487,14 @@ class KvCache:
             host_block, lost = stored
             self._offloads[host_block] = block_id
         if lost is not None:
-            self._states.forget(lost)
-            self._host_states.forget(lost)
+            self.states.forget(lost)
             self._events.append(BlocksEvicted((event_hash(lost),)))
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
         """Raises AssertionError unless the tables account for every reference and no block is lost."""
         references = dict.fromkeys(self.reads.block_ids, 1)
         tables = list(tables)
-        self._states.check_invariants(
-            [table.state_slot for table in tables if table.state_slot >= 0],
-            [*self.reads.state_slots, *(slot for table in tables for _, slot in table.copies)],
-        )
+        self.states.check_invariants(tables, self.reads.state_slots)
         for table in tables:
             assert len(set(table.held)) == table.num_held, "a table holds a block twice"
             given_up = table.block_ids[: table.num_given_up]
@@ -596,4 +508,3 @@ class KvCache:
             held = Counter(block_id for table in tables for block_id in table.in_window)
             self._windows.check_invariants(held, self._pool.is_cached)
         self._host.check_invariants()
-        self._host_states.check_invariants()

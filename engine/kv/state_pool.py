@@ -59,9 +59,14 @@ class StatePool:
         self._on_loss(slot, block_hash)
         return slot
 
+    @property
+    def num_for_copies(self) -> int:
+        """Slots that copies can be left in now."""
+        return min(self._most_copies - self._num_copies, self.num_available)
+
     def take_for_copy(self) -> int | None:
         """A slot for a copy; None while too many are on their way."""
-        if self._num_copies >= self._most_copies or not self.num_available:
+        if self.num_for_copies <= 0:
             return None
         self._num_copies += 1
         return self.take()

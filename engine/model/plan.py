@@ -356,13 +356,16 @@ def num_scratch_blocks(config: EngineConfig) -> int:
     return config.scheduler.max_num_seqs * per_sequence
 
 
-def _check_states(spec: ModelSpec, config: EngineConfig) -> None:
-    """Refuses what states cannot follow."""
-    if config.speculation.method != "off":
-        raise ConfigError(
-            f"engine.speculation.method = {config.speculation.method!r}: {spec.architecture} has layers that "
-            "carry a state, which cannot go back behind a rejected draft; set it to off"
-        )
+def _check_states(spec: ModelSpec, config: EngineConfig, device: str) -> None:
+    """Refuses drafts that states cannot go back behind: captured steps leave no copies on the way."""
+    method = config.speculation.method
+    if method == "off" or (method == "ngram" and device == "cpu"):
+        return
+    remedy = "set it to off" if device != "cpu" else "set it to ngram, or to off"
+    raise ConfigError(
+        f"engine.speculation.method = {method!r}: {spec.architecture} has layers that carry a state, which "
+        f"goes back behind rejected drafts on CPUs, where these are looked up; {remedy}"
+    )
 
 
 def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
@@ -375,7 +378,7 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
             f"({spec.quantization.method}); set it to off, or give a dense checkpoint"
         )
     if spec.state is not None:
-        _check_states(spec, config)
+        _check_states(spec, config, device)
     draft = None
     if config.speculation.method == "draft_model":
         draft = _draft_input(config, spec, device)

@@ -46,8 +46,10 @@ def state_room(spec: ModelSpec, config: EngineConfig, kv_bytes_per_token: int) -
     size, block = spec.state.num_bytes, config.cache.block_size
     wanted = INTERVAL_FACTOR * size // max(1, kv_bytes_per_token)
     tokens = min(max(wanted, LEAST_INTERVAL_BLOCKS * block), LARGEST_INTERVAL)
+    # A row leaves a copy before each of its drafts.
+    drafts = 0 if config.speculation.method == "off" else config.speculation.num_draft_tokens
     return StateRoom(
         bytes_per_state=size,
-        least=config.scheduler.max_num_seqs + LEAST_COPIES,
+        least=config.scheduler.max_num_seqs + LEAST_COPIES + drafts,
         interval=-(-tokens // block) * block,
     )

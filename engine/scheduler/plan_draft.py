@@ -124,7 +124,7 @@ class RowWriter:
         self._state = state
         self._long_prefill_tokens = state.config.long_prefill_tokens
         self._block_size = state.cache.block_size
-        self._state_interval = state.cache.state_interval
+        self._state_interval = state.cache.states.interval
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether so many tokens left to compute make a prompt long."""
@@ -189,6 +189,7 @@ class RowWriter:
             or sequence.status is not Status.RUNNING
             or sequence.is_beam
             or sequence.draft_token_ids
+            or table.draft_copies
             or len(table.block_ids) != table.num_sent
             or table.num_given_up != table.num_given_up_sent
             or draft.budget < 1
@@ -200,6 +201,19 @@ class RowWriter:
         sequence.high_water = max(sequence.high_water, num_expected)
         sequence.num_pending += 1
         return True
+
+    def _copies_of_state(
+        self, sequence: Sequence, start: int, end: int, num_drafts: int
+    ) -> tuple[tuple[int, int], ...]:
+        """What a row of positions [start, end) leaves of the sequence's state, where it has one: behind each
+        token that may turn out to be its last; at ends of blocks, if there are no drafts.
+        """
+        states, table = self._state.cache.states, sequence.table
+        if not num_drafts:
+            return states.leave(table, sequence.hasher, start, end)
+        if not self._state.cache.has_states:
+            return ()
+        return states.leave_behind_drafts(table, end - num_drafts, num_drafts)
 
     def _introduction(self, sequence: Sequence, block_ids: tuple[int, ...]) -> NewSequence:
         request = sequence.group.request
@@ -255,7 +269,7 @@ class RowWriter:
             is_long=self.is_long(remaining_prefill),
             num_recomputed=num_tokens - fresh,
             num_given_up=num_given_up,
-            snapshots=state.cache.leave_copies(sequence.table, sequence.hasher, start, end),
+            snapshots=self._copies_of_state(sequence, start, end, len(drafts)),
         )
         if row.is_prefill:
             row.work = state.speed.work(start, num_tokens)

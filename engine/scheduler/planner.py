@@ -88,8 +88,8 @@ class Planner:
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:
         state = self._state
         copies, offloads, restores = state.cache.drain_transfers()
-        state_copies, state_offloads, state_restores = state.cache.drain_states()
         # A plan without rows may be thrown away.
+        of_states = state.cache.states.drain() if draft.rows else ((), (), ())
         window_blocks, window_copies = state.cache.drain_window_blocks() if draft.rows else ((), ())
         retired, retired_in_windows = state.cache.drain_retired() if draft.rows else ((), ())
         state.totals.offloaded_blocks += len(offloads)
@@ -103,9 +103,9 @@ class Planner:
             offloads=offloads,
             restores=restores,
             forks=tuple(draft.forks),
-            state_copies=state_copies,
-            state_offloads=state_offloads,
-            state_restores=state_restores,
+            state_copies=of_states[0],
+            state_offloads=of_states[1],
+            state_restores=of_states[2],
             window_blocks=window_blocks,
             window_copies=window_copies,
             retired_blocks=retired,
@@ -150,11 +150,17 @@ class Planner:
         return sequence.num_expected > sequence.num_computed
 
     def _plan_decode(self, draft: PlanDraft, sequence: Sequence, budget: int) -> None:
+        cache = self._state.cache
+        if sequence.table.draft_copies:
+            # From which state it goes on is known when its drafts are.
+            return
         remaining = sequence.num_expected - sequence.num_computed
         capacity = sequence.max_tokens_total - sequence.num_expected - 1
         drafts = sequence.draft_token_ids[: max(0, min(capacity, budget - remaining))]
         if remaining > budget:
             drafts = ()
+        if cache.has_states:
+            drafts = drafts[: cache.states.most_drafts]
         start = sequence.num_computed
         num_tokens = min(remaining, max(1, budget))
         if drafts and not self._fits(sequence, start, start + num_tokens + len(drafts)):

@@ -419,7 +419,7 @@ class SchedulerState:
     def _beam(self, candidate: Candidate) -> Sequence:
         parent = candidate.parent
         child = parent.child(next(self.ids), candidate.token_id, candidate.logprob)
-        if parent.status is Status.RUNNING and self.cache.can_share:
+        if parent.status is Status.RUNNING and self.cache.states.can_start:
             self.cache.share(child.table, parent.table, parent.num_confirmed)
             child.num_computed = child.num_confirmed = parent.num_confirmed
         return child

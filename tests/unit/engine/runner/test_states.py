@@ -59,7 +59,13 @@ class FinishedDisk:
 
 @contextmanager
 def engine(
-    folder: Path, *, overlap: bool = False, num_blocks: int = 0, native: str = "required", **cache: Any
+    folder: Path,
+    *,
+    overlap: bool = False,
+    num_blocks: int = 0,
+    native: str = "required",
+    speculation: SpeculationConfig | None = None,
+    **cache: Any,
 ) -> Iterator[Driver]:
     """A scheduler over the real runner of a checkpoint, whose cache begins with NaN."""
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 40}
@@ -72,6 +78,7 @@ def engine(
         cache=CacheConfig(**({"kv_cache_bytes": 8 << 20} | cache)),
         scheduler=SchedulerConfig(**limits, long_prefill_tokens=24),
         max_model_len=128,
+        speculation=speculation or SpeculationConfig(),
     )
     runner, memory, facts = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
     for layer in runner.storage.layers:
@@ -179,6 +186,34 @@ def test_copies_that_made_room_come_back_from_the_host(family: str, native: str,
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("native", ["required", "off"])
+def test_states_go_back_behind_rejected_drafts(family: str, native: str, tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    # Tokens that come back, so that there is something to look up: right and wrong.
+    motif = prompt_of(6, 199)
+    prompts = [[*motif, 5 + number, *motif, 9, *motif[: 2 + number]] for number in range(3)]
+    answers = []
+    for method in ("ngram", "off"):
+        drafts = SpeculationConfig(method=method, min_ngram=1, min_acceptance=0.0)
+        with engine(tmp_path, native=native, speculation=drafts) as driver:
+            greedy = [driver.submit(prompt, max_tokens=48, temperature=0.0) for prompt in prompts]
+            drawn = driver.submit(prompts[0], max_tokens=40, temperature=0.4, seed=3)
+            driver.run()
+            # Where the answer ends, copies were left at ends of blocks also by rows with drafts.
+            again = driver.submit([*prompts[0], *driver.tokens(greedy[0])], max_tokens=4, temperature=0.0)
+            driver.run()
+            answers.append([driver.tokens(request) for request in (*greedy, drawn, again)])
+            ended = [
+                each.statistics for events in driver.events.values() for each in events if each.statistics
+            ]
+            drafted = sum(each.drafted_tokens for each in ended)
+            accepted = sum(each.accepted_tokens for each in ended)
+            assert drafted == accepted == 0 if method == "off" else 0 < accepted < drafted
+    assert answers[0] == answers[1]
+    assert answers[0][0] == reference_greedy(oracle, prompts[0], 48)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("native", ["required", "off"])
 def test_another_engine_finds_prefix_and_state_on_disk(family: str, native: str, tmp_path: Path) -> None:
     folder, kept = tmp_path / "model", tmp_path / "kept"
     oracle = make_checkpoint(folder, HYBRIDS[family][0], **HYBRIDS[family][1])
@@ -235,8 +270,8 @@ def test_too_little_memory_for_states_is_said(tmp_path: Path) -> None:
     ("config", "said"),
     [
         (
-            EngineConfig(speculation=SpeculationConfig(method="ngram")),
-            r"engine\.speculation\.method = 'ngram': Lfm2ForCausalLM has layers",
+            EngineConfig(speculation=SpeculationConfig(method="draft_model", draft_model="/draft")),
+            r"engine\.speculation\.method = 'draft_model': Lfm2ForCausalLM has layers .* ngram",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.types import MemoryPlan
+from tests.unit.engine.checked_runner import State
 from tests.unit.engine.driver import Driver, memory_plan
 
 # Blocks have four tokens.
@@ -68,6 +69,43 @@ def test_copies_that_made_room_come_back_from_the_host(overlap: bool) -> None:
     for prompt in prompts:
         computed(without, prompt)
     assert computed(without, prompts[0]) == 27
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_right", [0, 1, 3])
+def test_a_sequence_goes_on_behind_the_drafts_that_were_right(overlap: bool, num_right: int) -> None:
+    driver = Driver(memory=stateful(), overlap=overlap)
+
+    def propose(state: State) -> tuple[int, ...]:
+        right = [300 + (state.tokens[-1] - 300 + step) % 700 for step in range(1, num_right + 1)]
+        return (*right, 7)
+
+    driver.runner.propose = propose
+    prompt = [3] * 30
+    first = driver.submit(prompt, max_tokens=40)
+    driver.run()
+    # Every state that a row began with was checked.
+    assert driver.tokens(first) == driver.expected(first)
+    # A step in flight draws the first one by itself.
+    drafted = any(row.draft_token_ids for plan in driver.plans for row in plan.scheduled)
+    assert drafted is not (overlap and not num_right)
+    conversation = [*prompt, *driver.tokens(first), 9]
+    driver.runner.propose = lambda state: ()
+    assert computed(driver, conversation) == len(conversation) - 64
+    cache = driver.scheduler._state.cache
+    assert cache.states.pool.num_available == cache.states.pool.num_slots
+
+
+def test_a_row_has_no_more_drafts_than_there_are_slots() -> None:
+    driver = Driver(memory=stateful(num_states=9), max_num_seqs=8)
+    driver.runner.propose = lambda state: (7, 7, 7)
+    requests = [driver.submit([number] * 9, max_tokens=20) for number in range(3)]
+    driver.run()
+    driver.check_everything()
+    for request in requests:
+        assert driver.tokens(request) == driver.expected(request)
+    drafted = [sum(len(row.draft_token_ids) for row in plan.scheduled) for plan in driver.plans]
+    assert max(drafted) == 1
 
 
 def test_a_copy_on_the_host_goes_with_its_block() -> None:

@@ -51,7 +51,7 @@ class Walk:
         self.faults = faults
         self.fail_next = False
         self.driver.runner.fault = self._fault
-        if self.random.random() < 0.3 and not self.driver.memory.num_states:
+        if self.random.random() < 0.3:
             self.driver.runner.propose = self._propose
 
     def _fault(self, plan: object) -> str:
