@@ -23,7 +23,7 @@ from gateway.engines.attachment import Computed, EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Backlog, Mailbox
 from gateway.engines.types import EngineOutput, Submission
-from gateway.types.deliberation import Deliberated
+from gateway.types.deliberation import Deliberated, TokensOfModel
 
 # How long an engine may take to say what it has done for a request that was taken back: it does so after the
 # step that runs, which takes seconds where long prompts meet a slow processor. Nobody waits for this.
@@ -53,6 +53,8 @@ class ContinuousStream:
 
     # What became of samples, where one was chosen among several.
     deliberated: Deliberated | None = None
+    # What requests that were made for its answer have taken, all together.
+    elsewhere: TokensOfModel | None = None
 
     def __init__(
         self,

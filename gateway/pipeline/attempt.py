@@ -24,7 +24,15 @@ from gateway.intake.intake import Slices
 from gateway.limits.limiter import Charges, Reservation
 from gateway.models.catalog import Target
 from gateway.pipeline.call import Call
-from gateway.pipeline.delta import AnswerInfo, AnswerReader, ChoiceDelta, ChoiceStream, Meter, Usage
+from gateway.pipeline.delta import (
+    AnswerInfo,
+    AnswerReader,
+    ChoiceDelta,
+    ChoiceStream,
+    Meter,
+    ReadOutput,
+    Usage,
+)
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
 from gateway.pipeline.transcript import Transcript
@@ -198,7 +206,21 @@ class Attempt:
         return self.meter.first_token.cached_prompt_tokens
 
     def usage(self) -> Usage:
-        """Tokens so far; final once `drain` has returned nothing."""
+        """Tokens so far; final once `drain` has returned nothing. Those of requests that were made for its
+        answer are among them; each of these has a row of its own.
+        """
+        usage, others = self._own_usage(), self.stream.elsewhere
+        if others is None:
+            return usage
+        return msgspec.structs.replace(
+            usage,
+            prompt_tokens=usage.prompt_tokens + others.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens + others.cached_prompt_tokens,
+            completion_tokens=usage.completion_tokens + others.completion_tokens,
+            reasoning_tokens=usage.reasoning_tokens + others.reasoning_tokens,
+        )
+
+    def _own_usage(self) -> Usage:
         meter = self.meter
         candidate_tokens = meter.statistics.candidate_tokens
         return Usage(
@@ -311,7 +333,7 @@ class Attempt:
         if self._discard_tokens:
             output.token_ids, output.logprobs = [], ()
         num_tokens = len(output.token_ids)
-        delta = choice.feed(output)
+        delta = output.delta if isinstance(output, ReadOutput) else choice.feed(output)
         self.meter.completion_tokens -= num_tokens - len(output.token_ids)
         if output.prompt_logprobs:
             delta = delta or ChoiceDelta(index=choice.index)
@@ -390,7 +412,7 @@ class Attempt:
         self.meter.statistics.candidate_tokens += computed.num_tokens
 
     async def _settle_now(self, outcome: Outcome) -> None:
-        usage = self.usage()
+        usage = self._own_usage()
         self._note_progress(outcome.name)
         self._books.close(self, outcome, usage)
         try:

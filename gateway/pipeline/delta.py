@@ -224,6 +224,12 @@ class Meter:
 # One choice of a request: from the engine's outputs to deltas.
 
 
+class ReadOutput(EngineOutput, kw_only=True):
+    """A piece of an answer that another attempt has read, counted and paid for; it has no tokens."""
+
+    delta: ChoiceDelta
+
+
 class ChoiceStream:
     """Feeds outputs through the text stages and keeps log-probabilities beside their text."""
 

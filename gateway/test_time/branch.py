@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -22,15 +21,16 @@ _TOGETHER = 16
 _COMPLETE = frozenset({FinishReason.STOP, FinishReason.TOOL_CALLS})
 
 
-class RunningSample:
-    """A sample. What it gives is kept until one is chosen."""
+class AnswerPart:
+    """A part of the work under way. What it gives is kept until one of them is the answer."""
 
-    def __init__(
-        self, index: int, stream: ContinuousStream, choice: ChoiceStream, logprobs: int | None
-    ) -> None:
-        """`logprobs` is what the client asked for: alternatives that it is not shown are not kept."""
+    # Who writes it, where another model than the request's does.
+    model: str | None = None
+    # What it is to the answer, where parts differ: see `TokensOfSample`.
+    part: str | None = None
+
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.stream = stream
         self.is_open = True
         # Why it ended; None for one that was ended, or failed.
         self.finish: FinishReason | None = None
@@ -38,44 +38,29 @@ class RunningSample:
         self.vote: str | None = None
         self.score: float | None = None
         self.has_failed = False
-        self.first_token: FirstToken | None = None
         self.started_s = time.monotonic()
         self.first_output_s = self.ended_s = 0.0
         self.task: asyncio.Task[None] | None = None
-        self._choice = choice
-        self._logprobs = logprobs
         self._logprob_sum = 0.0
         self._said = ChoiceDelta()
-        self._outputs: list[EngineOutput] = []
-
-    def take(self, output: EngineOutput) -> tuple[TokenLogprobs, ...]:
-        """Takes in an output; gives the log-probabilities of the tokens that belong to the answer."""
-        if not self.first_output_s:
-            self.first_output_s = time.monotonic()
-        self.first_token = self.first_token or output.first_token
-        logprobs = output.logprobs
-        kept = EngineOutput(0, [], logprobs=(), prompt_logprobs=output.prompt_logprobs)
-        # The text may end before the output's last token, which is then taken out of it.
-        delta = self._choice.feed(output)
-        logprobs = logprobs[: len(output.token_ids)]
-        kept.token_ids = list(output.token_ids)
-        if self._logprobs is not None:
-            kept.logprobs = tuple(self._shown(each, self._logprobs) for each in logprobs)
-        self.num_tokens += len(kept.token_ids)
-        self._logprob_sum += math.fsum(max(each.logprob, -9999.0) for each in logprobs)
-        if delta is not None:
-            self._said.absorb_text(delta)
-            if delta.finish_reason is not None:
-                kept.finish_reason = output.finish_reason or FinishReason.STOP
-                self.close(delta.finish_reason)
-        self._outputs.append(kept)
-        return logprobs
 
     def close(self, finish: FinishReason | None, reason: CancelReason = CancelReason.STOP_STRING) -> None:
         """Nothing more is taken of it; what its engine has not ended, ends there at once."""
         if self.is_open:
             self.is_open, self.finish, self.ended_s = False, finish, time.monotonic()
-            self.stream.cancel(reason)
+            self._end(reason)
+
+    def _end(self, reason: CancelReason) -> None:
+        raise NotImplementedError
+
+    @property
+    def engine(self) -> str:
+        """Who computes it."""
+        raise NotImplementedError
+
+    def pieces(self) -> list[EngineOutput]:
+        """The answer as an attempt reads it, piece by piece. One that was ended is cut."""
+        raise NotImplementedError
 
     @property
     def is_complete(self) -> bool:
@@ -110,12 +95,60 @@ class RunningSample:
         return TokensOfSample(
             completion_tokens=self.num_tokens,
             outcome=outcome,  # type: ignore[arg-type]
+            part=self.part,  # type: ignore[arg-type]
+            model=self.model,
             vote=self.vote,
             score=score if score is not None and math.isfinite(score) else None,
         )
 
+
+class RunningSample(AnswerPart):
+    """A sample of the request's own prompt, by its own model."""
+
+    def __init__(
+        self, index: int, stream: ContinuousStream, choice: ChoiceStream, logprobs: int | None
+    ) -> None:
+        """`logprobs` is what the client asked for: alternatives that it is not shown are not kept."""
+        super().__init__(index)
+        self.stream = stream
+        self.first_token: FirstToken | None = None
+        self._choice = choice
+        self._logprobs = logprobs
+        self._outputs: list[EngineOutput] = []
+
+    @property
+    def engine(self) -> str:
+        """See AnswerPart."""
+        return self.stream.engine
+
+    def _end(self, reason: CancelReason) -> None:
+        self.stream.cancel(reason)
+
+    def take(self, output: EngineOutput) -> tuple[TokenLogprobs, ...]:
+        """Takes in an output; gives the log-probabilities of the tokens that belong to the answer."""
+        if not self.first_output_s:
+            self.first_output_s = time.monotonic()
+        self.first_token = self.first_token or output.first_token
+        logprobs = output.logprobs
+        kept = EngineOutput(0, [], logprobs=(), prompt_logprobs=output.prompt_logprobs)
+        # The text may end before the output's last token, which is then taken out of it.
+        delta = self._choice.feed(output)
+        logprobs = logprobs[: len(output.token_ids)]
+        kept.token_ids = list(output.token_ids)
+        if self._logprobs is not None:
+            kept.logprobs = tuple(self._shown(each, self._logprobs) for each in logprobs)
+        self.num_tokens += len(kept.token_ids)
+        self._logprob_sum += math.fsum(max(each.logprob, -9999.0) for each in logprobs)
+        if delta is not None:
+            self._said.absorb_text(delta)
+            if delta.finish_reason is not None:
+                kept.finish_reason = output.finish_reason or FinishReason.STOP
+                self.close(delta.finish_reason)
+        self._outputs.append(kept)
+        return logprobs
+
     def pieces(self) -> list[EngineOutput]:
-        """The answer as an engine would give it, in pieces of some tokens. One that was ended is cut."""
+        """See AnswerPart: as an engine would give it, in pieces of some tokens."""
         pieces: list[EngineOutput] = []
         for output in self._outputs:
             if not pieces or len(pieces[-1].token_ids) >= _TOGETHER:
@@ -137,9 +170,8 @@ class RunningSample:
         return replace(token, top_ids=token.top_ids[:number], top_logprobs=token.top_logprobs[:number])
 
 
-def first_token_of(branches: Sequence[RunningSample], decided_s: float) -> FirstToken | None:
-    """Where the time to the answer went: from the first sample's first token on, it was decided."""
-    first = branches[0]
+def first_token_of(first: RunningSample, decided_s: float) -> FirstToken | None:
+    """Where the time to the answer went: from the first sample's first token on it was decided."""
     if first.first_token is None:
         return None
     deliberated_s = max(0.0, decided_s - first.first_output_s)

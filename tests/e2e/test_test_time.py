@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from gateway.ledger.tables import REQUESTS, open_ledger
 from observability.emit import names
+from services.supervisor.config import ROOT
 from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, running_stack
 
 SAMPLES = 8
@@ -29,7 +30,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def ask(stack: Stack, content: str, **fields: Any) -> httpx.Response:
     body = {
-        "model": stack.model,
+        "model": fields.pop("model", None) or stack.model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": MAX_TOKENS,
         "seed": 7,
@@ -108,3 +109,61 @@ def test_a_prompt_is_computed_once_for_all_samples_and_again_under_another_salt(
     assert again <= SAMPLES * BLOCK_TOKENS
     ask(thinking, prompt, test_time=asked, cache_salt="two")
     assert computed(thinking) - before - first - again >= num_tokens - BLOCK_TOKENS
+
+
+def test_a_draft_is_criticised_and_every_part_has_its_row(thinking: Stack) -> None:
+    asked = {"strategy": "critique_revise", "samples": 2}
+    answer = ask(thinking, "What is 47 + 85?", temperature=0, test_time=asked)
+    usage, request_id = answer.json()["usage"], answer.headers["x-request-id"]
+    told = usage["test_time"]
+    parts = [each["part"] for each in told["samples"]]
+    assert parts == ["draft", "critique", "revision"][: len(parts)]
+    assert len(parts) > 1
+    assert eventually(lambda: len(rows(thinking, request_id)) == len(parts))
+    found = rows(thinking, request_id)
+    assert sum(row["prompt_tokens"] for row in found) == usage["prompt_tokens"]
+    spent = sum(row["completion_tokens"] + row["candidate_tokens"] for row in found)
+    assert spent == usage["completion_tokens"] == told["completion_tokens"]
+    spans = thinking.trace(request_id, [names.GATEWAY_SAMPLE, names.GATEWAY_REQUEST])
+    requests = {span.span_id: span for span in spans if span.name == names.GATEWAY_REQUEST}
+    below = [span for span in requests.values() if span.parent_id in requests]
+    assert len(below) == len(parts) - 1
+
+
+BUNDLED = ROOT / "models"
+TWO_MODELS = f"""
+{CONFIG}
+[tiers.standard.test_time]
+[models.big]
+path = "{BUNDLED}/millrace-nano"
+[models.small]
+path = "{BUNDLED}/millrace-nano-draft"
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A small model and a larger one."""
+    folder = tmp_path_factory.mktemp("two")
+    with running_stack(folder, "--engines", "2", config=TWO_MODELS, model=None) as stack:
+        yield stack
+        stack.assert_nothing_leaked()
+
+
+def test_a_larger_model_answers_as_it_would_have_alone_where_the_small_one_is_doubted(models: Stack) -> None:
+    asked = {"strategy": "escalate", "model": "big", "confidence": 0.999}
+    greedy = {"temperature": 0, "model": "small"}
+    alone = ask(models, "What is 47 + 85?", **{**greedy, "model": "big"}).json()
+    answer = ask(models, "What is 47 + 85?", **greedy, test_time=asked)
+    usage, request_id = answer.json()["usage"], answer.headers["x-request-id"]
+    draft, larger = usage["test_time"]["samples"]
+    assert (larger["model"], larger["outcome"]) == ("big", "chosen")
+    assert answer.json()["choices"][0]["message"] == alone["choices"][0]["message"]
+    assert [each["model"] for each in usage["test_time"]["models"]] == ["small", "big"]
+    assert eventually(lambda: len(rows(models, request_id)) == 2)
+    found = {row["model"]: row for row in rows(models, request_id)}
+    assert found["big"]["completion_tokens"] == larger["completion_tokens"]
+    assert found["small"]["completion_tokens"] == 0
+    assert found["small"]["candidate_tokens"] == draft["completion_tokens"] <= MAX_TOKENS
+    believed = ask(models, "What is 47 + 85?", **greedy, test_time={**asked, "confidence": 0.01}).json()
+    assert [each["outcome"] for each in believed["usage"]["test_time"]["samples"]] == ["chosen"]
