@@ -65,7 +65,8 @@ def _scorer(body: ScorerBody) -> ScorerSpec:
 # What is to be known of fields that are served.
 ACCEPTED: Mapping[str, str] = {
     "test_time": "where the tier has it (`[tiers.<name>.test_time]`); usage.test_time tells what was spent",
-    "test_time.strategy": "`best_of` by `scorer` (likelihood, number, regex, schema, model); "
+    "test_time.strategy": "`best_of` by `scorer` (likelihood, number, regex, schema, model, "
+    "verifier); "
     "`self_consistency` and `deepconf` vote on what `scorer` finds in answers (auto, boxed, number, json, "
     "regex); `escalate` asks `model` where the first model, or `scorer`, gives less than `confidence`; "
     "`critique_revise` has up to `samples` drafts, until a critique says that nothing is wrong, or has what "

@@ -42,7 +42,7 @@ _SCORERS: Mapping[str, tuple[str, ...]] = {
 }
 _FIELD = "test_time"
 # What scorers of a type must have, and no others.
-_PARTS = {"pattern": "regex", "schema_json": "schema", "model": "model"}
+_PARTS = {"pattern": ("regex",), "schema_json": ("schema",), "model": ("model", "verifier")}
 
 
 def checked(request: GenerationRequest, ask: Deliberation) -> None:
@@ -108,22 +108,34 @@ def _check_scorer(request: GenerationRequest, strategy: str, scorer: ScorerSpec)
     if scorer.type not in types:
         problem = f"{_none_of(scorer.type, types)}, which {strategy} has"
         raise refuse(request, f"{field}.type", problem)
-    for name, type_ in _PARTS.items():
+    for name, with_it in _PARTS.items():
         part, told = getattr(scorer, name), name.removesuffix("_json")
-        if scorer.type == type_ and not part:
-            raise refuse(request, f"{field}.{told}", f"it is required with type {type_!r}")
-        if scorer.type != type_ and part:
+        if scorer.type in with_it and not part:
+            raise refuse(request, f"{field}.{told}", f"it is required with type {scorer.type!r}")
+        if scorer.type not in with_it and part:
             raise refuse(request, f"{field}.{told}", f"type {scorer.type!r} has none; leave it out")
-    for name in ("minimum", "maximum"):
-        if getattr(scorer, name) is not None and (scorer.type != "number" or types is not RANKINGS):
-            problem = "it is for numbers that answers are chosen by; leave it out"
-            raise refuse(request, f"{field}.{name}", problem)
+    _check_bounds(request, scorer, has_bounds=types is RANKINGS and scorer.type in ("number", "verifier"))
     if len(scorer.pattern) > MAX_PATTERN:
         problem = f"{len(scorer.pattern)} characters; the limit is {MAX_PATTERN}"
         raise refuse(request, f"{field}.pattern", problem)
     if scorer.schema_json and not scorer.schema_json.startswith("{"):
         raise refuse(request, f"{field}.schema", "a JSON Schema is an object")
     ballots.compiled(scorer, request.field(field))
+
+
+def _check_bounds(request: GenerationRequest, scorer: ScorerSpec, *, has_bounds: bool) -> None:
+    field, least, most = f"{_FIELD}.scorer", scorer.minimum, scorer.maximum
+    for name, value in (("minimum", least), ("maximum", most)):
+        if value is not None and not has_bounds:
+            problem = "it is for numbers that answers are chosen by; leave it out"
+            raise refuse(request, f"{field}.{name}", problem)
+    if scorer.type != "verifier":
+        return
+    if (least is None) != (most is None):
+        missing = "minimum" if least is None else "maximum"
+        raise refuse(request, f"{field}.{missing}", "grades have two bounds; give both, or none for a yes")
+    if least is not None and most is not None and least >= most:
+        raise refuse(request, f"{field}.maximum", f"{most:g} is not above the minimum, {least:g}")
 
 
 def _check_others(request: GenerationRequest, *, may_be_greedy: bool) -> None:

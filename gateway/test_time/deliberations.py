@@ -22,12 +22,13 @@ from gateway.pipeline.pipeline import Pipeline, has_ids
 from gateway.pipeline.pooled_answers import pooled_answer
 from gateway.pipeline.pooled_requests import PooledForm, scored_request, scores_of
 from gateway.test_time import admission, ballots
-from gateway.test_time.asked import within
+from gateway.test_time.asked import Begin, within
 from gateway.test_time.branch import AnswerPart
 from gateway.test_time.chains import CritiqueRevise, Escalate, questions_of
 from gateway.test_time.scorers import AnswerScorer, CheckScorer, ModelScorer, SchemaScorer, question_of
 from gateway.test_time.strategies import BestSample, DeepConf, SelfConsistency, Strategy
 from gateway.test_time.stream import DeliberateStream, Plan
+from gateway.test_time.verifier import VerifierScorer
 from gateway.tiers import Tier
 from gateway.types.deliberation import Deliberated, Deliberation
 from gateway.types.request import GenerationRequest, Prepared
@@ -169,13 +170,17 @@ class Deliberations:
         """What a plan has more whose parts follow each other."""
         if not ask.is_chain:
             return {}
-        pipeline = self.pipeline
-        assert pipeline is not None, "as whoever builds it sets"
         return {
             "measure": attrgetter("logprob"),
             "question": questions_of(call.request, ask, max_tokens, pattern),
-            "begin": lambda request: pipeline.begin(within(call), request),
+            "begin": self._begin(call),
         }
+
+    def _begin(self, call: Call) -> Begin:
+        """Asks on behalf of a call."""
+        pipeline = self.pipeline
+        assert pipeline is not None, "as whoever builds it sets"
+        return lambda request: pipeline.begin(within(call), request)
 
     def _scorer(self, call: Call, submission: Submission) -> AnswerScorer | None:
         request = call.request
@@ -200,6 +205,16 @@ class Deliberations:
                     return await self._score(call, spec.model, pairs)
 
                 return ModelScorer(question_of(request.prompt), score)
+            case "verifier":
+                asking = GenerationRequest(
+                    model=spec.model,
+                    prompt=request.prompt,
+                    service_tier=request.service_tier,
+                    metadata=request.metadata,
+                    face=request.face,
+                    field_names={"model": f"{_SCORER}.model"},
+                )
+                return VerifierScorer(question_of(request.prompt), spec, asking, self._begin(call))
             case _:
                 return CheckScorer(spec, ballots.compiled(spec, request.field(_SCORER)))
 

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 # By what `best_of` chooses, and what voters have voted for.
-RANKINGS = ("likelihood", "number", "regex", "schema", "model")
+RANKINGS = ("likelihood", "number", "regex", "schema", "model", "verifier")
 BALLOTS = ("auto", "boxed", "number", "json", "regex")
 SCORERS = tuple(dict.fromkeys((*RANKINGS, *BALLOTS)))
 # Strategies whose parts follow each other, each a question that depends on the one before.
@@ -25,10 +25,10 @@ class ScorerSpec(msgspec.Struct, frozen=True, kw_only=True):
     pattern: str = ""
     # Of type schema: JSON Schema that an answer keeps.
     schema_json: str = ""
-    # Of type number, where it ranks: bounds of the answer's last number.
+    # Of type number, where it ranks: bounds of the answer's last number. Of type verifier: of its grades.
     minimum: float | None = None
     maximum: float | None = None
-    # Of type model: who scores pairs of question and answer.
+    # Of type model: who scores pairs of question and answer. Of type verifier: who is asked.
     model: str = ""
 
 

@@ -130,6 +130,22 @@ def test_a_draft_is_criticised_and_every_part_has_its_row(thinking: Stack) -> No
     assert len(below) == len(parts) - 1
 
 
+def test_a_model_that_is_asked_judges_samples(thinking: Stack) -> None:
+    scorer = {"type": "verifier", "model": thinking.model}
+    asked = {"strategy": "best_of", "samples": 2, "scorer": scorer}
+    answer = ask(thinking, "What is 47 + 85?", test_time=asked)
+    told, request_id = answer.json()["usage"]["test_time"], answer.headers["x-request-id"]
+    scores = [each["score"] for each in told["samples"]]
+    assert all(0 <= score <= 1 for score in scores)
+    chosen = [each["outcome"] for each in told["samples"]].index("chosen")
+    assert scores[chosen] == max(scores)
+    assert eventually(lambda: len(rows(thinking, request_id)) == 3)
+    found = rows(thinking, request_id)
+    judged = [row for row in found if not row["candidate_tokens"]]
+    spent = sum(row["prompt_tokens"] + row["completion_tokens"] for row in judged)
+    assert spent == told["scorer_tokens"]
+
+
 BUNDLED = ROOT / "models"
 TWO_MODELS = f"""
 {CONFIG}

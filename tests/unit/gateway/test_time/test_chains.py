@@ -16,7 +16,7 @@ from millrace.engine.v1 import engine_pb2
 
 from contract.errors import MillraceError, Reason
 from gateway.test_time.chains import CritiqueRevise, Escalate, settled_by
-from gateway.test_time.strategies import Concluded, Grown, Rated, Sample, replay
+from gateway.test_time.strategies import Concluded, Event, Grown, Rated, Sample, replay
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
@@ -354,7 +354,7 @@ def ended(index: int, **fields: Any) -> Sample:
 
 
 def test_the_same_events_lead_to_the_same_steps() -> None:
-    events = [
+    events: list[Event] = [
         Grown(index=0, confidences=(-0.01,) * 20),
         Grown(index=0, confidences=(-3.0,) * 4),
         Grown(index=0, confidences=(-3.0,) * 4),
@@ -368,7 +368,12 @@ def test_the_same_events_lead_to_the_same_steps() -> None:
 
 
 def test_a_draft_is_better_than_half_an_answer() -> None:
-    events = [ended(0), Rated(scores={0: 0.1}), ended(1, is_complete=False), Concluded(ended_by="deadline")]
+    events: list[Event] = [
+        ended(0),
+        Rated(scores={0: 0.1}),
+        ended(1, is_complete=False),
+        Concluded(ended_by="deadline"),
+    ]
     assert replay(Escalate(0.8, rates=True), events)[3].winner == 0
     failed = [ended(0, is_answer=False, is_complete=False), ended(1, is_complete=False)]
     assert replay(Escalate(0.8, rates=False), failed)[-1].winner == 1
