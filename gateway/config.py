@@ -17,7 +17,9 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 
 # Ways to think longer about one answer (`test_time` of a request).
-StrategyName: TypeAlias = Literal["best_of", "self_consistency", "deepconf", "escalate", "critique_revise"]
+StrategyName: TypeAlias = Literal[
+    "best_of", "self_consistency", "deepconf", "escalate", "critique_revise", "search"
+]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 # Tier and tenant of an installation that configures none.
 DEFAULT_TIER = "standard"
@@ -308,7 +310,7 @@ class DeliberationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     `test_time` is refused.
     """
 
-    # Of best_of, self_consistency, deepconf, escalate and critique_revise those that requests may name.
+    # Those that requests may name.
     strategies: tuple[StrategyName, ...] = STRATEGIES
     # Samples of one request at most.
     max_samples: Annotated[int, msgspec.Meta(ge=2, le=128)] = 8

@@ -75,7 +75,9 @@ class ContinuousStream:
         # Open legs, with the number of engines that were lost before each.
         self._legs: dict[Leg, int] = {}
         # Choices that have not ended, with their tokens so far.
-        self._tokens: dict[int, list[int]] = {index: [] for index in self._choices_of(submission)}
+        self._tokens: dict[int, list[int]] = {
+            index: list(submission.output_token_ids) for index in self._choices_of(submission)
+        }
         # Something was told already, so that choices must be continued one by one.
         self._has_output = False
         self._stranded: list[_Stranded] = []

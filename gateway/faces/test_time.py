@@ -9,7 +9,14 @@ import msgspec
 
 from gateway.config import STRATEGIES
 from gateway.faces.schemas import or_null, text
-from gateway.types.deliberation import MAX_PATTERN, ON_FAILURE, SCORERS, Deliberation, ScorerSpec
+from gateway.types.deliberation import (
+    MAX_DELIMITER,
+    MAX_PATTERN,
+    ON_FAILURE,
+    SCORERS,
+    Deliberation,
+    ScorerSpec,
+)
 
 
 class ScorerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,6 +40,7 @@ class DeliberationBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scorer: ScorerBody | None = None
     on_failure: str | None = None
     model: str | None = None
+    delimiter: str | None = None
 
 
 def deliberation(body: DeliberationBody | None) -> Deliberation | None:
@@ -47,6 +55,7 @@ def deliberation(body: DeliberationBody | None) -> Deliberation | None:
         scorer=None if body.scorer is None else _scorer(body.scorer),
         on_failure=body.on_failure or "refuse",
         model=body.model or "",
+        delimiter=body.delimiter or "",
     )
 
 
@@ -70,7 +79,8 @@ ACCEPTED: Mapping[str, str] = {
     "`self_consistency` and `deepconf` vote on what `scorer` finds in answers (auto, boxed, number, json, "
     "regex); `escalate` asks `model` where the first model, or `scorer`, gives less than `confidence`; "
     "`critique_revise` has up to `samples` drafts, until a critique says that nothing is wrong, or has what "
-    "`scorer` (regex) names",
+    "`scorer` (regex) names; `search` keeps a quarter of `samples` steps, each up to `delimiter` (a line), "
+    "by `scorer` (likelihood, model, verifier)",
     "test_time.on_failure": "`refuse`, or `answer`: the plain answer, with the reason in usage",
 }
 # Rules that no schema can state, by the field of the error.
@@ -93,5 +103,6 @@ SCHEMAS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "budget_tokens": or_null(_COUNT),
         "confidence": or_null({"type": "number", "minimum": 0.01, "maximum": 0.999}),
         "on_failure": {"enum": [*ON_FAILURE, None]},
+        "delimiter": or_null(text(MAX_DELIMITER)),
     },
 }

@@ -16,6 +16,7 @@ from gateway.test_time.confidence import TOP
 from gateway.tiers import Tier
 from gateway.types.deliberation import (
     BALLOTS,
+    MAX_DELIMITER,
     MAX_PATTERN,
     ON_FAILURE,
     RANKINGS,
@@ -31,6 +32,7 @@ _LEAST_CONFIDENCE, _MOST_CONFIDENCE = 0.5, 0.999
 LEAST_BELIEF = 0.01
 # From which a first model is believed.
 DEFAULT_BELIEF = 0.8
+DEFAULT_DELIMITER = "\n"
 # Where a request does not say how many.
 _DEFAULT_SAMPLES = {"escalate": 2, "critique_revise": 3}
 _MANY_SAMPLES = 8
@@ -39,6 +41,8 @@ _SCORERS: Mapping[str, tuple[str, ...]] = {
     "best_of": RANKINGS,
     "escalate": RANKINGS,
     "critique_revise": ("regex",),
+    # What can judge half an answer.
+    "search": ("likelihood", "model", "verifier"),
 }
 _FIELD = "test_time"
 # What scorers of a type must have, and no others.
@@ -61,6 +65,8 @@ def checked(request: GenerationRequest, ask: Deliberation) -> None:
     if ask.scorer is not None:
         _check_scorer(request, ask.strategy, ask.scorer)
     _check_model(request, ask)
+    if ask.delimiter:
+        _check_delimiter(request, ask)
     if ask.is_chain:
         _check_chain(request)
     _check_others(request, may_be_greedy=ask.is_chain)
@@ -80,6 +86,14 @@ def _check_model(request: GenerationRequest, ask: Deliberation) -> None:
         raise refuse(request, f"{_FIELD}.samples", "escalate has one answer of each model; leave it out")
 
 
+def _check_delimiter(request: GenerationRequest, ask: Deliberation) -> None:
+    field = f"{_FIELD}.delimiter"
+    if ask.strategy != "search":
+        raise refuse(request, field, f"it ends steps of search, and {ask.strategy} has none; leave it out")
+    if len(ask.delimiter) > MAX_DELIMITER:
+        raise refuse(request, field, f"{len(ask.delimiter)} characters; the limit is {MAX_DELIMITER}")
+
+
 def _check_chain(request: GenerationRequest) -> None:
     """Raises for what an answer cannot be asked again with."""
     prompt = request.prompt
@@ -94,7 +108,7 @@ def _check_chain(request: GenerationRequest) -> None:
 
 def _check_confidence(request: GenerationRequest, strategy: str, confidence: float) -> None:
     field = f"{_FIELD}.confidence"
-    if strategy in ("best_of", "critique_revise"):
+    if strategy in ("best_of", "critique_revise", "search"):
         raise refuse(request, field, f"it is for votes and doubts, and {strategy} has none; leave it out")
     least = LEAST_BELIEF if strategy == "escalate" else _LEAST_CONFIDENCE
     if not least <= confidence <= _MOST_CONFIDENCE:
@@ -114,7 +128,7 @@ def _check_scorer(request: GenerationRequest, strategy: str, scorer: ScorerSpec)
             raise refuse(request, f"{field}.{told}", f"it is required with type {scorer.type!r}")
         if scorer.type not in with_it and part:
             raise refuse(request, f"{field}.{told}", f"type {scorer.type!r} has none; leave it out")
-    _check_bounds(request, scorer, has_bounds=types is RANKINGS and scorer.type in ("number", "verifier"))
+    _check_bounds(request, scorer, has_bounds=types is not BALLOTS and scorer.type in ("number", "verifier"))
     if len(scorer.pattern) > MAX_PATTERN:
         problem = f"{len(scorer.pattern)} characters; the limit is {MAX_PATTERN}"
         raise refuse(request, f"{field}.pattern", problem)
@@ -187,6 +201,7 @@ def _completed(ask: Deliberation, config: DeliberationConfig) -> Deliberation:
         budget_tokens=config.max_budget_tokens if ask.budget_tokens is None else ask.budget_tokens,
         confidence=confidence,
         scorer=scorer,
+        delimiter=ask.delimiter or (DEFAULT_DELIMITER if strategy == "search" else ""),
     )
 
 

@@ -38,10 +38,11 @@ class AnswerPart:
         self.vote: str | None = None
         self.score: float | None = None
         self.has_failed = False
+        # A step of an answer that goes on has ended.
+        self.is_step = False
         self.started_s = time.monotonic()
         self.first_output_s = self.ended_s = 0.0
         self.task: asyncio.Task[None] | None = None
-        self._logprob_sum = 0.0
         self._said = ChoiceDelta()
 
     def close(self, finish: FinishReason | None, reason: CancelReason = CancelReason.STOP_STRING) -> None:
@@ -79,8 +80,8 @@ class AnswerPart:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens; 0 without any."""
-        return self._logprob_sum / self.num_tokens if self.num_tokens else 0.0
+        """Of its tokens; 0 where they are not known."""
+        return 0.0
 
     def told(self, *, is_chosen: bool, score: float | None) -> TokensOfSample:
         """As usage tells it."""
@@ -88,10 +89,10 @@ class AnswerPart:
             outcome = "chosen"
         elif self.has_failed:
             outcome = "failed"
-        elif self.finish is None:
+        elif self.finish is None and not self.is_step:
             outcome = "stopped"
         else:
-            outcome = "complete" if self.is_complete else "cut"
+            outcome = "complete" if self.is_complete or self.is_step else "cut"
         return TokensOfSample(
             completion_tokens=self.num_tokens,
             outcome=outcome,  # type: ignore[arg-type]
@@ -106,15 +107,54 @@ class RunningSample(AnswerPart):
     """A sample of the request's own prompt, by its own model."""
 
     def __init__(
-        self, index: int, stream: ContinuousStream, choice: ChoiceStream, logprobs: int | None
+        self,
+        index: int,
+        stream: ContinuousStream,
+        choice: ChoiceStream,
+        logprobs: int | None,
+        *,
+        parent: RunningSample | None = None,
+        delimiter: str = "",
     ) -> None:
-        """`logprobs` is what the client asked for: alternatives that it is not shown are not kept."""
+        """`logprobs` is what the client asked for: alternatives that it is not shown are not kept. It goes on
+        from `parent`, and ends with `delimiter`, where there is one, behind a text of its own.
+        """
         super().__init__(index)
         self.stream = stream
         self.first_token: FirstToken | None = None
         self._choice = choice
         self._logprobs = logprobs
+        self._logprob_sum = 0.0
         self._outputs: list[EngineOutput] = []
+        self._delimiter = delimiter
+        # Of the steps before it.
+        self._num_before = 0
+        if parent is not None:
+            self._go_on(parent)
+        self._start = len(self.text)
+
+    def _go_on(self, parent: RunningSample) -> None:
+        self._logprob_sum, self._num_before = parent._logprob_sum, parent.num_path_tokens
+        for output in parent._outputs:
+            self._outputs.append(output)
+            again = EngineOutput(0, list(output.token_ids), logprobs=output.logprobs)
+            if (delta := self._choice.feed(again)) is not None:
+                self._said.absorb_text(delta)
+
+    @property
+    def num_path_tokens(self) -> int:
+        """Its tokens and those of the steps before it."""
+        return self._num_before + self.num_tokens
+
+    @property
+    def path_ids(self) -> tuple[int, ...]:
+        """These tokens."""
+        return tuple(each for output in self._outputs for each in output.token_ids)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of all of them; 0 without any."""
+        return self._logprob_sum / self.num_path_tokens if self.num_path_tokens else 0.0
 
     @property
     def engine(self) -> str:
@@ -145,7 +185,14 @@ class RunningSample(AnswerPart):
                 kept.finish_reason = output.finish_reason or FinishReason.STOP
                 self.close(delta.finish_reason)
         self._outputs.append(kept)
+        if self.is_open and self._delimiter and self._is_over():
+            self.is_step = True
+            self.close(None)
         return logprobs
+
+    def _is_over(self) -> bool:
+        step = self.text[self._start :].lstrip()
+        return self._delimiter in step
 
     def pieces(self) -> list[EngineOutput]:
         """See AnswerPart: as an engine would give it, in pieces of some tokens."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -26,6 +27,7 @@ from gateway.test_time.asked import Begin, within
 from gateway.test_time.branch import AnswerPart
 from gateway.test_time.chains import CritiqueRevise, Escalate, questions_of
 from gateway.test_time.scorers import AnswerScorer, CheckScorer, ModelScorer, SchemaScorer, question_of
+from gateway.test_time.search import BeamSearch
 from gateway.test_time.strategies import BestSample, DeepConf, SelfConsistency, Strategy
 from gateway.test_time.stream import DeliberateStream, Plan
 from gateway.test_time.verifier import VerifierScorer
@@ -36,24 +38,23 @@ from observability.emit import names
 from observability.emit.tracing import Telemetry
 
 _SCORER = "test_time.scorer"
-_VOTES, _RATES = ("self_consistency", "deepconf"), ("best_of", "escalate")
+_VOTES, _RATES = ("self_consistency", "deepconf"), ("best_of", "escalate", "search")
 
 
 def strategy_of(ask: Deliberation, scorer: AnswerScorer | None) -> Strategy:
     """A strategy that nothing has happened to."""
-    match ask.strategy:
-        case "self_consistency":
-            return SelfConsistency(ask.num_samples, ask.confidence or admission.DEFAULT_CONFIDENCE)
-        case "deepconf":
-            return DeepConf(ask.num_samples, ask.confidence or admission.DEFAULT_CONFIDENCE)
-        case "escalate":
-            return Escalate(ask.confidence or admission.DEFAULT_BELIEF, rates=scorer is not None)
-        case "critique_revise":
-            return CritiqueRevise(ask.samples or 1)
-        case _ if scorer is not None and scorer.enough is not None:
-            return BestSample(ask.num_samples, rates=True, enough=scorer.enough)
-        case _:
-            return BestSample(ask.num_samples, rates=scorer is not None)
+    number, rates = ask.num_samples, scorer is not None
+    confidence = ask.confidence or admission.DEFAULT_CONFIDENCE
+    enough = None if scorer is None else scorer.enough
+    make: Mapping[str, Callable[[], Strategy]] = {
+        "best_of": lambda: BestSample(number, rates=rates, enough=math.inf if enough is None else enough),
+        "self_consistency": lambda: SelfConsistency(number, confidence),
+        "deepconf": lambda: DeepConf(number, confidence),
+        "escalate": lambda: Escalate(ask.confidence or admission.DEFAULT_BELIEF, rates=rates),
+        "critique_revise": lambda: CritiqueRevise(ask.samples or 1),
+        "search": lambda: BeamSearch(number, rates=rates),
+    }
+    return make[ask.strategy]()
 
 
 def _plainly(ask: Deliberation) -> Deliberated:

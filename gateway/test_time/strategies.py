@@ -21,6 +21,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     # Further samples that begin.
     start: int = 0
+    # Steps that these go on from, one for each; empty where they begin with the prompt.
+    parents: tuple[int, ...] = ()
     # Samples that end at once.
     end: tuple[int, ...] = ()
     # Samples whose scores are asked for.
@@ -38,6 +40,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     is_complete: bool
     # It has some answer, be it cut by a limit.
     is_answer: bool = True
+    # It is a step of an answer that goes on.
+    is_step: bool = False
     # It says something, and calls no tools.
     has_text: bool = True
     num_tokens: int = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -84,6 +85,8 @@ class DeliberateStream(ContinuousStream):
         self._branches: list[AnswerPart] = []
         # Samples that are to begin, and wait for the first one's prompt or for room in the budget.
         self._num_waiting = 0
+        # The steps that these go on from, where they do.
+        self._parents: deque[int] = deque()
         self._failure: MillraceError | None = None
         self._note_failure = ""
         # Why nothing begins any more.
@@ -199,16 +202,34 @@ class DeliberateStream(ContinuousStream):
         if index:
             # They are told with the first.
             sampling = replace(sampling, prompt_logprobs=None)
-        stream = ContinuousStream(
-            self._fleet, replace(self._submission, choice_index=index, sampling=sampling), **self._options
+        plan, parent = self._plan, self._next_parent
+        submission = replace(
+            self._submission,
+            choice_index=index,
+            sampling=sampling,
+            output_token_ids=() if parent is None else parent.path_ids,
         )
+        stream = ContinuousStream(self._fleet, submission, **self._options)
         stream.start()
         self._num_waiting -= 1
-        branch = RunningSample(index, stream, self._plan.choice(), self._plan.logprobs)
-        branch.part = "draft" if self._plan.ask.is_chain else None
+        if self._parents:
+            self._parents.popleft()
+        branch = RunningSample(
+            index, stream, plan.choice(), plan.logprobs, parent=parent, delimiter=plan.ask.delimiter
+        )
+        branch.part = "draft" if plan.ask.is_chain else "step" if plan.ask.delimiter else None
         self._branches.append(branch)
         branch.task = asyncio.create_task(self._read(branch), name=f"sample {index}")
         return branch
+
+    @property
+    def _next_parent(self) -> RunningSample | None:
+        """The step that the next sample goes on from."""
+        if not self._parents:
+            return None
+        parent = self._branches[self._parents[0]]
+        assert isinstance(parent, RunningSample), "a strategy whose samples go on asks nobody else"
+        return parent
 
     def _open_more(self) -> None:
         """Begins what waits: not before the first one's prompt is computed, and while the budget has room for
@@ -217,8 +238,9 @@ class DeliberateStream(ContinuousStream):
         is_prompt_cached = bool(self._branches[0].first_output_s) or not self._branches[0].is_open
         each = self._submission.sampling.max_tokens
         while self._num_waiting and is_prompt_cached and self._pieces is None:
-            promised = sum(each if one.is_open else one.num_tokens for one in self._branches)
-            if promised + each > self._plan.budget_tokens:
+            promised = sum(self._most(one) if one.is_open else one.num_tokens for one in self._branches)
+            before = 0 if self._next_parent is None else self._next_parent.num_path_tokens
+            if promised + each - before > self._plan.budget_tokens:
                 break
             try:
                 self._open()
@@ -226,6 +248,11 @@ class DeliberateStream(ContinuousStream):
                 self._failure, self._num_waiting = error, 0
         if self._pieces is None and not any(one.is_open for one in self._branches) and not self._rating:
             self.conclude("budget" if self._num_waiting else "failure")
+
+    def _most(self, branch: AnswerPart) -> int:
+        """Tokens that an open part may take."""
+        before = branch.num_path_tokens - branch.num_tokens if isinstance(branch, RunningSample) else 0
+        return self._submission.sampling.max_tokens - before
 
     async def _read(self, branch: RunningSample) -> None:
         with self._failing(branch):
@@ -261,7 +288,8 @@ class DeliberateStream(ContinuousStream):
             confidences = tuple(map(self._plan.measure, logprobs))
             self._feed(Grown(index=branch.index, confidences=confidences))
         # One that was ended meanwhile has no reason of its own.
-        if not branch.is_open and self._pieces is None and branch.finish is not None:
+        is_over = branch.finish is not None or branch.is_step
+        if not branch.is_open and self._pieces is None and is_over:
             self._ended(branch)
         if self._num_waiting:
             self._open_more()
@@ -309,6 +337,7 @@ class DeliberateStream(ContinuousStream):
             index=branch.index,
             is_complete=branch.is_complete,
             is_answer=branch.num_tokens > 0 and not branch.has_failed,
+            is_step=branch.is_step,
             has_text=bool(branch.text.strip()) and not branch.calls,
             num_tokens=branch.num_tokens,
             mean_logprob=branch.mean_logprob,
@@ -334,6 +363,7 @@ class DeliberateStream(ContinuousStream):
         if step.rate:
             self._rate(step.rate)
         self._num_waiting += step.start
+        self._parents.extend(step.parents)
         if step.start or step.end:
             self._open_more()
 
@@ -383,8 +413,8 @@ class DeliberateStream(ContinuousStream):
         first = self._pieces[0]
         first.first_token = first_token_of(self._own[0], time.monotonic())
         # With the first piece: the text may end before the last one.
-        is_own = isinstance(winner, RunningSample)
-        self._statistics.candidate_tokens += self._num_own_tokens - (winner.num_tokens if is_own else 0)
+        given = winner.num_path_tokens if isinstance(winner, RunningSample) else 0
+        self._statistics.candidate_tokens += self._num_own_tokens - given
         if self._num_own_tokens:
             # Of a sample that was ended an engine's last word may be on its way.
             self._statistics.num_steps = max(1, self._statistics.num_steps)
@@ -447,7 +477,7 @@ class DeliberateStream(ContinuousStream):
             ],
             completion_tokens=sum(each.num_tokens for each in self._branches),
             stopped_early=sum(each.finish is None and each is not winner for each in self._branches),
-            not_begun=asked - len(self._branches),
+            not_begun=max(0, asked - len(self._branches)),
             votes=strategy.votes(),
             scorer_tokens=plan.scorer.num_tokens if plan.scorer is not None else 0,
             failure=self._note_failure,

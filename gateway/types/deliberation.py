@@ -15,6 +15,7 @@ SCORERS = tuple(dict.fromkeys((*RANKINGS, *BALLOTS)))
 CHAINS = ("escalate", "critique_revise")
 ON_FAILURE = ("refuse", "answer")
 MAX_PATTERN = 256
+MAX_DELIMITER = 16
 
 
 class ScorerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,8 @@ class Deliberation(msgspec.Struct, frozen=True, kw_only=True):
     scorer: ScorerSpec | None = None
     # Of `escalate`: who answers where the first model is doubted.
     model: str = ""
+    # Of `search`: what a step ends with.
+    delimiter: str = ""
     # Where it cannot be done: "refuse", or the plain "answer" with the reason in usage.
     on_failure: str = "refuse"
     # Why the plain answer is given instead; "" while it is not.
@@ -78,7 +81,7 @@ class TokensOfSample(msgspec.Struct, frozen=True, kw_only=True):
     vote: str | None = None
     score: float | None = None
     # What it was to the answer, where they differ; and who wrote it, where that was another model.
-    part: Literal["draft", "critique", "revision", "answer"] | None = None
+    part: Literal["draft", "critique", "revision", "answer", "step"] | None = None
     model: str | None = None
 
 

@@ -146,6 +146,23 @@ def test_a_model_that_is_asked_judges_samples(thinking: Stack) -> None:
     assert spent == told["scorer_tokens"]
 
 
+def test_steps_are_searched_and_what_they_go_on_from_is_not_computed_again(thinking: Stack) -> None:
+    asked = {"strategy": "search", "samples": SAMPLES, "delimiter": " "}
+    before = computed(thinking)
+    answer = ask(thinking, "What is 47 + 85?", test_time=asked, cache_salt="search")
+    usage, request_id = answer.json()["usage"], answer.headers["x-request-id"]
+    told = usage["test_time"]
+    assert len(told["samples"]) > SAMPLES
+    assert len(told["samples"]) % SAMPLES == 0 or told["ended_by"] != "decided"
+    lengths = [each["completion_tokens"] for each in told["samples"]]
+    assert sum(lengths) == told["completion_tokens"] == usage["completion_tokens"]
+    # Of a prompt and a path each step computes what a cache keeps no block of.
+    assert computed(thinking) - before <= usage["prompt_tokens"] + len(lengths) * 2 * BLOCK_TOKENS
+    assert eventually(lambda: bool(rows(thinking, request_id)))
+    (row,) = rows(thinking, request_id)
+    assert row["completion_tokens"] + row["candidate_tokens"] == usage["completion_tokens"]
+
+
 BUNDLED = ROOT / "models"
 TWO_MODELS = f"""
 {CONFIG}
