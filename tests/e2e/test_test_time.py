@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,6 +162,80 @@ def test_steps_are_searched_and_what_they_go_on_from_is_not_computed_again(think
     assert eventually(lambda: bool(rows(thinking, request_id)))
     (row,) = rows(thinking, request_id)
     assert row["completion_tokens"] + row["candidate_tokens"] == usage["completion_tokens"]
+
+
+async def most_blocks(stack: Stack, **fields: Any) -> int:
+    """Blocks that a request of a long prompt uses at most, where nothing else runs."""
+    body = {
+        "model": stack.model,
+        "messages": [{"role": "user", "content": "Bob keeps a list of names and numbers. " * 60}],
+        "max_tokens": MAX_TOKENS,
+        "min_tokens": MAX_TOKENS,
+        **fields,
+    }
+    headers = {"authorization": f"Bearer {stack.state.api_key}"}
+    async with httpx.AsyncClient(
+        base_url=stack.url, headers=headers, timeout=LIMIT_S, trust_env=False
+    ) as client:
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        most = 0.0
+        while not asking.done():
+            readings = await asyncio.to_thread(stack.metrics, "engine")
+            most = max(most, *(each.value(names.KV_BLOCKS, state="used") for each in readings))
+        assert (await asking).status_code == httpx.codes.OK
+    return round(most)
+
+
+async def test_eight_samples_of_a_long_prompt_use_little_more_than_one(thinking: Stack) -> None:
+    one = await most_blocks(thinking)
+    asked = {"strategy": "best_of", "samples": SAMPLES}
+    several = await most_blocks(thinking, test_time=asked)
+    assert one > 10
+    assert one < several <= 1.6 * one
+
+
+WAYS: list[dict[str, Any]] = [
+    {"strategy": "best_of", "samples": SAMPLES},
+    {"strategy": "best_of", "samples": 2, "scorer": {"type": "verifier", "model": ""}},
+    {"strategy": "self_consistency", "samples": SAMPLES},
+    {"strategy": "deepconf", "samples": SAMPLES},
+    {"strategy": "critique_revise", "samples": 2},
+    {"strategy": "search", "samples": SAMPLES, "delimiter": " "},
+]
+
+
+async def test_64_requests_beside_chats_change_none_and_leave_blocks_whole(thinking: Stack) -> None:
+    headers = {"authorization": f"Bearer {thinking.state.api_key}"}
+    WAYS[1]["scorer"]["model"] = thinking.model
+
+    async with httpx.AsyncClient(
+        base_url=thinking.url, headers=headers, timeout=4 * LIMIT_S, trust_env=False, limits=httpx.Limits()
+    ) as client:
+
+        async def asked(number: int, **fields: Any) -> httpx.Response:
+            content = f"What is {10 + number} + {7 * number % 90}?"
+            body = {"model": thinking.model, "messages": [{"role": "user", "content": content}], **fields}
+            return await client.post("/v1/chat/completions", json={"max_tokens": 48, "seed": number, **body})
+
+        def text(answer: httpx.Response) -> str:
+            assert answer.status_code == httpx.codes.OK, answer.text
+            return str(answer.json()["choices"][0]["message"]["content"])
+
+        alone = [text(await asked(number, temperature=0)) for number in range(8)]
+        thinks = [
+            asyncio.create_task(asked(number, test_time=WAYS[number % len(WAYS)])) for number in range(64)
+        ]
+        beside = [asyncio.create_task(asked(number, temperature=0)) for number in range(8)]
+        await asyncio.wait(thinks, return_when=asyncio.FIRST_COMPLETED)
+        gone = [task for task in thinks[::2] if not task.done()]
+        for task in gone:
+            task.cancel()
+        await asyncio.wait(thinks)
+        for task in thinks:
+            if task not in gone:
+                assert text(task.result())
+        assert [text(await each) for each in beside] == alone
+    thinking.assert_nothing_leaked()
 
 
 BUNDLED = ROOT / "models"
