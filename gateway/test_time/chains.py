@@ -65,13 +65,20 @@ class Escalate(Samples):
 
     def _after(self, sample: Sample) -> Decision:
         if sample.index:
-            return self._conclude("all_samples" if sample.is_answer else "failure")
+            return self._after_larger(sample)
         if self._rates and sample.is_complete:
             return Decision(rate=(0,))
         is_sure = not self._rates and len(self._groups) > 0 and self._weakest() >= self._least
         if sample.is_answer and is_sure:
             return Decision(winner=0, ended_by="decided")
         return self._begin(1)
+
+    def _after_larger(self, sample: Sample) -> Decision:
+        if sample.index == 1 and not sample.is_answer and not self._ended[0].is_complete:
+            # Nobody else answers: the draft goes on from where it was doubted.
+            self._num_begun += 1
+            return Decision(start=1, parents=(0,))
+        return self._conclude("all_samples" if sample.index == 1 and sample.is_answer else "failure")
 
     def _rated(self, scores: Mapping[int, float]) -> Decision:
         if scores[0] >= self._confidence:
@@ -146,7 +153,7 @@ def questions_of(
     vote = settled_by(pattern)
 
     def question(before: Sequence[AnswerPart]) -> Question | None:
-        if not before:
+        if not before or (ask.strategy == "escalate" and len(before) > 1):
             return None
         if ask.strategy == "escalate":
             names = {**request.field_names, "model": request.field("test_time.model")}

@@ -317,7 +317,11 @@ class DeliberateStream(ContinuousStream):
             branch.has_failed = True
             branch.close(None)
             self._record(branch)
-            self._unanswered(error)
+            if self._plan.ask.on_failure != "answer":
+                self._unanswered(error)
+                return
+            self._note_failure = error.message
+            self._feed(self._sample(branch))
             return
         branch.has_failed = True
         branch.close(None)

@@ -179,6 +179,22 @@ async def test_a_budget_with_no_room_for_the_larger_model_gives_the_draft() -> N
     assert not larger.submissions
 
 
+async def test_a_doubted_draft_goes_on_where_the_larger_model_does_not_answer() -> None:
+    first, larger = pair(LONG, "it is 7", step_s=0.002)
+    larger.refusal = MillraceError(Reason.QUEUE_LIMIT_EXCEEDED, "too much waits", retry_after_s=7.0)
+    async with deployed(first, larger, tables=TWO) as stack:
+        text, usage = said(CHAT, await ask(stack, **UP, on_failure="answer"))
+        await settled(stack)
+    told = usage["test_time"]
+    assert (text, told["ended_by"]) == (LONG, "failure")
+    assert "too much waits" in told["failure"]
+    assert [each["outcome"] for each in told["samples"]] == ["stopped", "failed", "chosen"]
+    # What it had written is not written again.
+    again = first.submissions[1]
+    assert bytes(again.output_token_ids).decode() == LONG[: told["samples"][0]["completion_tokens"]]
+    assert usage["completion_tokens"] == len(LONG) + 1
+
+
 @pytest.mark.parametrize("on_failure", ["refuse", "answer"])
 async def test_a_larger_model_that_does_not_answer_is_told_as_the_request_says(on_failure: str) -> None:
     first, larger = pair("no idea", "it is 7")
@@ -380,9 +396,12 @@ def test_a_draft_is_better_than_half_an_answer() -> None:
 
 
 def test_a_critique_that_was_cut_ends_with_the_draft_before_it() -> None:
-    events = [ended(0), ended(1, is_complete=False)]
+    events: list[Event] = [ended(0), ended(1, is_complete=False)]
     step = replay(CritiqueRevise(3), events)[-1]
     assert (step.winner, step.ended_by) == (0, "all_samples")
+    events[1] = ended(1, is_complete=False, is_answer=False)
+    step = replay(CritiqueRevise(3), events)[-1]
+    assert (step.winner, step.ended_by) == (0, "failure")
 
 
 @pytest.mark.parametrize(
