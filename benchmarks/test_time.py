@@ -1,11 +1,13 @@
-"""Accuracy against tokens on arithmetic of the bundled model: greedy, best of eight, votes, deepconf.
+"""Accuracy against tokens on arithmetic of the bundled model: greedy, best of eight, votes, deepconf, a
+search over steps, critiques, and a draft model that escalates to it.
 
-`python -m benchmarks.test_time [--questions 1000] [--temperature 1.0] [--json OUT]`
+`python -m benchmarks.test_time [--questions 1000] [--temperature 1.0] [--ways WORD ...] [--json OUT]`
 
-Starts the whole stack with the bundled model, and asks additions of pairs that it was not trained on, and
-other sums, in turn. The same seed makes the same samples, so that all ways are paired: eight full votes are
-the eight choices of `n`, the best of eight the likeliest of these; votes that stop and deepconf are asked for
-by `test_time`. An answer is right where its last number is.
+Starts the whole stack with the bundled model and its draft model, and asks additions of pairs that neither
+was trained on, and other sums, in turn. The same seed makes the same samples, so that all ways are paired:
+eight full votes are the eight choices of `n`, the best of eight the likeliest of these; the other ways are
+asked for by `test_time`, and `--ways` leaves out those whose names have none of its words. An answer is right
+where its last number is.
 
 Prints per way how many answers were right, tokens per question, tokens in parts of those of eight full votes,
 and where a way differs from these, who was right (with the exact sign test's p). Then the blocks of KV that
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -27,6 +29,7 @@ from benchmarks.stack import RunningStack, running_stack
 from gateway.test_time.ballots import last_number
 from gateway.test_time.votes import leader
 from models.corpus import CorpusDocument, Draw, arithmetic, recall
+from services.supervisor.config import ROOT
 
 SAMPLES = 8
 MAX_TOKENS = 64
@@ -42,14 +45,26 @@ sample_ratio = 0.0
 [tiers.standard.test_time]
 [tenants.development]
 tokens_per_minute = 1000000000
-"""
+""" + "".join(
+    f'[models.{name}]\npath = "{ROOT}/models/millrace-{folder}"\n'
+    for name, folder in (("nano", "nano"), ("draft", "nano-draft"))
+)
 FULL = "eight full votes"
+_VOTES: Mapping[str, Any] = {"samples": SAMPLES, "scorer": {"type": "number"}}
+_ASKED: Mapping[str, Any] = {"type": "verifier", "model": "nano"}
 # What is asked for by test_time.
 ASKED: Mapping[str, Mapping[str, Any]] = {
-    "votes that stop (0.95)": {"strategy": "self_consistency", "confidence": 0.95},
-    "votes that stop (0.9)": {"strategy": "self_consistency", "confidence": 0.9},
-    "deepconf": {"strategy": "deepconf", "confidence": 0.95},
+    "votes that stop (0.95)": {**_VOTES, "strategy": "self_consistency", "confidence": 0.95},
+    "votes that stop (0.9)": {**_VOTES, "strategy": "self_consistency", "confidence": 0.9},
+    "deepconf": {**_VOTES, "strategy": "deepconf", "confidence": 0.95},
+    "best of eight (verifier)": {"strategy": "best_of", "samples": SAMPLES, "scorer": _ASKED},
+    "search (likelihood)": {"strategy": "search", "samples": SAMPLES},
+    "critiques": {"strategy": "critique_revise", "samples": 2},
+    "draft, escalates (0.9)": {"strategy": "escalate", "model": "nano", "confidence": 0.9},
+    "draft, escalates (verifier)": {"strategy": "escalate", "model": "nano", "scorer": _ASKED},
 }
+# Whose first model is another one.
+_OF_DRAFT = "draft, "
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -68,9 +83,12 @@ def question(number: int) -> CorpusDocument:
 class Asker:
     """Sends questions to a stack."""
 
-    def __init__(self, stack: RunningStack, client: httpx.AsyncClient, temperature: float) -> None:
+    def __init__(self, client: httpx.AsyncClient, temperature: float, words: Sequence[str]) -> None:
         self._client = client
-        self._fixed = {"model": stack.state.model, "max_tokens": MAX_TOKENS, "temperature": temperature}
+        self._fixed = {"model": "nano", "max_tokens": MAX_TOKENS, "temperature": temperature}
+        self._ways = {
+            way: each for way, each in ASKED.items() if not words or any(one in way for one in words)
+        }
 
     async def ask(self, messages: Any, **fields: Any) -> dict[str, Any]:
         """The answer's body."""
@@ -97,10 +115,9 @@ class Asker:
         note("one sample", _text(full["choices"][0]), lengths[0])
         note("best of eight (likelihood)", _text(max(full["choices"], key=_likelihood)), _tokens(full))
         note(FULL, _voted(full["choices"]), _tokens(full))
-        for way, test_time in ASKED.items():
-            scorer = {"type": "number"}
-            asked_for = {"samples": SAMPLES, "scorer": scorer, **test_time}
-            told = await self.ask(messages, seed=number, test_time=asked_for)
+        for way, test_time in self._ways.items():
+            first = {"model": "draft"} if way.startswith(_OF_DRAFT) else {}
+            told = await self.ask(messages, seed=number, test_time=test_time, **first)
             note(way, _text(told["choices"][0]), _tokens(told))
         return found
 
@@ -182,12 +199,14 @@ async def _most_blocks(stack: RunningStack, asker: Asker, **fields: Any) -> int:
     return most
 
 
-async def _measure(stack: RunningStack, num_questions: int, temperature: float) -> tuple[list[Row], str]:
+async def _measure(
+    stack: RunningStack, num_questions: int, temperature: float, words: Sequence[str]
+) -> tuple[list[Row], str]:
     headers = {"authorization": f"Bearer {stack.state.api_key}"}
     async with httpx.AsyncClient(
         base_url=stack.url, headers=headers, timeout=_LIMIT_S, trust_env=False
     ) as client:
-        asker = Asker(stack, client, temperature)
+        asker = Asker(client, temperature, words)
         rows = rows_of(await _all_ways(asker, num_questions))
         one = await _most_blocks(stack, asker)
         several = await _most_blocks(stack, asker, test_time={"strategy": "best_of", "samples": SAMPLES})
@@ -202,9 +221,11 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--ways", nargs="*", default=[])
     arguments = parser.parse_args()
-    with running_stack(_CONFIG) as stack:
-        rows, notes = asyncio.run(_measure(stack, arguments.questions, arguments.temperature))
+    with running_stack(_CONFIG, "--engines", "2") as stack:
+        measuring = _measure(stack, arguments.questions, arguments.temperature, arguments.ways)
+        rows, notes = asyncio.run(measuring)
     title = f"Arithmetic of the bundled model, temperature {arguments.temperature:g}, {SAMPLES} samples"
     publish(title, rows, arguments.json, notes)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -17,9 +17,11 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
-# Ways to choose one answer among several samples (`test_time` of a request).
-StrategyName: TypeAlias = Literal["best_of", "self_consistency", "deepconf"]
-STRATEGIES: tuple[StrategyName, ...] = ("best_of", "self_consistency", "deepconf")
+# Ways to think longer about one answer (`test_time` of a request).
+StrategyName: TypeAlias = Literal[
+    "best_of", "self_consistency", "deepconf", "escalate", "critique_revise", "search"
+]
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 # Tier and tenant of an installation that configures none.
 DEFAULT_TIER = "standard"
 DEVELOPMENT_TENANT = "development"
@@ -338,7 +340,7 @@ class DeliberationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     `test_time` is refused.
     """
 
-    # Of best_of, self_consistency and deepconf those that requests may name.
+    # Those that requests may name.
     strategies: tuple[StrategyName, ...] = STRATEGIES
     # Samples of one request at most.
     max_samples: Annotated[int, msgspec.Meta(ge=2, le=128)] = 8

@@ -23,7 +23,7 @@ from gateway.engines.attachment import Computed, EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Backlog, Mailbox
 from gateway.engines.types import EngineOutput, Submission
-from gateway.types.deliberation import Deliberated
+from gateway.types.deliberation import Deliberated, TokensOfModel
 
 # How long an engine may take to say what it has done for a request that was taken back: it does so after the
 # step that runs, which takes seconds where long prompts meet a slow processor. Nobody waits for this.
@@ -53,6 +53,8 @@ class ContinuousStream:
 
     # What became of samples, where one was chosen among several.
     deliberated: Deliberated | None = None
+    # What requests that were made for its answer have taken, all together.
+    elsewhere: TokensOfModel | None = None
 
     def __init__(
         self,
@@ -73,7 +75,9 @@ class ContinuousStream:
         # Open legs, with the number of engines that were lost before each.
         self._legs: dict[Leg, int] = {}
         # Choices that have not ended, with their tokens so far.
-        self._tokens: dict[int, list[int]] = {index: [] for index in self._choices_of(submission)}
+        self._tokens: dict[int, list[int]] = {
+            index: list(submission.output_token_ids) for index in self._choices_of(submission)
+        }
         # Something was told already, so that choices must be continued one by one.
         self._has_output = False
         self._stranded: list[_Stranded] = []

@@ -9,7 +9,14 @@ import msgspec
 
 from gateway.config import STRATEGIES
 from gateway.faces.schemas import or_null, text
-from gateway.types.deliberation import MAX_PATTERN, ON_FAILURE, SCORERS, Deliberation, ScorerSpec
+from gateway.types.deliberation import (
+    MAX_DELIMITER,
+    MAX_PATTERN,
+    ON_FAILURE,
+    SCORERS,
+    Deliberation,
+    ScorerSpec,
+)
 
 
 class ScorerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +39,8 @@ class DeliberationBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     confidence: float | None = None
     scorer: ScorerBody | None = None
     on_failure: str | None = None
+    model: str | None = None
+    delimiter: str | None = None
 
 
 def deliberation(body: DeliberationBody | None) -> Deliberation | None:
@@ -45,6 +54,8 @@ def deliberation(body: DeliberationBody | None) -> Deliberation | None:
         confidence=body.confidence,
         scorer=None if body.scorer is None else _scorer(body.scorer),
         on_failure=body.on_failure or "refuse",
+        model=body.model or "",
+        delimiter=body.delimiter or "",
     )
 
 
@@ -63,16 +74,20 @@ def _scorer(body: ScorerBody) -> ScorerSpec:
 # What is to be known of fields that are served.
 ACCEPTED: Mapping[str, str] = {
     "test_time": "where the tier has it (`[tiers.<name>.test_time]`); usage.test_time tells what was spent",
-    "test_time.strategy": "`best_of` by `scorer` (likelihood, number, regex, schema, model); "
+    "test_time.strategy": "`best_of` by `scorer` (likelihood, number, regex, schema, model, "
+    "verifier); "
     "`self_consistency` and `deepconf` vote on what `scorer` finds in answers (auto, boxed, number, json, "
-    "regex)",
+    "regex); `escalate` asks `model` where the first model, or `scorer`, gives less than `confidence`; "
+    "`critique_revise` has up to `samples` drafts, until a critique says that nothing is wrong, or has what "
+    "`scorer` (regex) names; `search` keeps a quarter of `samples` steps, each up to `delimiter` (a line), "
+    "by `scorer` (likelihood, model, verifier)",
     "test_time.on_failure": "`refuse`, or `answer`: the plain answer, with the reason in usage",
 }
 # Rules that no schema can state, by the field of the error.
 BEYOND: Mapping[str, str] = {
     r"test_time(\..*)?": "the tier has the strategy and so much of it, a scorer has the parts of its type "
     "and belongs to the strategy, and nothing else says how many answers are computed",
-    r"temperature": "samples are drawn, so that beside test_time it is above 0",
+    r"temperature": "samples are drawn, so that beside votes and best_of of test_time it is above 0",
 }
 _COUNT = {"type": "integer", "minimum": 1}
 # Fields that say less by their type than is demanded of them.
@@ -86,7 +101,8 @@ SCHEMAS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "strategy": {"enum": list(STRATEGIES)},
         "samples": or_null({"type": "integer", "minimum": 2, "maximum": 128}),
         "budget_tokens": or_null(_COUNT),
-        "confidence": or_null({"type": "number", "minimum": 0.5, "maximum": 0.999}),
+        "confidence": or_null({"type": "number", "minimum": 0.01, "maximum": 0.999}),
         "on_failure": {"enum": [*ON_FAILURE, None]},
+        "delimiter": or_null(text(MAX_DELIMITER)),
     },
 }

@@ -30,6 +30,7 @@ from gateway.pipeline.delta import (
     ChoiceDelta,
     ChoiceStream,
     Meter,
+    ReadOutput,
     SharedTime,
     Usage,
 )
@@ -210,7 +211,21 @@ class Attempt:
         return self.meter.first_token.cached_prompt_tokens
 
     def usage(self) -> Usage:
-        """Tokens so far; final once `drain` has returned nothing."""
+        """Tokens so far; final once `drain` has returned nothing. Those of requests that were made for its
+        answer are among them; each of these has a row of its own.
+        """
+        usage, others = self._own_usage(), self.stream.elsewhere
+        if others is None:
+            return usage
+        return msgspec.structs.replace(
+            usage,
+            prompt_tokens=usage.prompt_tokens + others.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens + others.cached_prompt_tokens,
+            completion_tokens=usage.completion_tokens + others.completion_tokens,
+            reasoning_tokens=usage.reasoning_tokens + others.reasoning_tokens,
+        )
+
+    def _own_usage(self) -> Usage:
         meter = self.meter
         candidate_tokens = meter.statistics.candidate_tokens
         return Usage(
@@ -324,7 +339,7 @@ class Attempt:
         if self._discard_tokens:
             output.token_ids, output.logprobs = [], ()
         num_tokens = len(output.token_ids)
-        delta = choice.feed(output)
+        delta = output.delta if isinstance(output, ReadOutput) else choice.feed(output)
         self.meter.completion_tokens -= num_tokens - len(output.token_ids)
         if output.prompt_logprobs:
             delta = delta or ChoiceDelta(index=choice.index)
@@ -403,7 +418,7 @@ class Attempt:
         self.meter.statistics.candidate_tokens += computed.num_tokens
 
     async def _settle_now(self, outcome: Outcome) -> None:
-        usage = self.usage()
+        usage = self._own_usage()
         self._note_progress(outcome.name)
         self._books.close(self, outcome, usage)
         try:

@@ -239,6 +239,12 @@ class Meter:
 _CUT = (FinishReason.LENGTH, FinishReason.BUDGET)
 
 
+class ReadOutput(EngineOutput, kw_only=True):
+    """A piece of an answer that another attempt has read, counted and paid for; it has no tokens."""
+
+    delta: ChoiceDelta
+
+
 class ChoiceStream:
     """Feeds outputs through the text stages and keeps log-probabilities beside their text."""
 

@@ -126,10 +126,11 @@ def cheaper(catalog: Catalog, call: Call, target: Target) -> Target | None:
     except MillraceError:
         return None
     is_alike = found.served.vocabulary.fingerprint == target.served.vocabulary.fingerprint
-    return found if is_alike or not _has_ids(request) else None
+    return found if is_alike or not has_ids(request) else None
 
 
-def _has_ids(request: GenerationRequest) -> bool:
+def has_ids(request: GenerationRequest) -> bool:
+    """Whether it says ids of tokens, which mean others in another vocabulary."""
     sampling = request.sampling
     given = (sampling.logit_bias, sampling.allowed_token_ids, sampling.stop_token_ids)
     return isinstance(request.prompt, TokenPrompt) or any(given)

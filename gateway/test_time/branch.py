@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -22,15 +21,16 @@ _TOGETHER = 16
 _COMPLETE = frozenset({FinishReason.STOP, FinishReason.TOOL_CALLS})
 
 
-class RunningSample:
-    """A sample. What it gives is kept until one is chosen."""
+class AnswerPart:
+    """A part of the work under way. What it gives is kept until one of them is the answer."""
 
-    def __init__(
-        self, index: int, stream: ContinuousStream, choice: ChoiceStream, logprobs: int | None
-    ) -> None:
-        """`logprobs` is what the client asked for: alternatives that it is not shown are not kept."""
+    # Who writes it, where another model than the request's does.
+    model: str | None = None
+    # What it is to the answer, where parts differ: see `TokensOfSample`.
+    part: str | None = None
+
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.stream = stream
         self.is_open = True
         # Why it ended; None for one that was ended, or failed.
         self.finish: FinishReason | None = None
@@ -38,15 +38,131 @@ class RunningSample:
         self.vote: str | None = None
         self.score: float | None = None
         self.has_failed = False
-        self.first_token: FirstToken | None = None
+        # A step of an answer that goes on has ended.
+        self.is_step = False
         self.started_s = time.monotonic()
         self.first_output_s = self.ended_s = 0.0
         self.task: asyncio.Task[None] | None = None
+        self._said = ChoiceDelta()
+
+    def close(self, finish: FinishReason | None, reason: CancelReason = CancelReason.STOP_STRING) -> None:
+        """Nothing more is taken of it; what its engine has not ended, ends there at once."""
+        if self.is_open:
+            self.is_open, self.finish, self.ended_s = False, finish, time.monotonic()
+            self._end(reason)
+
+    def _end(self, reason: CancelReason) -> None:
+        raise NotImplementedError
+
+    @property
+    def engine(self) -> str:
+        """Who computes it."""
+        raise NotImplementedError
+
+    def pieces(self) -> list[EngineOutput]:
+        """The answer as an attempt reads it, piece by piece. One that was ended is cut."""
+        raise NotImplementedError
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it ended by itself."""
+        return self.finish in _COMPLETE
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self._said.content
+
+    @property
+    def calls(self) -> list[ToolCallDelta]:
+        """Tools that it calls."""
+        return self._said.tool_calls
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; 0 where they are not known."""
+        return 0.0
+
+    def told(self, *, is_chosen: bool, score: float | None) -> TokensOfSample:
+        """As usage tells it."""
+        if is_chosen:
+            outcome = "chosen"
+        elif self.has_failed:
+            outcome = "failed"
+        elif self.finish is None and not self.is_step:
+            outcome = "stopped"
+        else:
+            outcome = "complete" if self.is_complete or self.is_step else "cut"
+        return TokensOfSample(
+            completion_tokens=self.num_tokens,
+            outcome=outcome,  # type: ignore[arg-type]
+            part=self.part,  # type: ignore[arg-type]
+            model=self.model,
+            vote=self.vote,
+            score=score if score is not None and math.isfinite(score) else None,
+        )
+
+
+class RunningSample(AnswerPart):
+    """A sample of the request's own prompt, by its own model."""
+
+    def __init__(
+        self,
+        index: int,
+        stream: ContinuousStream,
+        choice: ChoiceStream,
+        logprobs: int | None,
+        *,
+        parent: RunningSample | None = None,
+        delimiter: str = "",
+    ) -> None:
+        """`logprobs` is what the client asked for: alternatives that it is not shown are not kept. It goes on
+        from `parent`, and ends with `delimiter`, where there is one, behind a text of its own.
+        """
+        super().__init__(index)
+        self.stream = stream
+        self.first_token: FirstToken | None = None
         self._choice = choice
         self._logprobs = logprobs
         self._logprob_sum = 0.0
-        self._said = ChoiceDelta()
         self._outputs: list[EngineOutput] = []
+        self._delimiter = delimiter
+        # Of the steps before it.
+        self._num_before = 0
+        if parent is not None:
+            self._go_on(parent)
+        self._start = len(self.text)
+
+    def _go_on(self, parent: RunningSample) -> None:
+        self._logprob_sum, self._num_before = parent._logprob_sum, parent.num_path_tokens
+        for output in parent._outputs:
+            self._outputs.append(output)
+            again = EngineOutput(0, list(output.token_ids), logprobs=output.logprobs)
+            if (delta := self._choice.feed(again)) is not None:
+                self._said.absorb_text(delta)
+
+    @property
+    def num_path_tokens(self) -> int:
+        """Its tokens and those of the steps before it."""
+        return self._num_before + self.num_tokens
+
+    @property
+    def path_ids(self) -> tuple[int, ...]:
+        """These tokens."""
+        return tuple(each for output in self._outputs for each in output.token_ids)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of all of them; 0 without any."""
+        return self._logprob_sum / self.num_path_tokens if self.num_path_tokens else 0.0
+
+    @property
+    def engine(self) -> str:
+        """See AnswerPart."""
+        return self.stream.engine
+
+    def _end(self, reason: CancelReason) -> None:
+        self.stream.cancel(reason)
 
     def take(self, output: EngineOutput) -> tuple[TokenLogprobs, ...]:
         """Takes in an output; gives the log-probabilities of the tokens that belong to the answer."""
@@ -69,53 +185,17 @@ class RunningSample:
                 kept.finish_reason = output.finish_reason or FinishReason.STOP
                 self.close(delta.finish_reason)
         self._outputs.append(kept)
+        if self.is_open and self._delimiter and self._is_over():
+            self.is_step = True
+            self.close(None)
         return logprobs
 
-    def close(self, finish: FinishReason | None, reason: CancelReason = CancelReason.STOP_STRING) -> None:
-        """Nothing more is taken of it; what its engine has not ended, ends there at once."""
-        if self.is_open:
-            self.is_open, self.finish, self.ended_s = False, finish, time.monotonic()
-            self.stream.cancel(reason)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it ended by itself."""
-        return self.finish in _COMPLETE
-
-    @property
-    def text(self) -> str:
-        """What it says."""
-        return self._said.content
-
-    @property
-    def calls(self) -> list[ToolCallDelta]:
-        """Tools that it calls."""
-        return self._said.tool_calls
-
-    @property
-    def mean_logprob(self) -> float:
-        """Of its tokens; 0 without any."""
-        return self._logprob_sum / self.num_tokens if self.num_tokens else 0.0
-
-    def told(self, *, is_chosen: bool, score: float | None) -> TokensOfSample:
-        """As usage tells it."""
-        if is_chosen:
-            outcome = "chosen"
-        elif self.has_failed:
-            outcome = "failed"
-        elif self.finish is None:
-            outcome = "stopped"
-        else:
-            outcome = "complete" if self.is_complete else "cut"
-        return TokensOfSample(
-            completion_tokens=self.num_tokens,
-            outcome=outcome,  # type: ignore[arg-type]
-            vote=self.vote,
-            score=score if score is not None and math.isfinite(score) else None,
-        )
+    def _is_over(self) -> bool:
+        step = self.text[self._start :].lstrip()
+        return self._delimiter in step
 
     def pieces(self) -> list[EngineOutput]:
-        """The answer as an engine would give it, in pieces of some tokens. One that was ended is cut."""
+        """See AnswerPart: as an engine would give it, in pieces of some tokens."""
         pieces: list[EngineOutput] = []
         for output in self._outputs:
             if not pieces or len(pieces[-1].token_ids) >= _TOGETHER:
@@ -137,9 +217,8 @@ class RunningSample:
         return replace(token, top_ids=token.top_ids[:number], top_logprobs=token.top_logprobs[:number])
 
 
-def first_token_of(branches: Sequence[RunningSample], decided_s: float) -> FirstToken | None:
-    """Where the time to the answer went: from the first sample's first token on, it was decided."""
-    first = branches[0]
+def first_token_of(first: RunningSample, decided_s: float) -> FirstToken | None:
+    """Where the time to the answer went: from the first sample's first token on it was decided."""
     if first.first_token is None:
         return None
     deliberated_s = max(0.0, decided_s - first.first_output_s)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import replace
 
-from contract.errors import MillraceError
+from contract.errors import MillraceError, invalid
 from contract.grammar import Verdict
 from contract.sampling import SamplingParams
 from gateway.engines.continuation import ContinuousStream
@@ -17,14 +19,18 @@ from gateway.engines.types import Submission
 from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import AnswerReader
-from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.pipeline import Pipeline, has_ids
 from gateway.pipeline.pooled_answers import pooled_answer
 from gateway.pipeline.pooled_requests import PooledForm, scored_request, scores_of
 from gateway.test_time import admission, ballots
-from gateway.test_time.branch import RunningSample
+from gateway.test_time.asked import Begin, within
+from gateway.test_time.branch import AnswerPart
+from gateway.test_time.chains import CritiqueRevise, Escalate, questions_of
 from gateway.test_time.scorers import AnswerScorer, CheckScorer, ModelScorer, SchemaScorer, question_of
+from gateway.test_time.search import BeamSearch
 from gateway.test_time.strategies import BestSample, DeepConf, SelfConsistency, Strategy
 from gateway.test_time.stream import DeliberateStream, Plan
+from gateway.test_time.verifier import VerifierScorer
 from gateway.tiers import Tier
 from gateway.types.deliberation import Deliberated, Deliberation
 from gateway.types.request import GenerationRequest, Prepared
@@ -32,19 +38,23 @@ from observability.emit import names
 from observability.emit.tracing import Telemetry
 
 _SCORER = "test_time.scorer"
+_VOTES, _RATES = ("self_consistency", "deepconf"), ("best_of", "escalate", "search")
 
 
 def strategy_of(ask: Deliberation, scorer: AnswerScorer | None) -> Strategy:
     """A strategy that nothing has happened to."""
-    match ask.strategy:
-        case "self_consistency":
-            return SelfConsistency(ask.num_samples, ask.confidence or admission.DEFAULT_CONFIDENCE)
-        case "deepconf":
-            return DeepConf(ask.num_samples, ask.confidence or admission.DEFAULT_CONFIDENCE)
-        case _ if scorer is not None and scorer.enough is not None:
-            return BestSample(ask.num_samples, rates=True, enough=scorer.enough)
-        case _:
-            return BestSample(ask.num_samples, rates=scorer is not None)
+    number, rates = ask.num_samples, scorer is not None
+    confidence = ask.confidence or admission.DEFAULT_CONFIDENCE
+    enough = None if scorer is None else scorer.enough
+    make: Mapping[str, Callable[[], Strategy]] = {
+        "best_of": lambda: BestSample(number, rates=rates, enough=math.inf if enough is None else enough),
+        "self_consistency": lambda: SelfConsistency(number, confidence),
+        "deepconf": lambda: DeepConf(number, confidence),
+        "escalate": lambda: Escalate(ask.confidence or admission.DEFAULT_BELIEF, rates=rates),
+        "critique_revise": lambda: CritiqueRevise(ask.samples or 1),
+        "search": lambda: BeamSearch(number, rates=rates),
+    }
+    return make[ask.strategy]()
 
 
 def _plainly(ask: Deliberation) -> Deliberated:
@@ -84,17 +94,38 @@ class Deliberations:
         ask = call.request.test_time
         if ask is None or ask.failure:
             return sampling
+        may_fail = [call.request.field(f"test_time.{name}") for name in ("budget_tokens", "model")]
         try:
+            self._check_model(call, ask)
             return admission.of_a_sample(call.request, ask, sampling)
         except MillraceError as error:
-            if error.field != call.request.field("test_time.budget_tokens"):
+            if error.field not in may_fail:
                 raise
             call.request = replace(call.request, test_time=admission.failed(ask, error))
             return sampling
 
+    def _check_model(self, call: Call, ask: Deliberation) -> None:
+        """Raises for a larger model that the caller may not use, or that cannot take the request over."""
+        if ask.strategy != "escalate":
+            return
+        assert self.pipeline is not None, "as whoever builds it sets"
+        request, identity, catalog = call.request, call.caller.identity, self.pipeline.catalog
+        field = request.field("test_time.model")
+        try:
+            target = catalog.resolve(identity, ask.model, tier=call.tier.name)
+        except MillraceError as error:
+            raise MillraceError(error.reason, f"{field}: {error.message}", field=field) from error
+        vocabulary = target.served.vocabulary
+        first = catalog.any_of(request.model)
+        if vocabulary.pooled is not None:
+            raise invalid(field, f"{ask.model!r} generates nothing; name a model that does")
+        if first is not None and has_ids(request) and first.vocabulary.fingerprint != vocabulary.fingerprint:
+            problem = "it has another vocabulary, in which the request's token ids mean others"
+            raise invalid(field, f"{problem}; leave logit_bias and other options of ids out")
+
     def most_tokens(self, ask: Deliberation, sampling: SamplingParams) -> int:
-        """See `admission`."""
-        return admission.most_tokens(ask, sampling)
+        """See `admission.own_tokens`."""
+        return admission.own_tokens(ask, sampling)
 
     def stream(
         self,
@@ -114,26 +145,48 @@ class Deliberations:
             plain.deliberated = _plainly(ask)
             return plain
         scorer, request, spec = self._scorer(call, submission), call.request, ask.scorer
-        assert spec is not None, "as completed"
+        sampling = submission.sampling
+        pattern = None if spec is None else ballots.compiled(spec, request.field(_SCORER))
+        if ask.is_chain and budget_tokens == admission.own_tokens(ask, sampling):
+            # What is asked beside it reserves what it takes.
+            budget_tokens = admission.most_tokens(ask, sampling)
         plan = Plan(
             ask=ask,
             strategy=strategy_of(ask, scorer),
             scorer=scorer,
-            ballot=None if ask.strategy == "best_of" else spec,
-            pattern=ballots.compiled(spec, request.field(_SCORER)),
+            ballot=spec if ask.strategy in _VOTES else None,
+            pattern=pattern,
             budget_tokens=budget_tokens,
+            model=call.request.model,
             logprobs=request.sampling.logprobs,
             scorer_field=request.field(_SCORER),
             choice=lambda: reader.choices(request, prepared, call.caller.identity.request_id, 1)[0],
             note=partial(self._note, call),
             left_s=call.caller.remaining_s(),
+            **self._of_chain(call, ask, sampling.max_tokens, pattern),
         )
         return DeliberateStream(fleet, submission, plan=plan, **options)
+
+    def _of_chain(self, call: Call, ask: Deliberation, max_tokens: int, pattern: Any) -> dict[str, Any]:
+        """What a plan has more whose parts follow each other."""
+        if not ask.is_chain:
+            return {}
+        return {
+            "measure": attrgetter("logprob"),
+            "question": questions_of(call.request, ask, max_tokens, pattern),
+            "begin": self._begin(call),
+        }
+
+    def _begin(self, call: Call) -> Begin:
+        """Asks on behalf of a call."""
+        pipeline = self.pipeline
+        assert pipeline is not None, "as whoever builds it sets"
+        return lambda request: pipeline.begin(within(call), request)
 
     def _scorer(self, call: Call, submission: Submission) -> AnswerScorer | None:
         request = call.request
         ask = request.test_time
-        if ask is None or ask.scorer is None or ask.strategy != "best_of":
+        if ask is None or ask.scorer is None or ask.strategy not in _RATES:
             return None
         spec = ask.scorer
         match spec.type:
@@ -153,6 +206,16 @@ class Deliberations:
                     return await self._score(call, spec.model, pairs)
 
                 return ModelScorer(question_of(request.prompt), score)
+            case "verifier":
+                asking = GenerationRequest(
+                    model=spec.model,
+                    prompt=request.prompt,
+                    service_tier=request.service_tier,
+                    metadata=request.metadata,
+                    face=request.face,
+                    field_names={"model": f"{_SCORER}.model"},
+                )
+                return VerifierScorer(question_of(request.prompt), spec, asking, self._begin(call))
             case _:
                 return CheckScorer(spec, ballots.compiled(spec, request.field(_SCORER)))
 
@@ -162,7 +225,7 @@ class Deliberations:
         """What a served model scores pairs with, and the tokens that it has read for it."""
         assert self.pipeline is not None, "as whoever builds it sets"
         # A row of its own in the ledger, because a model has prices of its own.
-        caller = call.caller
+        caller = within(call)
         form = PooledForm(
             model=model,
             service_tier=call.request.service_tier,
@@ -175,7 +238,7 @@ class Deliberations:
         answer = await pooled_answer(self.pipeline, caller, request)
         return scores_of(answer.outputs, pairs), answer.prompt_tokens
 
-    def _note(self, call: Call, branch: RunningSample) -> None:
+    def _note(self, call: Call, branch: AnswerPart) -> None:
         self._telemetry.record(
             names.GATEWAY_SAMPLE,
             parent=call.span,
@@ -184,7 +247,7 @@ class Deliberations:
             attributes={
                 names.CHOICE_INDEX: branch.index,
                 names.OUTPUT_TOKENS: branch.num_tokens,
-                names.ENGINE_ID: branch.stream.engine,
+                names.ENGINE_ID: branch.engine,
                 names.OUTCOME: "stopped" if branch.finish is None else branch.finish.name.lower(),
             },
         )

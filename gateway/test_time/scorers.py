@@ -101,7 +101,7 @@ def question_of(prompt: Prompt) -> str:
 
 def unanswered(spec: ScorerSpec, field: str, error: MillraceError) -> MillraceError:
     """The refusal of a request whose scorer does not answer."""
-    what = f"model {spec.model!r}" if spec.type == "model" else f"the check {spec.type!r}"
+    what = f"model {spec.model!r}" if spec.model else f"the check {spec.type!r}"
     # What a scorer is refused for is a matter of the request; that it is away is not.
     reason = error.reason if error.mapping.http_status != 500 else Reason.ENGINE_UNAVAILABLE
     return MillraceError(

@@ -21,6 +21,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     # Further samples that begin.
     start: int = 0
+    # Steps that these go on from, one for each; empty where they begin with the prompt.
+    parents: tuple[int, ...] = ()
     # Samples that end at once.
     end: tuple[int, ...] = ()
     # Samples whose scores are asked for.
@@ -38,13 +40,19 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     is_complete: bool
     # It has some answer, be it cut by a limit.
     is_answer: bool = True
+    # It is a step of an answer that goes on.
+    is_step: bool = False
+    # It says something, and calls no tools.
+    has_text: bool = True
     num_tokens: int = 0
     mean_logprob: float = 0.0
     vote: str | None = None
 
 
 class Grown(msgspec.Struct, frozen=True, kw_only=True, tag="grown"):
-    """Further tokens of a sample, by their confidences."""
+    """Further tokens of a sample, by their confidences, or their log-probabilities where it is these that are
+    watched.
+    """
 
     index: int
     confidences: tuple[float, ...]
@@ -90,8 +98,8 @@ def replay(strategy: Strategy, events: Iterable[Event]) -> list[Decision]:
     return [strategy.begin(), *map(strategy.take, events)]
 
 
-class _Samples:
-    """What all strategies keep of samples."""
+class Samples:
+    """What all strategies keep of samples: a base."""
 
     watches = False
 
@@ -152,7 +160,7 @@ class _Samples:
         return self._likeliest(complete or (each for each in self._ended.values() if each.is_answer))
 
 
-class BestSample(_Samples):
+class BestSample(Samples):
     """The likeliest sample, or the one that scores best. All are rated together when all have ended; with
     `enough`, each when it ends, and one that scores so much ends the others. Of those as many begin as there
     are already, when none of these does: most are not needed.
@@ -201,7 +209,7 @@ class BestSample(_Samples):
         return self._likeliest(self._ended[index] for index, each in self._scores.items() if each == best)
 
 
-class SelfConsistency(_Samples):
+class SelfConsistency(Samples):
     """The answer that most samples give (Wang et al., arXiv 2203.11171). As many begin at a time as could
     decide, and none after that; see `votes`.
     """
@@ -240,7 +248,7 @@ class SelfConsistency(_Samples):
         return self._likeliest(each for each in self._ended.values() if each.vote == answer)
 
 
-class DeepConf(_Samples):
+class DeepConf(Samples):
     """Votes that weigh as much as the weakest group of their trace (arXiv 2508.15260, online). Half of the
     traces warm up, and all of those vote; of the others one that falls below their threshold ends at once. It
     is over when one answer has the asked share of the weights.

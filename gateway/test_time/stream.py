@@ -14,14 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
-from contract.outputs import ChoiceStatistics, EngineTime
+from contract.outputs import ChoiceStatistics, EngineTime, TokenLogprobs
 from gateway.engines.attachment import Computed
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet
@@ -29,11 +31,12 @@ from gateway.engines.types import EngineOutput, Submission
 from gateway.pipeline.attempt import check_ended
 from gateway.pipeline.delta import ChoiceStream
 from gateway.test_time import ballots
-from gateway.test_time.branch import RunningSample, first_token_of
+from gateway.test_time.asked import AskedAnswer, Begin, Question, spent_by_model
+from gateway.test_time.branch import AnswerPart, RunningSample, first_token_of
 from gateway.test_time.confidence import token_confidence
 from gateway.test_time.scorers import AnswerScorer, unanswered
 from gateway.test_time.strategies import Concluded, Decision, Event, Grown, Rated, Sample, Strategy
-from gateway.types.deliberation import Deliberated, Deliberation, ScorerSpec
+from gateway.types.deliberation import Deliberated, Deliberation, ScorerSpec, TokensOfModel
 
 _log = logging.getLogger(__name__)
 # An answer must reach its client before the deadline: this part of the time is kept for it, and no more than
@@ -54,14 +57,20 @@ class Plan(NamedTuple):
     budget_tokens: int
     # What the client asked for; engines are asked for more.
     logprobs: int | None
-    # The client's name for the scorer.
+    # The client's names for the model and for the scorer.
+    model: str
     scorer_field: str
     # Reads the tokens of a sample.
     choice: Callable[[], ChoiceStream]
-    # Told of every sample that has ended.
-    note: Callable[[RunningSample], None]
+    # Told of every part that has ended.
+    note: Callable[[AnswerPart], None]
     # Seconds until the deadline; infinity without one.
     left_s: float
+    # What a strategy that watches is told of a token.
+    measure: Callable[[TokenLogprobs], float] = token_confidence
+    # The question whose answer is the next part, where a request of its own computes it; what begins that.
+    question: Callable[[Sequence[AnswerPart]], Question | None] = lambda before: None
+    begin: Begin | None = None
 
 
 class DeliberateStream(ContinuousStream):
@@ -73,9 +82,11 @@ class DeliberateStream(ContinuousStream):
         self.steps: list[Decision] = []
         self._plan = plan
         self._options = {name: each for name, each in options.items() if name != "backlog"}
-        self._branches: list[RunningSample] = []
+        self._branches: list[AnswerPart] = []
         # Samples that are to begin, and wait for the first one's prompt or for room in the budget.
         self._num_waiting = 0
+        # The steps that these go on from, where they do.
+        self._parents: deque[int] = deque()
         self._failure: MillraceError | None = None
         self._note_failure = ""
         # Why nothing begins any more.
@@ -95,7 +106,7 @@ class DeliberateStream(ContinuousStream):
         self._submission = self._fleet.adapters.asked_for(self._submission)
         self._num_waiting = self._plan.strategy.begin().start
         self.steps.append(Decision(start=self._num_waiting))
-        first = self._open()
+        first = self._open_sample()
         self.route, self.engine, self.pool = first.stream.route, first.stream.engine, first.stream.pool
         left_s = self._plan.left_s
         if left_s < float("inf"):
@@ -130,8 +141,8 @@ class DeliberateStream(ContinuousStream):
 
     async def taken_back(self) -> Computed:
         """See ContinuousStream: all tokens that came are paid for."""
-        told = await asyncio.gather(*(each.stream.taken_back() for each in self._branches))
-        num_tokens = self._num_tokens()
+        told = await asyncio.gather(*(each.stream.taken_back() for each in self._own))
+        num_tokens = self._num_own_tokens
         has_begun = num_tokens > 0 or any(each.has_begun for each in told)
         return Computed(has_begun=has_begun, num_tokens=num_tokens)
 
@@ -139,17 +150,26 @@ class DeliberateStream(ContinuousStream):
     def engine_time(self) -> EngineTime:
         """See ContinuousStream."""
         spent = EngineTime()
-        for branch in self._branches:
+        for branch in self._own:
             spent += branch.stream.engine_time
         return spent
 
     @property
     def num_generated(self) -> int:
         """See ContinuousStream."""
-        return sum(branch.stream.num_generated for branch in self._branches)
+        return sum(branch.stream.num_generated for branch in self._own)
 
     def unheard(self) -> list[asyncio.Future[None]]:
-        return [each for branch in self._branches for each in branch.stream.unheard()]
+        return [each for branch in self._own for each in branch.stream.unheard()]
+
+    @property
+    def _own(self) -> list[RunningSample]:
+        """The parts that are this submission's, and in its row of the ledger."""
+        return [each for each in self._branches if isinstance(each, RunningSample)]
+
+    @property
+    def _asked(self) -> list[AskedAnswer]:
+        return [each for each in self._branches if isinstance(each, AskedAnswer)]
 
     # --- samples ------------------------------------------------------------------------------------------
 
@@ -164,22 +184,52 @@ class DeliberateStream(ContinuousStream):
         self._feed(Concluded(ended_by=self._over_by))
         return self._pieces is not None
 
-    def _open(self) -> RunningSample:
-        """Begins a sample; raises what `ContinuousStream.start` does."""
+    def _open(self) -> None:
+        """Begins the next part; raises what `ContinuousStream.start` does."""
+        question, index = self._plan.question(self._branches), len(self._branches)
+        if question is None:
+            self._open_sample()
+            return
+        assert self._plan.begin is not None, "what asks has somebody to ask"
+        self._num_waiting -= 1
+        branch = AskedAnswer(index, question, self._plan.begin)
+        self._branches.append(branch)
+        branch.task = asyncio.create_task(self._hear(branch), name=f"{branch.part} {index}")
+
+    def _open_sample(self) -> RunningSample:
         index = len(self._branches)
         sampling = self._submission.sampling
         if index:
             # They are told with the first.
             sampling = replace(sampling, prompt_logprobs=None)
-        stream = ContinuousStream(
-            self._fleet, replace(self._submission, choice_index=index, sampling=sampling), **self._options
+        plan, parent = self._plan, self._next_parent
+        submission = replace(
+            self._submission,
+            choice_index=index,
+            sampling=sampling,
+            output_token_ids=() if parent is None else parent.path_ids,
         )
+        stream = ContinuousStream(self._fleet, submission, **self._options)
         stream.start()
         self._num_waiting -= 1
-        branch = RunningSample(index, stream, self._plan.choice(), self._plan.logprobs)
+        if self._parents:
+            self._parents.popleft()
+        branch = RunningSample(
+            index, stream, plan.choice(), plan.logprobs, parent=parent, delimiter=plan.ask.delimiter
+        )
+        branch.part = "draft" if plan.ask.is_chain else "step" if plan.ask.delimiter else None
         self._branches.append(branch)
         branch.task = asyncio.create_task(self._read(branch), name=f"sample {index}")
         return branch
+
+    @property
+    def _next_parent(self) -> RunningSample | None:
+        """The step that the next sample goes on from."""
+        if not self._parents:
+            return None
+        parent = self._branches[self._parents[0]]
+        assert isinstance(parent, RunningSample), "a strategy whose samples go on asks nobody else"
+        return parent
 
     def _open_more(self) -> None:
         """Begins what waits: not before the first one's prompt is computed, and while the budget has room for
@@ -188,8 +238,9 @@ class DeliberateStream(ContinuousStream):
         is_prompt_cached = bool(self._branches[0].first_output_s) or not self._branches[0].is_open
         each = self._submission.sampling.max_tokens
         while self._num_waiting and is_prompt_cached and self._pieces is None:
-            promised = sum(each if one.is_open else one.num_tokens for one in self._branches)
-            if promised + each > self._plan.budget_tokens:
+            promised = sum(self._most(one) if one.is_open else one.num_tokens for one in self._branches)
+            before = 0 if self._next_parent is None else self._next_parent.num_path_tokens
+            if promised + each - before > self._plan.budget_tokens:
                 break
             try:
                 self._open()
@@ -198,13 +249,30 @@ class DeliberateStream(ContinuousStream):
         if self._pieces is None and not any(one.is_open for one in self._branches) and not self._rating:
             self.conclude("budget" if self._num_waiting else "failure")
 
+    def _most(self, branch: AnswerPart) -> int:
+        """Tokens that an open part may take."""
+        before = branch.num_path_tokens - branch.num_tokens if isinstance(branch, RunningSample) else 0
+        return self._submission.sampling.max_tokens - before
+
     async def _read(self, branch: RunningSample) -> None:
-        try:
+        with self._failing(branch):
             while branch.is_open:
                 for output in await branch.stream.take():
                     if branch.is_open:
                         self._take(branch, output)
                 self._report()
+
+    async def _hear(self, branch: AskedAnswer) -> None:
+        with self._failing(branch):
+            await branch.run(self._report)
+            # It was ended meanwhile, where it has no reason of its own.
+            if self._pieces is None and branch.finish is not None:
+                self._ended(branch)
+
+    @contextmanager
+    def _failing(self, branch: AnswerPart) -> Iterator[None]:
+        try:
+            yield
         except MillraceError as error:
             self._fail(branch, error)
         except Exception:
@@ -217,29 +285,43 @@ class DeliberateStream(ContinuousStream):
             self._statistics.add(output.statistics)
         logprobs = branch.take(output)
         if self._plan.strategy.watches and logprobs:
-            confidences = tuple(map(token_confidence, logprobs))
+            confidences = tuple(map(self._plan.measure, logprobs))
             self._feed(Grown(index=branch.index, confidences=confidences))
         # One that was ended meanwhile has no reason of its own.
-        if not branch.is_open and self._pieces is None and branch.finish is not None:
-            self._record(branch)
-            ballot = self._plan.ballot
-            if ballot is not None and branch.is_complete:
-                branch.vote = ballots.vote(ballot, self._plan.pattern, branch.text, branch.calls)
-            self._feed(self._sample(branch))
-            if self._over_by:
-                # It came in the time that was left.
-                self.conclude(self._over_by)
+        is_over = branch.finish is not None or branch.is_step
+        if not branch.is_open and self._pieces is None and is_over:
+            self._ended(branch)
         if self._num_waiting:
             self._open_more()
 
-    def _stop(self, branch: RunningSample) -> None:
+    def _ended(self, branch: AnswerPart) -> None:
+        self._record(branch)
+        ballot = self._plan.ballot
+        if ballot is not None and branch.is_complete:
+            branch.vote = ballots.vote(ballot, self._plan.pattern, branch.text, branch.calls)
+        self._feed(self._sample(branch))
+        if self._over_by:
+            # It came in the time that was left.
+            self.conclude(self._over_by)
+
+    def _stop(self, branch: AnswerPart) -> None:
         """Ends a sample that is not wanted, be it with its last token."""
         branch.close(None)
         branch.finish = None
         self._record(branch)
 
-    def _fail(self, branch: RunningSample, error: MillraceError) -> None:
+    def _fail(self, branch: AnswerPart, error: MillraceError) -> None:
         if not branch.is_open:
+            return
+        if isinstance(branch, AskedAnswer):
+            branch.has_failed = True
+            branch.close(None)
+            self._record(branch)
+            if self._plan.ask.on_failure != "answer":
+                self._unanswered(error)
+                return
+            self._note_failure = error.message
+            self._feed(self._sample(branch))
             return
         branch.has_failed = True
         branch.close(None)
@@ -254,11 +336,13 @@ class DeliberateStream(ContinuousStream):
         if self._num_waiting:
             self._open_more()
 
-    def _sample(self, branch: RunningSample) -> Sample:
+    def _sample(self, branch: AnswerPart) -> Sample:
         return Sample(
             index=branch.index,
             is_complete=branch.is_complete,
             is_answer=branch.num_tokens > 0 and not branch.has_failed,
+            is_step=branch.is_step,
+            has_text=bool(branch.text.strip()) and not branch.calls,
             num_tokens=branch.num_tokens,
             mean_logprob=branch.mean_logprob,
             vote=branch.vote,
@@ -283,6 +367,7 @@ class DeliberateStream(ContinuousStream):
         if step.rate:
             self._rate(step.rate)
         self._num_waiting += step.start
+        self._parents.extend(step.parents)
         if step.start or step.end:
             self._open_more()
 
@@ -309,7 +394,10 @@ class DeliberateStream(ContinuousStream):
     def _unrated(self, error: MillraceError) -> None:
         spec = self._plan.ask.scorer
         assert spec is not None, "what scores was asked for"
-        told = unanswered(spec, self._plan.scorer_field, error)
+        self._unanswered(unanswered(spec, self._plan.scorer_field, error))
+
+    def _unanswered(self, told: MillraceError) -> None:
+        """What should have judged or answered does not: the best answer so far, where it may be given."""
         if self._plan.ask.on_failure == "answer":
             self._note_failure = told.message
             self.conclude("failure")
@@ -327,14 +415,18 @@ class DeliberateStream(ContinuousStream):
         self._end_others(winner, CancelReason.STOP_STRING)
         self._pieces = winner.pieces()
         first = self._pieces[0]
-        first.first_token = first_token_of(self._branches, time.monotonic())
+        first.first_token = first_token_of(self._own[0], time.monotonic())
         # With the first piece: the text may end before the last one.
-        self._statistics.candidate_tokens += self._num_tokens() - winner.num_tokens
+        given = winner.num_path_tokens if isinstance(winner, RunningSample) else 0
+        self._statistics.candidate_tokens += self._num_own_tokens - given
+        if self._num_own_tokens:
+            # Of a sample that was ended an engine's last word may be on its way.
+            self._statistics.num_steps = max(1, self._statistics.num_steps)
         first.statistics = self._statistics
         self.deliberated = self._summary(step, winner)
         self._report(at_once=True)
 
-    def _end_others(self, winner: RunningSample | None, reason: CancelReason) -> None:
+    def _end_others(self, winner: AnswerPart | None, reason: CancelReason) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._num_waiting = 0
@@ -349,18 +441,33 @@ class DeliberateStream(ContinuousStream):
             if task is not running:
                 task.cancel()
 
-    def _record(self, branch: RunningSample) -> None:
-        """Of a sample that has ended: its span, and what was lost under it."""
-        stream = branch.stream
-        self.losses.update(stream.losses)
-        self.interruptions += stream.interruptions
-        self.engine, self.pool = stream.engine, stream.pool
+    def _record(self, branch: AnswerPart) -> None:
+        """Of a part that has ended: its span, and what was lost under it."""
+        if isinstance(branch, RunningSample):
+            stream = branch.stream
+            self.losses.update(stream.losses)
+            self.interruptions += stream.interruptions
+            self.engine, self.pool = stream.engine, stream.pool
         self._plan.note(branch)
 
-    def _summary(self, step: Decision, winner: RunningSample) -> Deliberated:
+    def _spent(self) -> list[TokensOfModel]:
+        """By model, where requests were made for it; and all of theirs together, beside this one's own."""
+        first = self._own[0].first_token
+        own = TokensOfModel(
+            model=self._plan.model,
+            prompt_tokens=len(self._submission.prompt_token_ids),
+            cached_prompt_tokens=0 if first is None else first.cached_prompt_tokens,
+            completion_tokens=self._num_own_tokens,
+        )
+        asked = [each.spent for each in self._asked]
+        if asked:
+            self.elsewhere = sum(asked, TokensOfModel(model=""))
+        return spent_by_model([own, *asked])
+
+    def _summary(self, step: Decision, winner: AnswerPart) -> Deliberated:
         plan, strategy = self._plan, self._plan.strategy
-        ranks = plan.ballot is None and plan.scorer is None
-        asked = plan.ask.num_samples
+        ranks = plan.ballot is None and plan.scorer is None and not plan.ask.is_chain
+        asked = plan.ask.num_parts
         return Deliberated(
             strategy=plan.ask.strategy,
             ended_by=self._over_by or step.ended_by,
@@ -372,20 +479,22 @@ class DeliberateStream(ContinuousStream):
                 )
                 for each in self._branches
             ],
-            completion_tokens=self._num_tokens(),
+            completion_tokens=sum(each.num_tokens for each in self._branches),
             stopped_early=sum(each.finish is None and each is not winner for each in self._branches),
-            not_begun=asked - len(self._branches),
+            not_begun=max(0, asked - len(self._branches)),
             votes=strategy.votes(),
             scorer_tokens=plan.scorer.num_tokens if plan.scorer is not None else 0,
             failure=self._note_failure,
+            models=self._spent() if plan.ask.is_chain else [],
         )
 
-    def _num_tokens(self) -> int:
-        return sum(branch.num_tokens for branch in self._branches)
+    @property
+    def _num_own_tokens(self) -> int:
+        return sum(branch.num_tokens for branch in self._own)
 
     def _report(self, *, at_once: bool = False) -> None:
         """Has the attempt note what is computed, where it has noted what was before."""
-        num_tokens = self._num_tokens()
+        num_tokens = self._num_own_tokens
         if num_tokens and (at_once or not self._has_news):
             self._has_news = True
             self._inbox.put_last(EngineOutput(0, [], withheld_tokens=num_tokens))

@@ -99,8 +99,9 @@ async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
         for extra in ({"tools": TOOLS, **logprobs}, {"response_format": SCHEMA}, {"stop": "sure"}):
             await seen.post(answers.ChatCompletion, CHAT, messages=MESSAGES, **asked, **extra)
             await seen.stream(answers.ChatCompletionChunk, CHAT, messages=MESSAGES, **COUNTED, **extra)
-        test_time = {"strategy": "self_consistency", "samples": 2}
-        await seen.post(answers.ChatCompletion, CHAT, messages=MESSAGES, **asked, test_time=test_time)
+        for strategy in ("self_consistency", "critique_revise"):
+            test_time = {"strategy": strategy, "samples": 2}
+            await seen.post(answers.ChatCompletion, CHAT, messages=MESSAGES, **asked, test_time=test_time)
         for extra in ({"logprobs": 2, "echo": True}, {"response_format": SCHEMA}, {"stop": "sure"}):
             await seen.post(answers.Completion, COMPLETIONS, **continued, **asked, **extra)
             await seen.stream(answers.CompletionChunk, COMPLETIONS, **continued, **COUNTED, **extra)

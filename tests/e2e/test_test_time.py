@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from sqlalchemy import select
 
 from gateway.ledger.tables import REQUESTS, open_ledger
 from observability.emit import names
+from services.supervisor.config import ROOT
 from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, running_stack
 
 SAMPLES = 8
@@ -29,7 +31,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def ask(stack: Stack, content: str, **fields: Any) -> httpx.Response:
     body = {
-        "model": stack.model,
+        "model": fields.pop("model", None) or stack.model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": MAX_TOKENS,
         "seed": 7,
@@ -108,3 +110,168 @@ def test_a_prompt_is_computed_once_for_all_samples_and_again_under_another_salt(
     assert again <= SAMPLES * BLOCK_TOKENS
     ask(thinking, prompt, test_time=asked, cache_salt="two")
     assert computed(thinking) - before - first - again >= num_tokens - BLOCK_TOKENS
+
+
+def test_a_draft_is_criticised_and_every_part_has_its_row(thinking: Stack) -> None:
+    asked = {"strategy": "critique_revise", "samples": 2}
+    answer = ask(thinking, "What is 47 + 85?", temperature=0, test_time=asked)
+    usage, request_id = answer.json()["usage"], answer.headers["x-request-id"]
+    told = usage["test_time"]
+    parts = [each["part"] for each in told["samples"]]
+    assert parts == ["draft", "critique", "revision"][: len(parts)]
+    assert len(parts) > 1
+    assert eventually(lambda: len(rows(thinking, request_id)) == len(parts))
+    found = rows(thinking, request_id)
+    assert sum(row["prompt_tokens"] for row in found) == usage["prompt_tokens"]
+    spent = sum(row["completion_tokens"] + row["candidate_tokens"] for row in found)
+    assert spent == usage["completion_tokens"] == told["completion_tokens"]
+    spans = thinking.trace(request_id, [names.GATEWAY_SAMPLE, names.GATEWAY_REQUEST])
+    requests = {span.span_id: span for span in spans if span.name == names.GATEWAY_REQUEST}
+    below = [span for span in requests.values() if span.parent_id in requests]
+    assert len(below) == len(parts) - 1
+
+
+def test_a_model_that_is_asked_judges_samples(thinking: Stack) -> None:
+    scorer = {"type": "verifier", "model": thinking.model}
+    asked = {"strategy": "best_of", "samples": 2, "scorer": scorer}
+    answer = ask(thinking, "What is 47 + 85?", test_time=asked)
+    told, request_id = answer.json()["usage"]["test_time"], answer.headers["x-request-id"]
+    scores = [each["score"] for each in told["samples"]]
+    assert all(0 <= score <= 1 for score in scores)
+    chosen = [each["outcome"] for each in told["samples"]].index("chosen")
+    assert scores[chosen] == max(scores)
+    assert eventually(lambda: len(rows(thinking, request_id)) == 3)
+    found = rows(thinking, request_id)
+    judged = [row for row in found if not row["candidate_tokens"]]
+    spent = sum(row["prompt_tokens"] + row["completion_tokens"] for row in judged)
+    assert spent == told["scorer_tokens"]
+
+
+def test_steps_are_searched_and_what_they_go_on_from_is_not_computed_again(thinking: Stack) -> None:
+    asked = {"strategy": "search", "samples": SAMPLES, "delimiter": " "}
+    before = computed(thinking)
+    answer = ask(thinking, "What is 47 + 85?", test_time=asked, cache_salt="search")
+    usage, request_id = answer.json()["usage"], answer.headers["x-request-id"]
+    told = usage["test_time"]
+    assert len(told["samples"]) > SAMPLES
+    assert len(told["samples"]) % SAMPLES == 0 or told["ended_by"] != "decided"
+    lengths = [each["completion_tokens"] for each in told["samples"]]
+    assert sum(lengths) == told["completion_tokens"] == usage["completion_tokens"]
+    # Of a prompt and a path each step computes what a cache keeps no block of.
+    assert computed(thinking) - before <= usage["prompt_tokens"] + len(lengths) * 2 * BLOCK_TOKENS
+    assert eventually(lambda: bool(rows(thinking, request_id)))
+    (row,) = rows(thinking, request_id)
+    assert row["completion_tokens"] + row["candidate_tokens"] == usage["completion_tokens"]
+
+
+async def most_blocks(stack: Stack, **fields: Any) -> int:
+    """Blocks that a request of a long prompt uses at most, where nothing else runs."""
+    body = {
+        "model": stack.model,
+        "messages": [{"role": "user", "content": "Bob keeps a list of names and numbers. " * 60}],
+        "max_tokens": MAX_TOKENS,
+        "min_tokens": MAX_TOKENS,
+        **fields,
+    }
+    headers = {"authorization": f"Bearer {stack.state.api_key}"}
+    async with httpx.AsyncClient(
+        base_url=stack.url, headers=headers, timeout=LIMIT_S, trust_env=False
+    ) as client:
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        most = 0.0
+        while not asking.done():
+            readings = await asyncio.to_thread(stack.metrics, "engine")
+            most = max(most, *(each.value(names.KV_BLOCKS, state="used") for each in readings))
+        assert (await asking).status_code == httpx.codes.OK
+    return round(most)
+
+
+async def test_eight_samples_of_a_long_prompt_use_little_more_than_one(thinking: Stack) -> None:
+    one = await most_blocks(thinking)
+    asked = {"strategy": "best_of", "samples": SAMPLES}
+    several = await most_blocks(thinking, test_time=asked)
+    assert one > 10
+    assert one < several <= 1.6 * one
+
+
+WAYS: list[dict[str, Any]] = [
+    {"strategy": "best_of", "samples": SAMPLES},
+    {"strategy": "best_of", "samples": 2, "scorer": {"type": "verifier", "model": ""}},
+    {"strategy": "self_consistency", "samples": SAMPLES},
+    {"strategy": "deepconf", "samples": SAMPLES},
+    {"strategy": "critique_revise", "samples": 2},
+    {"strategy": "search", "samples": SAMPLES, "delimiter": " "},
+]
+
+
+async def test_64_requests_beside_chats_change_none_and_leave_blocks_whole(thinking: Stack) -> None:
+    headers = {"authorization": f"Bearer {thinking.state.api_key}"}
+    WAYS[1]["scorer"]["model"] = thinking.model
+
+    async with httpx.AsyncClient(
+        base_url=thinking.url, headers=headers, timeout=4 * LIMIT_S, trust_env=False, limits=httpx.Limits()
+    ) as client:
+
+        async def asked(number: int, **fields: Any) -> httpx.Response:
+            content = f"What is {10 + number} + {7 * number % 90}?"
+            body = {"model": thinking.model, "messages": [{"role": "user", "content": content}], **fields}
+            return await client.post("/v1/chat/completions", json={"max_tokens": 48, "seed": number, **body})
+
+        def text(answer: httpx.Response) -> str:
+            assert answer.status_code == httpx.codes.OK, answer.text
+            return str(answer.json()["choices"][0]["message"]["content"])
+
+        alone = [text(await asked(number, temperature=0)) for number in range(8)]
+        thinks = [
+            asyncio.create_task(asked(number, test_time=WAYS[number % len(WAYS)])) for number in range(64)
+        ]
+        beside = [asyncio.create_task(asked(number, temperature=0)) for number in range(8)]
+        await asyncio.wait(thinks, return_when=asyncio.FIRST_COMPLETED)
+        gone = [task for task in thinks[::2] if not task.done()]
+        for task in gone:
+            task.cancel()
+        await asyncio.wait(thinks)
+        for task in thinks:
+            if task not in gone:
+                assert text(task.result())
+        assert [text(await each) for each in beside] == alone
+    thinking.assert_nothing_leaked()
+
+
+BUNDLED = ROOT / "models"
+TWO_MODELS = f"""
+{CONFIG}
+[tiers.standard.test_time]
+[models.big]
+path = "{BUNDLED}/millrace-nano"
+[models.small]
+path = "{BUNDLED}/millrace-nano-draft"
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A small model and a larger one."""
+    folder = tmp_path_factory.mktemp("two")
+    with running_stack(folder, "--engines", "2", config=TWO_MODELS, model=None) as stack:
+        yield stack
+        stack.assert_nothing_leaked()
+
+
+def test_a_larger_model_answers_as_it_would_have_alone_where_the_small_one_is_doubted(models: Stack) -> None:
+    asked = {"strategy": "escalate", "model": "big", "confidence": 0.999}
+    greedy = {"temperature": 0, "model": "small"}
+    alone = ask(models, "What is 47 + 85?", **{**greedy, "model": "big"}).json()
+    answer = ask(models, "What is 47 + 85?", **greedy, test_time=asked)
+    usage, request_id = answer.json()["usage"], answer.headers["x-request-id"]
+    draft, larger = usage["test_time"]["samples"]
+    assert (larger["model"], larger["outcome"]) == ("big", "chosen")
+    assert answer.json()["choices"][0]["message"] == alone["choices"][0]["message"]
+    assert [each["model"] for each in usage["test_time"]["models"]] == ["small", "big"]
+    assert eventually(lambda: len(rows(models, request_id)) == 2)
+    found = {row["model"]: row for row in rows(models, request_id)}
+    assert found["big"]["completion_tokens"] == larger["completion_tokens"]
+    assert found["small"]["completion_tokens"] == 0
+    assert found["small"]["candidate_tokens"] == draft["completion_tokens"] <= MAX_TOKENS
+    believed = ask(models, "What is 47 + 85?", **greedy, test_time={**asked, "confidence": 0.01}).json()
+    assert [each["outcome"] for each in believed["usage"]["test_time"]["samples"]] == ["chosen"]
