@@ -36,7 +36,6 @@ COMMANDS = {
     "full_disk": "full_disk",
     "gateway": "gateway_overhead",
     "gate": "gate",
-    "kv_forms": "kv_forms",
     "limits_race": "limits_race",
     "maskbench": "maskbench",
     "memory": "peers.memory",
