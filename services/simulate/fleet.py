@@ -305,6 +305,7 @@ class EngineNode(Reports):
         # Seconds that it was there, loading included; since when it is.
         self.held_s = 0.0
         self.since_s: float | None = None
+        self.num_starts = 0
         memory, limits = setup.memory, setup.scheduler
         self.info = EngineInfo(
             engine_id=self.target,
@@ -331,6 +332,7 @@ class EngineNode(Reports):
         """It is started: from now on it costs."""
         if self.since_s is None:
             self.since_s = self._clock.now
+            self.num_starts += 1
 
     def release(self) -> None:
         """It is not there any more."""
