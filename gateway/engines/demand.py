@@ -58,7 +58,7 @@ class Reporter(Protocol):
         ...
 
 
-class Forecast(msgspec.Struct):
+class CountForecast(msgspec.Struct):
     """A count for each interval, smoothed: what it will be (Holt, 1957)."""
 
     level: float = 0.0
@@ -133,7 +133,7 @@ class PoolDemand:
         self._config = config
         self._bin_end_s: float | None = None
         self._prompt_tokens = self._num_requests = 0.0
-        self._prompts, self._requests = Forecast(), Forecast()
+        self._prompts, self._requests = CountForecast(), CountForecast()
         self._answer_tokens = 0.0
         self._prefill_tokens_per_s = 0.0
         # Since the last count; what nobody has reported since is no slower for that.
@@ -209,7 +209,7 @@ class PoolDemand:
             self._bin_end_s = now + _BIN_S
         if now - self._bin_end_s > 1000 * _BIN_S:
             # Nobody has asked for so long that nothing of it is left.
-            self._prompts, self._requests = Forecast(), Forecast()
+            self._prompts, self._requests = CountForecast(), CountForecast()
             self._prompt_tokens = self._num_requests = 0.0
             self._bin_end_s = now + _BIN_S
         while now >= self._bin_end_s:

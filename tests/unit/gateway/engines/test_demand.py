@@ -9,7 +9,7 @@ import pytest
 
 from contract.engines import EngineInfo, EngineLoad
 from gateway.config import AutoscalingConfig
-from gateway.engines.demand import EngineDemand, Forecast, PoolDemand, StepLine
+from gateway.engines.demand import CountForecast, EngineDemand, PoolDemand, StepLine
 
 CONFIG = AutoscalingConfig(load_s=60, utilization=0.8, hold_s=300, idle_s=600)
 INFO = EngineInfo(
@@ -141,7 +141,7 @@ def test_pairs_of_model_and_pool_are_apart() -> None:
 
 
 def test_a_forecast_follows_a_line_and_does_not_fall_below_the_present() -> None:
-    rising, falling = Forecast(), Forecast()
+    rising, falling = CountForecast(), CountForecast()
     for number in range(200):
         rising.add(10.0 + number)
         falling.add(210.0 - number)

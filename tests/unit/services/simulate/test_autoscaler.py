@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from services.bench.workload import Lengths
-from services.simulate.arrivals import Arrival
+from services.simulate.arrivals import ArrivingRequest
 from services.simulate.outcome import Objective, run_figures
 from services.simulate.scenario import SCALE_INTERVAL_S, Scaling, Scenario
 from services.simulate.step_model import EngineSetup, StepModel, speed_of
@@ -87,10 +87,10 @@ def test_engines_do_not_come_and_go_with_waves() -> None:
 
 def test_from_zero_one_is_started_and_it_goes_when_nobody_asks() -> None:
     arrivals = [
-        Arrival(5.0, 100, 20),
-        Arrival(100.0, 100, 20),
-        Arrival(1200.0, 100, 20),
-        Arrival(3000.0, 9, 1),
+        ArrivingRequest(5.0, 100, 20),
+        ArrivingRequest(100.0, 100, 20),
+        ArrivingRequest(1200.0, 100, 20),
+        ArrivingRequest(3000.0, 9, 1),
     ]
     asked = msgspec.structs.replace(
         scenario(arrivals, _engine(), autoscaling={"load_s": LOAD_S, "hold_s": HOLD_S, "idle_s": 300.0}),
