@@ -85,7 +85,9 @@ class Gateway:
         self._store = Store.open(self._config.store)
         self._edge = Edge(settings, telemetry, metrics, self._intake.refusals, error_forms)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
-        self._catalog = Catalog(settings.models, self._edge.tiers)
+        self._catalog = Catalog(
+            settings.models, self._edge.tiers, from_zero=self._config.autoscaling.from_zero
+        )
         self._fleet = self._catalog.fleet = Fleet(
             gateway=f"{socket.gethostname()}-{os.getpid()}",
             fingerprint=self._catalog.fingerprint,

@@ -223,6 +223,9 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     hold_s: PositiveFloat = 600.0
     # No engine is wanted after so many seconds without a request.
     idle_s: PositiveFloat = 900.0
+    # Gateways are ready though no engine is there: requests are refused with Retry-After, and one is wanted
+    # for them. Without it clients do not reach a gateway that has no engine, and nothing is wanted.
+    from_zero: bool = False
 
 
 class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,15 +4,18 @@ The rule looks ahead by as long as an engine takes to start, and says a number t
 gateways: parts of engines, of which a deployment needs the sum, rounded up. It knows arrivals, what engines
 report, and what is open here; no clock (time is an argument). `millrace simulate --autoscale` runs it.
 
-    work that arrives, in engines:  prompt tokens/s / P + answers/s * tokens of one * step(n) / n
+    work that arrives, in engines:  max(prompt tokens/s / P, answers/s * tokens of one * step(n) / n)
     n, the answers of one step:     as many as keep the strictest target for the time per token
     need = max(work ahead, answers that are open / n) / utilization + prompts not begun / (P * time to start)
 
-The need of the last `hold_s` that was highest counts, so that engines do not go and come with every wave.
+Of the two parts of work the greater counts and not their sum, because the steps that engines report compute
+prompts beside answers: step(n) has both in it. The highest need of the last `hold_s` counts, so that engines
+do not go and come with every wave.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -25,15 +28,18 @@ from gateway.config import AutoscalingConfig
 # Arrivals are counted over so many seconds.
 _BIN_S = 10.0
 # Weight of the newest count in level and trend (Holt's linear method).
-_LEVEL, _TREND = 0.3, 0.05
+_LEVEL, _TREND = 0.2, 0.05
 # A trend makes the forecast at most so many times the present.
 _STEEPEST = 2.0
-# Weight of the newest report among those of as many answers.
-_REPORT = 0.05
+# Weight of the newest report among those of as many answers, where it is faster than they were, and slower:
+# what holds an engine up for once is no reason to have another.
+_FASTER, _SLOWER = 0.3, 0.01
 # What a best rate keeps from one count to the next, so that a slower engine is believed in the end.
 _FADE = 0.995
-# Length of an answer before any has ended, and its weight afterwards.
-_UNKNOWN_ANSWER_TOKENS, _ANSWER = 256.0, 0.02
+# Weight of the newest answer's length.
+_ANSWER = 0.02
+# Standard deviations of a (Poisson) count that are taken for chance.
+_CHANCE = 3.0
 # Somebody asks, and nothing was measured: more than none, whichever number of gateways say so.
 _ANY = 0.01
 
@@ -52,7 +58,7 @@ class Reporter(Protocol):
         ...
 
 
-class Forecast(msgspec.Struct):
+class CountForecast(msgspec.Struct):
     """A count for each interval, smoothed: what it will be (Holt, 1957)."""
 
     level: float = 0.0
@@ -88,9 +94,10 @@ class StepLine:
             self._seen[key] = float(num_answers), seconds
         else:
             answers, mean_s = old
+            weight = _FASTER if seconds < mean_s else _SLOWER
             self._seen[key] = (
-                answers + _REPORT * (num_answers - answers),
-                mean_s + _REPORT * (seconds - mean_s),
+                answers + weight * (num_answers - answers),
+                mean_s + weight * (seconds - mean_s),
             )
 
     def line(self) -> tuple[float, float]:
@@ -126,9 +133,11 @@ class PoolDemand:
         self._config = config
         self._bin_end_s: float | None = None
         self._prompt_tokens = self._num_requests = 0.0
-        self._prompts, self._requests = Forecast(), Forecast()
+        self._prompts, self._requests = CountForecast(), CountForecast()
         self._answer_tokens = 0.0
         self._prefill_tokens_per_s = 0.0
+        # Since the last count; what nobody has reported since is no slower for that.
+        self._has_report = False
         self._steps = StepLine()
         self._most_answers = 1
         self._last_asked_s: float | None = None
@@ -150,6 +159,7 @@ class PoolDemand:
         """A request goes to this engine, which has so much of its prompt already, and says how fast it is."""
         self._prompt_tokens = max(0.0, self._prompt_tokens - cached_tokens)
         self._most_answers = max(1, info.max_num_seqs)
+        self._has_report = True
         self._prefill_tokens_per_s = max(self._prefill_tokens_per_s, load.prefill_tokens_per_s)
         if load.num_running and load.decode_tokens_per_s:
             self._steps.add(load.num_running, load.num_running / load.decode_tokens_per_s)
@@ -183,11 +193,12 @@ class PoolDemand:
         strictest = min(self._targets, default=None)
         num_answers, token_s = self._steps.answers_s(strictest, self._most_answers)
         ahead = config.load_s / _BIN_S
-        # What has come in this interval already counts as soon as it is more than was expected.
-        prompts = max(self._prompts.ahead(ahead), self._prompt_tokens) / _BIN_S
-        requests = max(self._requests.ahead(ahead), self._num_requests) / _BIN_S
-        work = prompts / rate if rate else 0.0
-        work += requests * (self._answer_tokens or _UNKNOWN_ANSWER_TOKENS) * token_s
+        expected = self._requests.ahead(ahead)
+        # What has come in this interval already counts at once where chance does not explain it.
+        surge = max(1.0, (self._num_requests - _CHANCE * math.sqrt(self._num_requests)) / max(expected, 1.0))
+        prompts = self._prompts.ahead(ahead) / (rate * _BIN_S) if rate else 0.0
+        # Before an answer has ended, those that are open say how long they are.
+        work = surge * max(prompts, expected / _BIN_S * self._answer_tokens * token_s)
         if num_answers:
             work = max(work, num_open / num_answers)
         waiting = unstarted_tokens / (rate * config.load_s) if rate else 0.0
@@ -198,14 +209,16 @@ class PoolDemand:
             self._bin_end_s = now + _BIN_S
         if now - self._bin_end_s > 1000 * _BIN_S:
             # Nobody has asked for so long that nothing of it is left.
-            self._prompts, self._requests = Forecast(), Forecast()
+            self._prompts, self._requests = CountForecast(), CountForecast()
             self._prompt_tokens = self._num_requests = 0.0
             self._bin_end_s = now + _BIN_S
         while now >= self._bin_end_s:
             self._prompts.add(self._prompt_tokens)
             self._requests.add(self._num_requests)
             self._prompt_tokens = self._num_requests = 0.0
-            self._prefill_tokens_per_s *= _FADE
+            if self._has_report:
+                self._prefill_tokens_per_s *= _FADE
+                self._has_report = False
             self._bin_end_s += _BIN_S
 
 

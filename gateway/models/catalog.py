@@ -46,8 +46,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 class Catalog:
     """Finds what a name stands for. A version takes another's place when an engine serves it."""
 
-    def __init__(self, models: Models, tiers: Tiers) -> None:
+    def __init__(self, models: Models, tiers: Tiers, *, from_zero: bool = False) -> None:
+        """`from_zero`: models can be asked that no engine serves, so that one is started for them."""
         self.models = models
+        self._from_zero = from_zero
         self._tiers = tiers
         # By name.
         self._served: dict[str, ServedModel] = {}
@@ -84,7 +86,7 @@ class Catalog:
 
     def _may_ask(self, served: ServedModel) -> bool:
         """Whether requests for it are taken: an engine has it, or will when it is asked for."""
-        return served.config.is_on_demand or self.fleet.serving(served.key)
+        return self._from_zero or served.config.is_on_demand or self.fleet.serving(served.key)
 
     def lacks(self, model: ModelConfig) -> bool:
         """Whether this version has no vocabulary here yet."""

@@ -30,7 +30,7 @@ _VOCABULARY = 32_000
 _TABLE_TOKENS = 1 << 16
 
 
-class Arrival(NamedTuple):
+class ArrivingRequest(NamedTuple):
     """One request: when it comes (seconds from the beginning), and how long it is, in tokens."""
 
     at_s: float
@@ -50,7 +50,7 @@ class PromptMaker:
         rng = random.Random(1)
         self._table = tuple(rng.randrange(_VOCABULARY) for _ in range(_TABLE_TOKENS))
 
-    def ids(self, arrival: Arrival, number: int) -> tuple[int, ...]:
+    def ids(self, arrival: ArrivingRequest, number: int) -> tuple[int, ...]:
         """The ids of the request with this number, which is used by no other."""
         wanted, parts = arrival.prompt_tokens, []
         for hash_id in arrival.hash_ids:
@@ -74,7 +74,7 @@ class PromptMaker:
 # --- traces -----------------------------------------------------------------------------------------------
 
 
-def read_trace(path: Path, tiers: Collection[str]) -> list[Arrival]:
+def read_trace(path: Path, tiers: Collection[str]) -> list[ArrivingRequest]:
     """The requests of a trace in the order of their times, the first at 0. Raises ConfigError with the line
     that cannot be meant, and OSError.
     """
@@ -91,7 +91,7 @@ def read_trace(path: Path, tiers: Collection[str]) -> list[Arrival]:
     return [each._replace(at_s=each.at_s - start_s) for each in arrivals]
 
 
-def _mooncake(path: Path, text: str, tiers: Collection[str]) -> Iterator[Arrival]:
+def _mooncake(path: Path, text: str, tiers: Collection[str]) -> Iterator[ArrivingRequest]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -108,7 +108,7 @@ def _mooncake(path: Path, text: str, tiers: Collection[str]) -> Iterator[Arrival
         )
         if not known:
             raise ConfigError(f"{where}: hash_ids: expected a list of whole numbers from 0 to {MOST_HASH_ID}")
-        yield Arrival(
+        yield ArrivingRequest(
             _seconds(where, "timestamp", fields) / 1000,
             _length(where, "input_length", fields),
             _length(where, "output_length", fields),
@@ -121,7 +121,7 @@ def _mooncake(path: Path, text: str, tiers: Collection[str]) -> Iterator[Arrival
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
-def _azure(path: Path, text: str, tiers: Collection[str]) -> Iterator[Arrival]:
+def _azure(path: Path, text: str, tiers: Collection[str]) -> Iterator[ArrivingRequest]:
     rows = csv.reader(text.splitlines())
     heading = [name.strip() for name in next(rows, [])]
     missing = [name for name in _AZURE if name not in heading]
@@ -137,7 +137,7 @@ def _azure(path: Path, text: str, tiers: Collection[str]) -> Iterator[Arrival]:
         if len(row) != len(heading):
             raise ConfigError(f"{where}: {len(row)} fields, the heading has {len(heading)}")
         fields: dict[str, Any] = dict(zip(heading, (each.strip() for each in row), strict=True))
-        yield Arrival(
+        yield ArrivingRequest(
             _moment(where, fields["TIMESTAMP"]),
             _length(where, "ContextTokens", fields),
             _length(where, "GeneratedTokens", fields),
@@ -224,7 +224,7 @@ class GeneratedLoad(msgspec.Struct, frozen=True, kw_only=True):
     # Tier to its share of the requests; empty asks for none.
     tiers: Mapping[str, float] = {}
 
-    def arrivals(self, seed: int) -> list[Arrival]:
+    def arrivals(self, seed: int) -> list[ArrivingRequest]:
         """The requests. A Poisson process whose rate follows the pattern, by thinning."""
         from numpy.random import default_rng
 
@@ -242,7 +242,7 @@ class GeneratedLoad(msgspec.Struct, frozen=True, kw_only=True):
         names = list(self.tiers)
         upto = list(accumulate(self.tiers.values()))
         return [
-            Arrival(
+            ArrivingRequest(
                 at_s,
                 prompts[index],
                 outputs[index],
@@ -274,7 +274,7 @@ class Burst(NamedTuple):
     seconds: float
     factor: float
 
-    def over(self, arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
+    def over(self, arrivals: Sequence[ArrivingRequest], seed: int) -> list[ArrivingRequest]:
         """The load with the burst: requests inside it come again, each at a moment drawn in it."""
         rng = random.Random(seed)
         inside = [each for each in arrivals if self.at_s <= each.at_s < self.at_s + self.seconds]

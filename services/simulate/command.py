@@ -19,9 +19,9 @@ from services.cli.options import flattened
 # The command line is loaded by every command; scheduler, router and arrays by this one alone.
 if TYPE_CHECKING:
     from gateway.config import GatewayConfig
-    from services.simulate.arrivals import Arrival, Burst, GeneratedLoad
+    from services.simulate.arrivals import ArrivingRequest, Burst, GeneratedLoad
     from services.simulate.outcome import Objective
-    from services.simulate.report import Answer
+    from services.simulate.report import SimulatedAnswer
     from services.simulate.scenario import Scenario, ZoneLoss
     from services.simulate.step_model import EngineSetup
 
@@ -50,7 +50,7 @@ class LoadOptions:
         None
     )
 
-    def load(self, tiers: Mapping[str, object]) -> tuple[Arrival, ...] | GeneratedLoad:
+    def load(self, tiers: Mapping[str, object]) -> tuple[ArrivingRequest, ...] | GeneratedLoad:
         """Raises ConfigError that names the option, or the trace's line."""
         from services.bench.workload import Lengths
         from services.simulate.arrivals import GeneratedLoad, read_trace
@@ -230,8 +230,8 @@ def _setup(fleet: FleetOptions, tables: Mapping[str, object]) -> EngineSetup:
 
 def _answered(
     scenario: Scenario, load: LoadOptions, fleet: FleetOptions, answer: AnswerOptions, console: Console
-) -> Answer:
-    from services.simulate.report import Answer
+) -> SimulatedAnswer:
+    from services.simulate.report import SimulatedAnswer
 
     seeds, tried = list(range(answer.seeds)), list[tuple[int, float]]()
     num_engines, is_searched = fleet.engines, fleet.engines is None and not fleet.autoscale
@@ -249,7 +249,7 @@ def _answered(
         runs = [scenario.run(num_engines or 1, seed) for seed in seeds]
         simulated_s = math.fsum(run.duration_s for run in runs)
     spent_s = max(time.process_time() - began_s, 1e-9)
-    return Answer(
+    return SimulatedAnswer(
         load=load.told(),
         engine=scenario.setup.name,
         engines=num_engines if not fleet.autoscale else fleet.most_engines,

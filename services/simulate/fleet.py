@@ -25,7 +25,7 @@ from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet
 from gateway.engines.types import EngineOutput, Submission
 from gateway.tiers import Tier, Tiers
-from services.simulate.arrivals import Arrival, PromptMaker
+from services.simulate.arrivals import ArrivingRequest, PromptMaker
 from services.simulate.engine import TOKEN, Reports, VirtualEngine
 from services.simulate.step_model import EngineSetup
 
@@ -61,7 +61,7 @@ class Promise(msgspec.Struct, frozen=True):
     arrival_s: float
 
 
-class Served:
+class ServedRequest:
     """What became of one request, as its client saw it. Times are moments, in seconds."""
 
     __slots__ = (
@@ -76,7 +76,7 @@ class Served:
         "tier",
     )
 
-    def __init__(self, arrival: Arrival, tier: Tier) -> None:
+    def __init__(self, arrival: ArrivingRequest, tier: Tier) -> None:
         self.arrival = arrival
         self.tier = tier
         self.num_tokens = 0
@@ -114,7 +114,7 @@ class _Inbox:
 
     __slots__ = ("_take", "served")
 
-    def __init__(self, take: Callable[[Any], None], served: Served) -> None:
+    def __init__(self, take: Callable[[Any], None], served: ServedRequest) -> None:
         self._take = take
         self.served = served
 
@@ -136,7 +136,7 @@ def _ignored(item: Any) -> None:
 class VirtualStream(ContinuousStream):
     """The shipped continuation, without a loop: it is called for everything that comes."""
 
-    def __init__(self, gateway: VirtualGateway, submission: Submission, served: Served) -> None:
+    def __init__(self, gateway: VirtualGateway, submission: Submission, served: ServedRequest) -> None:
         promise: Promise = submission.context
         accepted = msgspec.structs.replace(promise, tier=promise.tier.accepted)
         super().__init__(gateway.fleet, submission, renew=lambda: accepted)
@@ -237,7 +237,7 @@ class VirtualGateway:
     """One gateway: the shipped fleet over some of the engines, and the streams that wait for one."""
 
     def __init__(
-        self, name: str, clock: Clock, config: GatewayConfig, ended: Callable[[Served], None]
+        self, name: str, clock: Clock, config: GatewayConfig, ended: Callable[[ServedRequest], None]
     ) -> None:
         self.clock = clock
         self.fleet = Fleet(
@@ -260,7 +260,7 @@ class VirtualGateway:
         assert found is None or isinstance(found, VirtualAttachment)
         return found
 
-    def submit(self, submission: Submission, served: Served) -> None:
+    def submit(self, submission: Submission, served: ServedRequest) -> None:
         """A request of a client, noted as `Attempts` notes it."""
         target_ms = served.tier.config.tpot_target_ms
         target_s = None if target_ms is None else target_ms / 1000
@@ -297,7 +297,7 @@ class EngineNode(Reports):
         self.attachments: list[VirtualAttachment] = []
         self._setup, self._clock, self._skips = setup, clock, skips
         self._seed = seed * 1_000_003 + index
-        self._open: dict[int, tuple[VirtualAttachment, Leg, Served]] = {}
+        self._open: dict[int, tuple[VirtualAttachment, Leg, ServedRequest]] = {}
         self._ids = itertools.count(1)
         self._engine: VirtualEngine | None = None
         self.draining = False
@@ -305,6 +305,7 @@ class EngineNode(Reports):
         # Seconds that it was there, loading included; since when it is.
         self.held_s = 0.0
         self.since_s: float | None = None
+        self.num_starts = 0
         memory, limits = setup.memory, setup.scheduler
         self.info = EngineInfo(
             engine_id=self.target,
@@ -331,6 +332,7 @@ class EngineNode(Reports):
         """It is started: from now on it costs."""
         if self.since_s is None:
             self.since_s = self._clock.now
+            self.num_starts += 1
 
     def release(self) -> None:
         """It is not there any more."""
@@ -488,7 +490,7 @@ class VirtualFleet:
         self.clock = Clock()
         self._tiers, self._prompts = tiers, PromptMaker()
         self._longest = setup.memory.max_model_len
-        self.served: list[Served] = []
+        self.served: list[ServedRequest] = []
         self.num_open = 0
         # When the last request had its last word.
         self.ended_s = 0.0
@@ -525,7 +527,7 @@ class VirtualFleet:
             if node.zone == zone:
                 node.end()
 
-    def serve(self, arrivals: Sequence[Arrival], until_s: float = math.inf) -> list[Served]:
+    def serve(self, arrivals: Sequence[ArrivingRequest], until_s: float = math.inf) -> list[ServedRequest]:
         """Runs to the end of the last request; what became of each, in their order."""
         self._arrive(iter(arrivals))
         self.clock.run(until_s)
@@ -545,10 +547,10 @@ class VirtualFleet:
 
         self.clock.call_at(arrival.at_s, come)
 
-    def _submit(self, arrival: Arrival) -> None:
+    def _submit(self, arrival: ArrivingRequest) -> None:
         number = next(self._numbers)
         tier = self._tiers.named(arrival.tier or self._tiers.own_tier(arrival.tenant))
-        served = Served(arrival, tier)
+        served = ServedRequest(arrival, tier)
         self.served.append(served)
         self.num_open += 1
         sampling = self._sampling.get(arrival.output_tokens)
@@ -570,7 +572,7 @@ class VirtualFleet:
         )
         self.gateways[number % len(self.gateways)].submit(submission, served)
 
-    def _ended(self, served: Served) -> None:
+    def _ended(self, served: ServedRequest) -> None:
         self.num_open -= 1
         self.ended_s = max(self.ended_s, served.end_s)
 

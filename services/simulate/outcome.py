@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.simulate.fleet import Served, VirtualFleet
+from services.simulate.fleet import ServedRequest, VirtualFleet
 
 # Of a Student t distribution, by degrees of freedom: between the two lies nine tenths.
 _T90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
@@ -22,7 +22,7 @@ class Objective(NamedTuple):
     ttft_s: float | None = None
     tpot_s: float | None = None
 
-    def is_met(self, served: Served) -> bool:
+    def is_met(self, served: ServedRequest) -> bool:
         """Whether the request was answered in full and in time."""
         if served.failure or not served.num_tokens:
             return False
@@ -65,7 +65,9 @@ class RunFigures(msgspec.Struct, kw_only=True):
 _REFUSALS = frozenset({"QUEUE_LIMIT_EXCEEDED", "NEVER_FITS", "CONTEXT_LENGTH_EXCEEDED"})
 
 
-def figures_of(served: Sequence[Served], objectives: Mapping[str, Objective], duration_s: float) -> Figures:
+def figures_of(
+    served: Sequence[ServedRequest], objectives: Mapping[str, Objective], duration_s: float
+) -> Figures:
     """The requests' figures; `objectives` are by tier."""
     firsts = sorted(each.ttft_s for each in served if each.num_tokens)
     tpots = sorted(each.tpot_s for each in served if each.num_tokens > 1)
@@ -89,7 +91,7 @@ def figures_of(served: Sequence[Served], objectives: Mapping[str, Objective], du
 def run_figures(fleet: VirtualFleet, objectives: Mapping[str, Objective]) -> RunFigures:
     """After `VirtualFleet.serve`."""
     served, duration_s = fleet.served, fleet.ended_s
-    by_tier: dict[str, list[Served]] = {}
+    by_tier: dict[str, list[ServedRequest]] = {}
     for each in served:
         by_tier.setdefault(each.tier.name, []).append(each)
     failures = Counter(each.failure for each in served if each.failure)
@@ -108,7 +110,7 @@ def at_share(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-class Interval(msgspec.Struct, frozen=True):
+class PredictionInterval(msgspec.Struct, frozen=True):
     """A value of runs with different seeds: their mean, and where one more run's lies nine times of ten."""
 
     mean: float
@@ -116,23 +118,23 @@ class Interval(msgspec.Struct, frozen=True):
     high: float
 
 
-def interval(values: Sequence[float], most: float = math.inf) -> Interval:
+def interval(values: Sequence[float], most: float = math.inf) -> PredictionInterval:
     """Student's prediction interval, within what a value can be; of one value, that value."""
     known = [each for each in values if not math.isnan(each)]
     if not known:
-        return Interval(math.nan, math.nan, math.nan)
+        return PredictionInterval(math.nan, math.nan, math.nan)
     mean, count = math.fsum(known) / len(known), len(known)
     if count == 1 or max(known) - min(known) <= 1e-9 * abs(mean):
-        return Interval(mean, mean, mean)
+        return PredictionInterval(mean, mean, mean)
     deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in known) / (count - 1))
     factor = _T90[count - 2] if count - 2 < len(_T90) else _NORMAL90
     width = factor * deviation * math.sqrt(1 + 1 / count)
     # None of what is told here is below 0.
-    return Interval(mean, max(0.0, mean - width), min(most, mean + width))
+    return PredictionInterval(mean, max(0.0, mean - width), min(most, mean + width))
 
 
 def over_seeds(
     runs: Sequence[RunFigures], value: Callable[[RunFigures], float], most: float = math.inf
-) -> Interval:
+) -> PredictionInterval:
     """One value of all runs, which is never more than that."""
     return interval([value(run) for run in runs], most)

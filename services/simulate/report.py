@@ -10,10 +10,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from services.simulate.outcome import Figures, Interval, RunFigures, over_seeds
+from services.simulate.outcome import Figures, PredictionInterval, RunFigures, over_seeds
 
 
-class _Line(NamedTuple):
+class _FigureRow(NamedTuple):
     """A line of the table."""
 
     name: str
@@ -26,20 +26,20 @@ class _Line(NamedTuple):
 
 
 _ROWS = (
-    _Line("goodput", "%", 100.0, lambda each: each.goodput, 1.0),
-    _Line("TTFT p50", "ms", 1000.0, lambda each: each.ttft_p50_s),
-    _Line("TTFT p99", "ms", 1000.0, lambda each: each.ttft_p99_s),
-    _Line("TPOT p50", "ms", 1000.0, lambda each: each.tpot_p50_s),
-    _Line("TPOT p99", "ms", 1000.0, lambda each: each.tpot_p99_s),
-    _Line("longest gap", "ms", 1000.0, lambda each: each.longest_gap_s),
-    _Line("output tokens/s", "", 1.0, lambda each: each.output_tokens_per_s),
-    _Line("refused", "", 1.0, lambda each: each.num_refused),
-    _Line("failed", "", 1.0, lambda each: each.num_failed),
-    _Line("continued elsewhere", "", 1.0, lambda each: each.num_continued),
+    _FigureRow("goodput", "%", 100.0, lambda each: each.goodput, 1.0),
+    _FigureRow("TTFT p50", "ms", 1000.0, lambda each: each.ttft_p50_s),
+    _FigureRow("TTFT p99", "ms", 1000.0, lambda each: each.ttft_p99_s),
+    _FigureRow("TPOT p50", "ms", 1000.0, lambda each: each.tpot_p50_s),
+    _FigureRow("TPOT p99", "ms", 1000.0, lambda each: each.tpot_p99_s),
+    _FigureRow("longest gap", "ms", 1000.0, lambda each: each.longest_gap_s),
+    _FigureRow("output tokens/s", "", 1.0, lambda each: each.output_tokens_per_s),
+    _FigureRow("refused", "", 1.0, lambda each: each.num_refused),
+    _FigureRow("failed", "", 1.0, lambda each: each.num_failed),
+    _FigureRow("continued elsewhere", "", 1.0, lambda each: each.num_continued),
 )
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class SimulatedAnswer(msgspec.Struct, kw_only=True):
     """What was asked, and what came of it."""
 
     load: str
@@ -61,7 +61,7 @@ class Answer(msgspec.Struct, kw_only=True):
         return bool(self.runs) and all(each.total.goodput >= self.goodput_asked for each in self.runs)
 
 
-def as_json(answer: Answer) -> bytes:
+def as_json(answer: SimulatedAnswer) -> bytes:
     """Figures of each run, and their intervals."""
     plain: dict[str, Any] = msgspec.to_builtins(answer)
     plain["is_kept"] = answer.is_kept
@@ -75,7 +75,7 @@ def as_json(answer: Answer) -> bytes:
 
 def _known(value: Any) -> Any:
     """JSON has no numbers that are none."""
-    if isinstance(value, Interval):
+    if isinstance(value, PredictionInterval):
         return _known(msgspec.to_builtins(value))
     if isinstance(value, dict):
         return {name: _known(each) for name, each in value.items()}
@@ -84,7 +84,7 @@ def _known(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def show(answer: Answer, console: Console) -> None:
+def show(answer: SimulatedAnswer, console: Console) -> None:
     """A table: all requests, then each tier; with several seeds, where one more run would lie."""
     console.print(f"Load: {answer.load}", markup=False, soft_wrap=True)
     console.print(f"Engine: {answer.engine}", markup=False, soft_wrap=True)
@@ -121,14 +121,14 @@ def _tiers(runs: Sequence[RunFigures]) -> list[str]:
     return sorted({tier for run in runs for tier in run.tiers})
 
 
-def _interval(runs: Sequence[RunFigures], scope: str, row: _Line) -> Interval:
+def _interval(runs: Sequence[RunFigures], scope: str, row: _FigureRow) -> PredictionInterval:
     def value(run: RunFigures) -> float:
         return row.value(run.total if scope == "total" else run.tiers.get(scope, Figures()))
 
     return over_seeds(runs, value, row.most)
 
 
-def _cell(found: Interval, factor: float) -> str:
+def _cell(found: PredictionInterval, factor: float) -> str:
     if math.isnan(found.mean):
         return "-"
     text = f"{found.mean * factor:.4g}"

@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.config import GatewayConfig
 from gateway.tiers import Tiers
-from services.simulate.arrivals import Arrival, Burst, GeneratedLoad
+from services.simulate.arrivals import ArrivingRequest, Burst, GeneratedLoad
 from services.simulate.fleet import EngineNode, FleetPlan, VirtualFleet
 from services.simulate.outcome import Objective, RunFigures, run_figures
 from services.simulate.step_model import EngineSetup
@@ -39,7 +39,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything but the number of engines and the seed."""
 
     # A trace, or what is drawn by a seed.
-    load: tuple[Arrival, ...] | GeneratedLoad
+    load: tuple[ArrivingRequest, ...] | GeneratedLoad
     setup: EngineSetup
     config: GatewayConfig
     tiers: Tiers
@@ -50,7 +50,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     scaling: Scaling | None = None
     skips: bool = True
 
-    def arrivals(self, seed: int) -> Sequence[Arrival]:
+    def arrivals(self, seed: int) -> Sequence[ArrivingRequest]:
         """The requests of a run."""
         arrivals = self.load.arrivals(seed) if isinstance(self.load, GeneratedLoad) else self.load
         return arrivals if self.burst is None else self.burst.over(arrivals, seed)

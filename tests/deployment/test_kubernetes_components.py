@@ -37,6 +37,18 @@ def test_autoscaling_asks_for_metrics_that_exist() -> None:
             assert find(manifests, reference["kind"], reference["name"])
 
 
+def test_engines_are_scaled_by_what_gateways_want(tmp_path: Path) -> None:
+    manifests = kustomize.build(stage(tmp_path, "observability", "autoscale", "autoscale/goodput"))
+    scaled = the(manifests, "ScaledObject", "engine")["spec"]
+    (trigger,) = scaled["triggers"]
+    assert trigger["metadata"]["query"] == f"sum({names.ENGINES_WANTED.name})"
+    assert (trigger["metadata"]["threshold"], scaled["minReplicaCount"]) == ("1", 0)
+    pod = the(manifests, "Deployment", "gateway")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    # A gateway that nobody reaches without an engine would never want one.
+    assert variables_of(manifests, container)["MILLRACE_GATEWAY__AUTOSCALING__FROM_ZERO"] == "true"
+
+
 @pytest.mark.parametrize("component", sorted(folder.name for folder in (K8S / "components").iterdir()))
 def test_components_can_be_added_one_by_one(tmp_path: Path, component: str) -> None:
     for manifest in kustomize.build(stage(tmp_path, component)):

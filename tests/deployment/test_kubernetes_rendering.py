@@ -43,6 +43,7 @@ OPTIONAL = (
     ("cpu", "second-model"),
     ("gpu", "mtls", "second-model", "leaderworkerset"),
     ("observability", "autoscale", "second-model", "second-model/autoscale"),
+    ("observability", "autoscale", "autoscale/goodput"),
 )
 
 

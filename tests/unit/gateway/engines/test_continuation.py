@@ -104,6 +104,26 @@ async def test_engine_that_stays_away_ends_the_request_clearly() -> None:
         assert (await stack.http.get("/health")).status_code == 503
 
 
+async def test_without_engines_a_gateway_that_scales_from_zero_is_asked_and_wants_one() -> None:
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("x"))
+    tables = {"gateway": {"autoscaling": {"from_zero": True}}}
+    async with deployed(engine, tables=tables) as stack:
+        assert stack.gateway.fleet.wanted_engines() == {}
+        await stack.engine_servers[0].stop(0)
+        while stack.gateway.fleet.ready:
+            await asyncio.sleep(0.01)
+        refused = await stack.chat()
+        assert refused.status_code == 503
+        assert refused.json()["error"]["reason"] == "ENGINE_UNAVAILABLE"
+        assert "retry-after" in refused.headers
+        assert (await stack.http.get("/health")).status_code == 200
+        ((model, pool), wanted) = next(iter(stack.gateway.fleet.wanted_engines().items()))
+        assert (model, pool) != ("", "")
+        assert 0 < wanted <= 1
+        while "millrace_engines_wanted{" not in (await stack.http.get("/metrics")).text:
+            await asyncio.sleep(0.05)
+
+
 async def test_losses_are_bounded() -> None:
     engines = [
         ScriptedEngine(name=str(index), reply=lambda submit, choice: encode("x" * 90), dies_after_tokens=5)

@@ -11,7 +11,7 @@ from engine.config import CacheConfig, SchedulerConfig
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from services.bench.workload import Lengths
-from services.simulate.arrivals import Arrival, GeneratedLoad
+from services.simulate.arrivals import ArrivingRequest, GeneratedLoad
 from services.simulate.fleet import FleetPlan
 from services.simulate.outcome import Objective
 from services.simulate.scenario import Scenario
@@ -53,7 +53,7 @@ def load(rate: float = 4.0, duration_s: float = 20.0, **changes: Any) -> Generat
 
 
 def scenario(
-    what: GeneratedLoad | Sequence[Arrival], engine: EngineSetup | None = None, **changes: Any
+    what: GeneratedLoad | Sequence[ArrivingRequest], engine: EngineSetup | None = None, **changes: Any
 ) -> Scenario:
     """That load on the deployment of TABLES; the autoscaler's settings are `autoscaling`."""
     gateway = {**TABLES["gateway"], "autoscaling": changes.pop("autoscaling", {})}

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.errors import ConfigError
 from services.bench.workload import Lengths
-from services.simulate.arrivals import Arrival, Burst, GeneratedLoad, PromptMaker, read_trace
+from services.simulate.arrivals import ArrivingRequest, Burst, GeneratedLoad, PromptMaker, read_trace
 from tests.unit.services.simulate.deployment import load
 
 TIERS = ("batch", "gold")
@@ -16,7 +16,7 @@ MOONCAKE = '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "has
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
-def _read(folder: Path, text: str) -> list[Arrival]:
+def _read(folder: Path, text: str) -> list[ArrivingRequest]:
     path = folder / "trace"
     path.write_text(text, encoding="utf-8")
     return read_trace(path, TIERS)
@@ -26,17 +26,17 @@ def test_mooncakes_form(tmp_path: Path) -> None:
     second = '{"timestamp": 27000, "input_length": 9, "output_length": 1, "tenant": "a", "tier": "gold"}'
     arrivals = _read(tmp_path, MOONCAKE + "\n" + second)
     assert arrivals[1].at_s == pytest.approx(0.482)
-    first = Arrival(0.0, 9, 1, "a", "gold")
-    assert arrivals == [first, Arrival(arrivals[1].at_s, 6955, 52, hash_ids=(46, 47))]
+    first = ArrivingRequest(0.0, 9, 1, "a", "gold")
+    assert arrivals == [first, ArrivingRequest(arrivals[1].at_s, 6955, 52, hash_ids=(46, 47))]
 
 
 def test_azures_form(tmp_path: Path) -> None:
     rows = "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.0798600,3180,8\n"
     arrivals = _read(tmp_path, AZURE + rows)
     assert arrivals[1].at_s == pytest.approx(0.0999)
-    assert arrivals == [Arrival(0.0, 4808, 10), Arrival(arrivals[1].at_s, 3180, 8)]
+    assert arrivals == [ArrivingRequest(0.0, 4808, 10), ArrivingRequest(arrivals[1].at_s, 3180, 8)]
     seconds = _read(tmp_path, AZURE.replace("\n", ",tier\n") + "1.5,10,2,batch\n0.5,11,3,\n")
-    assert seconds == [Arrival(0.0, 11, 3), Arrival(1.0, 10, 2, tier="batch")]
+    assert seconds == [ArrivingRequest(0.0, 11, 3), ArrivingRequest(1.0, 10, 2, tier="batch")]
 
 
 LENGTHS = '"input_length": 5, "output_length": 5'
@@ -72,13 +72,13 @@ def test_what_is_wrong_is_told_with_its_line(tmp_path: Path, text: str) -> None:
 
 def test_prompts_share_what_their_hash_ids_share() -> None:
     maker = PromptMaker()
-    first = maker.ids(Arrival(0, 1500, 1, hash_ids=(5, 6, 7)), 1)
-    second = maker.ids(Arrival(0, 1400, 1, hash_ids=(5, 6, 8)), 2)
+    first = maker.ids(ArrivingRequest(0, 1500, 1, hash_ids=(5, 6, 7)), 1)
+    second = maker.ids(ArrivingRequest(0, 1400, 1, hash_ids=(5, 6, 8)), 2)
     assert (len(first), len(second)) == (1500, 1400)
     assert first[:1024] == second[:1024]
     assert first[1024] != second[1024]
     # Longer than their hash ids say, and without any: nothing in common with anybody.
-    firsts = {maker.ids(Arrival(0, 200_000, 1), number)[0] for number in range(100)}
+    firsts = {maker.ids(ArrivingRequest(0, 200_000, 1), number)[0] for number in range(100)}
     assert len(firsts) == 100
 
 

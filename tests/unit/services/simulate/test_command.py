@@ -56,8 +56,8 @@ def test_a_trace_on_so_many_engines(tmp_path: Path) -> None:
 
 
 def test_the_least_number_of_engines(tmp_path: Path) -> None:
-    asked = ("--rate", "60", "--duration", "5", "--input-tokens", "100", "--output-tokens", "40")
-    asked = (*asked, "--slo", "ttft=100,tpot=50", "--json", str(tmp_path / "out.json"))
+    drawn = ("--rate", "60", "--duration", "5", "--input-tokens", "100", "--output-tokens", "40")
+    asked = (*drawn, "--slo", "ttft=100,tpot=50", "--json", str(tmp_path / "out.json"))
     found = _simulate(tmp_path, *asked)
     assert found.exit_code == 0, found.output
     told = json.loads((tmp_path / "out.json").read_bytes())

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.simulate.arrivals import Arrival, Burst
-from services.simulate.fleet import FleetPlan, Served, VirtualFleet
+from services.simulate.arrivals import ArrivingRequest, Burst
+from services.simulate.fleet import FleetPlan, ServedRequest, VirtualFleet
 from services.simulate.scenario import Scenario, ZoneLoss
 from tests.unit.services.simulate.deployment import load, scenario, setup
 
 
-def _told(served: Served) -> tuple[Any, ...]:
+def _told(served: ServedRequest) -> tuple[Any, ...]:
     """All that a client saw of one request; nan equals itself as text."""
     seen = (served.first_s, served.last_s, served.end_s, served.gap_s)
     return (*map(repr, seen), served.num_tokens, served.failure, served.num_losses, served.tier.name)
@@ -119,7 +119,7 @@ def test_a_lost_zone_costs_time_and_no_token() -> None:
 
 
 def test_without_another_engine_streams_wait_as_long_as_is_configured() -> None:
-    arrivals = [Arrival(0.0, 50, 2000)]
+    arrivals = [ArrivingRequest(0.0, 50, 2000)]
     alone = scenario(arrivals, zone_loss=ZoneLoss(1.0))
     served = alone.served(1, 0).served[0]
     assert served.failure == "ENGINE_LOST"
@@ -142,9 +142,9 @@ def test_doors_refuse_who_would_be_late_and_keep_who_is_accepted() -> None:
 
 
 def test_prompts_that_share_hash_ids_are_found_in_the_cache() -> None:
-    first = Arrival(0.0, 1600, 4, hash_ids=(1, 2, 3))
-    again = Arrival(5.0, 1700, 4, hash_ids=(1, 2, 9))
-    other = Arrival(10.0, 1700, 4, hash_ids=(7, 2, 3))
+    first = ArrivingRequest(0.0, 1600, 4, hash_ids=(1, 2, 3))
+    again = ArrivingRequest(5.0, 1700, 4, hash_ids=(1, 2, 9))
+    other = ArrivingRequest(10.0, 1700, 4, hash_ids=(7, 2, 3))
     fleet = scenario([first, again, other], setup()).served(3, 0)
     ttfts = [each.ttft_s for each in fleet.served]
     assert ttfts[1] < 0.7 * ttfts[0] < ttfts[2]
