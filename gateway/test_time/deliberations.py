@@ -27,7 +27,7 @@ from gateway.test_time.asked import Begin, within
 from gateway.test_time.branch import AnswerPart
 from gateway.test_time.chains import CritiqueRevise, Escalate, questions_of
 from gateway.test_time.scorers import AnswerScorer, CheckScorer, ModelScorer, SchemaScorer, question_of
-from gateway.test_time.search import BeamSearch
+from gateway.test_time.search import StepSearch
 from gateway.test_time.strategies import BestSample, DeepConf, SelfConsistency, Strategy
 from gateway.test_time.stream import DeliberateStream, Plan
 from gateway.test_time.verifier import VerifierScorer
@@ -52,7 +52,7 @@ def strategy_of(ask: Deliberation, scorer: AnswerScorer | None) -> Strategy:
         "deepconf": lambda: DeepConf(number, confidence),
         "escalate": lambda: Escalate(ask.confidence or admission.DEFAULT_BELIEF, rates=rates),
         "critique_revise": lambda: CritiqueRevise(ask.samples or 1),
-        "search": lambda: BeamSearch(number, rates=rates),
+        "search": lambda: StepSearch(number, rates=rates),
     }
     return make[ask.strategy]()
 

@@ -12,7 +12,7 @@ _PER_KEPT = 4
 MAX_STEPS = 64
 
 
-class BeamSearch(Samples):
+class StepSearch(Samples):
     """Beam search under a process reward model (Snell et al., arXiv 2408.03314). Every level begins as many
     steps, children of those that were kept; when all have ended, the best of them are kept. It is over when
     all that are kept are answers; the one that scores best is given.

@@ -12,7 +12,7 @@ import pytest
 from millrace.engine.v1 import engine_pb2
 
 from gateway.test_time.deliberations import strategy_of
-from gateway.test_time.search import MAX_STEPS, BeamSearch
+from gateway.test_time.search import MAX_STEPS, StepSearch
 from gateway.test_time.strategies import Concluded, Event, Rated, Sample, replay
 from gateway.test_time.stream import DeliberateStream
 from runtime.context import CONTEXT_HEADER
@@ -96,7 +96,7 @@ async def test_the_best_steps_are_gone_on_from_and_the_best_answer_is_given(
     # Steps end in the engine with their delimiter.
     assert len(engine.cancels) == 5
     (stream,) = streams
-    assert stream.steps == replay(BeamSearch(4, rates=True), stream.events)
+    assert stream.steps == replay(StepSearch(4, rates=True), stream.events)
 
 
 async def test_without_a_scorer_the_likeliest_steps_are_kept_and_log_probabilities_are_whole(
@@ -196,7 +196,7 @@ def answer(index: int) -> Sample:
 
 def test_two_of_eight_are_kept_and_share_what_follows() -> None:
     events: list[Event] = [*map(step, range(8)), Rated(scores={index: index % 5 for index in range(8)})]
-    steps = replay(BeamSearch(8, rates=True), events)
+    steps = replay(StepSearch(8, rates=True), events)
     assert steps[8].rate == tuple(range(8))
     # Four has the highest score, and of those behind it three comes first.
     assert steps[9].parents == (3, 3, 3, 3, 4, 4, 4, 4)
@@ -204,14 +204,14 @@ def test_two_of_eight_are_kept_and_share_what_follows() -> None:
 
 def test_an_answer_stays_one_while_steps_go_on() -> None:
     first: list[Event] = [answer(0), *map(step, range(1, 8)), Rated(scores={0: 0.9, 1: 0.8, 2: 0.1})]
-    steps = replay(BeamSearch(8, rates=True), first)
+    steps = replay(StepSearch(8, rates=True), first)
     assert steps[-1].parents == (1,) * 8
     worse: list[Event] = [*map(answer, range(8, 16)), Rated(scores=dict.fromkeys(range(8, 16), 0.5))]
-    assert replay(BeamSearch(8, rates=True), [*first, *worse])[-1].winner == 0
+    assert replay(StepSearch(8, rates=True), [*first, *worse])[-1].winner == 0
 
 
 def test_a_search_ends() -> None:
-    strategy = BeamSearch(2, rates=False)
+    strategy = StepSearch(2, rates=False)
     strategy.begin()
     for number in range(2 * MAX_STEPS):
         last = strategy.take(step(number))
@@ -221,7 +221,7 @@ def test_a_search_ends() -> None:
 
 def test_what_failed_is_not_gone_on_from() -> None:
     failed = Sample(index=0, is_complete=False, is_answer=False)
-    assert replay(BeamSearch(2, rates=True), [failed, step(1)])[-1].rate == (1,)
+    assert replay(StepSearch(2, rates=True), [failed, step(1)])[-1].rate == (1,)
     cut = Sample(index=0, is_complete=False, mean_logprob=-0.5)
     events: list[Event] = [cut, Sample(index=1, is_complete=False, is_answer=False), Concluded(ended_by="x")]
-    assert replay(BeamSearch(2, rates=True), events)[2].winner == 0
+    assert replay(StepSearch(2, rates=True), events)[2].winner == 0
