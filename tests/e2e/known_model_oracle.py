@@ -11,9 +11,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an answer leaves the likeliest tokens: how many were equal before, what stands there, and by how
-    much the likeliest token's logit is above that of the token that stands there.
+class Difference(msgspec.Struct, frozen=True):
+    """A token of an answer that is not the likeliest behind those before it: its place, and by how much the
+    likeliest token's logit is above its own.
     """
 
     prompt: str
@@ -51,8 +51,8 @@ class KnownModelOracle:
         self._model.tie_weights()
         assert {value.dtype for value in self._model.state_dict().values()} == {torch.float32}
 
-    def difference(self, prompt: str, tokens: list[bytes], *, is_whole: bool) -> Difference | None:
-        """None if every token of the answer is the likeliest after those before it, which makes it the greedy
+    def differences(self, prompt: str, tokens: list[bytes], *, is_whole: bool) -> list[Difference]:
+        """Nothing if every token of the answer is the likeliest after those before it, which makes it the greedy
         answer; `is_whole`: it ended by itself, so the end is a token of it. Texts would not do: the same one
         can be told by other tokens.
         """
@@ -64,16 +64,11 @@ class KnownModelOracle:
             answer.append(self._tokenizer.eos_token_id)
         with torch.inference_mode():
             logits = self._model(torch.tensor([begin + answer])).logits[0, len(begin) - 1 : -1]
-        likeliest = logits.argmax(-1)
-        wrong = (likeliest != torch.tensor(answer)).nonzero()
-        if not len(wrong):
-            return None
-        position = int(wrong[0])
-        best, given = int(likeliest[position]), answer[position]
-        return Difference(
-            prompt=prompt,
-            position=position,
-            likeliest=self._tokenizer.decode(best),
-            found=self._tokenizer.decode(given),
-            margin=float(logits[position, best] - logits[position, given]),
-        )
+        found = []
+        for position, (row, given) in enumerate(zip(logits, answer, strict=True)):
+            best = int(row.argmax())
+            if best != given:
+                likeliest, instead = self._tokenizer.decode(best), self._tokenizer.decode(given)
+                margin = float(row[best] - row[given])
+                found.append(Difference(prompt, position, likeliest, instead, margin))
+        return found

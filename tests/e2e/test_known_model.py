@@ -16,6 +16,8 @@ from tests.e2e.stack import CONFIG, running_stack
 
 NAME = "smollm2-135m"
 EMBEDS = "all-minilm-l6-v2"
+# Of two logits, which are around 30.
+NEAR_TIE = 2e-3
 # Fifty, one a line.
 PROMPTS = Path(__file__).with_name("known_model_prompts.txt").read_text().splitlines()
 
@@ -79,8 +81,16 @@ def test_greedy_answers_are_those_of_transformers(name: str, tmp_path: Path) -> 
     assert {is_whole for _, is_whole in answers} == {True, False}
     oracle = KnownModelOracle(fetched(name, "--model", os.environ))
     compared = zip(PROMPTS, answers, strict=True)
-    found = [oracle.difference(prompt, tokens, is_whole=whole) for prompt, (tokens, whole) in compared]
-    assert not [each for each in found if each is not None]
+    differences = [
+        each
+        for prompt, (tokens, whole) in compared
+        for each in oracle.differences(prompt, tokens, is_whole=whole)
+    ]
+    for each in differences:
+        print(f"near tie, {each.margin:.1e} at {each.position}: {each.found!r}, not {each.likeliest!r}")
+    # Both sum in float32, in other orders: logits around 30 agree to four digits and more.
+    assert [each for each in differences if each.margin > NEAR_TIE] == []
+    assert len(differences) <= 5
 
 
 def test_one_of_several_files_embeds(tmp_path: Path) -> None:
