@@ -52,9 +52,9 @@ class KnownModelOracle:
         assert {value.dtype for value in self._model.state_dict().values()} == {torch.float32}
 
     def differences(self, prompt: str, tokens: list[bytes], *, is_whole: bool) -> list[Difference]:
-        """Nothing if every token of the answer is the likeliest after those before it, which makes it the greedy
-        answer; `is_whole`: it ended by itself, so the end is a token of it. Texts would not do: the same one
-        can be told by other tokens.
+        """Nothing where every token of the answer is the likeliest behind those before it: the answer is the
+        greedy one then. `is_whole`: it ended by itself, so the end is a token of it. Texts would not do,
+        since the same one can be told by other tokens.
         """
         begin = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
