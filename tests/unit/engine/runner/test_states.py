@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -267,20 +267,16 @@ def test_too_little_memory_for_states_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (
-            EngineConfig(speculation=SpeculationConfig(method="draft_model", draft_model="/draft")),
-            r"engine\.speculation\.method = 'draft_model': Lfm2ForCausalLM has layers .* ngram",
-        ),
-    ],
+    ("method", "device", "remedy"),
+    [("draft_model", "cpu", "set it to ngram, or to off"), ("ngram", "cuda", "set it to off")],
 )
-def test_what_states_cannot_follow_is_refused_by_name(
-    config: EngineConfig, said: str, tmp_path: Path
+def test_drafts_that_states_cannot_go_back_behind_are_refused_by_name(
+    method: Literal["draft_model", "ngram"], device: str, remedy: str, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, HYBRIDS["lfm2"][0], **HYBRIDS["lfm2"][1])
-    with pytest.raises(ConfigError, match=said):
-        plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB)
+    config = EngineConfig(speculation=SpeculationConfig(method=method, draft_model="/draft"))
+    with pytest.raises(ConfigError, match=rf"speculation\.method = '{method}': Lfm2.* state, .*; {remedy}"):
+        plan_input(config, ModelConfig(path=str(tmp_path)), device=device, available_bytes=8 * GIB)
 
 
 @pytest.mark.parametrize(
