@@ -241,12 +241,7 @@ def num_logit_rows(config: EngineConfig) -> int:
 def make_plan(given: PlanInput) -> MemoryPlan:
     """The plan. Raises ConfigError with the numbers when not even one sequence of max_model_len fits."""
     cache, spec = given.config.cache, given.spec
-    if LARGEST_BLOCK % cache.block_size:
-        raise ConfigError(
-            f"engine.cache.block_size = {cache.block_size}: must be a power of two up to {LARGEST_BLOCK}"
-        )
-    for each in (spec, *([given.draft.spec] if given.draft is not None else [])):
-        check_kv_dtype(each, given.kv_dtype)
+    _check_cache(given)
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
     float12 = packs_float12(given)
     weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables
@@ -320,6 +315,15 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         num_block_ids=num_ids,
         num_window_block_ids=num_window_ids,
     )
+
+
+def _check_cache(given: PlanInput) -> None:
+    """Raises ConfigError for blocks, or a form of keys and values, that this model cannot have."""
+    size = given.config.cache.block_size
+    if LARGEST_BLOCK % size:
+        raise ConfigError(f"engine.cache.block_size = {size}: must be a power of two up to {LARGEST_BLOCK}")
+    for each in (given.spec, *([given.draft.spec] if given.draft is not None else [])):
+        check_kv_dtype(each, given.kv_dtype)
 
 
 def window_room_of(given: PlanInput) -> WindowRoom:
