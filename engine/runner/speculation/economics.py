@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from engine.runner.speculation.acceptance import Acceptance
 from engine.runner.speculation.answers import AnswerMatch
-from engine.runner.speculation.step_times import Recent, StepTimes, size_class
+from engine.runner.speculation.step_times import FEW, Recent, StepTimes, size_class
 
 # A draft must gain so much more than it costs: at least, as costs are measured with noise, and at most. In
 # between decides what steps with drafts really gained.
@@ -40,10 +40,13 @@ _OWN_FADING, _PRIOR = 0.9, 2.0
 # Steps with drafts after which plain ones are measured again.
 _REFRESH_STEPS = 64
 # Part of the time of steps that goes into trials; and plain steps that they may cost before they earned it.
-_TRIAL_SHARE, _FIRST_CREDIT, _MOST_CREDIT = 0.005, 1.0, 2.0
+_TRIAL_SHARE, _FIRST_CREDIT, _MOST_CREDIT = 0.005, 3.0, 3.0
+_LARGEST_TRIAL = 0.9
 # A trial that makes a step so much longer has so many steps between it and the next. A draft model makes so
 # many drafts in one.
 _SHORT_TRIAL, _TRIAL_INTERVAL, _TRIAL_ROUNDS = 0.01, 256, 2
+# Part of a plain step that lookups may have cost in vain.
+_MOST_IN_VAIN = 0.1
 # What a tenant's step may be longer for others' drafts.
 _SLACK = 0.01
 # Rounds over which what a draft model reads first must pay, and tokens that a round adds anyway.
@@ -108,8 +111,9 @@ class _Costs:
     margin: float = LEAST_MARGIN
     # Plain steps that drafts saved, less those that they cost, over the latest steps with drafts.
     balance: float = 0.0
-    # Seconds that trials may take.
+    # Seconds that trials may take, and what the latest one was charged before its step was measured.
     credit_s: float = 0.0
+    charged_s: float = 0.0
     # Whose turn it is to be looked up in a trial, and how often drafts were verified in one.
     turn: int = 0
     num_trials: int = 0
@@ -160,6 +164,9 @@ class Economics:
             self.times.add(step.num_sequences, step.num_drafts, step.seconds)
             self._saved_s = plain_s * step.num_accepted / step.num_sequences
             self._spent_s = max(0.0, step.seconds - plain_s) + proposing_s
+            if costs.charged_s:
+                costs.credit_s += costs.charged_s - max(0.0, step.seconds - plain_s)
+                costs.charged_s = 0.0
             self._settle(costs, (self._saved_s - self._spent_s) / plain_s)
 
     def drain(self) -> tuple[float, float]:
@@ -234,14 +241,19 @@ class Economics:
         each_s = costs.per_draft.value
         least = max(self.min_acceptance, costs.margin * each_s * num / plain_s)
         chances = [self._chance(*each) for each in zip(sequences, owners, strict=True)]
-        asked = [] if costs.worth_s < 0 else [row for row, chance in enumerate(chances) if chance >= least]
+        in_vain = costs.worth_s < -_MOST_IN_VAIN * plain_s
+        asked = [] if in_vain else [row for row, chance in enumerate(chances) if chance >= least]
         few = max(1, int(_SHORT_TRIAL * plain_s / each_s)) if each_s else num
         if len(asked) > few:
             sure = [each.found * each.acceptance.share(0, _PRIOR) for each in sequences]
             if not _bear(owners, sure, len(asked) * each_s / plain_s):
                 asked = asked[:few]
         others = sorted(set(range(num)) - set(asked))
-        if others and len(asked) < few and self._may_try(costs, plain_s, each_s):
+        if (
+            others
+            and len(asked) < few
+            and self._may_try(costs, plain_s, each_s, is_felt=len(set(owners)) > 1)
+        ):
             # As many as together are a short trial.
             count = min(few - len(asked), len(others))
             tried = [others[(costs.turn + offset) % len(others)] for offset in range(count)]
@@ -285,19 +297,22 @@ class Economics:
             return list(lengths)
         counts, gained_s = self._best(sequences, owners, lengths, by_forwards=False)
         costs = self._costs(len(sequences))
-        # Where lookups find what is never worth its rows, they cost time in vain.
-        costs.worth_s = _BALANCE_FADING * costs.worth_s + gained_s - self._proposing_s
+        if any(lengths):
+            # Where lookups find what is never worth its rows, they cost time in vain.
+            costs.worth_s = _BALANCE_FADING * costs.worth_s + gained_s - self._proposing_s
         return counts
 
     def _can_compare(self, costs: _Costs, plain_s: float) -> bool:
         return plain_s > 0 and costs.steps_since_plain < _REFRESH_STEPS
 
     @staticmethod
-    def _may_try(costs: _Costs, plain_s: float, seconds: float) -> bool:
-        """Whether a trial that takes so long has been earned; one that others would feel is rare."""
-        if costs.credit_s < seconds:
+    def _may_try(costs: _Costs, plain_s: float, seconds: float, *, is_felt: bool = True) -> bool:
+        """Whether a trial that takes so long has been earned; one that is felt by others is rare. One that
+        takes more than can be earned is paid for afterwards, so that what was dear once is measured again.
+        """
+        if costs.credit_s < min(seconds, _LARGEST_TRIAL * _MOST_CREDIT * plain_s):
             return False
-        if seconds > _SHORT_TRIAL * plain_s:
+        if is_felt and seconds > _SHORT_TRIAL * plain_s:
             if costs.steps_since_trial < _TRIAL_INTERVAL:
                 return False
             costs.steps_since_trial = 0
@@ -349,7 +364,7 @@ class Economics:
         best = int(np.argmax(np.where(fair, yields, 0.0)))
         gained_s = float(sums[best] * plain_s / num - extra_s[best])
         if yields[best] <= num or not fair[best]:
-            best, gained_s = self._trial(costs, plain_s, num, tokens, extra_s), 0.0
+            best, gained_s = self._trial(costs, plain_s, num, tokens, extra_s, felt=len(set(owners)) > 1), 0.0
         return np.bincount(whose[: best + 1], minlength=num).tolist(), gained_s
 
     def _shares(
@@ -389,16 +404,20 @@ class Economics:
         num: int,
         tokens: NDArray[np.floating[Any]],
         extra_s: NDArray[np.floating[Any]],
+        *,
+        felt: bool,
     ) -> int:
         """The last of some drafts that would pay if they cost nothing, which are verified to measure what
         they cost; -1 for none.
         """
         most = max(1, 2 * self.times.num_known(num))
-        count = min(1 << costs.num_trials % 4, most, tokens.size)
-        if tokens[:count].sum() < num * _SLACK or not self._may_try(costs, plain_s, extra_s[count - 1]):
+        count = min(1 << costs.num_trials // FEW % 4, most, tokens.size)
+        seconds = float(extra_s[count - 1])
+        if tokens[:count].sum() < num * _SLACK or not self._may_try(costs, plain_s, seconds, is_felt=felt):
             return -1
         costs.num_trials += 1
-        costs.credit_s -= float(extra_s[count - 1])
+        costs.credit_s -= seconds
+        costs.charged_s = seconds
         return count - 1
 
     def _costs(self, num_sequences: int) -> _Costs:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 # Measurements of which the median counts; with fewer than that the least does, since what disturbs a step
 # makes it longer.
-_LATEST, _FEW = 9, 3
+_LATEST, FEW = 9, 3
 
 
 class Recent:
@@ -26,10 +26,15 @@ class Recent:
         self._values: deque[float] = deque(maxlen=_LATEST)
         self.value = 0.0
 
+    @property
+    def is_rough(self) -> bool:
+        """Whether there are few."""
+        return len(self._values) < FEW
+
     def add(self, value: float) -> None:
         """Takes one in."""
         self._values.append(value)
-        self.value = min(self._values) if len(self._values) < _FEW else median(self._values)
+        self.value = min(self._values) if self.is_rough else median(self._values)
 
 
 def size_class(num_sequences: int) -> int:
@@ -85,7 +90,9 @@ class StepTimes:
         plain_s = self.plain_s(num_sequences)
         knots = {0: 1.0}
         for count, recent in self._factors.get(size_class(num_sequences), {}).items():
-            knots[count] = recent.value
+            # The first of a kind also pay for what is made when it is first needed.
+            most_it_can_be = 1 + count / num_sequences if recent.is_rough else np.inf
+            knots[count] = min(recent.value, most_it_can_be)
         last = max(knots)
         for sequences, recent in self._plain.items():
             if sequences > num_sequences + last and plain_s:

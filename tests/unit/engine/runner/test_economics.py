@@ -156,7 +156,20 @@ def test_trials_take_half_a_percent_of_the_time() -> None:
             economics.proposed(1, count, 0.6 * count)
     assert len(trials) > 10
     assert took_s <= 0.0051 * 5000
-    assert min(np.diff(trials)) >= 240
+    assert min(np.diff(trials)) >= 100
+
+
+def test_drafts_that_were_dear_are_tried_again_and_come_back() -> None:
+    """A machine that was busy when drafts were measured first."""
+    economics = measured(plain_s=1.0, per_row_s=20.0, per_draft_s=0.0, most=4)
+    progress, drafted = with_acceptance(0.9), []
+    for _ in range(12_000):
+        economics._proposing_s = 0.0
+        (count,) = economics.verifiable([progress], ["a"], [4])
+        drafted.append(count)
+        economics.stepped(StepCost(seconds=1.0, num_sequences=1, num_drafts=count, decodes_only=True))
+    assert sum(drafted[:400]) == 0
+    assert drafted[-100:].count(0) < 10
 
 
 def test_nothing_is_proposed_until_a_plain_step_was_measured_and_it_is_measured_again() -> None:
@@ -219,6 +232,9 @@ def test_what_was_never_measured_costs_in_proportion_to_rows_and_is_replaced_by_
     assert times.factors(4, 4)[4] == 2.0
     times.add(8, 0, 1.2)
     assert times.factors(4, 4)[4] == pytest.approx(1.2)
+    # The first step of a kind may be very slow.
+    times.add(4, 4, 50.0)
+    assert times.factors(4, 4)[4] == 2.0
     for _ in range(3):
         times.add(4, 4, 1.05)
     assert times.factors(4, 4)[4] == pytest.approx(1.05)
@@ -285,4 +301,4 @@ def test_a_tenant_whose_drafts_are_hopeless_waits_no_longer_for_its_tokens(machi
 def test_lookups_that_find_nothing_cost_next_to_nothing() -> None:
     without = run(MACHINES["fast"], {"a": 0.9}, 8, method="off", num_tokens=250)
     with_drafts = run(MACHINES["fast"], {"a": 0.9}, 8, num_tokens=250, found=0.0)
-    assert min(kept(with_drafts, without).values()) >= 0.99
+    assert min(kept(with_drafts, without).values()) >= KEPT
