@@ -6,7 +6,7 @@
 Sequences decode over histories of random keys and values that nobody computed: a step reads what it would
 read of real ones. The forms take turns, `rounds` times; a rate is tokens of all rows over the median step of
 the best round. Streams are of 8,192 tokens each, of which memory holds keys and values alone. bfloat16 is the
-baseline.
+baseline. Weights are random, and the shapes have positions for every context.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from runtime.config import ModelConfig
 FORMS = ("bfloat16", "int8", "fp8", "int4")
 MEMORY_BYTES = 4 << 30
 STREAM_TOKENS = 8192
+# Positions that the shapes are given, whatever their models were trained on.
+LONGEST = 1 << 16
 WARM_UP_STEPS = 2
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 
@@ -46,7 +48,9 @@ def main() -> None:
     for name, value in (("rows", 1), ("steps", 16), ("rounds", 3), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = parser.parse_args()
-    folder = make_checkpoint(arguments.checkpoint, arguments.folder)
+    name = f"{arguments.checkpoint}-long"
+    shape = SHAPES[arguments.checkpoint] | {"max_position_embeddings": LONGEST}
+    folder = make_checkpoint(name, arguments.folder, {name: shape})
     spec = read_spec(folder)
     rates: dict[tuple[str, int], float] = {}
     for _ in range(arguments.rounds):
@@ -98,8 +102,8 @@ def _fill(part: np.ndarray, drawn: np.random.Generator) -> None:
         elif part.dtype == np.uint16:
             block[...] = drawn.integers(0x3E00, 0x3FC0, block.shape, np.uint16)
         else:
-            # No byte is float8's NaN.
-            block[...] = drawn.integers(0, 0x78, block.shape, np.uint8).view(part.dtype)
+            # As float8 numbers from 1 to 240: neither NaN nor the least ones, which real vectors hardly have.
+            block[...] = drawn.integers(0x38, 0x78, block.shape, np.uint8).view(part.dtype)
 
 
 def _steps(runner: ModelRunner, rows: int, context: int, steps: int) -> list[float]:
