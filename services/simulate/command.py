@@ -29,7 +29,7 @@ _MOST_ENGINES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class SimulatedLoad:
     """What comes: a trace, or requests that are drawn."""
 
     trace: Annotated[
@@ -134,7 +134,7 @@ class AnswerOptions:
 
 
 @flattened
-def simulate(load: LoadOptions, fleet: FleetOptions, answer: AnswerOptions) -> None:
+def simulate(load: SimulatedLoad, fleet: FleetOptions, answer: AnswerOptions) -> None:
     """Say how many engines a load needs, by the shipped scheduler, router and autoscaler in virtual time."""
     console = Console(highlight=False)
     # That engines die is what is simulated.
@@ -170,7 +170,7 @@ def _measure(path: Path, config: Path | None) -> int:
     return owners.run_module("engine.core.step_record", arguments, settings=settings)
 
 
-def _scenario(load: LoadOptions, fleet: FleetOptions, answer: AnswerOptions) -> Scenario:
+def _scenario(load: SimulatedLoad, fleet: FleetOptions, answer: AnswerOptions) -> Scenario:
     from gateway.settings import load_settings
     from gateway.tiers import Tiers
     from services.cli.owners import configured_tables
@@ -229,7 +229,7 @@ def _setup(fleet: FleetOptions, tables: Mapping[str, object]) -> EngineSetup:
 
 
 def _answered(
-    scenario: Scenario, load: LoadOptions, fleet: FleetOptions, answer: AnswerOptions, console: Console
+    scenario: Scenario, load: SimulatedLoad, fleet: FleetOptions, answer: AnswerOptions, console: Console
 ) -> SimulatedAnswer:
     from services.simulate.report import SimulatedAnswer
 
