@@ -40,9 +40,9 @@ class Query:
             raise invalid(name, f"{text[:20]!r} is no number from {least} to {most}")
         return int(text)
 
-    def text(self, name: str) -> str:
-        """A text; "" where it is not there."""
-        return self._values.get(name, "")
+    def text(self, name: str, otherwise: str = "") -> str:
+        """A text; `otherwise` where it is not there."""
+        return self._values.get(name, otherwise)
 
     def page(self, *, otherwise: int = _DEFAULT_LIMIT, most: int = MAX_LIMIT) -> dict[str, Any]:
         """Which items are asked for; so many where it does not say, and at most."""

@@ -90,7 +90,7 @@ class AccountEndpoints:
     async def usage(self, exchange: Exchange) -> None:
         """GET /v1/usage."""
         query = Query(exchange, ("by", "since"))
-        by = query.text("by") or "day"
+        by = query.text("by", "day")
         if by not in GROUPS:
             raise invalid("by", f"{by[:40]!r} is none of {', '.join(GROUPS)}")
         month = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)

@@ -160,7 +160,7 @@ def test_every_format_has_a_corpus(name: str) -> None:
 
 
 # Formats in which the name is told as soon as it is whole.
-TOLD_EARLY = ("hermes", "granite", "phi4", "functools", "command", "mistral", "harmony")
+TOLD_EARLY = ("hermes", "granite", "phi4", "functools", "command", "mistral", "harmony", "glm47")
 # How calls begin that have no mark.
 UNMARKED = tuple(
     before + each + after for before, after in (("[", "("), ('{"name": "', '"')) for each in NAMES

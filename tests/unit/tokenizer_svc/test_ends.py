@@ -40,7 +40,7 @@ def test_a_template_that_writes_a_named_end_implies_no_other(family: str, tmp_pa
     checkpoint = load_checkpoint(make(family, tmp_path))
     _, *implied = ends(checkpoint)
     # Two of these name what pretraining ended documents with; a turn of GLM ends where another one begins.
-    assert implied == {"gemma": ["<end_of_turn>"], "glm": ["<|user|>"]}.get(family, [])
+    assert implied == {"gemma": ["<end_of_turn>"], "glm": ["<|user|>"], "glm47": ["<|user|>"]}.get(family, [])
 
 
 @pytest.mark.parametrize(
