@@ -148,13 +148,16 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# Versions of the API; what it says of messages is the same in all of them.
-VERSIONS = ("2023-06-01", "2023-01-01")
+# The API's first version. Versions are dates, and what they say of messages is the same in all that are
+# known; SDKs send newer ones as they come, so none is refused for being new.
+FIRST_VERSION = "2023-01-01"
+# What curl is told to send.
+USUAL_VERSION = "2023-06-01"
 _VERSION = {
     "name": "anthropic-version",
     "in": "header",
-    "schema": {"enum": VERSIONS},
-    "description": f"Without it the answer is that of {VERSIONS[0]}.",
+    "schema": {"type": "string", "format": "date"},
+    "description": f"A date from {FIRST_VERSION} on. All mean the same here, and so does none.",
 }
 
 

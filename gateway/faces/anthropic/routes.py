@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 
 from contract.errors import invalid
@@ -10,7 +11,7 @@ from gateway.faces.anthropic import batches_openapi, openapi
 from gateway.faces.anthropic.batches import BATCHES, MESSAGES, MessageBatchEndpoints
 from gateway.faces.anthropic.endpoints import MODELS_PATH, MessagesEndpoints
 from gateway.faces.anthropic.errors import ERRORS
-from gateway.faces.anthropic.openapi import VERSIONS
+from gateway.faces.anthropic.openapi import FIRST_VERSION, USUAL_VERSION
 from gateway.http.application import Routes
 from gateway.http.exchange import Exchange, Handler
 from gateway.pipeline.pipeline import Pipeline
@@ -26,17 +27,26 @@ _NOT_SERVED: Mapping[str, str] = {
 
 
 def _of_version(handler: Handler) -> Handler:
-    """The handler, where a request names no other version than there is. Its refusals have the API's form."""
+    """The handler, where a request names no version that cannot be one. Its refusals have the API's form."""
 
     async def checked(exchange: Exchange) -> None:
         exchange.error_form = ERRORS
-        version = exchange.headers.get(VERSION_HEADER, VERSIONS[0].encode()).decode("latin-1")
-        if version not in VERSIONS:
-            remedy = f"send {VERSIONS[0]}, or leave the header out"
+        version = exchange.headers.get(VERSION_HEADER, USUAL_VERSION.encode()).decode("latin-1")
+        if not _is_version(version):
+            remedy = f"send {USUAL_VERSION}, or leave the header out"
             raise invalid(VERSION_HEADER.decode(), f'"{version[:80]}" is not a valid version; {remedy}')
         await handler(exchange)
 
     return checked
+
+
+def _is_version(text: str) -> bool:
+    """Whether it is a date that the API may have a version of."""
+    try:
+        date = datetime.date.fromisoformat(text)
+    except ValueError:
+        return False
+    return text == date.isoformat() >= FIRST_VERSION
 
 
 def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
