@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import re
 from collections.abc import Callable, Mapping
 
 from contract.errors import invalid
@@ -11,7 +11,7 @@ from gateway.faces.anthropic import batches_openapi, openapi
 from gateway.faces.anthropic.batches import BATCHES, MESSAGES, MessageBatchEndpoints
 from gateway.faces.anthropic.endpoints import MODELS_PATH, MessagesEndpoints
 from gateway.faces.anthropic.errors import ERRORS
-from gateway.faces.anthropic.openapi import FIRST_VERSION, USUAL_VERSION
+from gateway.faces.anthropic.openapi import USUAL_VERSION, VERSION_PATTERN
 from gateway.http.application import Routes
 from gateway.http.exchange import Exchange, Handler
 from gateway.pipeline.pipeline import Pipeline
@@ -19,6 +19,7 @@ from gateway.pipeline.pipeline import Pipeline
 # Every SDK of this API sends it. Whoever does not, such as curl, is answered by the newest version, though
 # Anthropic refuses that.
 VERSION_HEADER = b"anthropic-version"
+_VERSION = re.compile(VERSION_PATTERN)
 # Paths of Anthropic's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {
     "/v1/complete": "use /v1/messages",
@@ -32,21 +33,12 @@ def _of_version(handler: Handler) -> Handler:
     async def checked(exchange: Exchange) -> None:
         exchange.error_form = ERRORS
         version = exchange.headers.get(VERSION_HEADER, USUAL_VERSION.encode()).decode("latin-1")
-        if not _is_version(version):
+        if not _VERSION.fullmatch(version):
             remedy = f"send {USUAL_VERSION}, or leave the header out"
             raise invalid(VERSION_HEADER.decode(), f'"{version[:80]}" is not a valid version; {remedy}')
         await handler(exchange)
 
     return checked
-
-
-def _is_version(text: str) -> bool:
-    """Whether it is a date that the API may have a version of."""
-    try:
-        date = datetime.date.fromisoformat(text)
-    except ValueError:
-        return False
-    return text == date.isoformat() >= FIRST_VERSION
 
 
 def routes(pipeline: Callable[[], Pipeline], secret: bytes) -> Routes:
