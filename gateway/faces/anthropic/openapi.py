@@ -148,13 +148,16 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# Versions of the API; what it says of messages is the same in all of them.
-VERSIONS = ("2023-06-01", "2023-01-01")
+# Versions of the API are dates from 2023 on, and what they say of messages is the same in all that are known;
+# SDKs send newer ones as they come, so none is refused for being new.
+VERSION_PATTERN = "^20(2[3-9]|[3-9][0-9])-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])$"
+# What curl is told to send.
+USUAL_VERSION = "2023-06-01"
 _VERSION = {
     "name": "anthropic-version",
     "in": "header",
-    "schema": {"enum": VERSIONS},
-    "description": f"Without it the answer is that of {VERSIONS[0]}.",
+    "schema": {"type": "string", "pattern": VERSION_PATTERN},
+    "description": "A date from 2023 on. All mean the same here, and so does none.",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from contract.errors import invalid
@@ -10,7 +11,7 @@ from gateway.faces.anthropic import batches_openapi, openapi
 from gateway.faces.anthropic.batches import BATCHES, MESSAGES, MessageBatchEndpoints
 from gateway.faces.anthropic.endpoints import MODELS_PATH, MessagesEndpoints
 from gateway.faces.anthropic.errors import ERRORS
-from gateway.faces.anthropic.openapi import VERSIONS
+from gateway.faces.anthropic.openapi import USUAL_VERSION, VERSION_PATTERN
 from gateway.http.application import Routes
 from gateway.http.exchange import Exchange, Handler
 from gateway.pipeline.pipeline import Pipeline
@@ -18,6 +19,7 @@ from gateway.pipeline.pipeline import Pipeline
 # Every SDK of this API sends it. Whoever does not, such as curl, is answered by the newest version, though
 # Anthropic refuses that.
 VERSION_HEADER = b"anthropic-version"
+_VERSION = re.compile(VERSION_PATTERN)
 # Paths of Anthropic's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {
     "/v1/complete": "use /v1/messages",
@@ -26,13 +28,13 @@ _NOT_SERVED: Mapping[str, str] = {
 
 
 def _of_version(handler: Handler) -> Handler:
-    """The handler, where a request names no other version than there is. Its refusals have the API's form."""
+    """The handler, where a request names no version that cannot be one. Its refusals have the API's form."""
 
     async def checked(exchange: Exchange) -> None:
         exchange.error_form = ERRORS
-        version = exchange.headers.get(VERSION_HEADER, VERSIONS[0].encode()).decode("latin-1")
-        if version not in VERSIONS:
-            remedy = f"send {VERSIONS[0]}, or leave the header out"
+        version = exchange.headers.get(VERSION_HEADER, USUAL_VERSION.encode()).decode("latin-1")
+        if not _VERSION.fullmatch(version):
+            remedy = f"send {USUAL_VERSION}, or leave the header out"
             raise invalid(VERSION_HEADER.decode(), f'"{version[:80]}" is not a valid version; {remedy}')
         await handler(exchange)
 

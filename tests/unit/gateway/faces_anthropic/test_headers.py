@@ -32,18 +32,18 @@ async def test_a_key_comes_in_the_apis_own_header() -> None:
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", PATH), ("POST", f"{PATH}/count_tokens"), ("GET", "/v1/models")]
 )
-async def test_a_version_that_there_is_not_is_refused_and_none_is_the_newest(method: str, path: str) -> None:
+async def test_a_version_that_is_none_is_refused_and_newer_ones_are_taken(method: str, path: str) -> None:
     body = None if method == "GET" else {key: BODY[key] for key in ("model", "messages")}
     if path == PATH:
         body = BODY
     async with deployed() as stack:
-        for version in (None, "2023-06-01", "2023-01-01"):
+        for version in (None, "2023-06-01", "2023-01-01", "2026-10-21"):
             headers = {"anthropic-version": version} if version else {}
             answer = await stack.http.request(method, path, json=body, headers=headers)
             assert answer.status_code == 200, answer.text
             if version is not None or method == "POST":
                 assert answer.headers["request-id"] == answer.headers["x-request-id"] == "request-1"
-        for version in ("2023-10-01", "2023-06-01, 2023-06-01", "", "latest"):
+        for version in ("2022-12-31", "2023-13-01", "20230601", "2023-06-01, 2023-06-01", "", "latest"):
             headers = {"anthropic-version": version}
             refused = await stack.http.request(method, path, json=body, headers=headers)
             assert refused.status_code == 400
