@@ -46,6 +46,7 @@ COMMANDS = {
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
     "test_time": "test_time",
     "tracing_overhead": "tracing_overhead",
+    "training_forms": "training_forms --steps 300",
     "weight_forms": "weight_forms --layers 2 --only Q --rows 1 8 32 256 --rounds 5",
 }
 NOTES = {
