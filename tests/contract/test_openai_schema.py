@@ -106,13 +106,21 @@ def test_nothing_undocumented_is_answered(address: str, method: str, path: str, 
     def check(case: schemathesis.Case) -> None:
         if mode is GenerationMode.POSITIVE:
             case.body = served(case.body, "tiny", path)
-        case.call_and_validate(headers=HEADERS, checks=CHECKS)
+        case.call_and_validate(headers=HEADERS, checks=CHECKS if _shows(case) else CHECKS[:-1])
 
     try:
         check()
     except Unsatisfiable:
         # There is no wrong input for an operation without parameters.
         assert mode is GenerationMode.NEGATIVE
+
+
+def _shows(case: schemathesis.Case) -> bool:
+    """Whether what is wrong can be seen. Parts of a form are bytes: a file that is a number, or null, is a
+    file with its text.
+    """
+    is_form = case.media_type == "multipart/form-data" and isinstance(case.body, dict)
+    return not is_form or isinstance(case.body.get("file", ""), str | bytes)
 
 
 # Pages of the gateway that are not for clients: Envoy answers 404 to them. Then the files of the page at /ui.
