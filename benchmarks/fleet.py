@@ -1,11 +1,11 @@
 """The simulator beside the real stack: five loads that it was not fitted to, by first tokens and throughput.
 
-    python -m benchmarks.fleet [--config CONFIG] [--requests 60] [--load 0.5] [--seeds 5] [--json OUT]
+    python -m benchmarks.fleet [--model smollm2-135m] [--requests 60] [--load 0.5] [--seeds 5] [--json OUT]
 
-The configuration's model is measured as `millrace simulate --measure` does, and a stack of it is started.
-What lies before and behind an engine (Envoy, gateway, tokenizer, messages) is taken from requests that come
-one after another, and added to the simulated times to the first token. Then each load is sent to the stack,
-and the same arrivals are simulated. `--load` is the part of an engine that a load fills. A machine that does
+The configuration's model, or the one that is named, is measured as `millrace simulate --measure` does, and a
+stack of it is started. What lies before and behind an engine (Envoy, gateway, tokenizer, messages) is taken
+from requests that come one after another, and added to the simulated times to the first token. Then each load
+is sent to the stack, and the same arrivals are simulated. `--load` is the part of an engine that a load fills. A machine that does
 something else meanwhile makes the comparison worthless.
 """
 
@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,41 +105,63 @@ def simulated_figures(runs: list[RunFigures], front_s: float) -> dict[str, Predi
     }
 
 
+def compared(
+    load: str, real: dict[str, float], simulated: dict[str, PredictionInterval]
+) -> Iterator[dict[str, Any]]:
+    """A row for each figure: the stack's, the simulator's, and where one more run of that would lie."""
+    for name, interval in simulated.items():
+        yield {
+            "load": load,
+            "figure": name,
+            "stack": real[name],
+            "simulated": interval.mean,
+            "low": interval.low,
+            "high": interval.high,
+            "ratio": interval.mean / real[name],
+            "within": interval.low <= real[name] <= interval.high,
+        }
+
+
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Both side by side."""
     table = Table("load", "figure", "stack", "simulated", "ratio", "within", box=None)
     for row in rows:
-        for name, interval in row["simulated"].items():
-            real = row["stack"][name]
-            table.add_row(
-                row["load"],
-                name,
-                f"{real:.4g}",
-                f"{interval.mean:.4g} ({interval.low:.4g} … {interval.high:.4g})",
-                f"{interval.mean / real:.3f}",
-                "yes" if interval.low <= real <= interval.high else "no",
-            )
+        table.add_row(
+            row["load"],
+            row["figure"],
+            f"{row['stack']:.4g}",
+            f"{row['simulated']:.4g} ({row['low']:.4g} … {row['high']:.4g})",
+            f"{row['ratio']:.3f}",
+            "yes" if row["within"] else "no",
+        )
     console.print(table)
+
+
+def configured(config: Path, model: str) -> str:
+    """The configuration's text, with another model where one is named."""
+    text = config.read_text(encoding="utf-8")
+    return text if not model else re.sub(r'(?m)^path = ".*"$', f"path = {json.dumps(model)}", text, count=1)
 
 
 def main() -> None:
     """Runs, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--model", default="", help="instead of the configuration's: a folder or a name")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--load", type=float, default=0.5)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        record = Path(name) / "steps.json"
-        if step_record.main(["--config", str(options.config), "--json", str(record)]):
+        config, record = Path(name) / "millrace.toml", Path(name) / "steps.json"
+        config.write_text(configured(options.config, options.model), encoding="utf-8")
+        if step_record.main(["--config", str(config), "--json", str(record)]):
             raise SystemExit(2)
-        setup = read_record(record)
-    settings = load_settings(read_tables(options.config))
+        setup, settings, text = read_record(record), load_settings(read_tables(config)), config.read_text()
     scenario = Scenario(load=(), setup=setup, config=settings.gateway, tiers=Tiers(settings), objectives={})
     rows: list[dict[str, Any]] = []
-    with running_stack(options.config.read_text(encoding="utf-8")) as stack:
+    with running_stack(text) as stack:
         alone = Workload(
             num_requests=12,
             arrivals=Arrivals(),
@@ -151,9 +176,10 @@ def main() -> None:
             real = real_figures(*asyncio.run(measured(stack, what)))
             same = msgspec.structs.replace(scenario, load=arrivals_of(what, "model"))
             runs = [same.run(1, seed) for seed in range(options.seeds)]
-            rows.append({"load": name, "stack": real, "simulated": simulated_figures(runs, front_s)})
+            rows += compared(name, real, simulated_figures(runs, front_s))
     show(rows, Console())
-    write_result(options.json, msgspec.to_builtins({"front_s": front_s, "load": options.load, "rows": rows}))
+    title = f"The simulator beside the real stack, {setup.name}, which the loads fill to {options.load:g}"
+    write_result(options.json, {"title": title, "front_s": front_s, "rows": rows})
 
 
 if __name__ == "__main__":

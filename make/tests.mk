@@ -6,6 +6,11 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What machines with a GPU run, under Triton's interpreter: minutes of computing.
 GPU_TESTS := tests/kernels/triton
 
+.PHONY: test-random
+test-random: dev redis ## Tests by properties, with 500 examples each that no run had before
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e and not agents and not quantizer" \
+		--hypothesis-profile=random $(PYTEST_ARGS) $(or $(TESTS),$$(grep -rl --include=test_*.py hypothesis tests/unit tests/contract))
+
 .PHONY: test-vllm
 test-vllm: dev redis ## Kill engines that have vLLM's core, which `millrace engine install vllm` installs
 	$(BIN)/python -m pytest -n 0 -m vllm --durations=10 $(PYTEST_ARGS) $(or $(TESTS),tests/chaos)

@@ -19,8 +19,11 @@ except ModuleNotFoundError:
     # On a machine for GPU work alone, where nothing that uses it is collected.
     pass
 else:
-    # A busy machine makes examples slow, not wrong.
-    settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # A busy machine makes examples slow, not wrong. A test has the same examples until it is changed, so that
+    # what is found belongs to the change; `make test-random` looks for others.
+    _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("random", _PATIENT, derandomize=False, max_examples=500)
+    settings.register_profile("millrace", _PATIENT, derandomize=True)
     settings.load_profile("millrace")
 
 # As services/cli/__init__.py sets it, and before gRPC is imported: tests fork beside its threads, too.

@@ -46,18 +46,7 @@ class Device:
 
     def memory(self) -> MemoryPlan:
         """The memory plan of this device; only counts matter."""
-        kv_bytes = self.num_blocks * self.block_size
-        return MemoryPlan(
-            total_bytes=kv_bytes,
-            weights_bytes=0,
-            workspace_bytes=0,
-            headroom_bytes=0,
-            kv_cache_bytes=kv_bytes,
-            kv_bytes_per_token=1,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            max_model_len=self.max_model_len,
-        )
+        return MemoryPlan.of_counts(self.num_blocks, self.block_size, self.max_model_len)
 
 
 @dataclass(frozen=True)

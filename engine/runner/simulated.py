@@ -244,22 +244,10 @@ def build(
     """The simulated runner of a configuration; nothing is loaded."""
     simulation, block_size = config.simulation, config.cache.block_size
     progress("simulated engine", 1.0)
-    limit = min(simulation.max_model_len, simulation.num_blocks * block_size)
-    limit = min(limit, config.max_model_len or limit)
-    kv_bytes = simulation.num_blocks * block_size
-    memory = MemoryPlan(
-        total_bytes=kv_bytes,
-        weights_bytes=0,
-        workspace_bytes=0,
-        headroom_bytes=0,
-        kv_cache_bytes=kv_bytes,
-        kv_bytes_per_token=1,
-        block_size=block_size,
-        num_blocks=simulation.num_blocks,
-        max_model_len=limit,
-    )
+    limit = min(simulation.max_model_len, config.max_model_len or simulation.max_model_len)
+    memory = MemoryPlan.of_counts(simulation.num_blocks, block_size, limit)
     facts = ModelFacts(
-        max_model_len=limit,
+        max_model_len=memory.max_model_len,
         vocab_size=simulation.vocab_size,
         eos_token_ids=(),
         dtype="none",

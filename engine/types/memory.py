@@ -92,6 +92,22 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_block_ids: int = 0
     num_window_block_ids: int = 0
 
+    @classmethod
+    def of_counts(cls, num_blocks: int, block_size: int, max_model_len: int) -> MemoryPlan:
+        """A plan of which only counts matter: where nothing is computed, a token takes a byte."""
+        kv_bytes = num_blocks * block_size
+        return cls(
+            total_bytes=kv_bytes,
+            weights_bytes=0,
+            workspace_bytes=0,
+            headroom_bytes=0,
+            kv_cache_bytes=kv_bytes,
+            kv_bytes_per_token=1,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=min(max_model_len, kv_bytes),
+        )
+
     @property
     def most_window_blocks(self) -> int:
         """See blocks_in_window; 0 where all layers keep the same blocks."""

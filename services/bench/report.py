@@ -19,16 +19,22 @@ from services.bench.records import Percentiles, RequestRecord, Summary, Targets,
 from services.bench.workload import Workload
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, complete enough to be repeated and compared."""
+class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured, when and on what: enough to do it again."""
 
     label: str
     url: str
     model: str
+    # ISO 8601, UTC.
     measured_at: str
     machine: dict[str, str]
     workload: Workload
     targets: Targets
+
+
+class Result(MeasuredRun, frozen=True, kw_only=True):
+    """One run, which can be compared with another."""
+
     total: Summary
     by_tier: dict[str, Summary]
     # First distinct errors with their counts.
@@ -55,7 +61,7 @@ def make_result(
         label=label,
         url=url,
         model=model,
-        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        measured_at=now(),
         machine=machine(),
         workload=workload,
         targets=targets,
@@ -66,6 +72,11 @@ def make_result(
         },
         errors=dict(list(errors.items())[:10]),
     )
+
+
+def now() -> str:
+    """This moment, as results have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def machine() -> dict[str, str]:

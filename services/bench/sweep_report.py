@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from services.bench.records import Targets
-from services.bench.report import machine
+from services.bench.report import MeasuredRun, machine, now
 from services.bench.sweep import SweepEnd, SweepPoint, SweepTarget
 from services.bench.workload import Workload
 
 
-class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole sweep, complete enough to be repeated. `workload` is that of the first rate."""
+class Sweep(MeasuredRun, frozen=True, kw_only=True):
+    """A whole sweep. `workload` is that of the first rate."""
 
-    label: str
-    url: str
-    model: str
-    measured_at: str
-    machine: dict[str, str]
-    workload: Workload
     wanted: SweepTarget
-    targets: Targets
     # In the order of the rates.
     points: list[SweepPoint]
     ended: SweepEnd
@@ -52,7 +43,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
             label=label,
             url=url,
             model=model,
-            measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            measured_at=now(),
             machine=machine(),
             workload=workload,
             wanted=wanted,

@@ -84,6 +84,10 @@ def _known(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _engines(count: int) -> str:
+    return "1 engine is" if count == 1 else f"{count} engines are"
+
+
 def show(answer: SimulatedAnswer, console: Console) -> None:
     """A table: all requests, then each tier; with several seeds, where one more run would lie."""
     console.print(f"Load: {answer.load}", markup=False, soft_wrap=True)
@@ -91,12 +95,12 @@ def show(answer: SimulatedAnswer, console: Console) -> None:
     if answer.engines is None:
         most, worst = answer.tried[-1]
         console.print(
-            f"[red]{most} engines are too few: {100 * worst:.1f} % keep their targets of "
+            f"[red]{_engines(most)} too few: {100 * worst:.1f} % keep their targets of "
             f"{100 * answer.goodput_asked:g} %.[/]"
         )
         return
     if answer.is_searched:
-        console.print(f"[bold]{answer.engines} engines[/] are enough for {100 * answer.goodput_asked:g} %.")
+        console.print(f"[bold]{_engines(answer.engines)}[/] enough for {100 * answer.goodput_asked:g} %.")
     tiers = _tiers(answer.runs)
     scopes = ("total", *tiers) if len(tiers) > 1 else ("total",)
     table = Table("", *("all" if each == "total" else each for each in scopes), box=None)

@@ -162,22 +162,6 @@ ASSUMED = StepModel(0.006, 0.00002, 4.3e-8, 0.0005, 0.00002, 2e-10)
 _ASSUMED_BLOCKS, _ASSUMED_LEN = 16_384, 131_072
 
 
-def memory_of(num_blocks: int, block_size: int, max_model_len: int) -> MemoryPlan:
-    """A plan of which only counts matter."""
-    kv_bytes = num_blocks * block_size
-    return MemoryPlan(
-        total_bytes=kv_bytes,
-        weights_bytes=0,
-        workspace_bytes=0,
-        headroom_bytes=0,
-        kv_cache_bytes=kv_bytes,
-        kv_bytes_per_token=1,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        max_model_len=min(max_model_len, kv_bytes),
-    )
-
-
 def assumed(scheduler: SchedulerConfig, cache: CacheConfig) -> EngineSetup:
     """An engine that nobody has measured."""
     return EngineSetup(
@@ -185,7 +169,7 @@ def assumed(scheduler: SchedulerConfig, cache: CacheConfig) -> EngineSetup:
         model=ASSUMED,
         scheduler=scheduler,
         cache=cache,
-        memory=memory_of(_ASSUMED_BLOCKS, cache.block_size, _ASSUMED_LEN),
+        memory=MemoryPlan.of_counts(_ASSUMED_BLOCKS, cache.block_size, _ASSUMED_LEN),
         speed=speed_of(ASSUMED),
     )
 

@@ -116,6 +116,16 @@ def test_an_answer_shows_its_waterfall_its_cost_and_its_tokens(page: Page, serve
     assert page.run("document.querySelectorAll('.tokens span').length") == 12
 
 
+def test_what_is_opened_under_an_answer_stays_when_a_late_frame_is_drawn(page: Page, served: Stack) -> None:
+    enter(page, served)
+    page.run("window.held = []; window.requestAnimationFrame = (draw) => held.push(draw)")
+    say(page, "Say *something*.")
+    assert page.run("held.length") >= 1
+    page.click_text("Tokens")
+    page.run("document.querySelector('.tokens').focus(); held.forEach((draw) => draw(0))")
+    assert page.run("document.activeElement.className") == "tokens"
+
+
 _SHOWN_AS_DELAYED = """(async () => {
   const app = document.querySelector("script[type=module]").src;
   const { facts } = await import(app.replace("app.js", "answer.js"));

@@ -168,7 +168,8 @@ function draw() {
 
 function draw_last(message) {
   const log = by_id("log");
-  if (!log || chat.current?.messages.at(-1) !== message) return;
+  // A frame that comes after the end would take the focus from what has been drawn there.
+  if (!log || !chat.running || chat.current?.messages.at(-1) !== message) return;
   const is_at_end = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   const last = log.querySelector(".messages")?.lastElementChild;
   const was_open = last?.querySelector("details.thoughts")?.open ?? false;

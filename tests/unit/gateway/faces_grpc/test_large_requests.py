@@ -73,6 +73,31 @@ def test_garbage_ends_in_a_refusal_by_name_if_it_is_not_a_message(garbage: bytes
         assert error.reason is Reason.UNSUPPORTED_FIELD
 
 
+# Fields of numbers that no version has: a group, one inside another, and a group where a text is known.
+@pytest.mark.parametrize("groups", [b"\x73\x74", b"\x73\x7b\x08\x01\x7c\x74", b"\x0b\x12\x01a\x0c"])
+def test_groups_of_another_version_are_counted_and_passed(groups: bytes) -> None:
+    inference_pb2.ChatRequest.FromString(groups)
+    assert count(groups) is None
+    error = count(groups, max_values=1) if len(groups) > 2 else count(groups * 2, max_values=1)
+    assert error is not None
+    assert "does not know" in str(error)
+
+
+@pytest.mark.parametrize("groups", [b"\x73", b"\x74", b"\x73\x7c", b"\x73\x7b\x74\x7c"])
+def test_groups_that_do_not_end_are_malformed(groups: bytes) -> None:
+    with pytest.raises(DecodeError):
+        inference_pb2.ChatRequest.FromString(groups)
+    error = count(groups)
+    assert error is not None
+    assert error.reason is Reason.MALFORMED_BODY
+
+
+def test_groups_are_nested_as_deep_as_messages_may_be() -> None:
+    error = count(b"\x73" * 50 + b"\x74" * 50, max_depth=20)
+    assert error is not None
+    assert "nested more than 20 levels deep" in str(error)
+
+
 def test_a_message_that_breaks_off_is_malformed() -> None:
     wire = inference_pb2.ChatRequest(model="a model", conversation=conversation(2)).SerializeToString()
     error = count(wire[:-1])

@@ -62,7 +62,8 @@ def test_the_least_number_of_engines(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     told = json.loads((tmp_path / "out.json").read_bytes())
     assert told["is_searched"] is True
-    assert f"{told['engines']} engines are enough" in found.output
+    count = told["engines"]
+    assert f"{count} {'engine is' if count == 1 else 'engines are'} enough" in found.output
     fewer = _simulate(tmp_path, *asked, "--engines", str(told["engines"] - 1))
     assert fewer.exit_code == 1
     few = _simulate(tmp_path, *asked, "--most-engines", str(told["engines"] - 1))
