@@ -5,8 +5,8 @@
 The configuration's model, or the one that is named, is measured as `millrace simulate --measure` does, and a
 stack of it is started. What lies before and behind an engine (Envoy, gateway, tokenizer, messages) is taken
 from requests that come one after another, and added to the simulated times to the first token. Then each load
-is sent to the stack, and the same arrivals are simulated. `--load` is the part of an engine that a load fills. A machine that does
-something else meanwhile makes the comparison worthless.
+is sent to the stack, and the same arrivals are simulated. `--load` is the part of an engine
+that a load fills. A machine that does something else meanwhile makes the comparison worthless.
 """
 
 from __future__ import annotations
