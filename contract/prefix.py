@@ -49,6 +49,13 @@ def event_hash(block_hash: BlockHash) -> int:
     return int.from_bytes(block_hash[:8], "little") or 1
 
 
+def is_sampled(event_hash: int, sample: int) -> bool:
+    """Whether a gateway that hears of one in `sample` blocks hears of this one. The hash itself says so:
+    whoever has a prompt knows which of its blocks can be known.
+    """
+    return sample <= 1 or event_hash % sample == 0
+
+
 class PrefixHasher:
     """Hashes full blocks of one chain, incrementally. `hashes[i]` covers tokens [0, (i + 1) * block_size)."""
 

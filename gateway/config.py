@@ -206,6 +206,12 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # An engine may hold this many more pending tokens than the least loaded one before a prefix hit on it
     # is no longer worth the wait.
     prefix_imbalance_tokens: Annotated[int, msgspec.Meta(ge=0)] = 4096
+    # Gateways hear from engines of one in so many cached blocks: memory and messages of large fleets shrink
+    # by as much, and a prefix is known up to the last block that was heard of. 1 is all.
+    prefix_sample: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    # Engines that are compared for a request, where more take it: those that seem to hold its beginning, and
+    # others by chance. With a long lane all are.
+    max_candidates: PositiveInt = 64
     # How often a stream whose engine died is resumed on another one.
     max_continuations: Annotated[int, msgspec.Meta(ge=0)] = 3
     # How long such a stream waits for an engine when none is attached.

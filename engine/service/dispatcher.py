@@ -18,7 +18,7 @@ from engine.core import messages
 from engine.service import convert
 from engine.service.convert import Fields
 from engine.service.metrics import RequestTrace
-from engine.service.neighbours import HeldBlocks, RecentWork
+from engine.service.neighbours import HeldBlocks, RecentWork, sampled
 from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
 from observability.emit.tracing import Telemetry
 from runtime.deferred import Deferred
@@ -35,8 +35,12 @@ MAX_ENDED = 4096
 class GatewayStream:
     """One attached gateway. Messages wait in an outbox; one that grows too long ends the stream."""
 
-    def __init__(self, gateway: str, max_backlog: int, on_abandon: Callable[[], object]) -> None:
+    def __init__(
+        self, gateway: str, max_backlog: int, on_abandon: Callable[[], object], prefix_sample: int = 1
+    ) -> None:
         self.gateway = gateway
+        # It hears of one in so many cached blocks.
+        self.prefix_sample = max(prefix_sample, 1)
         self._on_abandon = on_abandon
         # Handle chosen by the gateway to request ids, for those that have not ended: one, or one a text.
         self.requests: dict[int, set[int]] = {}
@@ -203,7 +207,7 @@ class Dispatcher:
         if self.load is None:
             return
         now, batch = time.monotonic(), 0
-        for event in self._held.snapshot():
+        for event in sampled(self._held.snapshot(), stream.prefix_sample):
             stream.kv_events.append(kv_event_message(event))
             batch += len(event.block_hashes)
             if batch >= _SNAPSHOT_HASHES:
@@ -267,9 +271,12 @@ class Dispatcher:
                     self.cancel(opened.stream, opened.handle, FinishReason.CANCELLED)
         load = load_fields(step.load, draining=self.draining)
         self._held.apply(step.kv_events)
-        kv_events = [kv_event_message(event) for event in step.kv_events]
+        kv_events: dict[int, list[engine_pb2.KvEvent]] = {}
         for stream in list(self.streams):
-            stream.kv_events += kv_events
+            sample = stream.prefix_sample
+            if sample not in kv_events:
+                kv_events[sample] = [kv_event_message(event) for event in sampled(step.kv_events, sample)]
+            stream.kv_events += kv_events[sample]
             news = outputs.get(stream, [])
             if news or now - stream.last_sent_s > _QUIET_REPORT_S:
                 stream.put(step.step_id, news, load, now)

@@ -10,8 +10,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import msgspec
 from opentelemetry.trace import Link, SpanContext
 
+from contract.prefix import is_sampled
 from engine.types import BlocksStored, KvEvent
 from observability.emit import names
 from observability.emit.names import Cause
@@ -63,6 +65,17 @@ class HeldBlocks:
             run.append(block_hash)
         if run:
             yield BlocksStored(tuple(run), run_parent)
+
+
+def sampled(events: Iterable[KvEvent], sample: int) -> Iterator[KvEvent]:
+    """The events for who hears of one in `sample` blocks; those that say nothing to him are left out."""
+    for event in events:
+        if sample <= 1:
+            yield event
+            continue
+        hashes = tuple(each for each in event.block_hashes if is_sampled(each, sample))
+        if hashes:
+            yield msgspec.structs.replace(event, block_hashes=hashes)
 
 
 # Less is not worth a link, in seconds.

@@ -46,7 +46,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         info = self._engine.info(accept_fingerprint=hello.vocabulary_fingerprint)
         handler = asyncio.current_task()
         assert handler is not None
-        stream = GatewayStream(hello.gateway, self._engine.config.max_stream_backlog, handler.cancel)
+        stream = GatewayStream(
+            hello.gateway, self._engine.config.max_stream_backlog, handler.cancel, hello.prefix_sample
+        )
         dispatcher = self._engine.dispatcher
         stream.welcome(info, convert.to_adapters(self._engine.adapters.known))
         dispatcher.open(stream)

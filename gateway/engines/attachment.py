@@ -9,6 +9,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import msgspec
@@ -128,8 +129,11 @@ class Attachment:
         on_kv_events: Callable[[Attachment, list[KvEvent]], None] | None = None,
         on_unclaimed: Callable[[Mapping[str, int]], object] | None = None,
         silence_limit_s: float = math.inf,
+        prefix_sample: int = 1,
     ) -> None:
         self.target = target
+        # By which prompt cache keys choose among engines.
+        self.number = int.from_bytes(blake2b(target.encode(), digest_size=8).digest())
         self.state = EngineState.CONNECTING
         self.info: EngineInfo | None = None
         self.load = EngineLoad()
@@ -141,6 +145,7 @@ class Attachment:
         self.last_failure = ""
         self.num_losses = 0
         self._gateway = gateway
+        self._prefix_sample = prefix_sample
         # The vocabulary that the engine is told; "" leaves it to `check`.
         self._fingerprint = fingerprint
         # Raises what keeps an engine of this description from being used.
@@ -263,7 +268,7 @@ class Attachment:
     async def _attach_once(self) -> None:
         self._is_stuck = False
         self._outbox = _outbox()
-        self._outbox.put(mailbox.hello(self._gateway, self._fingerprint()))
+        self._outbox.put(mailbox.hello(self._gateway, self._fingerprint(), self._prefix_sample))
         await run_stream(
             self.target,
             _METHOD,

@@ -21,10 +21,12 @@ from gateway.engines.types import EngineOutput, Submission
 _FINISH = {int(reason): reason for reason in FinishReason}
 
 
-def hello(gateway: str, fingerprint: str) -> engine_pb2.AttachRequest:
+def hello(gateway: str, fingerprint: str, prefix_sample: int = 1) -> engine_pb2.AttachRequest:
     """First message of a stream."""
     return engine_pb2.AttachRequest(
-        hello=engine_pb2.Hello(gateway=gateway, vocabulary_fingerprint=fingerprint)
+        hello=engine_pb2.Hello(
+            gateway=gateway, vocabulary_fingerprint=fingerprint, prefix_sample=prefix_sample
+        )
     )
 
 

@@ -106,8 +106,10 @@ class Gateway:
         self._fingerprint = fingerprint
         self.load: engine_pb2.EngineLoad | None = None
 
-    async def hello(self) -> engine_pb2.EngineInfo:
-        hello = engine_pb2.Hello(gateway="test", vocabulary_fingerprint=self._fingerprint)
+    async def hello(self, prefix_sample: int = 0) -> engine_pb2.EngineInfo:
+        hello = engine_pb2.Hello(
+            gateway="test", vocabulary_fingerprint=self._fingerprint, prefix_sample=prefix_sample
+        )
         await self.call.write(engine_pb2.AttachRequest(hello=hello))
         first = await self.call.read()
         if first is grpc.aio.EOF:

@@ -258,6 +258,28 @@ async def test_load_and_cache_events_reach_every_gateway_the_late_ones_too(
         stream.call.cancel()
 
 
+async def test_a_gateway_hears_of_a_part_of_what_is_cached_if_it_asks_for_that(
+    engine: Engine, gateway: Gateway
+) -> None:
+    early, late = Gateway(engine), Gateway(engine)
+    await early.hello(prefix_sample=4)
+    prompt = list(range(1000, 1640))
+    chain = PrefixHasher(model=MODEL_PATH, adapter="", salt=b"", block_size=16)
+    chain.extend(prompt, len(prompt))
+    known = {each for each in map(event_hash, chain.hashes) if each % 4 == 0}
+    await gateway.submit(1, prompt)
+    await gateway.until_ended(1)
+    for stream in (early, late):
+        if stream is late:
+            await late.hello(prefix_sample=4)
+        heard: set[int] = set()
+        while not known <= heard:
+            message = await stream.read()
+            heard |= {each for event in message.kv_events for each in event.stored.block_hashes}
+        assert all(each % 4 == 0 for each in heard)
+        stream.call.cancel()
+
+
 async def test_another_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     checkpoint = tmp_path_factory.mktemp("checkpoint")
     vocabulary = {f"word{number}": number for number in range(1000)}

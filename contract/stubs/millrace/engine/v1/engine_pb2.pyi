@@ -111,21 +111,27 @@ class Hello(_message.Message):
 
     GATEWAY_FIELD_NUMBER: _builtins.int
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PREFIX_SAMPLE_FIELD_NUMBER: _builtins.int
     gateway: _builtins.str
     """Name of the gateway process, for logs."""
     vocabulary_fingerprint: _builtins.str
     """Vocabulary that the gateway decodes with. The engine refuses the stream when its own differs. Empty: the
     gateway decodes with several, and compares the one in the welcome.
     """
+    prefix_sample: _builtins.int
+    """The gateway wants to hear of one in so many cached blocks: of those whose hash this number divides. 0 and 1
+    are all.
+    """
     def __init__(
         self,
         *,
         gateway: _builtins.str = ...,
         vocabulary_fingerprint: _builtins.str = ...,
+        prefix_sample: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "prefix_sample", b"prefix_sample", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
