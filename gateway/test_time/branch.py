@@ -7,6 +7,7 @@ import math
 import time
 
 from msgspec.structs import replace
+from opentelemetry.trace import Span
 
 from contract.engines import CancelReason
 from contract.outputs import FinishReason, FirstToken, TokenLogprobs
@@ -40,6 +41,9 @@ class AnswerPart:
         self.has_failed = False
         # A step of an answer that goes on has ended.
         self.is_step = False
+        # The step that it goes on from, under whose span its own one is.
+        self.parent: AnswerPart | None = None
+        self.span: Span | None = None
         self.started_s = time.monotonic()
         self.first_output_s = self.ended_s = 0.0
         self.task: asyncio.Task[None] | None = None
@@ -129,6 +133,7 @@ class RunningSample(AnswerPart):
         self._delimiter = delimiter
         # Of the steps before it.
         self._num_before = 0
+        self.parent = parent
         if parent is not None:
             self._go_on(parent)
         self._start = len(self.text)

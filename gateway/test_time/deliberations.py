@@ -239,9 +239,11 @@ class Deliberations:
         return scores_of(answer.outputs, pairs), answer.prompt_tokens
 
     def _note(self, call: Call, branch: AnswerPart) -> None:
-        self._telemetry.record(
+        # What a step goes on from has ended before it.
+        before = None if branch.parent is None else branch.parent.span
+        branch.span = self._telemetry.record(
             names.GATEWAY_SAMPLE,
-            parent=call.span,
+            parent=call.span if before is None else before,
             start_s=branch.started_s,
             end_s=branch.ended_s,
             attributes={

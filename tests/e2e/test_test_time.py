@@ -11,6 +11,8 @@ import pytest
 from sqlalchemy import select
 
 from gateway.ledger.tables import REQUESTS, open_ledger
+from gateway.test_time.ballots import last_number
+from gateway.test_time.strategies import Sample, SelfConsistency
 from observability.emit import names
 from services.supervisor.config import ROOT
 from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, running_stack
@@ -95,6 +97,32 @@ def test_the_votes_are_those_of_n(thinking: Stack) -> None:
     assert told["choices"][0]["message"] == whole["choices"][chosen]["message"]
 
 
+def offline(answer: dict[str, Any], confidence: float) -> tuple[int, dict[str, float]]:
+    """How many of recorded answers are asked for until a vote is decided, and the votes."""
+    strategy = SelfConsistency(SAMPLES, confidence)
+    step, num_begun = strategy.begin(), 0
+    while not step.ended_by:
+        begun, num_begun = range(num_begun, num_begun + step.start), num_begun + step.start
+        for index in begun:
+            choice = answer["choices"][index]
+            is_complete = choice["finish_reason"] == "stop"
+            vote = last_number(choice["message"]["content"]) if is_complete else None
+            step = strategy.take(Sample(index=index, is_complete=is_complete, vote=vote))
+            if step.ended_by:
+                break
+    return num_begun, dict(strategy.votes())
+
+
+def test_votes_are_decided_as_over_a_record_of_all_samples(thinking: Stack) -> None:
+    asked = {"strategy": "self_consistency", "samples": SAMPLES, "scorer": {"type": "number"}}
+    for content in ("What is 23 + 58?", "What is 61 - 17?", "What is 4 + 5?"):
+        whole = ask(thinking, content, n=SAMPLES).json()
+        num_begun, votes = offline(whole, 0.95)
+        told = ask(thinking, content, test_time=asked).json()["usage"]["test_time"]
+        assert SAMPLES - told["not_begun"] == num_begun
+        assert told["votes"] == votes
+
+
 def test_a_prompt_is_computed_once_for_all_samples_and_again_under_another_salt(thinking: Stack) -> None:
     prompt = "Bob keeps a list of names and numbers. " * 20 + "What is 12 + 21?"
     asked = {"strategy": "best_of", "samples": SAMPLES}
@@ -162,6 +190,14 @@ def test_steps_are_searched_and_what_they_go_on_from_is_not_computed_again(think
     assert eventually(lambda: bool(rows(thinking, request_id)))
     (row,) = rows(thinking, request_id)
     assert row["completion_tokens"] + row["candidate_tokens"] == usage["completion_tokens"]
+    # The trace is the tree: a level's steps are below those that they go on from.
+    spans = thinking.trace(request_id, [names.GATEWAY_SAMPLE, names.GATEWAY_REQUEST])
+    (request,) = [span for span in spans if span.name == names.GATEWAY_REQUEST]
+    steps = {span.span_id: span for span in spans if span.name == names.GATEWAY_SAMPLE}
+    assert len(steps) == len(lengths)
+    later = [span for span in steps.values() if span.parent_id != request.span_id]
+    assert len(later) == len(lengths) - SAMPLES
+    assert all(span.parent_id in steps for span in later)
 
 
 def blocks_held(stack: Stack) -> int:

@@ -1,4 +1,6 @@
-"""Many requests that think longer, in every way, beside others: who leaves leaves limits whole."""
+"""Many requests that think longer, in every way, beside others: who leaves leaves limits whole, and what was
+decided is what a replay of the record decides.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from millrace.engine.v1 import engine_pb2
 
+from gateway.test_time.deliberations import strategy_of
+from gateway.test_time.strategies import Event, replay
+from gateway.test_time.stream import DeliberateStream
 from tests.unit.gateway.rig.deployment import deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode
-from tests.unit.gateway.test_time.test_stream import BODIES, CHAT, TIER, in_ledger, settled
+from tests.unit.gateway.test_time.test_stream import BODIES, CHAT, TIER, in_ledger, settled, streams
+
+__all__ = ["streams"]
 
 NUM_REQUESTS = 64
 SAMPLES = 4
@@ -36,8 +44,18 @@ def reply(submit: engine_pb2.Submit, choice: int) -> list[int]:
     return [*encode(f"first I think\nthen it is {choice % 2}"), END_ID]
 
 
+def check_replay(stream: DeliberateStream) -> None:
+    """The record, written and read again, leads a fresh strategy to the same steps, bit by bit."""
+    record = msgspec.msgpack.encode(stream.events)
+    fresh = strategy_of(stream._plan.ask, stream._plan.scorer)
+    steps = replay(fresh, msgspec.msgpack.decode(record, type=list[Event]))
+    assert msgspec.msgpack.encode(steps) == msgspec.msgpack.encode(stream.steps)
+
+
 @pytest.mark.parametrize("leaves", ["while it is computed", "at once", "never"])
-async def test_limits_are_whole_after_64_requests_of_which_some_leave(leaves: str, tmp_path: Path) -> None:
+async def test_limits_are_whole_after_64_requests_of_which_some_leave(
+    leaves: str, tmp_path: Path, streams: list[DeliberateStream]
+) -> None:
     tables = {
         **TIER,
         "served": {"models": {"tiny": {"path": "t"}, "big": {"path": "b"}}},
@@ -78,3 +96,8 @@ async def test_limits_are_whole_after_64_requests_of_which_some_leave(leaves: st
     # A row for each model and question, all of them ended, and the limit lacks what they say and no more.
     assert "INTERRUPTED" not in {row[4] for row in rows}
     assert TOKENS - left == sum(sum(row[1:4]) for row in rows)
+    for stream in streams:
+        check_replay(stream)
+    if leaves == "never":
+        assert len(streams) == NUM_REQUESTS
+        assert {stream.steps[-1].ended_by for stream in streams} >= {"decided", "all_samples"}
