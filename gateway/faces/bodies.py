@@ -87,8 +87,12 @@ def ignored(names: list[str]) -> dict[str, str]:
     if not names:
         return {}
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    # Names are a client's words, and this is a header: `ascii` writes whatever could end it as an escape.
-    return {IGNORED_HEADER: ", ".join(ascii(name)[1:-1][:_MAX_NAME] for name in names[:_MAX_NAMES]) + more}
+    return {IGNORED_HEADER: ", ".join(in_header(name)[:_MAX_NAME] for name in names[:_MAX_NAMES]) + more}
+
+
+def in_header(text: str) -> str:
+    """A client's own words in a header: what could end it, and what is not ASCII, is an escape."""
+    return text.encode("unicode_escape").decode()
 
 
 async def read(
