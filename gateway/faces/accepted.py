@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from contract.grammar import KeywordStatus
-from gateway.faces.bodies import in_header
-from gateway.faces.unserved import WARNING_HEADER
+from gateway.faces.unserved import WARNING_HEADER, in_header
 from gateway.http.exchange import Exchange
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.pipeline import Answer, Pipeline

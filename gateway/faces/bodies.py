@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from contract.errors import MillraceError, Reason
+from gateway.faces.unserved import in_header
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import LARGE_BYTES, Intake
@@ -88,11 +89,6 @@ def ignored(names: list[str]) -> dict[str, str]:
         return {}
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return {IGNORED_HEADER: ", ".join(in_header(name)[:_MAX_NAME] for name in names[:_MAX_NAMES]) + more}
-
-
-def in_header(text: str) -> str:
-    """A client's own words in a header: what could end it, and what is not ASCII, is an escape."""
-    return text.encode("unicode_escape").decode()
 
 
 async def read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from contract.grammar import EnforcementReport
-from gateway.faces.bodies import in_header
+from gateway.faces.unserved import in_header
 from gateway.types.request import GenerationRequest
 
 # Characters of a client's own words in a header.
