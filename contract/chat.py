@@ -125,8 +125,8 @@ def without_oldest(conversation: Conversation, num_turns: int) -> Conversation:
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """What truncation left out of a prompt: its first tokens, or the oldest turns of a conversation. A text
-    has 0 turns.
+    """What truncation left out of a prompt: its first tokens, or its last ones, or the oldest turns of a
+    conversation. A text has 0 turns.
     """
 
     num_tokens: _Count
@@ -134,9 +134,10 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: _Count = 0
     of_turns: _Count = 0
 
-    def told(self, num_kept: int) -> str:
-        """In words, of a prompt of which so many tokens are kept."""
-        what = f"first {self.num_tokens} of the prompt's {self.num_tokens + num_kept} tokens"
+    def told(self, num_kept: int, *, is_end: bool = False) -> str:
+        """In words, of a prompt of which so many tokens are kept; `is_end` where its end was left out."""
+        where = "last" if is_end else "first"
+        what = f"{where} {self.num_tokens} of the prompt's {self.num_tokens + num_kept} tokens"
         if self.of_turns:
             what = f"oldest {self.num_turns} of {self.of_turns} turns"
         return f"truncation left out the {what}, which the model has not seen"

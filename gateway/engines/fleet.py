@@ -407,9 +407,10 @@ class Fleet:
         if index is not None:
             index.apply(events)
 
-    def unavailable(self, submission: Submission | None = None) -> MillraceError:
-        """ENGINE_UNAVAILABLE with the state of every engine."""
-        wanted = f" for model {submission.model!r}" if submission is not None and submission.model else ""
+    def unavailable(self, submission: Submission | None = None, *, model: str = "") -> MillraceError:
+        """ENGINE_UNAVAILABLE with the state of every engine that may have the model."""
+        model = submission.model if submission is not None else model
+        wanted = f" for model {model!r}" if model else ""
         if submission is not None and submission.adapter:
             wanted += f" for adapter {submission.adapter!r}"
         if submission is not None and submission.pool:
@@ -419,6 +420,7 @@ class Fleet:
             + (f" in pool {each.info.pool!r}" if each.info and each.info.pool else "")
             + (f" ({each.last_failure})" if each.last_failure else "")
             for each in self.attachments
+            if not model or each.info is None or each.info.model_key == model
         )
         return MillraceError(
             Reason.ENGINE_UNAVAILABLE,

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from contract.grammar import KeywordStatus
-from gateway.faces.unserved import WARNING_HEADER
+from gateway.faces.unserved import WARNING_HEADER, in_header
 from gateway.http.exchange import Exchange
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.pipeline import Answer, Pipeline
@@ -98,11 +98,9 @@ def _left_out(answer: Answer) -> list[str]:
 
 
 def _any_object(answer: Answer) -> list[str]:
-    """The tools of whose schemas nothing is enforced. Their names are a client's words, and this is for a
-    header: `ascii` writes what could end it as an escape.
-    """
+    """The tools of whose schemas nothing is enforced."""
     return [
-        ascii(f"{tool_field(attempt.call.request, each)} is not enforced: {each.note}")[1:-1][:MAX_WARNING]
+        in_header(f"{tool_field(attempt.call.request, each)} is not enforced: {each.note}")[:MAX_WARNING]
         for attempt in answer.attempts
         if attempt.info.enforcement is not None
         for each in attempt.info.enforcement.unenforced

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from contract.errors import MillraceError, Reason
+from gateway.faces.unserved import in_header
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import LARGE_BYTES, Intake
@@ -87,8 +88,7 @@ def ignored(names: list[str]) -> dict[str, str]:
     if not names:
         return {}
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    # Names are a client's words, and this is a header: `ascii` writes whatever could end it as an escape.
-    return {IGNORED_HEADER: ", ".join(ascii(name)[1:-1][:_MAX_NAME] for name in names[:_MAX_NAMES]) + more}
+    return {IGNORED_HEADER: ", ".join(in_header(name)[:_MAX_NAME] for name in names[:_MAX_NAMES]) + more}
 
 
 async def read(

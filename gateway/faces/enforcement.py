@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from contract.grammar import EnforcementReport
+from gateway.faces.unserved import in_header
 from gateway.types.request import GenerationRequest
 
 # Characters of a client's own words in a header.
@@ -40,5 +41,5 @@ def unenforced(report: EnforcementReport | None, request: GenerationRequest) -> 
 
 
 def _told(words: str) -> str:
-    """Paths are a client's words, and this is for a header: `ascii` writes what could end it as an escape."""
-    return ascii(words)[1:-1][:_MAX_WARNING]
+    """Paths are a client's words, and this is for a header."""
+    return in_header(words)[:_MAX_WARNING]

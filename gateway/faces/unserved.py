@@ -23,6 +23,11 @@ _anything = msgspec.json.Decoder()
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
+def in_header(text: str) -> str:
+    """A client's own words in a header: what could end it, and what is not ASCII, is an escape."""
+    return text.encode("unicode_escape").decode()
+
+
 class Unserved:
     """The fields of one API that it does not serve."""
 

@@ -9,8 +9,8 @@ from decimal import Decimal
 from typing import TypeVar
 
 import msgspec
+from msgspec import inspect
 
-from contract.chat import Role
 from contract.errors import MillraceError, Reason, invalid, unsupported
 
 Body = TypeVar("Body")
@@ -34,7 +34,9 @@ _BEGINNINGS = {"str": b'"', "null": b"n", "bool": b"tf", "array": b"[", "object"
     ("int", "float"), b"-0123456789"
 )
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
-_ROLE = re.compile(r"^Invalid enum value (?P<value>'.*')$", re.DOTALL)
+_NOT_LISTED = re.compile(r"^Invalid enum value (?P<value>'.*')$", re.DOTALL)
+# What a path goes through: a field, or an index.
+_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 
 
@@ -43,7 +45,7 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     try:
         return _decoded(decoder, body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), body) from error
+        raise _invalid(str(error), body, decoder.type) from error
     except msgspec.DecodeError as error:
         raise MillraceError(
             Reason.MALFORMED_BODY, f"the body is not JSON: {error}; send one JSON object (NaN is not JSON)"
@@ -102,7 +104,41 @@ def _key_of(body: bytes, field: str, problem: str) -> str:
     return next((name for name, value in values.items() if bytes(value)[:1] in begins), "")
 
 
-def _invalid(message: str, body: bytes) -> MillraceError:
+def _listed(kind: object, path: str) -> list[str]:
+    """What the field at a path of a body may be, where its type lists that."""
+    found = _alternatives(inspect.type_info(kind))
+    for step in _STEP.findall(path):
+        found = [each for outer in found for inner in _inside(outer, step) for each in _alternatives(inner)]
+    values: list[str] = []
+    for each in found:
+        match each:
+            case inspect.EnumType(cls=members):
+                values += [str(member.value) for member in members]
+            case inspect.LiteralType(values=literals):
+                values += map(str, literals)
+            case _:
+                pass
+    return values
+
+
+def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
+    """The types of what a step of a path leads to."""
+    match kind:
+        case inspect.StructType(fields=fields):
+            return [each.type for each in fields if each.encode_name == step]
+        case inspect.ListType(item_type=item):
+            return [item]
+        case inspect.DictType(value_type=value):
+            return [value]
+        case _:
+            return []
+
+
+def _invalid(message: str, body: bytes, kind: object) -> MillraceError:
     at = _AT.search(message)
     path = at["path"].lstrip(".") if at else ""
     problem = message[: at.start()] if at else message
@@ -112,10 +148,9 @@ def _invalid(message: str, body: bytes) -> MillraceError:
         if named.re is _MISSING:
             return invalid(field, "it is required")
         return unsupported(field, "it would have no effect, so leave it out", "unknown field")
-    role = _ROLE.match(problem)
-    if role:
-        # Roles are the one enum of the bodies.
-        problem = f"{role['value']} is not one of {', '.join(Role)}"
+    other = _NOT_LISTED.match(problem)
+    if other:
+        problem = f"{other['value']} is not one of {', '.join(_listed(kind, path))}"
     field, is_mapping, _ = path.partition("[...]")
     if is_mapping and field.isidentifier():
         key = _key_of(body, field, problem)

@@ -274,7 +274,7 @@ class Attempts:
         """The request's, completed by what the model's files and its configuration say."""
         longest = self.max_model_len(served)
         if not longest:
-            raise self.fleet.unavailable()
+            raise self.fleet.unavailable(model=served.key)
         limit = token_limit(longest, call.tier.config.max_context_tokens)
         max_tokens = completion_limit(call.request, num_prompt_tokens, limit)
         reader = self.reader(served)
@@ -289,7 +289,7 @@ class Attempts:
     def _no_sampling(self, served: ServedModel) -> SamplingParams:
         """What an engine is told of a request for which nothing is generated."""
         if not self.max_model_len(served):
-            raise self.fleet.unavailable()
+            raise self.fleet.unavailable(model=served.key)
         return SamplingParams(temperature=0.0, max_tokens=1)
 
     async def _reserve(

@@ -27,6 +27,7 @@ from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.books import Books
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import ChoiceDelta, Usage
+from gateway.pipeline.pooled import check_task
 from gateway.pipeline.shadow import Shadows
 from gateway.pipeline.validate import (
     check_answers,
@@ -274,6 +275,8 @@ class Pipeline:
         prompt = request.prompt
         assert isinstance(prompt, Conversation | TextPrompt), "what is encoded already needs no encoding"
         tier = self.tiers.resolve(caller.identity, request.service_tier)
+        if isinstance(prompt, Conversation):
+            check_task(request, served)
         check_cut(request)
         limit = token_limit(self.max_model_len(served), tier.config.max_context_tokens)
         room = 0 if request.truncate_prompt_tokens is None else prompt_limit(request, limit)

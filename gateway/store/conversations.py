@@ -108,7 +108,7 @@ class ConversationStore:
         newest, num_bytes = list[StoredItem](), 0
         query = select(ITEMS).where(ITEMS.c.tenant == tenant, ITEMS.c.owner_id == id_[:MAX_ID])
         with self._database.engine.connect().execution_options(yield_per=64) as connection:
-            alive(self._database, connection, tenant, id_)
+            alive(self._database, connection, tenant, id_, "conversation")
             for item in self._database.items(connection.execute(query.order_by(ITEMS.c.position.desc()))):
                 num_bytes += len(item.body)
                 if num_bytes > max_bytes:
@@ -117,15 +117,17 @@ class ConversationStore:
         return newest[::-1], False
 
 
-def alive(database: StoreDatabase, connection: Connection, tenant: str, id_: str) -> Row[Any]:
-    """A conversation's row, which has not expired; raises STORED_NOT_FOUND."""
+def alive(
+    database: StoreDatabase, connection: Connection, tenant: str, id_: str, field: str = ""
+) -> Row[Any]:
+    """A conversation's row, which has not expired; raises STORED_NOT_FOUND, at `field`."""
     found = connection.execute(
         select(CONVERSATIONS)
         .where(_C.tenant == tenant, _C.id == id_[:MAX_ID], _C.expires_unix_ms > database.now_ms())
         .with_for_update()
     ).one_or_none()
     if found is None:
-        raise not_found("Conversation", id_)
+        raise not_found("Conversation", id_, field)
     return found
 
 

@@ -222,7 +222,7 @@ class StoreDatabase:
             if after:
                 start = connection.scalar(select(func.min(columns.position)).where(*own, columns.id == after))
                 if start is None:
-                    raise not_found("Item", after)
+                    raise not_found("Item", after, "after")
                 query = query.where(columns.position > start if order == "asc" else columns.position < start)
             ordered = columns.position if order == "asc" else columns.position.desc()
             rows = connection.execute(query.order_by(ordered).limit(limit + 1)).all()

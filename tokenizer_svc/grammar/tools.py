@@ -222,6 +222,10 @@ class _Arguments:
 
     def rule(self, layout: CallLayout, write: Callable[[str], str]) -> str:
         """The symbol of all arguments. Raises GrammarRefused."""
+        if isinstance(self._schema.get("type"), str) and self._schema["type"] != "object":
+            problem = f"arguments are an object, and the schema's type is {self._schema['type'][:40]!r}"
+            message = f"tool {self._tool.name!r}: {problem}; use type object"
+            raise GrammarRefused(message, parameters_field(self._index))
         compiled = self._compiled(self._schema, strict=self._tool.strict)
         prefix = parameters_path(self._index)
         self.report = _under(prefix, compiled.enforcement)
@@ -328,6 +332,10 @@ def _completed(parameters: dict[str, Any] | None) -> dict[str, Any]:
     ):
         # The form in which clients say that there are no arguments; with others, models invent some.
         schema = {**schema, "additionalProperties": False}
+    kinds = schema.get("type")
+    if isinstance(kinds, list) and "object" in kinds:
+        # Calls have arguments, though a schema that programs made may allow none.
+        schema = {**schema, "type": "object"}
     if "type" not in schema and "$ref" not in schema:
         schema = {"type": "object", **schema}
     return schema

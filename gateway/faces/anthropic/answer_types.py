@@ -96,10 +96,10 @@ class MessageModel(Struct, frozen=True, kw_only=True):
 
 
 class MessageModelList(Struct, frozen=True, kw_only=True):
-    """All of them on one page."""
+    """A page of them."""
 
     data: list[MessageModel]
-    has_more: Literal[False] = False
+    has_more: bool
     first_id: str | None
     last_id: str | None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +15,7 @@ from gateway.batches.lines import MAX_CUSTOM_ID
 from gateway.batches.service import Batches
 from gateway.batches.types import LineOutcome, LineResult, RequestBatch, ResultForm
 from gateway.faces.anthropic.errors import ERRORS
+from gateway.faces.anthropic.pages import BETA, asked_page
 from gateway.faces.queries import Query, dispatch
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
@@ -27,7 +29,9 @@ _PREFIX, _OWN_PREFIX = "msgbatch_", "batch_"
 # Files behind batches, which no API shows as files.
 _INPUT, _OUTPUT = "messages_input", "messages_output"
 _WINDOW = "24h"
-MAX_PAGE, _PAGE = 1000, 20
+_PAGE = 20
+# Where a request's `params` stand in the lines that batches run.
+_LINE_BODY = "body."
 _WRITTEN_TOGETHER = 256
 _encode = msgspec.json.Encoder().encode
 _TYPES = {
@@ -91,14 +95,11 @@ class MessageBatchEndpoints:
 
     async def list(self, exchange: Exchange) -> None:
         """GET /v1/messages/batches."""
-        query = Query(exchange, ("limit", "before_id", "after_id"))
-        limit = query.number("limit", _PAGE, most=MAX_PAGE)
-        before, after = _own(query.text("before_id")), _own(query.text("after_id"))
-        if before and after:
-            raise invalid("before_id", "give either before_id or after_id")
-        order = "asc" if before else "desc"
+        limit, before, after = asked_page(exchange, _PAGE)
+        order, start = ("asc", before) if before else ("desc", after)
         tenant = exchange.verified_caller.identity.tenant
-        found, more = await self._batches.page(tenant, API, limit=limit, order=order, after=before or after)
+        with _named(start):
+            found, more = await self._batches.page(tenant, API, limit=limit, order=order, after=_own(start))
         data = [_object(exchange, each) for each in (reversed(found) if before else found)]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         page = {"data": data, "has_more": more, "first_id": first, "last_id": last}
@@ -118,17 +119,20 @@ class MessageBatchEndpoints:
         await exchange.respond(200, _encode(_object(exchange, await self._find(exchange, id_))))
 
     async def _find(self, exchange: Exchange, id_: str) -> RequestBatch:
-        Query(exchange, ())
-        return await self._batches.get(exchange.verified_caller.identity.tenant, API, _own(id_))
+        Query(exchange, (BETA,))
+        with _named(id_):
+            return await self._batches.get(exchange.verified_caller.identity.tenant, API, _own(id_))
 
     async def _cancel(self, exchange: Exchange, id_: str) -> None:
-        Query(exchange, ())
-        batch = await self._batches.cancel(exchange.verified_caller.identity.tenant, API, _own(id_))
+        Query(exchange, (BETA,))
+        with _named(id_):
+            batch = await self._batches.cancel(exchange.verified_caller.identity.tenant, API, _own(id_))
         await exchange.respond(200, _encode(_object(exchange, batch)))
 
     async def _delete(self, exchange: Exchange, id_: str) -> None:
-        Query(exchange, ())
-        await self._batches.delete_batch(exchange.verified_caller.identity.tenant, API, _own(id_))
+        Query(exchange, (BETA,))
+        with _named(id_):
+            await self._batches.delete_batch(exchange.verified_caller.identity.tenant, API, _own(id_))
         await exchange.respond(200, _encode({"id": id_, "type": "message_batch_deleted"}))
 
     async def _results(self, exchange: Exchange, id_: str) -> None:
@@ -177,6 +181,23 @@ def _on_one_line(params: msgspec.Raw) -> Any:
 
 def _own(id_: str) -> str:
     return _OWN_PREFIX + id_.removeprefix(_PREFIX) if id_ else ""
+
+
+@contextmanager
+def _named(id_: str) -> Iterator[None]:
+    """Refusals that name a batch name it as the client did."""
+    try:
+        yield
+    except MillraceError as error:
+        told = error.message.replace(_own(id_), id_)
+        field = "message_batch_id" if error.field == "batch_id" else error.field
+        raise MillraceError(
+            error.reason,
+            told.replace("batch_id: ", "message_batch_id: ", 1) if field != error.field else told,
+            field=field,
+            metadata=error.metadata,
+            retry_after_s=error.retry_after_s,
+        ) from error
 
 
 def _object(exchange: Exchange, batch: RequestBatch) -> dict[str, Any]:
@@ -236,4 +257,8 @@ class AnthropicResults(ResultForm):
 
 def _error_body(result: LineResult) -> msgspec.Raw:
     error = result.error or MillraceError(Reason.INTERNAL, "an unexpected failure")
+    if error.field.startswith(_LINE_BODY):
+        # A line of the input calls it otherwise than the client did.
+        told, field = (f"params.{each.removeprefix(_LINE_BODY)}" for each in (error.message, error.field))
+        error = MillraceError(error.reason, told, field=field)
     return msgspec.Raw(ERRORS.body(error, result.request_id))

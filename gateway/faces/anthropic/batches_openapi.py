@@ -7,8 +7,9 @@ from typing import Any
 
 from contract.errors import MillraceError
 from gateway.batches.lines import MAX_CUSTOM_ID
-from gateway.faces.anthropic.batches import BATCHES, MAX_PAGE, BatchRequest, MessageBatchBody
+from gateway.faces.anthropic.batches import BATCHES, BatchRequest, MessageBatchBody
 from gateway.faces.anthropic.errors import ERRORS, ApiErrorBody
+from gateway.faces.anthropic.pages import MAX_PAGE
 from gateway.faces.schemas import (
     STORED_REASONS,
     TEXT,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
-from contract.errors import MillraceError
+from contract.errors import MillraceError, Reason
 from gateway.faces.accepted import AcceptedAnswer, first_deltas, write_events
 from gateway.faces.anthropic.answer_types import InputTokenCount, MessageModel, MessageModelList
 from gateway.faces.anthropic.answers import MessageWriter
 from gateway.faces.anthropic.bodies import COUNT_TOKENS, MESSAGES, TOLERANCE, CountTokensBody, MessagesBody
 from gateway.faces.anthropic.errors import error_event
+from gateway.faces.anthropic.pages import AFTER, BEFORE, MAX_PAGE, asked_page
 from gateway.faces.anthropic.requests import MessageRequest, eager_tools, message_request
 from gateway.faces.anthropic.thoughts import PURPOSE, Thoughts
 from gateway.faces.bodies import read
@@ -93,9 +94,10 @@ class MessagesEndpoints:
             catalog.check(identity, name)
             await exchange.respond(200, _encode(self._model(name)))
             return
-        models = list(map(self._model, catalog.names(identity)))
-        first, last = (models[0].id, models[-1].id) if models else (None, None)
-        await exchange.respond(200, _encode(MessageModelList(data=models, first_id=first, last_id=last)))
+        names, more = _page(exchange, catalog.names(identity))
+        first, last = (names[0], names[-1]) if names else (None, None)
+        page = MessageModelList(data=[*map(self._model, names)], has_more=more, first_id=first, last_id=last)
+        await exchange.respond(200, _encode(page))
 
     async def _read(
         self, exchange: Exchange, decoder: msgspec.json.Decoder[Body], thoughts: Thoughts
@@ -121,6 +123,25 @@ class MessagesEndpoints:
             max_input_tokens=longest,
             max_tokens=longest,
         )
+
+
+def _page(exchange: Exchange, names: Sequence[str]) -> tuple[Sequence[str], bool]:
+    """The names that a query asks for, and whether there are more in its direction; raises UNSUPPORTED_FIELD,
+    INVALID_ARGUMENT, and MODEL_NOT_FOUND for a name to begin at that is none.
+    """
+    limit, before, after = asked_page(exchange, MAX_PAGE)
+    for field, name in ((BEFORE, before), (AFTER, after)):
+        if name and name not in names:
+            raise MillraceError(
+                Reason.MODEL_NOT_FOUND,
+                f"{field}: model {name[:80]!r} is not served here; available: {', '.join(names)}",
+                field=field,
+            )
+    if before:
+        earlier = names[: names.index(before)]
+        return earlier[-limit:], len(earlier) > limit
+    later = names[names.index(after) + 1 :] if after else names
+    return later[:limit], len(later) > limit
 
 
 def _tell_limits(exchange: Exchange) -> None:

@@ -90,8 +90,12 @@ class AnthropicErrors(ErrorForm):
         return _encode(ApiErrorBody(error=shown, request_id=request_id or None))
 
     def headers(self, error: MillraceError) -> dict[str, str]:
-        """Content type, and when to come back."""
-        return {"content-type": "application/json", **retry_headers(error)}
+        """Content type, when to come back, and the limit that was reached."""
+        headers = {"content-type": "application/json", **retry_headers(error)}
+        if error.reason is Reason.REQUEST_RATE_EXCEEDED:
+            headers["anthropic-ratelimit-requests-limit"] = error.metadata["limit"]
+            headers["anthropic-ratelimit-requests-remaining"] = "0"
+        return headers
 
     def event(self, error: MillraceError, request_id: str = "") -> bytes:
         """An event of the type error."""

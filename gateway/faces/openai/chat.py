@@ -35,7 +35,8 @@ class FunctionCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The called function, with its arguments as JSON."""
 
     name: str
-    arguments: str = "{}"
+    # What is no JSON stays what the model wrote; null is none.
+    arguments: str | None = "{}"
 
 
 class ToolCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -269,7 +270,7 @@ def _tool_call(call: ToolCallBody, field: str) -> ToolCall:
         raise invalid(f"{field}.type", f"{call.type!r} is not supported; use function")
     if call.function is None:
         raise invalid(f"{field}.function", "it is required: an object with name and arguments")
-    return ToolCall(call.id, call.function.name, call.function.arguments)
+    return ToolCall(call.id, call.function.name, call.function.arguments or "{}")
 
 
 def _tool(tool: ToolBody, field: str) -> Tool:

@@ -40,6 +40,7 @@ REFUSED: Mapping[str, str] = {
     "request_id": "send the header x-request-id",
     "prompt_logprobs": "use /v1/completions with echo and logprobs, or Generate of the gRPC face",
     "kv_transfer_params": "engines decide where keys and values live",
+    "moderation": "moderation is not served",
     "background": "answers are computed in the background by /v1/responses",
     "previous_response_id": "send all messages, or use /v1/responses",
     "conversation": "send all messages, or use /v1/responses",
@@ -77,6 +78,7 @@ _REMEDIES: Mapping[str, str] = {
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_retention": "prefixes are kept as long as there is room",
+    "prompt_cache_options": "prefixes are kept as long as there is room",
     "prediction": "no draft is taken from clients",
     "spaces_between_special_tokens": "special tokens are never shown",
     "add_special_tokens": "the template decides",

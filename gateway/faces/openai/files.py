@@ -45,7 +45,7 @@ class FileEndpoints:
             filename, fields = await self._receive(exchange, upload)
             purpose, kept_s = _purpose(fields), _kept_s(fields)
             if filename is None:
-                raise invalid("file", "it is required, as a part of the form with a file name")
+                raise _without_file()
             file = await batches.keep(tenant, upload, purpose=purpose, filename=filename, kept_s=kept_s)
         finally:
             await batches.call(upload.discard)
@@ -68,6 +68,8 @@ class FileEndpoints:
                         metadata={"limit_bytes": str(limit)},
                     )
                 await self._batches.write(upload, piece.data)
+            elif piece.name == "file":
+                raise _without_file()
             elif piece.name not in _FIELDS:
                 raise unsupported(piece.name[:80], "leave it out", "it is no field of this form")
             else:
@@ -139,6 +141,10 @@ def listing(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
     """A page of objects."""
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
+
+
+def _without_file() -> MillraceError:
+    return invalid("file", "it is required, as a part of the form with a file name")
 
 
 def _purpose(fields: Mapping[str, bytes]) -> str:

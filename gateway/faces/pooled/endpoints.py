@@ -255,6 +255,9 @@ def _warnings(request: GenerationRequest, outputs: Sequence[Pooled]) -> Iterator
     cut = [(index, each) for index, each in enumerate(outputs) if each.left_out is not None]
     for index, output in cut[:_MAX_WARNINGS]:
         assert output.left_out is not None, "as sorted out"
-        yield f"{request.field(f'texts[{index}]')}: {output.left_out.told(output.prompt_tokens)}"
+        # Without a wish the end is cut, too.
+        is_end = request.pooling is not None and request.pooling.truncate != "START"
+        told = output.left_out.told(output.prompt_tokens, is_end=is_end)
+        yield f"{request.field(f'texts[{index}]')}: {told}"
     if len(cut) > _MAX_WARNINGS:
         yield f"{len(cut) - _MAX_WARNINGS} other texts were cut as well"

@@ -156,13 +156,33 @@ class BackgroundRun:
                 else:
                     return
 
-    def failed(self, response: Response, error: MillraceError) -> Response:
-        """The response as it ends by an error, whose events follow what is there."""
+    async def failed(self, response: Response, error: MillraceError) -> Response:
+        """The response as it ends by an error: with what its events have told of it, which the last ones end.
+        Raises LeaseLost where it was deleted meanwhile.
+        """
         writer = ResponseWriter(response, Toolbox(), streams=True)
-        writer.sequence_number = self._num_written + len(self._pending)
-        self._num_seen = max(self._num_seen, self.work.num_events)
-        self.take(writer.fail(error))
+        async with self._lock:
+            told = await self._told()
+            writer.take_up(told)
+            self._pending += _events_of((b"" if told else writer.begin()) + writer.fail(error))
         return writer.response
+
+    async def _told(self) -> list[bytes]:
+        """Its events so far, as soon as those can be read that are written."""
+        work, told = self.work, list[bytes]()
+        while len(told) < self._num_written:
+            read = partial(self._store.background.events, work.tenant, work.response_id, len(told) - 1)
+            try:
+                events, _ = await self._store.call(read)
+            except MillraceError as failure:
+                if failure.reason is not Reason.STORE_UNAVAILABLE:
+                    raise LeaseLost from failure
+                await asyncio.sleep(failure.retry_after_s or _RETRY_S)
+            else:
+                if not events:
+                    raise LeaseLost
+                told += events
+        return told + self._pending
 
 
 class BackgroundResponses:
@@ -258,7 +278,12 @@ class BackgroundResponses:
         told = error if isinstance(error, MillraceError) else unexpected()
         if told is not error:
             _log.error("background response %s failed", response.id, exc_info=error)
-        await self._end(run, run.failed(response, told))
+        try:
+            failed = await run.failed(response, told)
+        except LeaseLost:
+            run.is_lost = True
+        else:
+            await self._end(run, failed)
 
     async def _end(self, run: BackgroundRun, response: Response) -> None:
         try:

@@ -279,8 +279,7 @@ def _load(
     found = store.find_items(tenant, list(references.values())) if references else {}
     for index, id_ in references.items():
         if id_ not in found:
-            message = f"Item with id '{id_[:MAX_ID]}' not found"
-            raise MillraceError(Reason.STORED_NOT_FOUND, message, field=f"input[{index}].id")
+            raise not_found("Item", id_, f"input[{index}].id")
     given = stored_items(body.input, request_id, found)
     if sum(len(each.body) for each in given) > max_bytes:
         problem = "the items that input refers to are longer than any prompt; leave some of them out"

@@ -232,6 +232,10 @@ class ResponseWriter:
                 item = self._open = _OpenItem(given["type"], event["output_index"], given["id"])
                 names = ("call_id", "name", "namespace")
                 item.fields = {name: given[name] for name in names if name in given}
+                # Of thoughts that are not shown no part is begun.
+                self._shows_reasoning = False
+            elif kind == "response.content_part.added":
+                self._shows_reasoning = True
             elif kind == "response.output_item.done":
                 self._items.append(msgspec.convert(event["item"], OutputItem))
                 self._open = None

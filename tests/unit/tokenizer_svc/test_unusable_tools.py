@@ -38,6 +38,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "malformed": ({"type": "object", "properties": {"x": {"enum": 5}}}, "malformed"),
     "false": ({"type": "object", "allOf": [False]}, "no value matches"),
+    "of no object": ({"type": "string"}, "arguments are an object, and the schema's type is 'string'"),
 }
 
 
@@ -66,6 +67,16 @@ def test_a_tool_whose_schema_cannot_be_compiled_takes_any_object(
         assert built.accepts(request, call % '{"anything": [1, {"y": null}]}')
         assert not built.accepts(request, call % "[]")
         assert not built.accepts(request, call.replace("odd", "f") % '{"anything": 1}')
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_arguments_that_may_be_null_are_an_object_all_the_same(qwen: Family, strict: bool) -> None:
+    schema = {"type": ["object", "null"], "properties": {"x": {"type": ["integer", "null"]}}}
+    tool = ToolSpec(name="odd", parameters_json=json.dumps(schema), strict=strict)
+    request = rules(qwen, ToolChoiceMode.REQUIRED, (tool,))
+    call = '<tool_call>\n{"name": "odd", "arguments": %s}\n</tool_call>'
+    assert qwen.accepts(request, call % '{"x": null}')
+    assert not qwen.accepts(request, call % "null")
 
 
 @pytest.mark.parametrize("name", UNUSABLE)

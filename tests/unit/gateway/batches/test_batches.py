@@ -216,6 +216,11 @@ async def test_files_are_bounded_and_say_by_what(tmp_path: Path) -> None:
         ):
             refused = await upload(stack, b"x", **fields)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        nameless = await call(
+            stack, "POST", "files", files={"purpose": (None, b"batch"), "file": (None, b"x")}
+        )
+        assert (nameless.status_code, nameless.json()["error"]["param"]) == (400, "file")
+        assert "with a file name" in nameless.json()["error"]["message"]
         bare = await call(stack, "POST", "files", content=b"x")
         assert (bare.status_code, bare.json()["error"]["reason"]) == (400, "MALFORMED_BODY")
 

@@ -18,6 +18,18 @@ async def test_limits_are_told_in_the_apis_headers() -> None:
         assert 0 < int(headers["anthropic-ratelimit-tokens-remaining"]) < 5000
 
 
+async def test_a_limit_that_was_reached_is_told_in_them_too() -> None:
+    entries = [{"id": "k1", "tenant": "acme", "hash": hash_key("mr-key"), "requests_per_minute": 1}]
+    async with deployed(tables={"keys": {"entries": entries}}) as stack:
+        stack.http.headers.pop(CONTEXT_HEADER)
+        answers = [await stack.http.post(PATH, json=BODY, headers={"x-api-key": "mr-key"}) for _ in range(2)]
+    assert [each.status_code for each in answers] == [200, 429]
+    headers = answers[1].headers
+    assert headers["anthropic-ratelimit-requests-limit"] == "1"
+    assert headers["anthropic-ratelimit-requests-remaining"] == "0"
+    assert int(headers["retry-after"]) > 0
+
+
 async def test_a_key_comes_in_the_apis_own_header() -> None:
     entries = [{"id": "k1", "tenant": "acme", "hash": hash_key("mr-key")}]
     async with deployed(tables={"keys": {"entries": entries}}) as stack:

@@ -514,6 +514,21 @@ async def test_models_are_listed_in_the_form_of_who_asks() -> None:
         missing = await stack.http.get("/v1/models/none", headers=spoken)
         assert refused_field(missing, "not_found_error") == "model"
         assert (await stack.http.get("/v1/models")).json()["object"] == "list"
+        for query, names, more in (
+            ("limit=1", ["tiny"], True),
+            ("limit=1&after_id=tiny&beta=true", ["default"], False),
+            ("before_id=default", ["tiny"], False),
+            ("after_id=default", [], False),
+        ):
+            page = (await stack.http.get(f"/v1/models?{query}", headers=spoken)).json()
+            assert ([each["id"] for each in page["data"]], page["has_more"]) == (names, more)
+        for query, kind, field in (
+            ("limit=0", "invalid_request_error", "limit"),
+            ("after_id=none", "not_found_error", "after_id"),
+            ("after_id=tiny&before_id=tiny", "invalid_request_error", "before_id"),
+        ):
+            wrong = await stack.http.get(f"/v1/models?{query}", headers=spoken)
+            assert refused_field(wrong, kind) == field
 
 
 async def test_timing_is_told_in_the_words_of_chat_where_it_is_asked_for() -> None:

@@ -463,6 +463,21 @@ async def test_parts_of_a_message_are_joined() -> None:
         assert prepared.conversation.messages[0].content == "onetwo"
 
 
+async def test_a_call_in_a_history_may_have_no_arguments() -> None:
+    async with deployed() as stack:
+        function = {"name": "f", "arguments": None}
+        calls = [{"id": "c", "type": "function", "function": function}]
+        history = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "c", "content": "done"},
+        ]
+        answer = await stack.chat(messages=history)
+        assert answer.status_code == 200, answer.text
+        (prepared,) = stack.tokenizer.prepared
+        assert prepared.conversation.messages[1].tool_calls[0].arguments_json == "{}"
+
+
 async def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
     async with deployed() as stack:
         body = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"max_tokens":3.0,"n":%b}'

@@ -122,6 +122,7 @@ async def test_a_model_of_embeddings_ranks_by_cosine() -> None:
             "embed",
         ),
         (PoolingTokenizer(), "/v1/responses", {"input": "a"}, "it can embed"),
+        (PoolingTokenizer(), "/v1/responses/input_tokens", {"input": "a"}, "it can embed"),
     ],
 )
 async def test_what_a_model_cannot_do_is_refused_with_what_it_can(
@@ -134,6 +135,20 @@ async def test_what_a_model_cannot_do_is_refused_with_what_it_can(
     assert answer.json()["error"]["param"] == "model"
     assert told in answer.json()["error"]["message"]
     assert cards[0]["tasks"] == (["embed"] if isinstance(tokenizer, PoolingTokenizer) else ["generate"])
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("encoding_format", "'wrong' is not one of base64, float"),
+        ("truncate", "'wrong' is not one of END, NONE, START"),
+    ],
+)
+async def test_a_word_that_is_none_of_a_fields_is_told_which_are(field: str, told: str) -> None:
+    async with deployed(PoolingEngine(), tokenizer=PoolingTokenizer()) as stack:
+        body = {"model": "tiny", "input": "a", field: "wrong"}
+        error = (await stack.http.post("/v1/embeddings", json=body)).json()["error"]
+    assert (error["param"], error["message"]) == (field, f"{field}: {told}")
 
 
 async def test_one_texts_refusal_is_the_requests_and_names_it() -> None:

@@ -61,6 +61,9 @@ async def test_an_engine_of_another_revision_is_not_used() -> None:
     async with deployed(engine("a", revision="1"), engine("b"), tables={"served": served}) as stack:
         refused = await stack.chat(model="a")
         assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "ENGINE_UNAVAILABLE")
+        # Engines of other models have nothing to do with it.
+        assert "for model 'a@2' now" in refused.json()["error"]["message"]
+        assert "ready" not in refused.json()["error"]["message"]
         assert await answer(stack, model="b") == ("b", "I am b")
 
 

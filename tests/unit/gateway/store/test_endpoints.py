@@ -183,7 +183,12 @@ async def test_conversation_takes_what_is_said_in_it(tmp_path: Path) -> None:
         lost = await send(
             stack, "POST", "responses", model="tiny", input="x", conversation=conversation["id"]
         )
-        assert lost.status_code == 404
+        assert (lost.status_code, lost.json()["error"]["param"]) == (404, "conversation")
+        unknown = await send(
+            stack, "POST", "responses", model="tiny", input=[{"type": "item_reference", "id": "msg_0"}]
+        )
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "input[0].id")
+        assert "kept by tenant and for a limited time" in unknown.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -382,13 +387,23 @@ async def test_background_is_in_its_conversation_and_in_the_ledger(tmp_path: Pat
 
 
 async def test_background_that_fails_says_why(tmp_path: Path) -> None:
-    async with serving(tmp_path, engine(dies_after_tokens=20)) as stack:
+    async with serving(tmp_path, engine("all that was said " * 9, dies_after_tokens=80)) as stack:
         made = await create(stack, background=True)
         streamed = await send(stack, "GET", f"responses/{made['id']}?stream=true")
         assert "response.failed" in streamed.text
         told = await get(stack, f"responses/{made['id']}")
         assert told["status"] == "failed"
         assert told["error"]["code"] == "engine_lost"
+        # What was told of it stays, as a stream without a store tells it.
+        *blocks, _ = streamed.text.rstrip().split("\n\n")
+        events = [json.loads(each.partition("data: ")[2]) for each in blocks]
+        assert [each["sequence_number"] for each in events] == list(range(len(events)))
+        text = "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta")
+        assert text
+        assert [each["status"] for each in told["output"]] == ["incomplete"]
+        assert told["output"][0]["content"][0]["text"] == text
+        assert events[-3]["item"] == told["output"][0]
+        assert events[-1]["response"] == told
 
 
 async def test_an_item_of_no_type_is_refused_for_its_type(tmp_path: Path) -> None:
