@@ -79,9 +79,9 @@ class QuantizeOptions:
 def quantize(options: QuantizeOptions) -> None:
     """Make a checkpoint smaller, and judge whether it is still as good.
 
-    The result is a folder that Millrace, vLLM and transformers load; its README.md has the verdict. Ends as
-    `millrace gate` does: 0 if it is not worse, 1 if it is, 2 where something is wrong, 3 when more cases are
-    needed. Interrupted, the same command goes on after the last whole layer.
+    The result is a folder that Millrace, transformers and, of most schemes, vLLM load; its README.md has the
+    verdict. Ends as `millrace gate` does: 0 if it is not worse, 1 if it is, 2 where something is wrong, 3
+    when more cases are needed. Interrupted, the same command goes on after the last whole layer.
     """
     console = Console(highlight=False)
     with judging(_notes):
