@@ -1,6 +1,7 @@
 """What forms of weights, keys and values do to answers: perplexity, agreement, a task score, and bytes.
 
     python -m benchmarks.quality_forms --json benchmarks/results/quality_forms.json
+    python -m benchmarks.quality_forms --kept --json ...   # of rows that are kept; names those that lack
     python -m benchmarks.quality_forms --page     # docs/quality.md, of that record
 
 The bundled model and SmolLM2-135M-Instruct, each in bfloat16, quantized at load, as `millrace quantize`
@@ -342,6 +343,13 @@ def run(
         yield kept.rows[form.name]
 
 
+def kept_rows(subject: Subject, work: Path, settings: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows that there are, in the order of `forms`, and the names of those that are not measured."""
+    rows = KeptRows(work / "rows.json", settings).rows
+    names = [form.name for form in forms(subject, work)]
+    return [rows[name] for name in names if name in rows], [name for name in names if name not in rows]
+
+
 # --- the page ---------------------------------------------------------------------------------------------
 
 _HEAD = """# Which form of a model to serve
@@ -421,6 +429,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=384, help="of each, at most")
     parser.add_argument("--tasks", type=int, default=64)
     parser.add_argument("--only", default="", help="part of the names of the forms to measure")
+    parser.add_argument(
+        "--kept", action="store_true", help="publish what is kept in --work, and measure nothing"
+    )
     parser.add_argument("--page", action="store_true", help=f"write {PAGE} of {RECORD}, and measure nothing")
     return parser.parse_args()
 
@@ -433,14 +444,20 @@ def main() -> None:
     cases = to_cases(lines_of("task", _TASK_SEED, given.tasks), "task", TaskLayer(), _TASK_SEED)
     settings = f"{given.texts} {given.tokens} {given.tasks}"
     rows: list[dict[str, Any]] = []
+    notes = _NOTES
     for name in given.models:
         work = given.work / name
         work.mkdir(parents=True, exist_ok=True)
         num_texts = given.texts * (8 if name == "bundled" else 1)
         subject = SUBJECTS[name](work, num_texts, given.tokens)
-        rows += run(subject, work, cases, settings, given.only)
+        if given.kept:
+            kept, lacking = kept_rows(subject, work, settings)
+            rows += kept
+            notes += f" Not measured yet of {subject.name}: {'; '.join(lacking)}." if lacking else ""
+        else:
+            rows += run(subject, work, cases, settings, given.only)
     title = "Forms of weights, keys and values: what they do to answers"
-    publish(title, rows, given.json, _NOTES)
+    publish(title, rows, given.json, notes)
     if given.json is not None:
         record = json.loads(given.json.read_text()) | {"tasks": given.tasks}
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")

@@ -11,15 +11,21 @@ import httpx
 import msgspec
 
 from runtime.errors import ConfigError
-from services.gate.cases import CHAT, COMPLETIONS, Case, ServerAnswer, ToolInvocation
+from services.gate.cases import (
+    CHAT,
+    COMPLETIONS,
+    USUAL_CHARS_PER_TOKEN,
+    USUAL_WINDOW,
+    Case,
+    ServerAnswer,
+    ToolInvocation,
+)
 
 # How often, and how long in seconds, a server that is away or busy is asked again.
 _TRIES = 6
 _PAUSE_S = 1.0
 _BUSY = (408, 429, 500, 502, 503, 504, 529)
 _REQUEST_LIMIT_S = 600.0
-# Window of a server that tells none, in tokens, and the text of a token in characters.
-USUAL_WINDOW, USUAL_CHARS_PER_TOKEN = 4096, 4.0
 # A text in which tokenizers differ: scripts, digits, spaces, code.
 TOKENIZER_PROBE = (
     "Tokenizers differ in 1234567 digits,  spaces\tand\n\nlines; in naïve façades, Größe, Привет, 你好, "

@@ -21,8 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.settings import Settings, load_settings
 from runtime.config import read_tables
 from runtime.errors import ConfigError
-from services.gate.client import USUAL_CHARS_PER_TOKEN, USUAL_WINDOW
-from services.gate.suite import build_cases, read_suite
+from services.gate.suite import check_cases, read_suite
 from services.rollout import report
 from services.rollout.decision import RolloutAction, RolloutDecision, Why
 from services.rollout.evidence import judge
@@ -162,8 +161,7 @@ def _check_suite(plan: RolloutPlan, options: argparse.Namespace) -> None:
     if plan.gate is None:
         return
     path = Path(plan.gate.suite) if plan.gate.suite else None
-    # Its cases are made anew for the window and the tokenizer that are found; mistakes in its files are not.
-    build_cases(read_suite(path), path.parent if path else Path(), USUAL_WINDOW, USUAL_CHARS_PER_TOKEN)
+    check_cases(read_suite(path), path)
     if urlsplit(_asked(options)).scheme not in ("http", "https"):
         raise ConfigError(
             f"the plan's [gate] asks a server, and {_asked(options)!r} is none; name it by --url "
