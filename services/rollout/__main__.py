@@ -34,8 +34,8 @@ from services.rollout.watch import RolloutWatch, WatchedElsewhere, scraper
 
 # A watcher without a sign of life for so long is gone.
 _LEASE_S = 5.0
-# Where the suite is asked, and with which key.
-_URL_VARIABLE, _KEY_VARIABLE = "MILLRACE_URL", "MILLRACE_API_KEY"
+# Where the suite is asked, and with which key; where its answers are kept, as those of `millrace gate`.
+_URL_VARIABLE, _KEY_VARIABLE, _STATE_VARIABLE = "MILLRACE_URL", "MILLRACE_API_KEY", "MILLRACE_STATE_DIR"
 EXIT_STATUS = {RolloutState.DONE: 0, RolloutState.TAKEN_BACK: 1}
 
 
@@ -81,7 +81,12 @@ def run(store: RolloutStore, settings: Settings, options: argparse.Namespace) ->
         rollout,
         scrape=scraper(names),
         watcher=who,
-        run_suite=partial(run_suite, url=_asked(options), api_key=os.environ.get(_KEY_VARIABLE, "")),
+        run_suite=partial(
+            run_suite,
+            url=_asked(options),
+            api_key=os.environ.get(_KEY_VARIABLE, ""),
+            folder=Path(os.environ.get(_STATE_VARIABLE) or ".millrace") / "gate",
+        ),
         tell=report.tell,
     )
     return EXIT_STATUS[asyncio.run(watch.run()).state]

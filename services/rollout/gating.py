@@ -11,24 +11,24 @@ from services.gate.client import Endpoint
 from services.gate.run import GateRun
 from services.gate.suite import read_suite
 from services.rollout.store import StoredRollout
-from services.supervisor.config import state_directory
 
 _log = logging.getLogger(__name__)
 
 
-async def run_suite(rollout: StoredRollout, url: str, api_key: str) -> tuple[GateVerdict, str]:
-    """The gate's verdict on both models of the server at `url`, and what it rests on. A suite that cannot be
-    run, or whose server is lost, is no verdict: the rollout holds, and tells why.
+async def run_suite(rollout: StoredRollout, url: str, api_key: str, folder: Path) -> tuple[GateVerdict, str]:
+    """The gate's verdict on both models of the server at `url`, and what it rests on; answers are kept in
+    `folder`. A suite that cannot be run, or whose server is lost, is no verdict: the rollout holds, and tells
+    why.
     """
     try:
-        return await _compare(rollout, url, api_key)
+        return await _compare(rollout, url, api_key, folder)
     except Exception as error:
         if not isinstance(error, ConfigError | OSError):
             _log.exception("the suite has failed")
         return GateVerdict.NOT_ENOUGH, str(error) or type(error).__name__
 
 
-async def _compare(rollout: StoredRollout, url: str, api_key: str) -> tuple[GateVerdict, str]:
+async def _compare(rollout: StoredRollout, url: str, api_key: str, folder: Path) -> tuple[GateVerdict, str]:
     gate = rollout.plan.gate
     assert gate is not None, "it is run for a plan with a suite"
     baseline = max(rollout.sides.baseline, key=rollout.configured.__getitem__)
@@ -37,7 +37,7 @@ async def _compare(rollout: StoredRollout, url: str, api_key: str) -> tuple[Gate
     run = GateRun(
         read_suite(path),
         suite_folder=path.parent if path else Path(),
-        folder=state_directory() / "gate",
+        folder=folder,
         concurrency=gate.concurrency,
     )
     found = await run.compare(sides[0], sides[1], _unheard)
