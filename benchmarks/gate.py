@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -32,7 +33,6 @@ from services.gate.cases import Case, GateVerdict, LayerName, Pair, ServerAnswer
 from services.gate.client import Endpoint, GateClient
 from services.gate.run import ROUND
 from services.gate.scoring import Scorer
-from services.gate.statistics import Differences
 from services.gate.suite import (
     BehaviourLayer,
     IntrinsicLayer,
@@ -54,6 +54,7 @@ _WRONG_SCALE = 1.25
 _WRONG_TEMPLATE = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 
 Change = Callable[[Case], Case]
+Differences = NDArray[np.float64]
 
 
 def four_bits(name: str, weight: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What forms of weights, keys and values do to answers: perplexity, agreement, a task score, and bytes.
 
     python -m benchmarks.quality_forms --json benchmarks/results/quality_forms.json
+    python -m benchmarks.quality_forms --kept --json ...   # of rows that are kept; names those that lack
     python -m benchmarks.quality_forms --page     # docs/quality.md, of that record
 
 The bundled model and SmolLM2-135M-Instruct, each in bfloat16, quantized at load, as `millrace quantize`
@@ -66,7 +67,7 @@ from tests.unit.engine.runner.driver import Driver, Job
 
 RECORD = Path("benchmarks/results/quality_forms.json")
 PAGE = Path("docs/quality.md")
-BASELINE = "bfloat16"
+BASELINE, KEYS_AND_VALUES = "bfloat16", "keys and values"
 # Both models were trained on this form of conversations.
 _ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 _END = "<|im_end|>"
@@ -171,7 +172,7 @@ def forms(subject: Subject, work: Path) -> Iterator[QualityForm]:
     for quantize in ("int8", "w8a8", "int4"):
         yield QualityForm(name=f"{quantize} at load", options={"quantize": quantize}, make=dense)
     for kind in ("int8", "fp8", "int4"):
-        yield QualityForm(name=f"{kind} keys and values", options={"cache": {"kv_dtype": kind}}, make=dense)
+        yield QualityForm(name=f"{kind} {KEYS_AND_VALUES}", options={"cache": {"kv_dtype": kind}}, make=dense)
     for scheme in SCHEMES:
         for method in METHODS:
             if _goes_together(scheme, method):
@@ -342,45 +343,70 @@ def run(
         yield kept.rows[form.name]
 
 
+def kept_rows(subject: Subject, work: Path, settings: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows that there are, in the order of `forms`, and the names of those that are not measured."""
+    rows = KeptRows(work / "rows.json", settings).rows
+    names = [form.name for form in forms(subject, work)]
+    return [rows[name] for name in names if name in rows], [name for name in names if name not in rows]
+
+
 # --- the page ---------------------------------------------------------------------------------------------
 
 _HEAD = """# Which form of a model to serve
 
-`python -m benchmarks.quality_forms` measures these, and `--page` makes this page of its record. Perplexity is
-of held-out text, "agrees" the share of positions whose likeliest token is that of bfloat16, "task" the share
-of {tasks} generated tasks that are answered right, where a few per cent are noise; bytes are those of the
-weights in memory. [How forms are made](quantize.md); one of your own model is judged by [the gate](gate.md).
-"""
-_CHOOSING = """## How to choose
+Each model has two tables. The first answers: by how much may perplexity rise, and which form of weights is
+then the smallest? The second has all that was measured: perplexity of held-out text and its rise over
+bfloat16; "agrees", the share of positions whose likeliest token is that of bfloat16; "task", the share of
+{tasks} generated tasks that are answered right, where a few per cent are noise; bytes of weights in memory.
 
-1. Take 8 bits first (`int8`, or `w8a8` where processors multiply integers fast): where it agrees with
-   bfloat16 in all but a few positions of a thousand, nobody will tell.
-2. Of 4 bits, take the method with the lowest perplexity in the table of the model that is more like yours;
-   small models lose more than large ones.
-3. Keys and values of 8 bits are a choice beside weights, and multiply the streams that fit.
-4. Let the gate decide with your own cases. A table of two small models is no promise for yours.
+1. Take the model that is more like yours: small models lose more than large ones.
+2. A form "at load" is `--quantize`, and needs no other file; "int4, gptq" is `millrace quantize MODEL
+   --scheme int4 --method gptq` ([how](quantize.md)); "keys and values" is `engine.cache.kv_dtype`, a choice
+   beside that of weights, which multiplies the streams that fit.
+3. Take 8 bits first, and of 4 bits the method that rises least: rounding alone (`rtn`, "int4 at load") is the
+   one to avoid where a row of `gptq` or `awq` is far below it.
+4. Let [the gate](gate.md) decide with your own cases. Two small models are no promise for yours.
 """
+# In per cent of bfloat16's perplexity.
+_RISES = (0.5, 2, 10)
+
+
+def _rise(row: dict[str, Any], baseline: dict[str, Any]) -> float:
+    """By how many per cent perplexity is above that of bfloat16."""
+    return float(100 * (row["perplexity"] / baseline["perplexity"] - 1))
+
+
+def smallest(rows: Sequence[dict[str, Any]], rise: float) -> dict[str, Any]:
+    """The row of the form whose weights are smallest, of those whose perplexity rises by `rise` % at most."""
+    baseline = next(row for row in rows if row["form"] == BASELINE)
+    fits = [row for row in rows if _rise(row, baseline) <= rise and not row["form"].endswith(KEYS_AND_VALUES)]
+    return min(fits, key=lambda row: (row["weights MiB"], row["perplexity"]))
+
+
+def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    baseline = next(row for row in rows if row["form"] == BASELINE)
+    yield from ("| rise of at most | smallest form | rise | weights |", "|---|---|---|---|")
+    for rise in _RISES:
+        row = smallest(rows, rise)
+        share = row["weights MiB"] / baseline["weights MiB"]
+        yield f"| {rise:g} % | {row['form']} | {_rise(row, baseline):+.1f} % | {share:.0%} of bfloat16's |"
+    yield from ("", "| form | perplexity | rise | agrees | task | weights |", "|---|---|---|---|---|---|")
+    for row in rows:
+        yield (
+            f"| {row['form']} | {row['perplexity']:.3f} | {_rise(row, baseline):+.1f} % "
+            f"| {row['agrees %']:.1f} % | {row['task %']:.0f} % | {row['weights MiB']:.1f} MiB |"
+        )
 
 
 def page(record: dict[str, Any]) -> str:
     """docs/quality.md."""
-    lines = [_HEAD.format(tasks=record["tasks"])]
-    rows = record["rows"]
+    lines, rows = [_HEAD.format(tasks=record["tasks"])], record["rows"]
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        lines += [
-            f"## {model}",
-            "",
-            "| form | perplexity | agrees | task | weights |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {row['form']} | {row['perplexity']:.3f} | {row['agrees %']:.1f} % | {row['task %']:.0f} % "
-            f"| {row['weights MiB']:.1f} MiB |"
-            for row in own
-        ]
-        lines.append("")
-    lines += [record["notes"], "", _CHOOSING]
+        lines += [f"## {model}", "", *_tables([row for row in rows if row["model"] == model]), ""]
+    lines.append(
+        f"{record['notes']} Measured by `python -m benchmarks.quality_forms`; `--page` makes this page of "
+        "its record."
+    )
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -403,6 +429,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=384, help="of each, at most")
     parser.add_argument("--tasks", type=int, default=64)
     parser.add_argument("--only", default="", help="part of the names of the forms to measure")
+    parser.add_argument(
+        "--kept", action="store_true", help="publish what is kept in --work, and measure nothing"
+    )
     parser.add_argument("--page", action="store_true", help=f"write {PAGE} of {RECORD}, and measure nothing")
     return parser.parse_args()
 
@@ -415,14 +444,20 @@ def main() -> None:
     cases = to_cases(lines_of("task", _TASK_SEED, given.tasks), "task", TaskLayer(), _TASK_SEED)
     settings = f"{given.texts} {given.tokens} {given.tasks}"
     rows: list[dict[str, Any]] = []
+    notes = _NOTES
     for name in given.models:
         work = given.work / name
         work.mkdir(parents=True, exist_ok=True)
         num_texts = given.texts * (8 if name == "bundled" else 1)
         subject = SUBJECTS[name](work, num_texts, given.tokens)
-        rows += run(subject, work, cases, settings, given.only)
+        if given.kept:
+            kept, lacking = kept_rows(subject, work, settings)
+            rows += kept
+            notes += f" Not measured yet of {subject.name}: {'; '.join(lacking)}." if lacking else ""
+        else:
+            rows += run(subject, work, cases, settings, given.only)
     title = "Forms of weights, keys and values: what they do to answers"
-    publish(title, rows, given.json, _NOTES)
+    publish(title, rows, given.json, notes)
     if given.json is not None:
         record = json.loads(given.json.read_text()) | {"tasks": given.tasks}
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")

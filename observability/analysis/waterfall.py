@@ -14,13 +14,14 @@ from rich.text import Text
 from observability.analysis.decode import StoredSpan
 from observability.analysis.terminal import console_width, run, takes_a_request
 from observability.analysis.tree import build_tree, delays_of, request_span, ttft_of, walk
-from observability.emit import genai, names
+from observability.emit import genai, names, rollouts
 
 _SERVICE_STYLE: Mapping[str, str] = {
     names.ENVOY: "magenta",
     names.GATEWAY: "cyan",
     names.TOKENIZER: "green",
     names.ENGINE: "yellow",
+    rollouts.ROLLOUT: "cyan",
 }
 # Shown beside a span, with short labels; the store has the rest.
 _SHOWN: Mapping[str, str] = {
@@ -41,6 +42,10 @@ _SHOWN: Mapping[str, str] = {
     names.NUM_PREEMPTIONS: "preemptions",
     names.GRAMMAR_CACHE: "grammar",
     names.DELAYED_BY: "delayed by",
+    rollouts.ACTION: "decision",
+    rollouts.SHARE_AFTER: "share",
+    rollouts.VERDICT: "verdict",
+    rollouts.REASON: "because",
 }
 # Attributes that say the same on every span are shown on this one only.
 _ONCE: Mapping[str, str] = {names.TENANT: names.GATEWAY_REQUEST, names.TIER: names.GATEWAY_REQUEST}
@@ -84,12 +89,14 @@ def render(spans: Sequence[StoredSpan], width: int) -> RenderableType:
 
 
 def _heading(spans: Sequence[StoredSpan], total_ns: int) -> RenderableType:
-    request_id = next((span.request_id for span in spans if span.request_id), "unknown")
+    whose, name = "request", next((span.request_id for span in spans if span.request_id), "unknown")
+    if _is_rollout(spans):
+        whose, name = "rollout", str(spans[0].attributes.get(rollouts.ALIAS, "unknown"))
     failed = next((span.error for span in spans if span.error), "")
     services = len({span.service for span in spans})
     line = Text.assemble(
-        ("request ", "bold"),
-        request_id,
+        (f"{whose} ", "bold"),
+        name,
         ("  trace ", "bold"),
         spans[0].trace_id,
         f"  {total_ns / 1e6:.2f} ms, {len(spans)} spans, {services} services",
@@ -97,6 +104,11 @@ def _heading(spans: Sequence[StoredSpan], total_ns: int) -> RenderableType:
     if failed:
         line.append(f"\nfailed: {failed}", style="bold red")
     return line
+
+
+def _is_rollout(spans: Sequence[StoredSpan]) -> bool:
+    """A rollout's trace has its decisions alone, and no request."""
+    return any(span.name == rollouts.DECISION for span in spans)
 
 
 def _label(span: StoredSpan) -> str:
@@ -124,6 +136,8 @@ def _details(span: StoredSpan) -> str:
 
 def _ttft_lines(spans: Sequence[StoredSpan]) -> list[RenderableType]:
     ttft = ttft_of(spans)
+    if _is_rollout(spans):
+        return []
     if ttft is None:
         why = "no token was produced" if request_span(spans) else "the gateway's span is not (yet) here"
         return [Text(f"\nTTFT: {why}", style="dim")]

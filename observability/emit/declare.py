@@ -1,6 +1,6 @@
 """How spans, attributes and metrics are declared, and the tables of all that are.
 
-`names` and `genai` declare them; nothing else does.
+`names`, `genai` and `rollouts` declare them; nothing else does.
 """
 
 from __future__ import annotations

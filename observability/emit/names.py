@@ -65,7 +65,7 @@ ENGINE_RESUMED = span(
 ENGINE_OFFLOAD = span("engine.offload", "The step in which blocks of it were brought back from host memory.")
 
 # --- Attributes --------------------------------------------------------------------------------------------
-REQUEST_ID = attribute("millrace.request_id", "", "Id that Envoy gave the request; on every span.")
+REQUEST_ID = attribute("millrace.request_id", "", "Id that Envoy gave the request; on its spans.")
 CLIENT_REQUEST_ID = attribute("millrace.client_request_id", "", "The client's own x-request-id.")
 TENANT = attribute("millrace.tenant", "", "Who asked.")
 TIER = attribute("millrace.tier", "", "SLA tier the request is served under.")

@@ -447,7 +447,8 @@ def _on_metrics(module: str, arguments: list[str]) -> int:
 
 
 def _on_rollout(module: str, arguments: list[str]) -> int:
-    return owners.run_configured(module, [*owners.metrics_targets(kind=names.GATEWAY), *arguments])
+    targets = owners.metrics_targets(kind=names.GATEWAY)
+    return owners.run_configured(module, [*targets, *arguments], owners.asking(arguments))
 
 
 def _pass_on(group: typer.Typer, name: str, run: Callable[[str, list[str]], int], module: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from runtime.config import MODELS_FILE_VARIABLE, read_tables
-from services.cli.target import running_stack
+from services.cli.target import KEY_VARIABLE, URL_VARIABLE, find_target, running_stack
 from services.supervisor import checkpoint
 from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG, state_directory
 
@@ -157,6 +157,23 @@ def last_request(environ: Mapping[str, str] = os.environ) -> list[str]:
         return ["--after", note.read_text(encoding="utf-8")] if is_recent else []
     except OSError:
         return []
+
+
+def asking(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+    """Environment of a command that asks the server of `--url`, else the running stack's, where there is one,
+    with the key that goes to it. Raises ConfigError for a URL that cannot be one.
+    """
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--url", default="")
+    try:
+        url = parser.parse_known_args(list(arguments))[0].url
+    except argparse.ArgumentError:
+        # It has no value, which the module itself will say.
+        return environ
+    if not url and running_stack(environ) is None:
+        return environ
+    target = find_target(url, environ)
+    return {**environ, URL_VARIABLE: target.url, KEY_VARIABLE: target.api_key}
 
 
 def metrics_targets(environ: Mapping[str, str] = os.environ, *, kind: str = "") -> list[str]:

@@ -12,8 +12,8 @@ from runtime.errors import ConfigError
 from services.supervisor.config import development_key, state_directory
 from services.supervisor.state import RunState, read_state
 
-_URL_VARIABLE = "MILLRACE_URL"
-_KEY_VARIABLE = "MILLRACE_API_KEY"
+URL_VARIABLE = "MILLRACE_URL"
+KEY_VARIABLE = "MILLRACE_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Serve
     Without MILLRACE_API_KEY the development key is sent, to this machine only. Raises ConfigError when there
     is no server, with the remedy.
     """
-    url = url or environ.get(_URL_VARIABLE, "")
+    url = url or environ.get(URL_VARIABLE, "")
     state = running_stack(environ)
     if url:
         try:
@@ -52,13 +52,13 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Serve
         own_key = development_key(environ) if is_this_machine(host) else ""
         address = join(host, port)
         url = url if "//" in url else f"http://{address}"
-        return ServerTarget(address, environ.get(_KEY_VARIABLE) or own_key, url=url)
+        return ServerTarget(address, environ.get(KEY_VARIABLE) or own_key, url=url)
     if state is None:
         raise ConfigError(
             f"no running stack found (state directory {state_directory(environ)}); start one with "
-            f"`make serve` or `millrace up --model ...`, or name one with --url or {_URL_VARIABLE}"
+            f"`make serve` or `millrace up --model ...`, or name one with --url or {URL_VARIABLE}"
         )
-    key = environ.get(_KEY_VARIABLE) or state.api_key
+    key = environ.get(KEY_VARIABLE) or state.api_key
     return ServerTarget(state.address, key, state.model, f"{state.scheme}://{state.address}")
 
 

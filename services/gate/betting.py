@@ -1,7 +1,7 @@
-"""The test of `statistics` on counts instead of cases: what was seen how often.
+"""Bets on a mean, on counts of what was seen how often: wealth does not depend on the order of cases.
 
-The wealth of the bets does not depend on the order in which cases came, so counts say all. For whoever has
-counters and no arrays, and needs no numpy for them (services.rollout).
+Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 2024. `statistics`
+counts the differences of cases, and services.rollout has counters of metrics.
 """
 
 from __future__ import annotations

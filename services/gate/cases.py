@@ -10,6 +10,8 @@ import msgspec
 
 LayerName = Literal["tokens", "intrinsic", "task", "structure", "long_context", "behaviour"]
 LAYERS: tuple[LayerName, ...] = get_args(LayerName)
+# Window of a server that tells none, in tokens, and the text of a token in characters.
+USUAL_WINDOW, USUAL_CHARS_PER_TOKEN = 4096, 4.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 

@@ -11,15 +11,21 @@ import httpx
 import msgspec
 
 from runtime.errors import ConfigError
-from services.gate.cases import CHAT, COMPLETIONS, Case, ServerAnswer, ToolInvocation
+from services.gate.cases import (
+    CHAT,
+    COMPLETIONS,
+    USUAL_CHARS_PER_TOKEN,
+    USUAL_WINDOW,
+    Case,
+    ServerAnswer,
+    ToolInvocation,
+)
 
 # How often, and how long in seconds, a server that is away or busy is asked again.
 _TRIES = 6
 _PAUSE_S = 1.0
 _BUSY = (408, 429, 500, 502, 503, 504, 529)
 _REQUEST_LIMIT_S = 600.0
-# Window of a server that tells none, in tokens.
-_USUAL_WINDOW = 4096
 # A text in which tokenizers differ: scripts, digits, spaces, code.
 TOKENIZER_PROBE = (
     "Tokenizers differ in 1234567 digits,  spaces\tand\n\nlines; in naïve façades, Größe, Привет, 你好, "
@@ -114,10 +120,10 @@ class GateClient:
         greedy = _read_chat(counted[1]).text if counted[0] == 200 else ""
         known = (self.endpoint.url, parts, token_ids, token_texts, greedy)
         told = msgspec.json.encode(known, order="deterministic")
-        num_tokens = (counted[1].get("usage") or {}).get("prompt_tokens") or len(_HAY) / 4
+        num_tokens = (counted[1].get("usage") or {}).get("prompt_tokens") or len(_HAY) / USUAL_CHARS_PER_TOKEN
         return ServerIdentity(
             model=str(card["id"]),
-            window=int(card.get("max_model_len") or _USUAL_WINDOW),
+            window=int(card.get("max_model_len") or USUAL_WINDOW),
             token_ids=token_ids,
             token_texts=token_texts,
             # A template takes some, too: texts come out a little short rather than too long.

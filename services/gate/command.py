@@ -23,7 +23,7 @@ from services.gate import heat_map, page, report
 from services.gate.cases import EXIT_STATUS, GateVerdict, LayerName
 from services.gate.client import Endpoint, GateClient
 from services.gate.run import Comparison, GateRun
-from services.gate.suite import read_suite
+from services.gate.suite import check_cases, read_suite
 from services.supervisor.config import state_directory
 
 _notes = Console(stderr=True, highlight=False)
@@ -80,6 +80,7 @@ def gate(options: GateOptions) -> None:
         suite = read_suite(options.suite)
         if options.png is not None and suite.long_context is None:
             raise ConfigError("--png: the suite has no needles to draw; add [long_context] to it")
+        check_cases(suite, options.suite)
         report.check_writable(options.json_file, options.junit, options.html, options.png)
         with ExitStack() as stacks:
             baseline = stacks.enter_context(_endpoint("--baseline", options.baseline, ""))

@@ -3,28 +3,28 @@
 A difference is of one question: how much better the baseline did than the candidate, in [-1, 1]. Questions
 are independent, answers within one are not, so a question's answers are averaged before they come here.
 
-The decision is a bet (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting",
-JRSS-B 2024): someone who starts with 1 and stakes a share c of it on every difference being above m has, if
-the mean is at most m, wealth whose expectation never exceeds 1. By Ville's inequality it ever reaches 1/alpha
-with probability alpha at most: looking after each case, and stopping when it is decided, cost nothing. Shares
-are mixed, which needs no tuning and makes the wealth the same in whatever order differences came.
+The decision is a bet (`betting`): someone who starts with 1 and stakes a share c of it on every difference
+being above m has, if the mean is at most m, wealth whose expectation never exceeds 1. By Ville's inequality
+it ever reaches 1/alpha with probability alpha at most: looking after each case, and stopping when it is
+decided, cost nothing. Shares are mixed, which needs no tuning and makes the wealth the same in whatever order
+differences came.
+
+Python alone: a layer has hundreds of cases, and a rollout is watched in an image without numpy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+from services.gate import betting
 
-from services.gate.betting import STAKES
+Differences: TypeAlias = Collection[float]
 
-Differences: TypeAlias = NDArray[np.float64]
-
-_STAKES = np.array(STAKES)
 _BISECTIONS = 40
 # No more cases than so many times those there are: a forecast beyond is none.
 MOST_TIMES = 200
@@ -38,39 +38,44 @@ class MeanBounds:
     upper: float
 
 
+def mean_of(values: Collection[float]) -> float:
+    """The mean; 0 of none."""
+    return math.fsum(values) / len(values) if len(values) else 0.0
+
+
 def evidence_above(differences: Differences, mean: float = 0.0, *, times: float = 1.0) -> float:
     """Logarithm of the wealth of betting that the mean of `differences` [n] is above `mean`.
 
     At log(1/alpha) that is shown at level alpha. `times` forecasts: as if so many times the cases had come.
     """
-    if not len(differences):
-        return 0.0
-    gain = (1.0 + differences) / (1.0 + mean) - 1.0
-    values, counts = np.unique(gain, return_counts=True)
-    wealth = np.log1p(_STAKES[:, None] * values[None, :]) @ (counts * times)
-    top = float(np.max(wealth))
-    return top + math.log(float(np.mean(np.exp(wealth - top))))
+    return betting.evidence_above(_tally(differences, times), mean)
 
 
 def evidence_below(differences: Differences, mean: float = 0.0, *, times: float = 1.0) -> float:
     """As `evidence_above`, of the mean being below `mean`."""
-    return evidence_above(-differences, -mean, times=times)
+    return betting.evidence_below(_tally(differences, times), mean)
+
+
+def _tally(differences: Differences, times: float = 1.0) -> dict[float, float]:
+    return {value: count * times for value, count in Counter(differences).items()}
 
 
 def interval(differences: Differences, alpha: float) -> MeanBounds:
     """Bounds of the mean, each of which fails at any look with probability `alpha` at most."""
-    return MeanBounds(lower=_lower(differences, alpha), upper=-_lower(-differences, alpha))
+    tally, mean = _tally(differences), mean_of(differences)
+    mirrored = {-value: count for value, count in tally.items()}
+    return MeanBounds(lower=_lower(tally, mean, alpha), upper=-_lower(mirrored, -mean, alpha))
 
 
-def _lower(differences: Differences, alpha: float) -> float:
+def _lower(tally: dict[float, float], mean: float, alpha: float) -> float:
     limit = math.log(1.0 / alpha)
-    low, high = -1.0 + 1e-9, float(np.mean(differences)) if len(differences) else 0.0
-    if not len(differences) or evidence_above(differences, low) < limit:
+    low, high = -1.0 + 1e-9, mean
+    if not tally or betting.evidence_above(tally, low) < limit:
         return -1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         # Wealth falls as the mean that it is bet against rises.
-        low, high = (middle, high) if evidence_above(differences, middle) >= limit else (low, middle)
+        low, high = (middle, high) if betting.evidence_above(tally, middle) >= limit else (low, middle)
     return low
 
 
@@ -83,10 +88,10 @@ def bootstrap(
     """
     if not len(differences):
         return MeanBounds(lower=-1.0, upper=1.0)
-    random = np.random.default_rng(seed)
-    picks = random.integers(0, len(differences), size=(draws, len(differences)))
-    low, high = np.quantile(differences[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
-    return MeanBounds(lower=float(low), upper=float(high))
+    generator, values = random.Random(seed), list(differences)
+    means = sorted(mean_of(generator.choices(values, k=len(values))) for _ in range(draws))
+    tail = round((1 - level) / 2 * (draws - 1))
+    return MeanBounds(lower=means[tail], upper=means[draws - 1 - tail])
 
 
 def mcnemar(baseline: Sequence[float], candidate: Sequence[float]) -> float:
@@ -108,12 +113,12 @@ def more_needed(differences: Differences, delta: float, alarm: float, miss: floa
     num = len(differences)
     if not num:
         return None
+    loses = mean_of(differences) >= delta
 
     def decided(times: float) -> bool:
-        not_worse = evidence_below(differences, delta, times=times) >= math.log(1 / miss)
-        loses = float(np.mean(differences)) >= delta
-        worse = loses and evidence_above(differences, times=times) >= math.log(1 / alarm)
-        return not_worse or worse
+        tally = _tally(differences, times)
+        not_worse = betting.evidence_below(tally, delta) >= math.log(1 / miss)
+        return not_worse or (loses and betting.evidence_above(tally) >= math.log(1 / alarm))
 
     if not decided(MOST_TIMES):
         return None
@@ -124,10 +129,9 @@ def more_needed(differences: Differences, delta: float, alarm: float, miss: floa
     return max(math.ceil(num * high) - num, 1)
 
 
-def by_question(questions: Sequence[str], differences: Sequence[float]) -> Differences:
+def by_question(questions: Sequence[str], differences: Sequence[float]) -> list[float]:
     """Means of each question's differences, in the order in which questions first came."""
     groups: dict[str, list[float]] = {}
     for question, difference in zip(questions, differences, strict=True):
         groups.setdefault(question, []).append(difference)
-    means: Any = [math.fsum(each) / len(each) for each in groups.values()]
-    return np.array(means, dtype=np.float64)
+    return [mean_of(each) for each in groups.values()]

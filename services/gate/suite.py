@@ -15,7 +15,7 @@ import msgspec
 
 from runtime.errors import ConfigError
 from services.gate import generated, lines
-from services.gate.cases import LAYERS, Case, LayerName
+from services.gate.cases import LAYERS, USUAL_CHARS_PER_TOKEN, USUAL_WINDOW, Case, LayerName
 
 # How much worse is worse: of scores from 0 to 1, or in nats a token (intrinsic).
 Delta = Annotated[float, msgspec.Meta(gt=0, lt=1)]
@@ -153,6 +153,13 @@ def read_suite(path: Path | None) -> Suite:
     if not any(map(suite.decides, suite.layers())):
         raise ConfigError(f"{path}: no layer decides; add a table of {', '.join(LAYERS)} with decides = true")
     return suite
+
+
+def check_cases(suite: Suite, path: Path | None) -> None:
+    """Raises ConfigError for what is wrong in files of the suite at `path`, before anything is served, asked
+    or quantized. The cases are made anew for the window and the tokenizer that servers turn out to have.
+    """
+    build_cases(suite, path.parent if path else Path(), USUAL_WINDOW, USUAL_CHARS_PER_TOKEN)
 
 
 def build_cases(suite: Suite, folder: Path, window: int, chars_per_token: float) -> list[Case]:

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from services.gate import statistics
 from services.gate.cases import GateVerdict, LayerName, Scored
 from services.gate.scoring import INTRINSIC_SCALE
-from services.gate.statistics import Differences
+from services.gate.statistics import Differences, mean_of
 from services.gate.suite import Suite
 
 # What a baseline gets at least for a layer to say much: it cannot lose what it does not have.
@@ -70,15 +69,13 @@ class LayerRule(msgspec.Struct, frozen=True, kw_only=True):
 
     def decide(self, differences: Differences) -> GateVerdict:
         """The verdict on the differences of questions [n] so far."""
-        towards = differences
-        if self.two_sided and len(differences) and differences.mean() < 0:
-            towards = -differences
+        towards = towards_worse(differences, two_sided=self.two_sided)
         alarm = self.alarm / (2 if self.two_sided else 1)
-        is_large = len(differences) > 0 and float(towards.mean()) >= self.delta
+        is_large = len(differences) > 0 and mean_of(towards) >= self.delta
         if is_large and statistics.evidence_above(towards) >= math.log(1 / alarm):
             return GateVerdict.WORSE
         # In both directions, if either counts.
-        sides = (differences, -differences) if self.two_sided else (differences,)
+        sides = (differences, _mirrored(differences)) if self.two_sided else (differences,)
         evidence = min(statistics.evidence_below(side, self.delta) for side in sides)
         return GateVerdict.NOT_WORSE if evidence >= math.log(1 / self.miss) else GateVerdict.NOT_ENOUGH
 
@@ -97,7 +94,7 @@ def judge_layer(
     rule = rule_of(layer, suite, two_sided=two_sided)
     differences = differences_of(scored)
     verdict = rule.decide(differences)
-    towards = -differences if two_sided and len(differences) and differences.mean() < 0 else differences
+    towards = towards_worse(differences, two_sided=two_sided)
     evidence = statistics.evidence_above(towards)
     plain = statistics.bootstrap(differences)
     ours, theirs = [each.baseline for each in scored], [each.candidate for each in scored]
@@ -107,15 +104,15 @@ def judge_layer(
         verdict=verdict,
         decides=suite.decides(layer),
         delta=suite.delta(layer),
-        difference=_mean(differences.tolist()) * scale,
+        difference=mean_of(differences) * scale,
         lower=statistics.interval(differences, rule.alarm).lower * scale,
         upper=statistics.interval(differences, rule.miss).upper * scale,
         bootstrap_lower=plain.lower * scale,
         bootstrap_upper=plain.upper * scale,
         mcnemar_p=statistics.mcnemar(ours, theirs) if layer in _BINARY else None,
         p_value=min(1.0, math.exp(-evidence) * (2 if two_sided else 1)),
-        baseline=_mean(ours),
-        candidate=_mean(theirs),
+        baseline=mean_of(ours),
+        candidate=mean_of(theirs),
         num_cases=len(scored),
         num_questions=len(differences),
         more_needed=more if verdict is GateVerdict.NOT_ENOUGH else None,
@@ -123,6 +120,15 @@ def judge_layer(
         cells=_cells(scored),
         lost=_lost(scored),
     )
+
+
+def towards_worse(differences: Differences, *, two_sided: bool) -> Differences:
+    """Differences of which a positive mean is worse: turned over where either direction is, and they gain."""
+    return _mirrored(differences) if two_sided and mean_of(differences) < 0 else differences
+
+
+def _mirrored(differences: Differences) -> list[float]:
+    return [-each for each in differences]
 
 
 def differences_of(scored: Sequence[Scored]) -> Differences:
@@ -139,16 +145,12 @@ def overall(results: Sequence[LayerResult]) -> GateVerdict:
     return next((each for each in order if each in verdicts), GateVerdict.NOT_WORSE)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
-
-
 def _note(layer: LayerName, baseline: Sequence[float], two_sided: bool) -> str:
     if two_sided:
         return (
             "the baseline does not answer equal seeds equally: how probable answers are is compared instead"
         )
-    if layer in _BINARY and _mean(baseline) < _TELLING_SCORE:
+    if layer in _BINARY and mean_of(baseline) < _TELLING_SCORE:
         return "the baseline itself is hardly ever right here, so little can be lost: take other cases"
     return ""
 
@@ -162,8 +164,8 @@ def _cells(scored: Sequence[Scored]) -> tuple[Cell, ...]:
         Cell(
             length=length,
             depth=depth,
-            baseline=float(np.mean([each.baseline for each in found])),
-            candidate=float(np.mean([each.candidate for each in found])),
+            baseline=mean_of([each.baseline for each in found]),
+            candidate=mean_of([each.candidate for each in found]),
             num_cases=len(found),
         )
         for (length, depth), found in sorted(groups.items())

@@ -9,7 +9,7 @@ from pathlib import Path
 from services.gate import report
 from services.gate.run import Comparison
 from services.gate.verdict import LayerResult
-from services.quantize.choices import MethodName
+from services.quantize.choices import MethodName, SchemeName
 from services.quantize.run import Quantized, QuantizeJob
 
 _STORED = {
@@ -27,6 +27,15 @@ _METHODS: dict[MethodName, str] = {
     "smoothquant": "smoothed (SmoothQuant, arXiv 2211.10438), then rounded to nearest",
 }
 _MIB = 2**20
+# What vLLM does with it: of the release that `millrace engine install vllm` installs.
+_VLLM: dict[SchemeName, str] = {
+    "int8": "; vLLM has no kernel for it on CPUs",
+    "w8a8": ", and vLLM",
+    "fp8": ", and vLLM",
+    "int4": ", and vLLM",
+    "nf4": "; vLLM does not",
+    "mxfp4": "; vLLM has no kernel for it on CPUs",
+}
 NO_GATE = "Nothing was measured: the gate was left out (`--no-gate`)."
 PENDING = (
     "Nothing is measured: the gate did not come to its end. `millrace gate --baseline ORIGINAL --candidate "
@@ -48,7 +57,7 @@ def card(quantized: Quantized, quality: str) -> str:
         f"# {name}, {job.scheme} by {job.method}",
         "",
         f"{stored[0].upper()}{stored[1:]}; {_METHODS[job.method]}. It is stored as {kind} does, which "
-        "Millrace, vLLM and transformers read.",
+        f"Millrace and transformers read{_VLLM[job.scheme]}.",
         "",
         "## Is it still as good?",
         "",

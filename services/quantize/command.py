@@ -20,7 +20,7 @@ from services.cli.options import flattened
 from services.cli.verdicts import judging
 from services.gate import report
 from services.gate.cases import EXIT_STATUS
-from services.gate.suite import Suite, read_suite
+from services.gate.suite import Suite, check_cases, read_suite
 from services.quantize.calibration import BUNDLED, CalibrationSet, CalibrationText, read_calibration
 from services.quantize.choices import CALIBRATED, MethodName, SchemeName, check_choice
 from services.supervisor import checkpoint
@@ -79,9 +79,9 @@ class QuantizeOptions:
 def quantize(options: QuantizeOptions) -> None:
     """Make a checkpoint smaller, and judge whether it is still as good.
 
-    The result is a folder that Millrace, vLLM and transformers load; its README.md has the verdict. Ends as
-    `millrace gate` does: 0 if it is not worse, 1 if it is, 2 where something is wrong, 3 when more cases are
-    needed. Interrupted, the same command goes on after the last whole layer.
+    The result is a folder that Millrace, transformers and, of most schemes, vLLM load; its README.md has the
+    verdict. Ends as `millrace gate` does: 0 if it is not worse, 1 if it is, 2 where something is wrong, 3
+    when more cases are needed. Interrupted, the same command goes on after the last whole layer.
     """
     console = Console(highlight=False)
     with judging(_notes):
@@ -112,6 +112,8 @@ def _checked(options: QuantizeOptions) -> tuple[QuantizeJob, Suite | None, Seque
         raise ConfigError("--gate and --no-gate exclude each other; leave one out")
     check_choice(options.scheme, options.method, options.calibration)
     suite = read_suite(options.gate) if options.gate is not None else None
+    if suite is not None:
+        check_cases(suite, options.gate)
     calibration, held_out = _calibration(options)
     from services.quantize.kept import check_out
     from services.quantize.run import QuantizeJob, check_checkpoint, choose_group

@@ -11,14 +11,17 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.settings import Settings, load_settings
 from runtime.config import read_tables
 from runtime.errors import ConfigError
+from services.gate.suite import check_cases, read_suite
 from services.rollout import report
 from services.rollout.decision import RolloutAction, RolloutDecision, Why
 from services.rollout.evidence import judge
@@ -26,10 +29,13 @@ from services.rollout.figures import Sides
 from services.rollout.gating import run_suite
 from services.rollout.plan import RolloutPlan, read_plan
 from services.rollout.store import RolloutMoved, RolloutState, RolloutStore, StoredRollout, weights_of
+from services.rollout.traces import RolloutTraces
 from services.rollout.watch import RolloutWatch, WatchedElsewhere, scraper
 
 # A watcher without a sign of life for so long is gone.
 _LEASE_S = 5.0
+# Where the suite is asked, and with which key; where its answers are kept, as those of `millrace gate`.
+_URL_VARIABLE, _KEY_VARIABLE, _STATE_VARIABLE = "MILLRACE_URL", "MILLRACE_API_KEY", "MILLRACE_STATE_DIR"
 EXIT_STATUS = {RolloutState.DONE: 0, RolloutState.TAKEN_BACK: 1}
 
 
@@ -40,18 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(_parser().parse_args(arguments))
     options = argparse.Namespace(**{"config": None, "target": [], "url": "", **given})
     try:
-        settings = load_settings(read_tables(options.config))
+        tables = read_tables(options.config)
+        settings = load_settings(tables)
         url = settings.gateway.rollout.url or settings.gateway.ledger.url
         if not url:
             raise ConfigError(
                 "gateway.rollout.url: neither it nor gateway.ledger.url names a database; set one that all "
                 "gateways share"
             )
-        store = RolloutStore(url)
-        try:
+        traces = RolloutTraces.of(tables) if options.command in _DECIDING else RolloutTraces()
+        with closing(traces), closing(RolloutStore(url, traces=traces)) as store:
             return int(options.command(store, settings, options))
-        finally:
-            store.close()
     except (ConfigError, SQLAlchemyError) as error:
         print(f"millrace rollout: {str(error).splitlines()[0]}", file=sys.stderr)
     except RolloutMoved:
@@ -76,7 +81,12 @@ def run(store: RolloutStore, settings: Settings, options: argparse.Namespace) ->
         rollout,
         scrape=scraper(names),
         watcher=who,
-        run_suite=partial(run_suite, url=options.url),
+        run_suite=partial(
+            run_suite,
+            url=_asked(options),
+            api_key=os.environ.get(_KEY_VARIABLE, ""),
+            folder=Path(os.environ.get(_STATE_VARIABLE) or ".millrace") / "gate",
+        ),
         tell=report.tell,
     )
     return EXIT_STATUS[asyncio.run(watch.run()).state]
@@ -105,6 +115,10 @@ def abort(store: RolloutStore, settings: Settings, options: argparse.Namespace) 
     return _by_hand(store, options, RolloutAction.TAKE_BACK)
 
 
+# Commands whose decisions are spans.
+_DECIDING = (run, advance, abort)
+
+
 def _by_hand(store: RolloutStore, options: argparse.Namespace, action: RolloutAction) -> int:
     rollout = store.latest(options.alias)
     if rollout is None or rollout.state is not RolloutState.RUNNING:
@@ -127,6 +141,7 @@ def _begun(store: RolloutStore, settings: Settings, options: argparse.Namespace,
     found = store.latest(sides.alias)
     if found is None or found.state is not RolloutState.RUNNING:
         _check_base(store, sides, configured)
+        _check_suite(plan, options)
         begun = store.begin(sides, configured, plan, _person(), who)
         report.tell(begun, RolloutDecision(action=RolloutAction.BEGIN, why=Why.GOOD, reason="it begins"))
         return begun
@@ -136,7 +151,27 @@ def _begun(store: RolloutStore, settings: Settings, options: argparse.Namespace,
             f"millrace rollout abort {sides.alias}"
         )
     _check_plan(found, plan, options.plan)
+    _check_suite(found.plan, options)
     return _taken_over(store, found, who)
+
+
+def _asked(options: argparse.Namespace) -> str:
+    """Server that answers the suite, with its scheme; "" where none is named."""
+    url = str(options.url or os.environ.get(_URL_VARIABLE, ""))
+    return url if "//" in url or not url else f"http://{url}"
+
+
+def _check_suite(plan: RolloutPlan, options: argparse.Namespace) -> None:
+    """Raises ConfigError for a suite that could never be run, before anything moves."""
+    if plan.gate is None:
+        return
+    path = Path(plan.gate.suite) if plan.gate.suite else None
+    check_cases(read_suite(path), path)
+    if urlsplit(_asked(options)).scheme not in ("http", "https"):
+        raise ConfigError(
+            f"the plan's [gate] asks a server, and {_asked(options)!r} is none; name it by --url "
+            f"http://HOST:PORT or {_URL_VARIABLE}, and its key by {_KEY_VARIABLE}"
+        )
 
 
 def _sides(settings: Settings, alias: str, candidate: str) -> tuple[Sides, dict[str, float]]:

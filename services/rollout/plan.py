@@ -119,6 +119,7 @@ def read_plan(path: Path | None) -> RolloutPlan:
         suite = path.parent / plan.gate.suite
         if not suite.is_file():
             raise ConfigError(f"{path}.gate.suite: there is no file {suite}")
-        gate = msgspec.structs.replace(plan.gate, suite=str(suite.resolve()))
+        # Links stay: those that Kubernetes mounts lead to another folder in every pod.
+        gate = msgspec.structs.replace(plan.gate, suite=str(suite.absolute()))
         plan = msgspec.structs.replace(plan, gate=gate)
     return plan

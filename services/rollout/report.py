@@ -33,7 +33,8 @@ def show_status(rollouts: Sequence[StoredRollout], *, as_json: bool) -> None:
     if as_json:
         _print_json([_state(each) for each in rollouts])
         return
-    table = Table("alias", "candidate", "state", "step", "share", "requests", "watched by", "seen", box=None)
+    columns = ("alias", "candidate", "state", "step", "share", "requests", "watched by", "seen", "trace")
+    table = Table(*columns, box=None)
     for each in rollouts:
         steps = len(each.plan.steps)
         num_requests = each.progress.tally.counts.get(f"{CANDIDATE}.{ERRORS}.all", 0.0)
@@ -48,6 +49,7 @@ def show_status(rollouts: Sequence[StoredRollout], *, as_json: bool) -> None:
             f"{num_requests:.0f}",
             each.watcher if is_running else "-",
             f"{silent_s:.0f} s ago" if is_running else "-",
+            each.progress.trace_id or "-",
         )
     console = _console()
     console.print(table if rollouts else "there has been no rollout")
@@ -84,6 +86,7 @@ def _state(rollout: StoredRollout) -> dict[str, Any]:
         "watcher": rollout.watcher,
         "beat_unix_ms": rollout.beat_unix_ms,
         "gate": rollout.progress.gate_note,
+        "trace": rollout.progress.trace_id,
         "evidence": msgspec.to_builtins(judge(rollout.progress.tally.counts, rollout.plan)),
     }
 

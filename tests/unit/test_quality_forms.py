@@ -50,10 +50,21 @@ def test_a_row_counts_what_is_said_alone(tmp_path: Path) -> None:
     }
 
 
-def test_the_page_has_a_table_for_each_model() -> None:
-    rows = [row("small", "bfloat16"), row("small", "int4, gptq"), row("large", "bfloat16")]
-    text = page({"rows": rows, "notes": "A note.", "tasks": 64})
-    assert text.index("## small") < text.index("## large") < text.index("## How to choose")
-    assert "| int4, gptq | 1.234 | 99.5 % | 62 % | 7.2 MiB |" in text
-    assert "of 64 generated tasks" in text
+def test_the_page_names_the_smallest_form_for_each_rise_and_shows_all() -> None:
+    small = [
+        row("small", "bfloat16") | {"perplexity": 2.0, "weights MiB": 16.0},
+        row("small", "int8 at load") | {"perplexity": 2.004, "weights MiB": 9.0},
+        # The smallest of all, which says nothing of weights.
+        row("small", "int8 keys and values") | {"perplexity": 2.0, "weights MiB": 1.0},
+        row("small", "int4, gptq") | {"perplexity": 2.1, "weights MiB": 5.0},
+        row("small", "int4, rtn") | {"perplexity": 2.9, "weights MiB": 4.0},
+    ]
+    text = page({"rows": [*small, row("large", "bfloat16")], "notes": "A note.", "tasks": 64})
+    assert text.index("## small") < text.index("## large")
+    chosen = ["| 0.5 % | int8 at load | +0.2 % | 56% of bfloat16's |"]
+    chosen += ["| 2 % | int8 at load | +0.2 % | 56% of bfloat16's |"]
+    chosen += ["| 10 % | int4, gptq | +5.0 % | 31% of bfloat16's |"]
+    assert "\n".join(chosen) in text
+    assert "| int4, rtn | 2.900 | +45.0 % | 99.5 % | 62 % | 4.0 MiB |" in text
+    assert "share of 64 generated tasks" in text
     assert "A note." in text

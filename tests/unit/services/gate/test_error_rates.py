@@ -7,15 +7,16 @@ from functools import cache
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from services.gate.cases import CHAT, Case, GateVerdict, LayerName, Pair, ServerAnswer
 from services.gate.run import ROUND
 from services.gate.scoring import Scorer
-from services.gate.statistics import Differences
 from services.gate.suite import read_suite
 from services.gate.verdict import rule_of
 from tests.unit.services.gate.toy import Spoiled, ToyModel
 
+Differences = NDArray[np.float64]
 SUITE = read_suite(None)
 # What may be asked before a verdict, of releases.
 MOST_ANSWERS = 300

@@ -192,6 +192,8 @@ def test_a_suite_that_is_wrong_gets_no_verdict(gate: Any, tmp_path: Path) -> Non
     result = gate(baseline, ToyServer(), "[task]\nfile = 'tasks.jsonl'\n")
     assert result.exit_code == 2
     assert "tasks.jsonl:1: the case has no answer" in " ".join(result.output.split())
+    # A checkpoint would have been served for nothing.
+    assert not baseline.asked
     result = gate(baseline, ToyServer(), "[task]\nextra = 1\n")
     assert (result.exit_code, "extra" in result.output) == (2, True)
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from services.gate import statistics
 from services.gate.cases import GateVerdict
@@ -13,7 +14,7 @@ from services.gate.suite import TokensLayer, read_suite
 from services.gate.verdict import LayerRule
 
 
-def _differences(mean: float, count: int, seed: int) -> statistics.Differences:
+def _differences(mean: float, count: int, seed: int) -> NDArray[np.float64]:
     """-1, 0 and 1 with this mean."""
     random = np.random.default_rng(seed)
     up, down = 0.2 + mean / 2, 0.2 - mean / 2
@@ -79,7 +80,7 @@ def test_mcnemar() -> None:
 
 def test_answers_of_one_question_are_one_piece_of_evidence() -> None:
     found = statistics.by_question(["a", "b", "a", "a"], [1.0, 0.5, 0.0, 0.5])
-    assert found.tolist() == [0.5, 0.5]
+    assert found == [0.5, 0.5]
     repeated = statistics.by_question(["a"] * 1000, [1.0] * 1000)
     assert statistics.evidence_above(repeated) < math.log(3)
 

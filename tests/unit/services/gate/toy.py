@@ -233,6 +233,20 @@ def _choice(text: str, *, calls: Sequence[dict[str, Any]] = (), logprobs: Any = 
     return {"choices": [{"message": message, "logprobs": logprobs}], "usage": usage}
 
 
+@dataclass
+class TwoVersions(ToyServer):
+    """Serves chat@1 as it is, and another server as chat@2."""
+
+    second: ToyServer = field(default_factory=ToyServer)
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": name, "max_model_len": 1024} for name in ("chat@1", "chat@2")]}
+        if body.get("model") == "chat@2":
+            return self.second.answer(path, body)
+        return super().answer(path, body)
+
+
 @contextmanager
 def serving(server: ToyServer) -> Iterator[ToyServer]:
     """The server at `server.url`, until the block ends."""

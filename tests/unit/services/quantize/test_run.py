@@ -199,6 +199,17 @@ def test_the_command_refuses_with_status_2(options: tuple[str, ...], message: st
     assert not (tmp_path / "out").exists()
 
 
+def test_a_suite_that_could_not_judge_is_refused_before_hours_of_work(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", "llama", hidden_size=64, intermediate_size=128)
+    (tmp_path / "suite.toml").write_text("[task]\nfile = 'tasks.jsonl'\n")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi", "check": "exact"}\n')
+    options = ("--scheme", "int8", "--gate", str(tmp_path / "suite.toml"), "--out", str(tmp_path / "out"))
+    found = CliRunner().invoke(app, ["quantize", str(tmp_path / "model"), *options])
+    assert found.exit_code == 2
+    assert "tasks.jsonl:1: the case has no answer" in " ".join(found.output.split())
+    assert not (tmp_path / "out").exists()
+
+
 # --- the card ---------------------------------------------------------------------------------------------
 
 

@@ -133,3 +133,26 @@ def test_without_a_shared_database_there_is_none(rollout: Commands) -> None:
     rollout.url = ""
     rollout.configure('{"chat@1" = 100, "chat@2" = 0}')
     assert "gateway.rollout.url: neither it nor gateway.ledger.url" in rollout("status")[1]
+
+
+@pytest.mark.parametrize(
+    ("suite", "url", "told"),
+    [
+        ("[task]\nfiles = 3\n", "http://127.0.0.1:9", "suite.toml: Object contains unknown field `files`"),
+        ('[task]\nfile = "tasks.jsonl"\n', "http://127.0.0.1:9", "tasks.jsonl:1: "),
+        ("[task]\n", "", "[gate] asks a server, and '' is none; name it by --url"),
+        ("[task]\n", "ftp://here", "[gate] asks a server, and 'ftp://here' is none"),
+    ],
+)
+def test_a_suite_that_could_not_be_run_is_refused_before_anything_moves(
+    rollout: Commands, tmp_path: Path, suite: str, url: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MILLRACE_URL", raising=False)
+    (tmp_path / "suite.toml").write_text(suite)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "What?", "check": "exact"}\n')
+    (tmp_path / "rollout.toml").write_text('[gate]\nsuite = "suite.toml"\n')
+    more = ("--url", url) if url else ()
+    status, printed = rollout(*more, *RUN, "chat", "chat@2", "--plan", str(tmp_path / "rollout.toml"))
+    assert (status, len(printed.splitlines())) == (2, 1)
+    assert told in printed
+    assert rollout("status")[1] == "there has been no rollout\n"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,27 +12,14 @@ from services.rollout.figures import Sides
 from services.rollout.gating import run_suite
 from services.rollout.plan import read_plan
 from services.rollout.store import RolloutStore, StoredRollout
-from tests.unit.services.gate.toy import Spoiled, ToyServer, serving
+from tests.unit.services.gate.toy import Spoiled, ToyServer, TwoVersions, serving
 
-
-@dataclass
-class TwoVersions(ToyServer):
-    """Serves chat@1 as it is, and another server as chat@2."""
-
-    second: ToyServer = field(default_factory=ToyServer)
-
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if path == "/v1/models":
-            return 200, {"data": [{"id": name, "max_model_len": 1024} for name in ("chat@1", "chat@2")]}
-        if body.get("model") == "chat@2":
-            return self.second.answer(path, body)
-        return super().answer(path, body)
+KEY = "mr-of-the-suite"
 
 
 @pytest.fixture
 def rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoredRollout:
     monkeypatch.setattr(client, "_PAUSE_S", 0.0)
-    monkeypatch.setenv("MILLRACE_STATE_DIR", str(tmp_path))
     (tmp_path / "suite.toml").write_text("[tokens]\n[structure]\n")
     (tmp_path / "rollout.toml").write_text('[gate]\nsuite = "suite.toml"\n')
     store = RolloutStore(f"sqlite:///{tmp_path / 'ledger.sqlite'}")
@@ -45,31 +30,32 @@ def rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoredRollout:
     return begun
 
 
-async def test_a_version_that_answers_as_well_is_not_worse(rollout: StoredRollout) -> None:
+async def test_a_version_that_answers_as_well_is_not_worse(rollout: StoredRollout, tmp_path: Path) -> None:
     with serving(TwoVersions()) as server:
-        verdict, told = await run_suite(rollout, server.url)
+        verdict, told = await run_suite(rollout, server.url, KEY, tmp_path)
     assert verdict is GateVerdict.NOT_WORSE, told
     assert told.startswith("not worse: tokens not worse")
+    assert server.keys == {f"Bearer {KEY}"}
     # The heaviest of the others is what it is compared with.
     assert {body.get("model") for body in server.asked} <= {"chat@1"}
 
 
-async def test_a_version_with_another_adapter_is_worse(rollout: StoredRollout) -> None:
+async def test_a_version_with_another_adapter_is_worse(rollout: StoredRollout, tmp_path: Path) -> None:
     with serving(TwoVersions(second=ToyServer(Spoiled(adapter=1.0)))) as server:
-        verdict, told = await run_suite(rollout, server.url)
+        verdict, told = await run_suite(rollout, server.url, KEY, tmp_path)
     assert verdict is GateVerdict.WORSE
     assert "tokens worse" in told
 
 
-async def test_a_server_that_is_lost_is_no_verdict(rollout: StoredRollout) -> None:
+async def test_a_server_that_is_lost_is_no_verdict(rollout: StoredRollout, tmp_path: Path) -> None:
     with serving(TwoVersions(dies_after=30)) as server:
-        verdict, told = await run_suite(rollout, server.url)
+        verdict, told = await run_suite(rollout, server.url, KEY, tmp_path)
     assert verdict is GateVerdict.NOT_ENOUGH
     assert "does not answer" in told
 
 
-async def test_a_server_without_the_candidate_is_no_verdict(rollout: StoredRollout) -> None:
+async def test_a_server_without_the_candidate_is_no_verdict(rollout: StoredRollout, tmp_path: Path) -> None:
     with serving(ToyServer()) as server:
-        verdict, told = await run_suite(rollout, server.url)
+        verdict, told = await run_suite(rollout, server.url, KEY, tmp_path)
     assert verdict is GateVerdict.NOT_ENOUGH
     assert "has no model 'chat@" in told

@@ -59,3 +59,13 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text)
     assert told in str(caught.value)
+
+
+def test_a_suite_behind_a_link_keeps_its_name(tmp_path: Path) -> None:
+    """As Kubernetes mounts a ConfigMap: the folder behind the link has another name in every pod."""
+    (tmp_path / "..2026").mkdir()
+    (tmp_path / "..2026/suite.toml").write_text("[task]\n")
+    (tmp_path / "suite.toml").symlink_to("..2026/suite.toml")
+    gate = read(tmp_path, '[gate]\nsuite = "suite.toml"').gate
+    assert gate is not None
+    assert gate.suite == str(tmp_path / "suite.toml")

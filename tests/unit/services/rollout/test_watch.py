@@ -9,13 +9,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sqlalchemy.exc import OperationalError
 
+from observability.emit import rollouts
+from observability.emit.config import ObservabilityConfig
+from observability.emit.tracing import Telemetry
 from services.gate.cases import GateVerdict
 from services.rollout.decision import RolloutAction, RolloutDecision, Why
+from services.rollout.evidence import judge
 from services.rollout.figures import GatewayPage, Sides
 from services.rollout.plan import GateFigures, LiveFigures, RolloutPlan, RolloutStep, ShadowFigures
-from services.rollout.store import RolloutState, RolloutStore, StoredRollout
+from services.rollout.store import RolloutMoved, RolloutState, RolloutStore, StoredRollout
+from services.rollout.traces import RolloutTraces
 from services.rollout.watch import RolloutWatch, WatchedElsewhere
 
 SIDES = Sides("chat", "chat@2", ("chat@1",))
@@ -31,11 +39,19 @@ PLAN = RolloutPlan(
 BY_HAND = RolloutDecision(action=RolloutAction.ADVANCE, why=Why.BY_HAND, reason="by hand")
 
 
+def recorded(spans: InMemorySpanExporter) -> RolloutTraces:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    return RolloutTraces(Telemetry("rollout", ObservabilityConfig(), provider))
+
+
 class Rig:
     """A rollout in a database, and two gateways that do as it says."""
 
     def __init__(self, folder: Path, plan: RolloutPlan = PLAN) -> None:
-        self.store = RolloutStore(f"sqlite:///{folder / 'ledger.sqlite'}", clock=lambda: self.now_s)
+        self.spans = InMemorySpanExporter()
+        url = f"sqlite:///{folder / 'ledger.sqlite'}"
+        self.store = RolloutStore(url, traces=recorded(self.spans), clock=lambda: self.now_s)
         self.now_s = 1000.0
         self.rollout = self.store.begin(SIDES, {"chat@1": 100.0, "chat@2": 0.0}, plan, "ada", "ada:1")
         self.told: list[RolloutDecision] = []
@@ -183,3 +199,66 @@ async def test_a_suite_that_cannot_be_run_holds_and_tells_why(tmp_path: Path) ->
     assert rig.told[-1].why is Why.PATIENCE
     assert "the gate: the server is away" in rig.told[-1].reason
     rig.store.close()
+
+
+def attributes_of(rig: Rig, name: str) -> list[dict[str, Any]]:
+    """Of its spans of a name, in the order in which they ended, with the trace and what they are below."""
+    return [
+        {
+            **(span.attributes or {}),
+            "trace": f"{span.context.trace_id:032x}",
+            "parent": span.parent and span.parent.span_id,
+        }
+        for span in rig.spans.get_finished_spans()
+        if span.name == name
+    ]
+
+
+async def test_every_decision_is_a_span_with_its_evidence_in_one_trace(rig: Rig) -> None:
+    first = rig.watch()
+    await first.look()
+    rig.store.claim(rig.latest, "grace:2")
+    rig.store.decide(rig.latest, BY_HAND, "ada")
+    rig.per_look["candidate.errors.bad"] = 5.0
+    assert (await rig.watch("grace:2").run()).state is RolloutState.TAKEN_BACK
+    spans, rows = attributes_of(rig, rollouts.DECISION), rig.store.decisions()
+    # One for each row, and nothing that was not written down.
+    told = [
+        (each.action, each.why, each.reason, each.who, each.share_before, each.share_after) for each in rows
+    ]
+    keys = (rollouts.ACTION, rollouts.WHY, rollouts.REASON, rollouts.WHO)
+    keys += (rollouts.SHARE_BEFORE, rollouts.SHARE_AFTER)
+    assert [tuple(span[key] for key in keys) for span in spans] == told
+    assert {span["trace"] for span in spans} == {rig.latest.progress.trace_id}
+    begun, *later = spans
+    assert begun["parent"] is None
+    assert len({span["parent"] for span in later} - {None}) == 1
+    (evidence,) = rows[-1].evidence
+    shown = {field: spans[-1][key] for field, key in rollouts.EVIDENCE["errors"].items()}
+    assert shown == {field: msgspec.to_builtins(getattr(evidence, field)) for field in shown}
+    assert (shown["verdict"], shown["num_candidate"]) == ("worse", evidence.num_candidate)
+
+
+async def test_who_comes_too_late_leaves_neither_row_nor_span(rig: Rig) -> None:
+    seen = rig.latest
+    rig.store.decide(seen, BY_HAND, "ada")
+    with pytest.raises(RolloutMoved):
+        rig.store.decide(seen, BY_HAND, "grace")
+    assert [each[rollouts.WHO] for each in attributes_of(rig, rollouts.DECISION)] == ["ada", "ada"]
+
+
+async def test_the_suite_is_a_span_of_the_trace(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, msgspec.structs.replace(PLAN, gate=GateFigures()))
+    rig.suite = (GateVerdict.WORSE, "worse: task worse (+0.300)")
+    await rig.watch().run()
+    (suite,) = attributes_of(rig, rollouts.SUITE)
+    assert (suite[rollouts.VERDICT], suite[rollouts.REASON]) == ("worse", "worse: task worse (+0.300)")
+    assert suite["trace"] == rig.latest.progress.trace_id
+    rig.store.close()
+
+
+def test_figures_are_those_that_are_judged() -> None:
+    counts = {"baseline.errors.all": 1.0, "baseline.goodput.all": 1.0, "baseline.validity.all": 1.0}
+    counts |= {"shadow.better.live": 1.0, "shadow.agreement.0.5": 1.0}
+    plan = RolloutPlan(shadow=ShadowFigures(agreement=0.5))
+    assert [each.figure for each in judge(counts, plan)] == list(rollouts.FIGURES)
