@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ def _nobody_stays() -> Iterator[None]:
     """Ranks end with their runner; what they share has no name and goes with them."""
     before = set(os.listdir("/dev/shm"))
     yield
+    gc.collect()
     assert not [each for each in psutil.Process().children() if _is_rank(each)]
     assert set(os.listdir("/dev/shm")) <= before
     assert not [link for link in _open_files() if "millrace-ranks" in link]
@@ -171,6 +173,8 @@ def test_prefixes_copies_drafts_and_scores(tmp_path: Path) -> None:
             row = (ScheduledSequence(9, 0, 32, (), True),)
             first = driver.step(SchedulerOutput(0, (new_sequence(9, Job(prompt), blocks),), row))
             found: list[object] = [first.results[0].token_ids]
+            # Blocks stay as they are when nobody has them any more.
+            driver.step(SchedulerOutput(1, released=(9,)))
             ends = [Job([*prompt, *prompt_of(9, 199, seed=seed)], sampling=GREEDY) for seed in (1, 2)]
             hits = driver.run(ends, prefix=(blocks, 32))
             found.append([job.output for job in hits])
@@ -178,15 +182,14 @@ def test_prefixes_copies_drafts_and_scores(tmp_path: Path) -> None:
             other = new_sequence(8, Job(prompt), [blocks[0], spare])
             copied = driver.step(
                 SchedulerOutput(
-                    1,
+                    2,
                     (other,),
                     (ScheduledSequence(8, 31, 1, (), True),),
-                    (9,),
                     block_copies=((blocks[1], spare),),
                 )
             )
             found.append(copied.results[0].token_ids)
-            driver.step(SchedulerOutput(2, released=(8,)))
+            driver.step(SchedulerOutput(3, released=(8,)))
             loops = Job(prompt_of(6, 199) * 4, num_tokens=24, speculate=True)
             scored = Job(prompt_of(200, 199), sampling=SamplingParams(temperature=0.0, prompt_logprobs=1))
             driver.run([loops, scored])
