@@ -238,6 +238,14 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     any_version: bool = False
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.parallel]`: processes of this machine, ranks, that compute one model together."""
+
+    # Ranks that share each layer. Each has its part of the weights, of the heads' keys and values, and of
+    # engine.num_threads. It divides the heads and the inner elements of the model.
+    tensor: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine]`."""
 
@@ -284,6 +292,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     peak: PeakConfig = PeakConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     simulation: SimulatedConfig = SimulatedConfig()
+    parallel: ParallelConfig = ParallelConfig()
     vllm: VllmConfig = VllmConfig()
 
     def validate(self) -> None:
@@ -291,6 +300,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_counts()
         if self.make == "vllm":
             self._check_vllm()
+        if self.parallel.tensor > 1:
+            self._check_ranks()
         scheduler, cache = self.scheduler, self.cache
         for key, fraction in (
             ("scheduler.long_prefill_share", scheduler.long_prefill_share),
@@ -358,6 +369,29 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if is_set:
                 raise ConfigError(f'engine.{key}: not known to make = "vllm"; {remedy}')
 
+    def _check_ranks(self) -> None:
+        """What is asked for beside ranks works with them, or is refused."""
+        device = 'set it to cpu or auto, or make = "vllm" with engine.vllm.tensor_parallel_size'
+        drafts = ("off", "ngram", "suffix")
+        for key, is_set, remedy in (
+            ("make", self.make == "vllm", "its ranks are engine.vllm.tensor_parallel_size; set that"),
+            ("simulated", self.simulated, "a simulated engine has no weights; set tensor = 1"),
+            ("device", self.device == "cuda", device),
+            ("native", self.native == "off", "ranks compute by the native kernels; set it to auto"),
+            ("quantize", self.quantize not in ("off", "int8", "int4"), "set it to int8, int4 or off"),
+            (
+                "speculation.method",
+                self.speculation.method not in drafts,
+                "set it to ngram, suffix or off, whose drafts need no further weights",
+            ),
+            ("adapters", bool(self.adapters.num_slots), "serve adapters from an engine without ranks"),
+            ("cache.host_bytes", bool(self.cache.host_bytes), "set it to 0"),
+            ("cache.disk_path", bool(self.cache.disk_path), 'set it to ""'),
+        ):
+            if is_set:
+                asked = f"engine.parallel.tensor = {self.parallel.tensor}"
+                raise ConfigError(f"engine.{key}: does not go with {asked}; {remedy}")
+
     def _check_counts(self) -> None:
         for limit, complaint, keys in (
             (1, "must be at least 1", _AT_LEAST_ONE),
@@ -406,7 +440,10 @@ def load(tables: Mapping[str, Any]) -> EngineConfig:
     """
     config = load_section(tables, "engine", EngineConfig)
     model = own_model(tables)
-    found = adapters_beside(model.path) | {name: each.path for name, each in model.adapters.items()}
+    found = {name: each.path for name, each in model.adapters.items()}
+    if config.parallel.tensor == 1:
+        # Ranks serve none, and nobody has asked for those.
+        found = adapters_beside(model.path) | found
     if found:
         paths = found | config.adapters.paths
         config = replace(config, adapters=replace(config.adapters, paths=paths))

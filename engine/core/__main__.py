@@ -10,6 +10,7 @@ import argparse
 import functools
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -53,7 +54,16 @@ def _builder(config: EngineConfig) -> tuple[Builder, Callable[[], object]]:
     from engine.runner.build import build
 
     kept = KeptWeights(config.packed_weights)
-    return functools.partial(build, load=kept.load), kept.write_later
+    return functools.partial(build, load=kept.load, on_lost=_end), kept.write_later
+
+
+def _end(cause: str) -> None:
+    """A rank is gone, and with it this process, as if it had been killed itself: what it served goes on
+    elsewhere.
+    """
+    _log.error("%s; the core ends", cause)
+    sys.stderr.flush()
+    os._exit(_EXIT_BROKEN)
 
 
 def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:

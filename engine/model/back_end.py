@@ -22,6 +22,7 @@ from engine.model.plan import num_logit_rows
 from engine.model.records import ModelRecord
 from engine.model.spec import ModelSpec
 from kernels.native.library import NativeLibrary, NativeUnavailableError, UnknownLevelError, load_native
+from kernels.ranks.native import Ranks
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -100,8 +101,11 @@ def load_model(
     library: NativeLibrary | None,
     progress: Progress,
     load: Load = load_here,
+    ranks: Ranks | None = None,
 ) -> Model:
-    """Reads a checkpoint, packed by `load` for `library`, or for torch. Raises CheckpointError."""
+    """Reads a checkpoint, packed by `load` for `library`, or for torch. `ranks`: those that share the model,
+    which the native kernels compute then. Raises CheckpointError.
+    """
     config = request.config
     if library is not None:
         return NativeDecoder(
@@ -109,7 +113,8 @@ def load_model(
             library,
             num_threads=config.num_threads,
             max_tokens=config.scheduler.max_num_batched_tokens,
-            max_rows=num_logit_rows(config),
+            max_rows=num_logit_rows(config) if ranks is None else ranks.shape.max_rows,
+            ranks=ranks,
         )
     import torch
 

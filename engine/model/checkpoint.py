@@ -15,6 +15,7 @@ import msgspec
 
 from checkpoint.files import is_gguf
 from engine.config import EngineConfig
+from engine.model.shards import WHOLE, Shard
 from engine.model.spec import CheckpointError, ModelSpec, TensorHeader
 
 ELEMENT_BYTES = {
@@ -48,6 +49,8 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     # Says whether weights are quantized, among other things.
     config: EngineConfig = EngineConfig()
+    # The part that is read, of whose size `spec` is.
+    shard: Shard = WHOLE
 
     @property
     def float32_precision(self) -> str:

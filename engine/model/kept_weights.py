@@ -227,6 +227,7 @@ def _identity(request: LoadRequest, library: NativeLibrary) -> _Identity | None:
         "sources": _sources(),
         "versions": [_version(name) for name in _STANDS_ON],
         "spec": request.spec,
+        "shard": request.shard,
         "dtype": request.dtype,
         "max_model_len": request.max_model_len,
         "float32_precision": request.float32_precision,

@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
 from engine.model.program_builder import ProgramBuilder
-from engine.model.records import Floats, ModelRecord
+from engine.model.records import Floats, Linear, ModelRecord
 from engine.model.spec import ModelSpec
 from kernels.activation.native import SoftCapArgs
 from kernels.adapters.rows import AdapterRows
 from kernels.altup.native import LARGEST_STREAMS
-from kernels.host import HOST, address_of, empty
+from kernels.host import HOST, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.paged_cache.native import Storage
+from kernels.ranks.native import FORWARD, LOGITS, Ranks
 from kernels.recurrent.native import LARGEST_KEY
 
 # The native cache ops shift by block sizes, and hold one head's vector at a time.
@@ -64,8 +65,11 @@ class NativeDecoder:
         num_threads: int,
         max_tokens: int = 256,
         max_rows: int = 16,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks`: those that the model is shared among, of which this is one."""
         self.model = self.record = model
+        self.ranks = ranks
         self.spec = model.spec
         self.max_model_len = model.max_model_len
         self.device = HOST
@@ -114,6 +118,8 @@ class NativeDecoder:
 
     def _point_to(self, batch: ForwardBatch, num_tokens: int) -> None:
         step, ragged = self._step, batch.ragged
+        if self.ranks is not None:
+            self.ranks.check(num_tokens, *ragged.block_tables.shape)
         step.num_tokens = num_tokens
         step.num_sequences = ragged.context_lens.size
         step.max_blocks = ragged.block_tables.shape[1]
@@ -173,6 +179,8 @@ class NativeDecoder:
 
     def _build_head(self, max_rows: int) -> Program:
         spec, library, step = self.spec, self.library, ctypes.addressof(self._head_step)
+        if self.ranks is not None:
+            self.ranks.check_rows(max_rows)
         normed = empty((max_rows, spec.hidden_size))
         logits = empty((max_rows, spec.vocab_size))
         norm, linear = self.model.norm, self.model.head
@@ -188,19 +196,9 @@ class NativeDecoder:
             centered=int(norm.centered),
             bias=None if norm.bias is None else address_of(norm.bias),
         )
-        workspace = make_workspace(library, max_rows, spec.hidden_size, self.num_threads)
-        head = gemm_args(
-            linear.packed,
-            step + NUM_LOGIT_ROWS,
-            address_of(normed),
-            address_of(logits),
-            address_of(workspace),
-        )
-        ops = [
-            norm_op(library, head_norm, norm),
-            *product_ops(library, head, normed, workspace),
-        ]
-        if spec.logit_soft_cap is not None:
+        ops = self._handed_over(self._head_step, LOGITS)
+        ops += [norm_op(library, head_norm, norm), *self._head_product(linear, normed, logits)]
+        if spec.logit_soft_cap is not None and (self.ranks is None or self.ranks.leads):
             cap = SoftCapArgs(
                 step=step, logits=address_of(logits), width=spec.vocab_size, cap=spec.logit_soft_cap
             )
@@ -209,11 +207,35 @@ class NativeDecoder:
         self._logits, self._head_norm, self._head = logits, head_norm, Program(library, ops)
         return self._head
 
+    def _head_product(self, linear: Linear, normed: Floats, logits: Floats) -> list[Op]:
+        """normed [R, E] -> logits [R, V]: of several ranks each computes some columns."""
+        library, step, ranks = self.library, ctypes.addressof(self._head_step), self.ranks
+        whole = logits if ranks is None or ranks.leads else None
+        own = logits if ranks is None else ranks.logits(whole)
+        workspace = make_workspace(library, len(normed), self.spec.hidden_size, self.num_threads)
+        args = gemm_args(
+            linear.packed,
+            step + NUM_LOGIT_ROWS,
+            address_of(normed),
+            address_of(own),
+            address_of(workspace),
+            out_stride=row_stride(own),
+        )
+        ops = product_ops(library, args, normed, workspace, own)
+        return ops if ranks is None else [*ops, ranks.logits_op(step, whole)]
+
+    def _handed_over(self, step: ctypes.Structure, kind: int) -> list[Op]:
+        """What begins a program where other ranks compute the same."""
+        ranks = self.ranks
+        return [ranks.step_op(step, kind)] if ranks is not None and ranks.leads else []
+
     def _build_body(self, caches: Sequence[Storage], max_tokens: int) -> None:
         builder = ProgramBuilder(
             *(self.model, self.library, self._step, max_tokens, self.num_threads),
             window_step=self._window_step,
+            ranks=self.ranks,
         )
+        builder.ops += self._handed_over(self._step, FORWARD)
         builder.embed()
         for layer, cache in zip(self.model.layers, caches, strict=True):
             builder.layer(layer, cache)

@@ -29,10 +29,11 @@ from pathlib import Path
 import msgspec
 
 from checkpoint.files import find, is_gguf
-from engine.config import EngineConfig
+from engine.config import EngineConfig, num_threads
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
+from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
 from engine.model.state_memory import StateRoom, state_room
 from engine.model.weight_memory import (
@@ -91,6 +92,13 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     # What the model (its draft not counted) and the largest step were measured to take; 0 is not measured.
     measured_weights_bytes: int = 0
     measured_workspace_bytes: int = 0
+    # The first of the ranks that share the model: all else here is one rank's.
+    shard: Shard = WHOLE
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return self.shard.size
 
     @property
     def num_weights(self) -> int:
@@ -217,7 +225,16 @@ def workspace_bytes(given: PlanInput) -> int:
     rows = max(16, num_logit_rows(given.config))
     # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
     sampling = 0 if spec.pooling is not None else rows * spec.vocab_size * (4 + 4 + 8 + 4)
-    return max(dense + attention, sampling) + tokens * spec.hidden_size * 4
+    return max(dense + attention, sampling) + tokens * spec.hidden_size * 4 + _shared_bytes(given)
+
+
+def _shared_bytes(given: PlanInput) -> int:
+    """A rank's part of the memory that ranks share: parts of sums, and its logits."""
+    if given.num_ranks == 1:
+        return 0
+    spec, rows = given.spec, num_logit_rows(given.config)
+    sums = 2 * given.config.scheduler.max_num_batched_tokens * spec.hidden_size
+    return 4 * (sums + rows * spec.vocab_size // given.num_ranks)
 
 
 def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:
@@ -229,7 +246,7 @@ def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:
         return 0
     head = spec.vocab_size * spec.hidden_size
     dense = head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
-    return given.weights.tied_head_bytes or dense
+    return given.weights.tied_head_bytes or dense // given.num_ranks
 
 
 def num_logit_rows(config: EngineConfig) -> int:
@@ -387,8 +404,15 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     if config.speculation.method == "draft_model":
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)
+    shard = WHOLE
+    if config.parallel.tensor > 1:
+        _check_ranks(spec, config, folder, device)
+        shard = Shard.of(spec, 0, config.parallel.tensor)
+        spec, headers = shard.model(spec), shard.headers(headers)
+        available_bytes //= shard.size
     return PlanInput(
         draft=draft,
+        shard=shard,
         spec=spec,
         device=device,
         available_bytes=available_bytes,
@@ -396,6 +420,30 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         forms=weight_forms(spec, headers, config, coded=coded),
         config=config,
     )
+
+
+def _check_ranks(spec: ModelSpec, config: EngineConfig, folder: Path, device: str) -> None:
+    """Raises ConfigError where a model cannot be shared among ranks, or not here."""
+    asked = f"engine.parallel.tensor = {config.parallel.tensor}"
+    if device != "cpu":
+        raise ConfigError(
+            f"{asked}: ranks of this make compute on CPUs, and engine.device is {device}; set it to cpu, or "
+            "engine.make to vllm with engine.vllm.tensor_parallel_size"
+        )
+    if is_gguf(folder):
+        raise ConfigError(
+            f"{asked}: {folder} is a GGUF file, of which ranks cannot read parts; give a checkpoint of "
+            "safetensors, or set it to 1"
+        )
+    reason = why_not_shared(spec, config.parallel.tensor)
+    if reason:
+        raise ConfigError(f"{asked}: {reason}")
+    threads = config.num_threads or num_threads()
+    if threads < config.parallel.tensor:
+        raise ConfigError(
+            f"{asked}: a rank computes on one core at least, and there are {threads}; lower it, or set "
+            "engine.num_threads if ranks are to share cores"
+        )
 
 
 def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInput:

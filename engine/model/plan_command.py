@@ -11,8 +11,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from checkpoint.files import find, is_gguf
 from engine.config import load
 from engine.model.device import choose_device
+from engine.model.families import read_spec
 from engine.model.plan import (
     PlanInput,
     human,
@@ -22,7 +24,9 @@ from engine.model.plan import (
     why_not_kv_dtype,
     window_room_of,
 )
+from engine.model.shards import degrees
 from engine.types import MemoryPlan
+from kernels.ranks.native import MOST_RANKS
 from runtime.config import ModelConfig, load_section, read_tables
 from runtime.errors import ConfigError
 
@@ -138,11 +142,21 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
         "architecture": given.spec.architecture,
         "num_weights": given.num_weights,
         "device": given.device,
+        "tensor_ranks": given.num_ranks,
+        "tensor_degrees": _degrees(given, model),
         "dtype": given.dtype,
         "quantization": quantization_of(given),
         "weight_forms": msgspec.to_builtins(given.forms),
         "kv_dtype": given.kv_dtype,
     }
+
+
+def _degrees(given: PlanInput, model: ModelConfig) -> list[int]:
+    """Numbers of ranks that may share the model, of which this plan is one's."""
+    folder = find(model.path)
+    if given.device != "cpu" or is_gguf(folder):
+        return [1]
+    return degrees(read_spec(folder), MOST_RANKS)
 
 
 def _in_other_forms(given: PlanInput) -> str:
@@ -269,6 +283,12 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
         table.add_row(name, human(size), what)
     table.add_section()
     table.add_row("available", human(plan.total_bytes), f"free memory of {given.device}")
+    fitting = _degrees(given, model)
+    if len(fitting) > 1:
+        what = f"engine.parallel.tensor may be {', '.join(map(str, fitting))}"
+        if given.num_ranks > 1:
+            what = f"all above is one's of {given.num_ranks}, which take so much together; {what}"
+        table.add_row("ranks", human(used * given.num_ranks), what)
     Console().print(table)
 
 

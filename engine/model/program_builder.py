@@ -43,6 +43,7 @@ from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.norm.native import NormArgs, norm_op
 from kernels.paged_cache.native import Storage, describe
+from kernels.ranks.native import Ranks
 from kernels.rope.native import QK_NORMS, VALUE_KINDS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 
 NUM_TOKENS = StepStruct.num_tokens.offset
@@ -60,12 +61,18 @@ class ProgramBuilder:
         num_threads: int,
         *,
         window_step: ctypes.Structure | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`window_step` is `step` for layers with a window, where these keep blocks of their own."""
+        """`window_step` is `step` for layers with a window, where these keep blocks of their own. `ranks`:
+        those that the model is shared among.
+        """
         self.model, self.spec, self.library = model, model.spec, library
         self.step = ctypes.addressof(step)
         self._window_step = self.step if window_step is None else ctypes.addressof(window_step)
         self.ops: list[Op] = []
+        self.ranks = ranks
+        # Sums over all ranks so far.
+        self._num_sums = 0
         self.max_tokens = max_tokens
         self._buffers: dict[tuple[str, int], Floats] = {}
         self.stream = self.buffer("stream", model.spec.hidden_size)
@@ -253,6 +260,7 @@ class ProgramBuilder:
     def finish(self) -> None:
         """Lets the last change join the stream, and makes one of several."""
         self.enter(None)
+        assert self._num_sums % 2 == 0, "rooms of sums take turns from step to step"
         if self.streams is not None and self.model.stream_ends is not None:
             gather(self, self.model.stream_ends, self.streams)
 
@@ -278,6 +286,15 @@ class ProgramBuilder:
             inner = self.buffer("inner", self.adapter_width)
             self.ops += changes.ops(self.library, self.step, x, out, inner)
 
+    def product_of_parts(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
+        """The same where each of several ranks has some of the inputs: what they get is added up."""
+        if self.ranks is None:
+            self.product(linear, x, out, join)
+            return
+        self.product(linear, x, self.ranks.part(self._num_sums)[: self.max_tokens], False)
+        self.ops.append(self.ranks.sum_op(self.step, self._num_sums, out, accumulate=join))
+        self._num_sums += 1
+
     def attention(self, attention: Attention, cache: Storage, x: Floats, out: Floats, join: bool) -> None:
         """Projections, rotation, cache write, attention, output."""
         width = sum(attention.sizes)
@@ -288,7 +305,7 @@ class ProgramBuilder:
         self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks)
         if attention.gated:
             add_gate(self, mixed, qkv[:, width:])
-        self.product(attention.output, mixed, out, join)
+        self.product_of_parts(attention.output, mixed, out, join)
 
     def attend(
         self,
@@ -453,7 +470,7 @@ class ProgramBuilder:
             gates=_address(gates),
         )
         self.add("activation", args, gate_up, feed_forward, gates)
-        self.product(feed_forward.down, gate_up, out, join)
+        self.product_of_parts(feed_forward.down, gate_up, out, join)
 
     def sparse_feed_forward(
         self,

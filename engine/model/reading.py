@@ -141,12 +141,14 @@ def _read_head(
     # The head is linear: what multiplies logits may multiply what it takes in.
     norm.weight = norm.weight * spec.logit_scale
     norm.bias = None if norm.bias is None else norm.bias * spec.logit_scale
+    rows = weights.shard.vocabulary(spec.vocab_size)
     if spec.tied_embeddings:
         weights.discard("lm_head.weight")
-        head = weights.tied_head("model.embed_tokens", shape, embedding, spec.vocab_size)
+        head = weights.tied_head("model.embed_tokens", shape, embedding, rows)
     else:
-        head = weights.head("lm_head", shape, spec.vocab_size)
-    return Linear(weight=head, bias=_head_bias(weights, spec))
+        head = weights.head("lm_head", shape, rows)
+    bias = _head_bias(weights, spec)
+    return Linear(weight=head, bias=None if bias is None else bias[rows])
 
 
 def _head_bias(weights: WeightReader, spec: ModelSpec) -> Tensor | None:

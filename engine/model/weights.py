@@ -103,6 +103,9 @@ class WeightReader:
             kept = {header.stored_name or name for name, header in self.headers.items()}
             skipped = set(stored) - kept
             _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
+        # Layers ask for what is this rank's.
+        self.shard = request.shard
+        self._whole, self.headers = self.headers, request.shard.headers(self.headers)
         self._factors = request.spec.factors
         self._inputs_first = request.spec.inputs_first and not is_gguf(folder)
         self._gguf = open_gguf(folder) if is_gguf(folder) else None
@@ -232,20 +235,22 @@ class WeightReader:
         """The weight of the linear layer `name` as a dense tensor, however it is stored."""
         return self._layer(name, *shape).dequantize().to(dtype)
 
-    def head(self, name: str, shape: tuple[int, int], num_rows: int) -> WeightFormat:
-        """The first rows of the weight of the layer `name` that makes logits: those behind them are padding,
-        which is never drawn.
+    def head(self, name: str, shape: tuple[int, int], rows: slice) -> WeightFormat:
+        """Those rows of the weight of the layer `name` that makes logits, this rank's: others are padding,
+        which is never drawn, or other ranks'.
         """
+        if self.shard.size > 1:
+            return self.quantized_head(self._layer(name, rows.stop - rows.start, shape[1]))
         weight = unblocked(self._layer(name, *shape), self.dtype)
-        return self.quantized_head(rows_of(weight, slice(num_rows)))
+        return self.quantized_head(rows_of(weight, rows))
 
-    def tied_head(self, name: str, shape: tuple[int, int], embedding: Tensor, num_rows: int) -> WeightFormat:
-        """The first rows of the embedding `name` as the layer that makes logits: as the file holds it where
+    def tied_head(self, name: str, shape: tuple[int, int], embedding: Tensor, rows: slice) -> WeightFormat:
+        """Those rows of the embedding `name` as the layer that makes logits: as the file holds it where
         products take that, else of the table that was read.
         """
         if self.keeps_codes and self.headers[f"{name}.weight"].dtype in self._block_readers:
-            return rows_of(self._layer(name, *shape), slice(num_rows))
-        return self.quantized_head(DenseWeight(values=embedding[:num_rows]))
+            return rows_of(self._layer(name, *shape), rows)
+        return self.quantized_head(DenseWeight(values=embedding[rows]))
 
     def quantized_head(self, weight: WeightFormat) -> WeightFormat:
         """A head as `engine.quantization.head` asks for."""
@@ -285,7 +290,7 @@ class WeightReader:
             tensor = torch.from_numpy(self._gguf.array(name))
         else:
             try:
-                tensor = self._open(header.file).get_tensor(header.stored_name or name)
+                tensor = self._own_part(name, header)
             except SafetensorError as error:
                 raise CheckpointError(
                     f"{self._file(header)}: tensor {name} cannot be read: {error}"
@@ -296,6 +301,18 @@ class WeightReader:
         if not is_finite(tensor):
             raise self._not_finite(name)
         return tensor.to(self.device)
+
+    def _own_part(self, name: str, header: TensorHeader) -> Tensor:
+        """What this rank has of a tensor: no more of the file is looked at."""
+        file, stored = self._open(header.file), header.stored_name or name
+        part = self.shard.part_of(name, self._whole[name].shape)
+        if part is not None:
+            elements = slice(part.begin, part.end)
+            view = file.get_slice(stored)
+            own: Tensor = view[:, elements].contiguous() if part.axis else view[elements]
+            return own
+        tensor: Tensor = file.get_tensor(stored)
+        return tensor if self.shard.adds(name) else torch.zeros_like(tensor)
 
     def _file(self, header: TensorHeader) -> Path:
         return folder_of(self.folder) / header.file

@@ -27,10 +27,13 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
     """Of a model under its plan, on a device that calls itself so."""
     spec, peak = given.spec, given.config.peak
     flop, read_bytes = _data_sheet(device_name)
-    multiplied = given.num_weights
+    # Counts are the whole model's, whatever a rank has of it.
+    multiplied, ranks = given.num_weights, given.num_ranks
     if not spec.tied_embeddings or spec.pooling is not None:
         # Looked up, not multiplied; where they are tied the head is multiplied with them.
         multiplied -= spec.num_embeddings * spec.hidden_size
+    elif ranks > 1:
+        multiplied -= spec.num_embeddings * spec.hidden_size * (ranks - 1) // ranks
     if spec.per_layer is not None:
         multiplied -= spec.per_layer.num_embeddings * spec.num_layers * spec.per_layer.width
     if spec.experts is not None:
@@ -39,11 +42,11 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
         per_expert = (3 if spec.gated else 2) * width * spec.experts.intermediate_size
         multiplied -= len(spec.experts.layers) * idle * per_expert
     return ModelWork(
-        flop_per_token=2.0 * multiplied,
-        flop_per_position=2.0 * spec.num_heads * _dims_per_position(spec),
+        flop_per_token=2.0 * multiplied * ranks,
+        flop_per_position=2.0 * spec.num_heads * ranks * _dims_per_position(spec),
         layers=tuple(Counter(map(spec.reach_of, spec.attending)).items()),
-        weights_bytes=plan.weights_bytes,
-        kv_bytes_per_token=plan.kv_bytes_per_token,
+        weights_bytes=plan.weights_bytes * ranks,
+        kv_bytes_per_token=plan.kv_bytes_per_token * ranks,
         peak_flop=peak.tflops * _TERA or flop,
         peak_read_bytes=peak.gbytes_per_s * _GIGA or read_bytes,
     )

@@ -6,6 +6,8 @@ No torch is imported here where the native kernels serve: another process loads 
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,6 +28,7 @@ from engine.runner.base import Progress
 from engine.runner.executors.executor import Executor
 from engine.runner.executors.native import NativeExecutor
 from engine.runner.kv_storage import KvStorage
+from engine.runner.ranks.group import RankedStorage, RankGroup, of_a_rank
 from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.draft_model import DraftModel
@@ -33,23 +36,31 @@ from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan, ModelFacts
 from kernels.host import HOST, Device
-from kernels.native.library import load_native
+from kernels.native.library import NativeLibrary, load_native
 from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from runtime.memory import keep_freed_memory, one_heap
 
 if TYPE_CHECKING:
     from engine.model.decoder import Decoder
     from kernels.attention.backends import AttentionBackend
 
+_log = logging.getLogger(__name__)
+
 # The cache's memory is had from the system for so many full steps ahead of its use.
 _AHEAD_STEPS = 2
 
 
 def build(
-    config: EngineConfig, model: ModelConfig, progress: Progress, load: Load = load_in_subprocess
+    config: EngineConfig,
+    model: ModelConfig,
+    progress: Progress,
+    load: Load = load_in_subprocess,
+    on_lost: Callable[[str], None] = _log.error,
 ) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
     """The runner of the core process (see Builder). `load` is how weights come here that are packed for the
-    native kernels: what loading takes is left in a process that ends with it.
+    native kernels: what loading takes is left in a process that ends with it. `on_lost` hears, in a thread,
+    of a rank that is gone: no step succeeds after that.
 
     Raises ConfigError (CheckpointError) with one clear line.
     """
@@ -59,13 +70,21 @@ def build(
     given = plan_input(config, model, device=device_name, available_bytes=available)
     plan = make_plan(given)
     spec = given.spec
+    group = None
+    if given.num_ranks > 1:
+        group, config = RankGroup(given, plan, on_lost), of_a_rank(config)
     one_heap()
     keep_freed_memory()
     folder = find(model.path)
     request = LoadRequest(
-        folder=folder, spec=spec, dtype=given.dtype, max_model_len=plan.max_model_len, config=config
+        folder=folder,
+        spec=spec,
+        dtype=given.dtype,
+        max_model_len=plan.max_model_len,
+        config=config,
+        shard=given.shard,
     )
-    decoder, attention, device = _load(given, load, request, progress)
+    decoder, attention, device = _load(given, load, request, progress, group)
     adapters = make_store(decoder, config.adapters, dtype=given.dtype)
     if device.type == "cuda":
         from engine.runner.cuda.build import measured_plan
@@ -78,19 +97,9 @@ def build(
         "block_size": plan.block_size,
         "kv_dtype": given.kv_dtype,
         "device": device,
-        "host_blocks": (host_blocks := plan.num_host_blocks(config.cache.host_bytes)),
+        "host_blocks": plan.num_host_blocks(config.cache.host_bytes),
     }
-    ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
-    storage = KvStorage(
-        spec,
-        num_blocks=plan.num_block_ids or plan.num_blocks,
-        ahead_blocks=ahead_blocks,
-        num_states=plan.num_states,
-        num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
-        host_states=plan.num_host_states(host_blocks),
-        present=(plan.num_blocks, plan.num_window_blocks),
-        **storage_options,
-    )
+    storage = _storage(given, plan, storage_options, group)
     draft = _draft_model(given, load, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)
@@ -117,6 +126,23 @@ def build(
         # First steps are measured, and nothing else is to be computed meanwhile.
         reading.join()
     return runner, plan, _facts(given, plan, attention, device, has_draft=draft is not None)
+
+
+def _storage(
+    given: PlanInput, plan: MemoryPlan, options: dict[str, Any], group: RankGroup | None
+) -> KvStorage:
+    """The cache of the plan; blocks of several ranks move together."""
+    make_storage = KvStorage if group is None else functools.partial(RankedStorage, group)
+    return make_storage(
+        given.spec,
+        num_blocks=plan.num_block_ids or plan.num_blocks,
+        ahead_blocks=_AHEAD_STEPS * given.config.scheduler.max_num_batched_tokens // plan.block_size,
+        num_states=plan.num_states,
+        num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
+        host_states=plan.num_host_states(options["host_blocks"]),
+        present=(plan.num_blocks, plan.num_window_blocks),
+        **options,
+    )
 
 
 def _facts(
@@ -161,8 +187,11 @@ def _load(
     load: Load,
     request: LoadRequest,
     progress: Progress,
+    group: RankGroup | None = None,
 ) -> tuple[Model, AttentionBackend | None, Device]:
-    """A model, what computes its attention (None where a native program does), and where it is."""
+    """A model, what computes its attention (None where a native program does), and where it is. The ranks of
+    a group load their parts of it meanwhile.
+    """
     spec, threads = request.spec, request.config.num_threads
     library = native_library(given.config, spec, given.device)
     attention: AttentionBackend | None = None
@@ -177,8 +206,30 @@ def _load(
         torch.set_num_threads(threads)
         device = torch.device(given.device)
         attention = attention_of(given.config, spec, getattr(torch, given.dtype), device)
-    model = load_model(request, device=given.device, library=library, progress=progress, load=load)
+    load_own = functools.partial(
+        load_model, device=given.device, library=library, progress=progress, load=load
+    )
+    model = load_own(request) if group is None else _load_shared(group, request, library, load_own)
     return model, attention, device
+
+
+def _load_shared(
+    group: RankGroup, request: LoadRequest, library: NativeLibrary | None, load_own: Callable[..., Model]
+) -> Model:
+    """The first rank's part of a model, when all have theirs."""
+    if library is None:
+        raise ConfigError(
+            f"engine.parallel.tensor = {request.shard.size}: ranks compute by the native kernels, which do "
+            "not serve here (the log says why); set it to 1"
+        )
+    own, ranks = group.start(request, library)
+    try:
+        model = load_own(own, ranks=ranks)
+        group.wait_until_ready()
+    except BaseException:
+        group.close()
+        raise
+    return model
 
 
 def _host_runner(

@@ -231,7 +231,7 @@ class KvStorage:
             assert self._transfers is not None, "the scheduler knows of no host tier either"
             self._transfers.apply(plan.offloads, plan.restores)
         if plan.block_copies:
-            _copy(self._tensors, plan.block_copies)
+            self.copy_blocks(plan.block_copies)
         if plan.window_copies:
             _copy(self._window_tensors, plan.window_copies)
         if plan.state_offloads:
@@ -244,6 +244,10 @@ class KvStorage:
         # Last, since copies may be of what goes.
         _give_back(self._tensors, plan.retired_blocks, self._prefault)
         _give_back(self._window_tensors, plan.retired_window_blocks, self._window_prefault)
+
+    def copy_blocks(self, pairs: _Pairs) -> None:
+        """Blocks (source, destination), none of which is both."""
+        _copy(self._tensors, pairs)
 
     def _move_states(self, offloads: _Pairs, restores: _Pairs) -> None:
         assert self._state_transfers is not None, "the scheduler knows of no states on the host either"

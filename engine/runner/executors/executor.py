@@ -28,7 +28,7 @@ from engine.types import ScheduledSequence
 # Shape letters: S sequences, C blocks of the longest sequence.
 
 # Blocks that each sequence may enter before the block tables are made anew.
-_SPARE_COLUMNS = 16
+SPARE_COLUMNS = 16
 
 
 @dataclass(kw_only=True)
@@ -112,7 +112,7 @@ def _with_spare_columns(batch: ForwardBatch) -> ForwardBatch:
 
 
 def _widened(tables: NDArray[np.int64]) -> NDArray[np.int64]:
-    wide = np.zeros((tables.shape[0], tables.shape[1] + _SPARE_COLUMNS), np.int64)
+    wide = np.zeros((tables.shape[0], tables.shape[1] + SPARE_COLUMNS), np.int64)
     wide[:, : tables.shape[1]] = tables
     return wide
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.native_decoder import NativeDecoder
+from engine.runner.base import RunnerBroken
 from engine.runner.executors.executor import Executor, FollowingSteps, LastStep, compute_step
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
@@ -161,6 +162,12 @@ class NativeExecutor(Executor):
         return prepare_inputs(scheduled, self._table, self._storage, self.model)
 
     def execute(self, inputs: StepInputs) -> Sampled:
+        step, ranks = self._computed(inputs), self.model.ranks
+        if ranks is not None and ranks.is_over:
+            raise RunnerBroken("a rank of the model was lost")
+        return step
+
+    def _computed(self, inputs: StepInputs) -> Sampled:
         last = self.steps.last
         if last is not None and last.inputs is inputs:
             assert self.decode is not None, "it takes the step"

@@ -1,0 +1,1 @@
+"""A model that several processes of this machine compute together: who leads them, and who follows."""

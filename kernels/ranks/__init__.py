@@ -1,0 +1,1 @@
+"""What the ranks of one model do together, over memory that they share."""

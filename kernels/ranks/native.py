@@ -1,0 +1,259 @@
+"""The memory that ranks share, and the native ops over it (ranks.h). No torch.
+
+The memory is a file without a name (memfd_create): whoever starts the ranks makes it and hands it on by its
+descriptor. It is gone with the last process that has it, however that ends.
+
+In it lie words on cache lines of their own; the step that the first rank handed over; parts of sums in two
+rooms that take turns, so that a rank may write its next part while others still read the last one, and none
+needs to wait a second time; and the other ranks' logits.
+
+Shape letters: N ranks, T tokens, S sequences, C block columns, R rows whose logits are wanted, E hidden size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.host import address_of
+from kernels.native.library import NativeLibrary, Op
+from kernels.native.mirror import structure
+
+RankStepArgs = structure("RankStepArgs")
+RankSumArgs = structure("RankSumArgs")
+RankLogitsArgs = structure("RankLogitsArgs")
+# Kinds of a step in ranks.h.
+FORWARD, LOGITS = 0, 1
+# Ranks of one machine; the words of all lie on the first page.
+MOST_RANKS = 16
+_WORDS_BYTES = 4096
+_NUM_NUMBERS = 8
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksShape:
+    """How many ranks there are, and the most that a step has."""
+
+    num_ranks: int
+    max_tokens: int
+    max_sequences: int
+    # Block columns of a sequence.
+    max_columns: int
+    max_rows: int
+    hidden_size: int
+    vocab_size: int
+
+    def columns(self, rank: int) -> slice:
+        """The part of the vocabulary whose logits a rank computes; as `share` of op.h."""
+        return slice(self.vocab_size * rank // self.num_ranks, self.vocab_size * (rank + 1) // self.num_ranks)
+
+    @property
+    def most_columns(self) -> int:
+        """Of the vocabulary, that a rank has."""
+        return -(-self.vocab_size // self.num_ranks)
+
+    @property
+    def num_array_elements(self) -> int:
+        """Of the step's arrays, all of them int64, but for the rows of logits."""
+        return 3 * self.max_tokens + 2 * self.max_sequences + 1 + self.max_sequences * self.max_columns
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory; what is not written takes none."""
+        return _Places(self).end
+
+
+class _Places:
+    """Where the parts of the memory begin, in bytes."""
+
+    def __init__(self, shape: RanksShape) -> None:
+        self.numbers = _WORDS_BYTES
+        self.arrays = _aligned(self.numbers + 8 * _NUM_NUMBERS)
+        self.rows = _aligned(self.arrays + 8 * shape.num_array_elements)
+        self.parts = _aligned(self.rows + 8 * shape.max_rows)
+        # Bytes of one rank's part of a sum, and of its logits.
+        self.part_bytes = _aligned(4 * shape.max_tokens * shape.hidden_size)
+        self.logits = self.parts + 2 * shape.num_ranks * self.part_bytes
+        self.logit_bytes = _aligned(4 * shape.max_rows * shape.most_columns)
+        self.end = self.logits + (shape.num_ranks - 1) * self.logit_bytes
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Ranks:
+    """One rank's view of the shared memory, and of what it does with the others. The first one, 0, leads: it
+    says what is computed.
+    """
+
+    def __init__(self, library: NativeLibrary, shape: RanksShape, rank: int, fd: int) -> None:
+        """`fd` is the memory's descriptor, of which a copy is kept while this lives."""
+        self.library, self.shape, self.rank = library, shape, rank
+        self._map = mmap.mmap(fd, shape.num_bytes)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._places = _Places(shape)
+        self._words = address_of(self._bytes)
+        # Rounds that are over, and threads of the present one.
+        self._round = np.zeros(2, np.int64)
+        self._numbers = self._view(self._places.numbers, (_NUM_NUMBERS,), np.int64)
+        # Messages that the leader has sent beside the memory.
+        self.num_messages = np.zeros(1, np.int64)
+        self._num_steps = 0
+        self._wait = library.function("millrace_rank_wait", c_int64, (c_void_p, c_int64, c_int64))
+        self._end = library.function("millrace_rank_end", None, (c_void_p, c_int64))
+
+    def _view(self, begin: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        found: NDArray[Any] = self._bytes[begin : begin + count].view(dtype).reshape(shape)
+        return found
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank says what is computed, and has all logits."""
+        return self.rank == 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a rank was lost, or told to end: then what was computed since is nothing."""
+        over = self._view(2 * _ALIGNMENT, (1,), np.uint32)
+        return bool(over[0])
+
+    def end(self) -> None:
+        """Whoever waits goes on at once, for good."""
+        self._end(self._words, self.shape.num_ranks)
+
+    # --- what the leader hands over ---
+
+    def step_op(self, step: ctypes.Structure, kind: int) -> Op:
+        """Hands a forward over, or the logits of some of its rows."""
+        args = RankStepArgs(
+            step=ctypes.addressof(step),
+            words=self._words,
+            numbers=address_of(self._numbers),
+            arrays=self._words + self._places.arrays,
+            rows=self._words + self._places.rows,
+            messages=address_of(self.num_messages),
+            kind=kind,
+            most_tokens=self.shape.max_tokens,
+            most_sequences=self.shape.max_sequences,
+        )
+        return Op(self.library, "rank_step", args, self, step)
+
+    def check(self, num_tokens: int, num_sequences: int, columns: int) -> None:
+        """Raises ValueError for a step that has no room in the memory."""
+        shape = self.shape
+        most = shape.max_tokens, shape.max_sequences, shape.max_columns
+        if num_tokens > most[0] or num_sequences > most[1] or columns > most[2]:
+            raise ValueError(
+                f"a step of {num_tokens} tokens, {num_sequences} sequences and {columns} block columns, but "
+                f"ranks have room for {most[0]}, {most[1]} and {most[2]}"
+            )
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raises ValueError for more rows of logits than the memory has room for."""
+        if num_rows > self.shape.max_rows:
+            raise ValueError(f"logits of {num_rows} rows, but ranks have room for {self.shape.max_rows}")
+
+    # --- what the others take ---
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether a step was handed over within that time; then `kind` and what follows say which."""
+        if not self._wait(self._words, self._num_steps, max(1, int(1000 * limit_s))):
+            return False
+        self._num_steps += 1
+        return True
+
+    @property
+    def kind(self) -> int:
+        """FORWARD or LOGITS."""
+        return int(self._numbers[0])
+
+    @property
+    def num_messages_before(self) -> int:
+        """Messages that are to be read before the step is computed, since the beginning."""
+        return int(self._numbers[5])
+
+    def arrays(self) -> tuple[NDArray[np.int64], ...]:
+        """A forward's token ids, positions and slots [T], query starts [S + 1], context lengths [S] and block
+        tables [S, C], where the leader has put them; they hold until the step is computed.
+        """
+        tokens, sequences, columns = (int(each) for each in self._numbers[1:4])
+        sizes = (tokens, tokens, tokens, sequences + 1, sequences, sequences * columns)
+        rooms = (*3 * (self.shape.max_tokens,), self.shape.max_sequences + 1, self.shape.max_sequences, 0)
+        found, begin = [], self._places.arrays
+        for size, room in zip(sizes, rooms, strict=True):
+            found.append(self._view(begin, (size,), np.int64))
+            begin += 8 * room
+        found[-1] = found[-1].reshape(sequences, columns)
+        return tuple(found)
+
+    def rows(self) -> NDArray[np.int64]:
+        """The rows [R] whose logits are wanted."""
+        return self._view(self._places.rows, (int(self._numbers[4]),), np.int64)
+
+    # --- what all do ---
+
+    def part(self, turn: int) -> NDArray[np.float32]:
+        """Where this rank's part [T, E] of every second sum goes."""
+        begin = self._places.parts + self._places.part_bytes * (turn % 2 * self.shape.num_ranks + self.rank)
+        return self._view(begin, (self.shape.max_tokens, self.shape.hidden_size), np.float32)
+
+    def sum_op(self, step: int, turn: int, out: NDArray[np.float32], *, accumulate: bool) -> Op:
+        """out [T, E] (+)= the parts of all. `step` is the Step's address; `turn` counts the sums of a
+        program, which has an even number of them.
+        """
+        assert out.flags.c_contiguous, "rows lie one behind the other"
+        first = self._places.parts + self._places.part_bytes * (turn % 2 * self.shape.num_ranks)
+        args = RankSumArgs(
+            step=step,
+            words=self._words,
+            round=address_of(self._round),
+            parts=self._words + first,
+            out=address_of(out),
+            part_stride=self._places.part_bytes // 4,
+            width=self.shape.hidden_size,
+            rank=self.rank,
+            num_ranks=self.shape.num_ranks,
+            accumulate=int(accumulate),
+        )
+        return Op(self.library, "rank_sum", args, self, out)
+
+    def logits(self, out: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        """Where this rank's logits [R, columns] go: the leader's are a part of `out` [R, V]."""
+        if out is not None:
+            return out[:, self.shape.columns(0)]
+        columns = self.shape.columns(self.rank)
+        begin = self._places.logits + (self.rank - 1) * self._places.logit_bytes
+        return self._view(begin, (self.shape.max_rows, columns.stop - columns.start), np.float32)
+
+    def logits_op(self, step: int, out: NDArray[np.float32] | None) -> Op:
+        """Completes the leader's `out` [R, V]; the others say that they have written theirs."""
+        args = RankLogitsArgs(
+            step=step,
+            words=self._words,
+            round=address_of(self._round),
+            parts=self._words + self._places.logits,
+            out=None if out is None else address_of(out),
+            part_stride=self._places.logit_bytes // 4,
+            width=self.shape.vocab_size,
+            rank=self.rank,
+            num_ranks=self.shape.num_ranks,
+        )
+        return Op(self.library, "rank_logits", args, self, out)
+
+
+def shared_memory(shape: RanksShape) -> int:
+    """The descriptor of memory for these ranks, filled with zeros."""
+    fd = os.memfd_create("millrace-ranks")
+    os.ftruncate(fd, shape.num_bytes)
+    return fd

@@ -1,0 +1,165 @@
+#include "ranks/ranks.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+
+#include "native/processor.h"
+
+using namespace millrace;
+
+namespace {
+
+// A rank that waits for another one spins so long before it sleeps, in microseconds: ranks are through with the parts of a
+// product at about the same time where each has cores of its own, and where it has none the other one needs this core.
+constexpr uint64_t kSpinUs = 60;
+// Between two steps: the first rank draws and plans meanwhile.
+constexpr uint64_t kIdleSpinUs = 160;
+// A sleep is at most so long, in milliseconds: then it is looked whether all is over.
+constexpr int64_t kSleepMs = 20;
+constexpr int64_t kForward = 0;
+// Floats that are summed at a time, in the first cache.
+constexpr int64_t kPiece = 1024;
+
+uint32_t* word_at(uint32_t* words, int64_t index) { return words + index * kWordStride; }
+uint32_t look(uint32_t* words, int64_t index) { return __atomic_load_n(word_at(words, index), __ATOMIC_ACQUIRE); }
+bool is_over(uint32_t* words) { return look(words, kOverWord) != 0; }
+
+// Not private futexes: the words are in memory of several processes.
+void wake_sleepers(uint32_t* words, int64_t index) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (look(words, kSleepersWord))
+    syscall(SYS_futex, word_at(words, index), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void put(uint32_t* words, int64_t index, uint32_t value) {
+  __atomic_store_n(word_at(words, index), value, __ATOMIC_SEQ_CST);
+  wake_sleepers(words, index);
+}
+
+// Until the word has come to `wanted`, or beyond; false where all is over, or the time, at which is looked after each nap.
+bool wait_for(uint32_t* words, int64_t index, uint32_t wanted, uint64_t spin_us, int64_t nap_ms, int64_t limit_ms) {
+  const auto reached = [&] { return static_cast<int32_t>(look(words, index) - wanted) >= 0; };
+  const uint64_t start = ticks(), most = ticks_of(spin_us);
+  do {
+    if (reached()) return true;
+    relax();
+  } while (ticks() - start < most);
+  for (int64_t slept_ms = 0; !is_over(words) && slept_ms < limit_ms; slept_ms += nap_ms) {
+    const timespec nap{nap_ms / 1000, nap_ms % 1000 * 1000000};
+    __atomic_add_fetch(word_at(words, kSleepersWord), 1, __ATOMIC_SEQ_CST);
+    const uint32_t seen = __atomic_load_n(word_at(words, index), __ATOMIC_SEQ_CST);
+    // Whoever changes the word after this look finds a sleeper, and the system one that has seen another value.
+    if (static_cast<int32_t>(seen - wanted) < 0)
+      syscall(SYS_futex, word_at(words, index), FUTEX_WAIT, seen, &nap, nullptr, 0);
+    __atomic_sub_fetch(word_at(words, kSleepersWord), 1, __ATOMIC_SEQ_CST);
+    if (reached()) return true;
+  }
+  return false;
+}
+
+// This rank has come to the round; each thread of the op says so, since all of what it did before is done.
+uint32_t enter(uint32_t* words, const int64_t* round, int64_t rank) {
+  const uint32_t number = static_cast<uint32_t>(round[0] + 1);
+  if (look(words, kFirstRankWord + rank) != number) put(words, kFirstRankWord + rank, number);
+  return number;
+}
+
+bool others_are_there(uint32_t* words, uint32_t number, int64_t num_ranks) {
+  for (int64_t rank = 0; rank < num_ranks; ++rank)
+    if (!wait_for(words, kFirstRankWord + rank, number, kSpinUs, kSleepMs, INT64_MAX - kSleepMs)) return false;
+  return true;
+}
+
+// The last thread ends the round; nobody looks at its number after that, in this op.
+void leave(int64_t* round, int num_threads) {
+  if (__atomic_add_fetch(&round[1], 1, __ATOMIC_ACQ_REL) != num_threads) return;
+  round[1] = 0;
+  ++round[0];
+}
+
+int64_t* copy(const int64_t* from, int64_t count, int64_t room, int64_t* to) {
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(int64_t));
+  return to + room;
+}
+
+}  // namespace
+
+extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
+  if (thread != 0) return;
+  const Step& step = *args.step;
+  const int64_t numbers[] = {args.kind,       step.num_tokens,     step.num_sequences,
+                             step.max_blocks, step.num_logit_rows, *args.messages};
+  std::memcpy(args.numbers, numbers, sizeof(numbers));
+  if (args.kind == kForward) {
+    int64_t* to = args.arrays;
+    for (const int64_t* each : {step.token_ids, step.positions, step.slots})
+      to = copy(each, step.num_tokens, args.most_tokens, to);
+    to = copy(step.query_starts, step.num_sequences + 1, args.most_sequences + 1, to);
+    to = copy(step.context_lens, step.num_sequences, args.most_sequences, to);
+    copy(step.block_tables, step.num_sequences * step.max_blocks, 0, to);
+  } else {
+    copy(step.logit_rows, step.num_logit_rows, 0, args.rows);
+  }
+  put(args.words, kStepWord, look(args.words, kStepWord) + 1);
+}
+
+extern "C" void rank_sum(const RankSumArgs& args, int thread, int num_threads) {
+  if (others_are_there(args.words, enter(args.words, args.round, args.rank), args.num_ranks)) {
+    const Range range = share(args.step->num_tokens * args.width, thread, num_threads);
+    float sums[kPiece];
+    for (int64_t begin = range.begin; begin < range.end; begin += kPiece) {
+      const int64_t count = std::min(kPiece, range.end - begin);
+      std::copy_n(args.parts + begin, count, sums);
+      for (int64_t rank = 1; rank < args.num_ranks; ++rank) {
+        const float* part = args.parts + rank * args.part_stride + begin;
+        for (int64_t i = 0; i < count; ++i) sums[i] += part[i];
+      }
+      float* out = args.out + begin;
+      if (args.accumulate)
+        for (int64_t i = 0; i < count; ++i) out[i] += sums[i];
+      else
+        std::copy_n(sums, count, out);
+    }
+  }
+  leave(args.round, num_threads);
+}
+
+extern "C" void rank_logits(const RankLogitsArgs& args, int thread, int num_threads) {
+  const uint32_t number = enter(args.words, args.round, args.rank);
+  if (args.out && others_are_there(args.words, number, args.num_ranks)) {
+    const Range rows = share(args.step->num_logit_rows, thread, num_threads);
+    for (int64_t rank = 1; rank < args.num_ranks; ++rank) {
+      const Range columns = share(args.width, static_cast<int>(rank), static_cast<int>(args.num_ranks));
+      const int64_t count = columns.end - columns.begin;
+      const float* part = args.parts + (rank - 1) * args.part_stride;
+      for (int64_t row = rows.begin; row < rows.end; ++row)
+        std::copy_n(part + row * count, count, args.out + row * args.width + columns.begin);
+    }
+  }
+  leave(args.round, num_threads);
+}
+
+MILLRACE_OP(rank_step, RankStepArgs)
+MILLRACE_OP(rank_sum, RankSumArgs)
+MILLRACE_OP(rank_logits, RankLogitsArgs)
+
+extern "C" {
+
+// For a rank behind the first: 1 once a step after the one of that number was handed over, 0 when all is over or so many
+// milliseconds are.
+int64_t millrace_rank_wait(uint32_t* words, int64_t step, int64_t limit_ms) {
+  return wait_for(words, kStepWord, static_cast<uint32_t>(step + 1), kIdleSpinUs, limit_ms, limit_ms);
+}
+
+// All is over: whoever waits goes on at once, and finds that out.
+void millrace_rank_end(uint32_t* words, int64_t num_ranks) {
+  put(words, kOverWord, 1);
+  for (int64_t index = 0; index < kFirstRankWord + num_ranks; ++index) wake_sleepers(words, index);
+}
+}

@@ -1,0 +1,175 @@
+"""What ranks do together, by threads that each have a view of the memory of their own: the reference's bits,
+whoever is there first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kernels.native.library import NativeLibrary, Op, Program, StepStruct
+from kernels.ranks.native import FORWARD, LOGITS, Ranks, RanksShape, shared_memory
+from kernels.ranks.reference import side_by_side, summed
+
+LIMIT_S = 60.0
+
+
+def shape_of(num_ranks: int, *, width: int = 33, vocab_size: int = 101) -> RanksShape:
+    return RanksShape(
+        num_ranks=num_ranks,
+        max_tokens=70,
+        max_sequences=5,
+        max_columns=7,
+        max_rows=9,
+        hidden_size=width,
+        vocab_size=vocab_size,
+    )
+
+
+def views(library: NativeLibrary, shape: RanksShape) -> list[Ranks]:
+    memory = shared_memory(shape)
+    try:
+        return [Ranks(library, shape, rank, memory) for rank in range(shape.num_ranks)]
+    finally:
+        os.close(memory)
+
+
+def together(ranks: list[Ranks], compute: Callable[[Ranks], None]) -> None:
+    """Has each rank compute in a thread of its own."""
+    threads = [threading.Thread(target=compute, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def run(library: NativeLibrary, ranks: Ranks, ops: list[Op]) -> None:
+    """A pool for each rank, whose threads are not the others'."""
+    Program(library, ops).run(library.pool(1 + ranks.rank))
+
+
+@pytest.fixture(params=[2, 3, 4])
+def num_ranks(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 70])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sums_are_in_the_order_of_ranks(
+    native: NativeLibrary, num_ranks: int, num_tokens: int, accumulate: bool
+) -> None:
+    shape = shape_of(num_ranks)
+    random = np.random.default_rng(num_tokens)
+    num_sums = 6
+    parts = random.standard_normal((num_sums, num_ranks, num_tokens, shape.hidden_size), np.float32)
+    parts *= 10.0 ** random.integers(-4, 5, parts.shape)
+    before = random.standard_normal((num_tokens, shape.hidden_size), np.float32)
+    ranks = views(native, shape)
+    found: dict[int, list[NDArray[np.float32]]] = {}
+
+    def compute(rank: Ranks) -> None:
+        step = StepStruct(num_tokens=num_tokens)
+        found[rank.rank] = []
+        for turn in range(num_sums):
+            rank.part(turn)[:num_tokens] = parts[turn, rank.rank]
+            # One row more, which nobody writes to.
+            out = np.full((num_tokens + 1, shape.hidden_size), np.nan, np.float32)
+            if accumulate:
+                out[:num_tokens] = before
+            run(native, rank, [rank.sum_op(ctypes.addressof(step), turn, out, accumulate=accumulate)])
+            found[rank.rank].append(out)
+
+    together(ranks, compute)
+    for turn in range(num_sums):
+        expected = summed(list(parts[turn]), before if accumulate else None)
+        for rank in ranks:
+            assert (found[rank.rank][turn][:num_tokens] == expected).all()
+            assert np.isnan(found[rank.rank][turn][num_tokens]).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_logits_lie_side_by_side(native: NativeLibrary, num_ranks: int, num_rows: int) -> None:
+    shape = shape_of(num_ranks)
+    random = np.random.default_rng(num_rows)
+    parts = [
+        random.standard_normal((num_rows, columns.stop - columns.start), np.float32)
+        for columns in map(shape.columns, range(num_ranks))
+    ]
+    ranks = views(native, shape)
+    out = np.full((shape.max_rows, shape.vocab_size), np.nan, np.float32)
+
+    def compute(rank: Ranks) -> None:
+        step = StepStruct(num_logit_rows=num_rows)
+        whole = out if rank.leads else None
+        rank.logits(whole)[:num_rows] = parts[rank.rank]
+        run(native, rank, [rank.logits_op(ctypes.addressof(step), whole)])
+
+    together(ranks, compute)
+    assert (out[:num_rows] == side_by_side(parts)).all()
+    assert np.isnan(out[num_rows:]).all()
+
+
+def test_a_step_arrives_as_it_was_handed_over(native: NativeLibrary) -> None:
+    leader, follower = views(native, shape_of(2))
+    random = np.random.default_rng(0)
+    rows = np.array([4, 0, 2], np.int64)
+    step, head = StepStruct(), StepStruct(num_logit_rows=rows.size, logit_rows=rows.ctypes.data)
+    forward, logits = leader.step_op(step, FORWARD), leader.step_op(head, LOGITS)
+    assert not follower.wait(0.001)
+    for tokens, sequences, columns in ((70, 5, 7), (1, 1, 1), (8, 2, 3)):
+        sizes = (tokens, tokens, tokens, sequences + 1, sequences, sequences * columns)
+        arrays = [random.integers(0, 1 << 40, size) for size in sizes]
+        names = ("token_ids", "positions", "slots", "query_starts", "context_lens", "block_tables")
+        for name, array in zip(names, arrays, strict=True):
+            setattr(step, name, array.ctypes.data)
+        step.num_tokens, step.num_sequences, step.max_blocks = tokens, sequences, columns
+        leader.num_messages += 1
+        run(native, leader, [forward])
+        assert follower.wait(LIMIT_S)
+        assert follower.kind == FORWARD
+        assert follower.num_messages_before == leader.num_messages[0]
+        for ours, theirs in zip(follower.arrays(), arrays, strict=True):
+            assert (ours.ravel() == theirs).all()
+        run(native, leader, [logits])
+        assert follower.wait(LIMIT_S)
+        assert follower.kind == LOGITS
+        assert (follower.rows() == rows).all()
+    assert not follower.wait(0.001)
+
+
+@pytest.mark.parametrize("size", [(71, 5, 7), (70, 6, 7), (70, 5, 8)])
+def test_a_step_without_room_is_refused(native: NativeLibrary, size: tuple[int, int, int]) -> None:
+    leader, _ = views(native, shape_of(2))
+    leader.check(70, 5, 7)
+    with pytest.raises(ValueError, match="ranks have room for 70, 5 and 7"):
+        leader.check(*size)
+
+
+def test_who_waits_goes_on_when_all_is_over(native: NativeLibrary) -> None:
+    """The second rank never comes."""
+    leader, absent = views(native, shape_of(2))
+    out = np.zeros((1, 33), np.float32)
+
+    def compute(rank: Ranks) -> None:
+        step = StepStruct(num_tokens=1)
+        run(native, rank, [rank.sum_op(ctypes.addressof(step), 0, out, accumulate=False)])
+
+    def end(rank: Ranks) -> None:
+        rank.end()
+
+    waiting = threading.Thread(target=compute, args=(leader,), daemon=True)
+    waiting.start()
+    assert not leader.is_over
+    together([absent], end)
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
+    assert leader.is_over
+    assert not absent.wait(0.001)

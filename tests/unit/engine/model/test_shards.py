@@ -1,0 +1,116 @@
+"""What a rank reads of a checkpoint: its own part and no more; all ranks' parts are the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig, ParallelConfig
+from engine.model.checkpoint import LoadRequest
+from engine.model.families import read_spec
+from engine.model.plan import make_plan, plan_input
+from engine.model.reading import read_checkpoint
+from engine.model.records import ModelRecord
+from engine.model.shards import Shard, degrees
+from engine.model.spec import CheckpointError
+from kernels.selection import torch_kernels
+from runtime.config import ModelConfig
+from tests.unit.engine.checkpoints import make_checkpoint
+
+
+def read(folder: Path, rank: int = 0, size: int = 1) -> ModelRecord:
+    """The record of a rank, whose products are torch's."""
+    spec = read_spec(folder)
+    shard = Shard.of(spec, rank, size)
+    request = LoadRequest(
+        folder=folder, spec=shard.model(spec), dtype="float32", max_model_len=64, shard=shard
+    )
+    return read_checkpoint(
+        request,
+        device=torch.device("cpu"),
+        progress=lambda stage, fraction: None,
+        kernels=torch_kernels(),
+    )
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_are_the_whole(size: int, kv_heads: int, tied: bool, tmp_path: Path) -> None:
+    make_checkpoint(
+        tmp_path,
+        "llama",
+        num_key_value_heads=kv_heads,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=tied,
+    )
+    whole, parts = read(tmp_path), [read(tmp_path, rank, size) for rank in range(size)]
+    # Ranks that have the same head of keys and values.
+    copies = max(1, size // kv_heads)
+
+    def joined(pick: Any, axis: int = 0, every: int = 1) -> torch.Tensor:
+        return torch.cat([pick(part) for part in parts[::every]], axis)
+
+    for index in range(2):
+        for number, every in ((0, 1), (1, copies), (2, copies)):
+
+            def rows(record: ModelRecord, name: str, index: int = index, number: int = number) -> Any:
+                attention: Any = record.layers[index].attention
+                values = attention.qkv.bias if name == "bias" else attention.qkv.weight.values
+                return values.split(list(attention.sizes))[number]
+
+            for name in ("weight", "bias"):
+                found = joined(lambda part, name=name: rows(part, name), every=every)
+                assert torch.equal(found, rows(whole, name))
+
+        def output(record: ModelRecord, index: int = index) -> Any:
+            return record.layers[index].attention.output  # type: ignore[union-attr]
+
+        def down(record: ModelRecord, index: int = index) -> Any:
+            return record.layers[index].feed_forward.down  # type: ignore[union-attr]
+
+        for linear in (output, down):
+            weights = joined(lambda part, linear=linear: linear(part).weight.values, axis=1)
+            assert torch.equal(weights, linear(whole).weight.values)
+            # What is added up is added once.
+            biases = [linear(part).bias for part in parts]
+            assert torch.equal(biases[0], linear(whole).bias)
+            assert not any(bias.any() for bias in biases[1:])
+    assert torch.equal(joined(lambda part: part.head.weight.values), whole.head.weight.values)  # type: ignore[union-attr]
+
+
+def test_a_rank_looks_at_its_own_part_alone(tmp_path: Path) -> None:
+    """Numbers that are not finite, in what the other one reads."""
+    make_checkpoint(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.weight"][-1, 0] = float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    read(tmp_path, 0, 2)
+    with pytest.raises(CheckpointError, match="not finite"):
+        read(tmp_path, 1, 2)
+
+
+def test_a_ranks_plan_is_its_share(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+
+    def planned(size: int) -> Any:
+        config = EngineConfig(
+            native="required", num_threads=4, dtype="float32", parallel=ParallelConfig(tensor=size)
+        )
+        given = plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 << 30)
+        return given, make_plan(given)
+
+    (alone, whole), (given, plan) = planned(1), planned(2)
+    assert plan.total_bytes == whole.total_bytes // 2
+    assert plan.kv_bytes_per_token == whole.kv_bytes_per_token // 2
+    embedding = given.spec.num_embeddings * given.spec.hidden_size
+    norms = 5 * given.spec.hidden_size
+    assert 2 * (given.num_weights - embedding - norms) == pytest.approx(
+        alone.num_weights - embedding - norms, abs=given.spec.hidden_size
+    )
+    assert degrees(alone.spec, 8) == [1, 2, 4]

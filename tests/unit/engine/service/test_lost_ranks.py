@@ -1,0 +1,85 @@
+"""A rank of a real engine is lost: every stream ends so that it goes on elsewhere, and no process stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import grpc
+import psutil
+import pytest
+
+from checkpoint.vocabulary import checkpoint_fingerprint
+from contract.errors import Reason
+from contract.proto.status import from_rpc_error
+from kernels.native.library import NativeUnavailableError, load_native
+from tests.unit.engine.service.engine_client import ROOT, Gateway, start_engine, tokens
+
+BUNDLED = ROOT / "models/millrace-nano"
+PROMPT = list(range(300, 340))
+SETTINGS = {
+    "SIMULATED": "false",
+    "NATIVE": "required",
+    "NUM_THREADS": "2",
+    "CACHE__KV_CACHE_BYTES": str(32 << 20),
+}
+RANKS = SETTINGS | {"PARALLEL__TENSOR": "2"}
+
+try:
+    load_native()
+except NativeUnavailableError as reason:
+    pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
+
+
+def ranks_of(core_pid: int) -> list[psutil.Process]:
+    """The ranks behind the first."""
+    children = psutil.Process(core_pid).children()
+    return [each for each in children if "engine.runner.ranks.worker" in each.cmdline()]
+
+
+async def greedy(settings: dict[str, str]) -> list[int]:
+    async with start_engine(str(BUNDLED), **settings) as engine:
+        gateway = Gateway(engine, checkpoint_fingerprint(str(BUNDLED)))
+        await gateway.hello()
+        await gateway.submit(1, PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True)
+        outputs = await gateway.until_ended(1)
+        books = await engine.wait_until_idle()
+        assert books.ok, books.violation
+        assert books.num_unreferenced_blocks == books.num_total_blocks
+        processes = ranks_of(engine.core_pid)
+        assert len(processes) == int(settings.get("PARALLEL__TENSOR", "1")) - 1
+    # After SIGTERM nobody stays.
+    assert not [each for each in processes if each.is_running()]
+    return tokens(outputs[1, 0])
+
+
+async def test_an_engine_of_two_ranks_answers_as_one_of_one() -> None:
+    assert await greedy(RANKS) == await greedy(SETTINGS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_lost_rank_ends_every_stream_and_the_process(number: signal.Signals) -> None:
+    before = set(os.listdir("/dev/shm"))
+    async with start_engine(str(BUNDLED), **RANKS) as engine:
+        gateway = Gateway(engine, checkpoint_fingerprint(str(BUNDLED)))
+        await gateway.hello()
+        await gateway.submit(1, PROMPT, max_tokens=4000, ignore_eos=True)
+        await gateway.until_begun()
+        (rank,) = ranks_of(engine.core_pid)
+        rank.send_signal(number)
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            await gateway.until_ended(1)
+        assert from_rpc_error(lost.value).reason is Reason.ENGINE_LOST
+        assert await asyncio.wait_for(engine.process.wait(), 30) == 70
+        async with asyncio.timeout(30):
+            while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.05)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_engine() -> None:
+    async with start_engine(str(BUNDLED), **RANKS) as engine:
+        (rank,) = ranks_of(engine.core_pid)
+        rank.kill()
+        assert await asyncio.wait_for(engine.process.wait(), 30) == 70
