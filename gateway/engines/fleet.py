@@ -289,7 +289,7 @@ class Fleet:
 
     def _lacking(self, submission: Submission) -> MillraceError | None:
         """What no engine has that would take the submission otherwise; None where that is not the reason."""
-        needs = special_needs(submission.sampling)
+        needs = _needs(submission)
         if not any(_fits(each, submission, needs=set()) for each in self.ready):
             return None
         names = sorted(name for name in needs if all(name in _lacks(each) for each in self.ready))
@@ -394,6 +394,13 @@ def _home(submission: Submission, attachments: Sequence[Attachment]) -> Attachme
     return max(attachments, key=height)
 
 
+def _needs(submission: Submission) -> set[str]:
+    """What engines of another make may lack."""
+    asked = submission.retention
+    needs = special_needs(submission.sampling)
+    return needs | {"retention"} if asked is not None and asked.forgets and not asked.if_possible else needs
+
+
 def _lacks(attachment: Attachment) -> tuple[str, ...]:
     return attachment.info.unsupported if attachment.info is not None else ()
 
@@ -402,9 +409,7 @@ def _fits(attachment: Attachment, submission: Submission, needs: set[str] | None
     info = attachment.info
     if info is None:
         return False
-    if info.unsupported and not (special_needs(submission.sampling) if needs is None else needs).isdisjoint(
-        info.unsupported
-    ):
+    if info.unsupported and not (_needs(submission) if needs is None else needs).isdisjoint(info.unsupported):
         return False
     version = submission.adapter_version
     has_adapter = not submission.adapter or (bool(version) and attachment.has_adapter(version))

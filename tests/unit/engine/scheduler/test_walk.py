@@ -8,6 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from contract.retention import Retention
 from tests.unit.engine.checked_runner import State, expected_token
 from tests.unit.engine.driver import Driver, memory_plan
 
@@ -50,6 +51,8 @@ class Walk:
         self.driver = Driver(**options)  # type: ignore[arg-type]
         self.faults = faults
         self.fail_next = False
+        # Whether some answers forget, as they may where layers keep all.
+        self.forgets = self.driver.scheduler._state.cache.window is None and not self.driver.memory.num_states
         self.driver.runner.fault = self._fault
         if self.random.random() < 0.3:
             self.driver.runner.propose = self._propose
@@ -104,7 +107,15 @@ class Walk:
             ttft_deadline_s=self.driver.now + rng.random() if rng.random() < 0.5 else None,
             tpot_target_s=rng.choice((None, 0.001, 0.012, 0.1)),
             output_token_ids=output,
+            retention=self._retention(),
         )
+
+    def _retention(self) -> Retention | None:
+        if not self.forgets or self.random.random() < 0.5:
+            return None
+        if self.random.random() < 0.5:
+            return Retention(policy="window+sinks", keep=self.random.choice((0.1, 0.5, 1.0)))
+        return Retention(policy="window+sinks", window_tokens=self.random.randrange(1, 40))
 
     def finish(self) -> None:
         self.fail_next = False
