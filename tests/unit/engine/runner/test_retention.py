@@ -158,9 +158,9 @@ def test_tokens_equal_a_masked_model(
     prefix_caching: bool,
     host_bytes: int,
 ) -> None:
-    options = {"native": native_or_skip()} if kernels == "native" else {"attention_backend": kernels}
+    options: dict[str, Any] = {"native": native_or_skip()}
     if kernels != "native":
-        options["native"] = "off"
+        options = {"native": "off", "attention_backend": kernels}
     with closing(
         open_runner(folder, kv_cache_bytes=num_blocks * 6144, cache={"host_bytes": host_bytes}, **options)
     ) as runner:
