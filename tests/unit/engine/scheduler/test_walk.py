@@ -213,6 +213,8 @@ def test_walks_with_failing_steps_end_every_request(
     overlap=st.booleans(),
     window=WINDOWS,
     partial=PARTIAL,
+    # How many of the answers do, where layers keep all.
+    forgets=st.sampled_from((0.0, 0.5, 1.0)),
 )
 def test_preemption_storms_are_impossible(
     seed: int,
@@ -222,6 +224,7 @@ def test_preemption_storms_are_impossible(
     overlap: bool,
     window: int | None,
     partial: tuple[int, int, bool],
+    forgets: float,
 ) -> None:
     # Far more than fits, of two tiers, all growing to their limit.
     rng = random.Random(seed)
@@ -237,7 +240,11 @@ def test_preemption_storms_are_impossible(
     )
     for _ in range(12):
         length = rng.randrange(1, 20)
-        driver.submit([rng.randrange(99) for _ in range(length)], max_tokens=50, priority=rng.randrange(2))
+        kv = None
+        if window is None and not partial[0] and rng.random() < forgets:
+            kv = Retention(policy="window+sinks", window_tokens=rng.randrange(1, 50))
+        prompt = [rng.randrange(99) for _ in range(length)]
+        driver.submit(prompt, max_tokens=50, priority=rng.randrange(2), retention=kv)
         for _ in range(rng.randrange(6)):
             driver.step()
     driver.run()
