@@ -59,16 +59,22 @@ def is_sampled(event_hash: int, sample: int) -> bool:
 class PrefixHasher:
     """Hashes full blocks of one chain, incrementally. `hashes[i]` covers tokens [0, (i + 1) * block_size)."""
 
-    __slots__ = ("_block_size", "_root", "hashes")
+    __slots__ = ("_block_size", "_most_tokens", "_root", "hashes")
 
-    def __init__(self, *, model: str, adapter: str, salt: bytes, block_size: int) -> None:
+    def __init__(
+        self, *, model: str, adapter: str, salt: bytes, block_size: int, most_tokens: int | None = None
+    ) -> None:
+        """`most_tokens`: blocks that reach beyond it are not named: nobody else's have their contents."""
         self._block_size = block_size
+        self._most_tokens = most_tokens
         self._root = root_hash(model, adapter, salt)
         self.hashes: list[BlockHash] = []
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Hashes every full block of the first `num_tokens` tokens that has no hash yet."""
         size, first = self._block_size, len(self.hashes)
+        if self._most_tokens is not None:
+            num_tokens = min(num_tokens, self._most_tokens)
         # At once: a long prompt has hundreds of blocks, and answers wait while it is hashed.
         tokens = array("I", token_ids[first * size : num_tokens // size * size])
         packed, num_bytes = tokens.tobytes(), size * tokens.itemsize
@@ -81,7 +87,7 @@ class PrefixHasher:
     def copy(self) -> PrefixHasher:
         """The same chain, to go on differently."""
         copy = PrefixHasher.__new__(PrefixHasher)
-        copy._block_size, copy._root = self._block_size, self._root
+        copy._block_size, copy._root, copy._most_tokens = self._block_size, self._root, self._most_tokens
         copy.hashes = list(self.hashes)
         return copy
 

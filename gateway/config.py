@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
+from contract.retention import FULL, POLICIES, Retention, RetentionPolicy
 from runtime.errors import ConfigError
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -358,6 +359,30 @@ class DeliberationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     max_budget_tokens: PositiveInt | None = None
 
 
+class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[tiers.<name>.kv]`: what answers may forget of their keys and values."""
+
+    # Those that requests may name.
+    policies: tuple[RetentionPolicy, ...] = POLICIES
+    # Of requests that name none: "full" forgets nothing, "window+sinks" has one of the numbers below. Models
+    # that can forget nothing are served as with "full".
+    policy: RetentionPolicy = FULL
+    # Part of the prompt's tokens that are kept at a time.
+    keep: _Share | None = None
+    # The same as a number of tokens.
+    window_tokens: PositiveInt | None = None
+    # The least that requests may ask for.
+    min_keep: _Share | None = None
+    min_window_tokens: PositiveInt | None = None
+
+    @property
+    def default(self) -> Retention:
+        """What holds for requests that ask for nothing."""
+        return Retention(
+            policy=self.policy, keep=self.keep, window_tokens=self.window_tokens, if_possible=True
+        )
+
+
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tiers.<name>]`: one service level, promised to every request under it."""
 
@@ -388,6 +413,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # Model that answers where this one would be refused for its load ("*": any other one).
     fallback: dict[str, str] = {}
     test_time: DeliberationConfig | None = None
+    kv: RetentionConfig = RetentionConfig()
 
     @property
     def accepted_within_ms(self) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from contract.errors import MillraceError, invalid
+from contract.retention import check as check_retention
 from contract.sampling import OPTIONS, SamplingParams, check
 from gateway.config import (
     EnvoyConfig,
@@ -20,6 +21,7 @@ from gateway.config import (
     KeysConfig,
     LimitValues,
     PriceConfig,
+    RetentionConfig,
     TenantConfig,
     TierConfig,
 )
@@ -198,12 +200,28 @@ def _check_tiers(settings: Settings) -> None:
     for name in settings.tiers:
         if name in OWN_TIER_ALIASES:
             raise ConfigError(f"[tiers.{name}]: 'auto' and 'default' mean the tenant's own tier; rename it")
+        _check_retention(f"tiers.{name}.kv", settings.tiers[name].kv)
     _check_openai_names(settings.tiers)
     default = settings.gateway.default_tier
     if default not in settings.tiers:
         raise ConfigError(
             f"gateway.default_tier: there is no [tiers.{default}]; known: {_known(settings.tiers)}"
         )
+
+
+def _check_retention(key: str, kv: RetentionConfig) -> None:
+    try:
+        check_retention(kv.default, invalid, key)
+    except MillraceError as error:
+        raise ConfigError(error.message) from error
+    if kv.policy not in kv.policies:
+        raise ConfigError(f"{key}.policy: {kv.policy!r} is not among {key}.policies; add it there")
+    for name, own, least in (
+        ("keep", kv.keep, kv.min_keep),
+        ("window_tokens", kv.window_tokens, kv.min_window_tokens),
+    ):
+        if own is not None and least is not None and own < least:
+            raise ConfigError(f"{key}.{name}: {own} is less than {key}.min_{name} = {least}; raise it")
 
 
 def _check_openai_names(tiers: Mapping[str, TierConfig]) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
-from millrace.common.v1 import output_pb2, sampling_pb2
+from millrace.common.v1 import output_pb2, retention_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
 from msgspec.structs import asdict
 
 from contract.engines import AdapterInfo, BlocksEvicted, BlocksStored, EngineInfo, EngineLoad, KvEvent
 from contract.outputs import NUMBERS, ChoiceStatistics, EngineTime, FirstToken, TokenLogprobs
+from contract.retention import Retention
 from contract.sampling import OPTIONS, SCALARS, SamplingOptions, SamplingParams, scalars_of
 from contract.thinking import ThinkingTags
 
@@ -56,6 +57,22 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     found["allowed_token_ids"] = params.allowed_token_ids
     found["stop_token_ids"] = params.stop_token_ids
     return found
+
+
+def retention(message: retention_pb2.Retention) -> Retention:
+    """What an answer may forget, from the wire; not checked."""
+    has: Any = message.HasField
+    return Retention(
+        policy=message.policy,
+        keep=message.keep if has("keep") else None,
+        window_tokens=message.window_tokens if has("window_tokens") else None,
+        if_possible=message.if_possible,
+    )
+
+
+def retention_fields(asked: Retention | None) -> dict[str, Any] | None:
+    """The fields of what an answer may forget; None where that is nothing."""
+    return None if asked is None else asdict(asked)
 
 
 _SEQUENCES = ("line_breaks", "blank_line", "open_rest", "name", "lead", "answer", "other_ends")

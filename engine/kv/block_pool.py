@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from contract.prefix import BlockHash
+from engine.types import KeptBlocks
 
 # The blocks of one sequence, in the order of its tokens.
 # Where every layer has a sliding window, leading blocks that lie before it are given up: the table keeps
-# its length, and names the spare block (whose id is the number of blocks) in their places.
+# its length, and names the spare block (whose id is the number of blocks) in their places. So it does where
+# the sequence may forget what lies between its first blocks and its last ones.
 
 
 class BlockTable:
@@ -27,6 +29,7 @@ class BlockTable:
         "copies",
         "copy_at",
         "draft_copies",
+        "kept",
         "num_given_up",
         "num_given_up_sent",
         "num_registered",
@@ -36,13 +39,16 @@ class BlockTable:
         "window_start",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptBlocks | None = None) -> None:
         self.block_ids: list[int] = []
+        # Where some are forgotten: those that are not.
+        self.kept = kept
         # Leading blocks that were offered to the prefix cache already.
         self.num_registered = 0
         # Leading blocks that the runner knows of.
         self.num_sent = 0
-        # Leading blocks without a reference, and as many of them as the runner knows of.
+        # Leading blocks without a reference, but for the first that are kept, and as many of them as the
+        # runner knows of.
         self.num_given_up = 0
         self.num_given_up_sent = 0
         # Where the sequence's state lies, in models that have one; -1 while it has no slot.
@@ -62,12 +68,18 @@ class BlockTable:
     @property
     def held(self) -> list[int]:
         """Blocks that the sequence has a reference to."""
-        return self.block_ids[self.num_given_up :]
+        behind = self.block_ids[self.num_given_up :]
+        return self.block_ids[: self.num_sinks] + behind if self.num_sinks else behind
+
+    @property
+    def num_sinks(self) -> int:
+        """Of the leading blocks that were given up: the first ones, which it holds all the same."""
+        return 0 if self.kept is None or not self.num_given_up else self.kept.num_sinks
 
     @property
     def num_held(self) -> int:
         """Number of these."""
-        return len(self.block_ids) - self.num_given_up
+        return len(self.block_ids) - self.num_given_up + self.num_sinks
 
     @property
     def in_window(self) -> list[int]:

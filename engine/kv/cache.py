@@ -258,7 +258,7 @@ class KvCache:
         if self.has_states:
             self.states.start(table, parent.state_slot)
         shared = parent.block_ids[: self.blocks_for(num_tokens)]
-        for block_id in shared[parent.num_given_up :]:
+        for block_id in (*shared[: parent.num_sinks], *shared[parent.num_given_up :]):
             self._pool.reference(block_id)
         table.block_ids.extend(shared)
         table.num_given_up = table.num_given_up_sent = parent.num_given_up
@@ -276,9 +276,18 @@ class KvCache:
             return 0
         return max(0, (num_tokens + 1 - self.window) // self.block_size - 1)
 
+    def num_behind(self, table: BlockTable, num_tokens: int) -> int:
+        """Leading blocks that no position of the sequence from `num_tokens` on looks at, but for the first
+        ones of a sequence that forgets others.
+        """
+        kept = table.kept
+        if kept is None:
+            return self.num_behind_window(num_tokens)
+        return kept.first_recent(num_tokens) if kept.num_hidden(num_tokens) else 0
+
     def give_up(self, table: BlockTable, num_tokens: int) -> None:
-        """Drops references to the blocks behind the window of position `num_tokens` and later ones; to their
-        window blocks, where only some layers have one.
+        """Drops references to the blocks behind the window of position `num_tokens` and later ones, and to
+        those that it has forgotten; to window blocks, where only some layers have a window.
 
         Called between two plans, like `free`: no copy of the plan under construction may concern them.
         """
@@ -288,12 +297,17 @@ class KvCache:
                 self._leave_windows(table.block_ids[table.window_start : behind])
                 table.window_start = behind
             return
-        first, last = table.num_given_up, min(self.num_behind_window(num_tokens), len(table))
+        first, last = table.num_given_up, min(self.num_behind(table, num_tokens), len(table))
+        if table.kept is not None:
+            first = max(first, table.kept.num_sinks)
         if first >= last:
             return
         self._pool.release(reversed(table.block_ids[first:last]))
         table.block_ids[first:last] = [self.num_blocks] * (last - first)
         table.num_given_up = last
+        if table.kept is not None:
+            # The runner finds out by the same rule.
+            table.num_given_up_sent = last
 
     def _leave_windows(self, block_ids: list[int]) -> None:
         assert self._windows is not None, "called only where there are window blocks"
@@ -497,7 +511,7 @@ class KvCache:
         self.states.check_invariants(tables, self.reads.state_slots)
         for table in tables:
             assert len(set(table.held)) == table.num_held, "a table holds a block twice"
-            given_up = table.block_ids[: table.num_given_up]
+            given_up = table.block_ids[table.num_sinks : table.num_given_up]
             assert given_up == [self.num_blocks] * len(given_up), "a block given up is still named"
             for block_id in table.held:
                 references[block_id] = references.get(block_id, 0) + 1

@@ -14,7 +14,7 @@ from engine.policy.forecast import Batch, Forecast, WaitForecast
 from engine.policy.line import Line, account_of, slots_of
 from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Shares
-from engine.types import MemoryPlan, Request, RequestFailure
+from engine.types import KeptBlocks, MemoryPlan, Request, RequestFailure
 
 # Shortest and longest retry delay that a refusal names, in seconds.
 _SHORTEST_RETRY_S = 0.5
@@ -67,8 +67,12 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
             metadata={"prompt_tokens": str(num_known), "limit_tokens": str(limit)},
         )
     # The last token is never fed back, so it needs no slot.
-    num_blocks = -(-(tokens_limit(request, memory) - least) // memory.block_size)
+    num_tokens = tokens_limit(request, memory) - least
+    num_blocks = -(-num_tokens // memory.block_size)
     width = max(1, request.sampling.beam_width)
+    kept = KeptBlocks.of(request.retention, num_prompt, memory.block_size)
+    if kept is not None and not request.sampling.beam_width:
+        num_blocks = kept.most_blocks(num_tokens)
     if num_blocks * width > memory.num_blocks or width > max_num_seqs:
         return _never_fits(request, memory, num_blocks * width)
     in_windows = width * min(num_blocks, memory.most_window_blocks)

@@ -23,6 +23,7 @@ from engine.model.device import choose_device
 from engine.model.loader import load_here, load_in_subprocess
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
+from engine.model.spec import ModelSpec
 from engine.model.work import work_of
 from engine.runner.base import Progress
 from engine.runner.executors.executor import Executor
@@ -166,7 +167,21 @@ def _facts(
         num_pooled=0 if spec.pooling is None else spec.pooling.asked.num_dimensions,
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
+        remembers_because=_remembers_because(spec, has_draft=has_draft),
     )
+
+
+def _remembers_because(spec: ModelSpec, *, has_draft: bool) -> str:
+    """Why answers of a model may forget no blocks; empty where they may."""
+    if spec.pooling is not None or spec.bidirectional:
+        return "the model answers nothing that could forget"
+    if spec.latent is not None:
+        return "its latent attention keeps one vector for all heads"
+    if spec.state is not None:
+        return "layers of it keep a state, of which no part can be forgotten"
+    if any(spec.windows) or any(spec.chunks):
+        return "layers of it have a window of their own"
+    return "a draft model reads the same blocks" if has_draft else ""
 
 
 def _name_of(device: Any) -> str:

@@ -127,18 +127,48 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
     num_blocks = -(-ends // block_size)
     columns = np.arange(int(num_blocks.max()))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
+    tables, context_lens = _without_hidden(inputs.states[first:], starts, ends, tables, block_size)
     token_ids, padded_positions, cache_slots, *window_slots = on_device(rows, model.device)
     return ForwardBatch(
         token_ids=token_ids,
         positions=padded_positions,
         slots=cache_slots,
         ragged=RaggedBatch(
-            query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
+            query_starts=query_starts, context_lens=context_lens, block_tables=tables, block_size=block_size
         ),
         windows=None if kept is None else WindowBlocks(slots=window_slots[0], block_tables=kept[tables]),
         adapters=_adapters_of(table, owners, rows.shape[1]),
         states=_states_of(scheduled, table, slots, starts, query_starts) if model.spec.state else None,
     )
+
+
+def _without_hidden(
+    states: Sequence[SequenceState],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    tables: NDArray[np.int64],
+    block_size: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Block tables [S, C] and history [S] as attention sees them: without the blocks that a sequence's row
+    does not look at. Those behind move up, so that any back end can do it: what a position adds to attention
+    it has in its keys, and whole blocks keep the order and the masks.
+    """
+    hidden = np.array(
+        [
+            0 if each.kept is None else each.kept.num_hidden(int(start))
+            for each, start in zip(states, starts, strict=True)
+        ],
+        np.int64,
+    )
+    if not hidden.any():
+        return tables, ends
+    for row in np.flatnonzero(hidden).tolist():
+        kept, count = states[row].kept, int(hidden[row])
+        assert kept is not None, "it hides blocks"
+        moved = tables[row, kept.num_sinks + count :]
+        tables[row, kept.num_sinks : kept.num_sinks + moved.size] = moved.copy()
+    lens = ends - hidden * block_size
+    return np.ascontiguousarray(tables[:, : -(-int(lens.max()) // block_size)]), lens
 
 
 def _fill_slots(

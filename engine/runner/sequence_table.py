@@ -23,7 +23,7 @@ from engine.runner.speculation.economics import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
 from engine.sampling.thinking import ThinkingMatcher
-from engine.types import NewSequence, SamplingParams, SequenceResult
+from engine.types import KeptBlocks, NewSequence, SamplingParams, SequenceResult
 from kernels.host import Device
 
 
@@ -44,6 +44,8 @@ class SequenceState:
     # Of a model that pools: what is asked for, and what of the text is pooled so far [E].
     pooling: PoolingParams | None = None
     pooled: NDArray[np.float32] | None = None
+    # The blocks that its positions look at, where some are forgotten.
+    kept: KeptBlocks | None = None
     # Why the sequence cannot go on; it takes no further part in forwards.
     failure: str = ""
 
@@ -87,6 +89,7 @@ class SequenceTable:
             sampling=new.sampling,
             owner=(new.tenant, new.cache_salt),
             pooling=new.pooling,
+            kept=new.kept,
         )
         self.states[new.sequence_id] = state
         self.tokens[slot, : ids.size] = ids
@@ -177,6 +180,7 @@ class SequenceTable:
                     adapter_slot=int(self.adapters[parent.slot]),
                     tenant=parent.owner[0],
                     cache_salt=parent.owner[1],
+                    kept=parent.kept,
                 )
             )
             child = self.states[child_id]

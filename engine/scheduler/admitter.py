@@ -196,12 +196,15 @@ class Admitter:
         cache = self._state.cache
         if sequence.awaits_promise and sequence.is_beam:
             return self._state.promises.reserve_of_beams(sequence.group)
-        end = sequence.max_tokens_total - 1 if sequence.awaits_promise else sequence.num_known
+        most = cache.blocks_for(sequence.num_at_once)
+        if sequence.awaits_promise:
+            num_tokens = sequence.max_tokens_total - 1
+            kept = sequence.kept
+            most = cache.blocks_for(num_tokens) if kept is None else kept.most_blocks(num_tokens)
         if prefix is None:
             # One copy of the block that holds the last prompt token.
-            shared = cache.blocks_for(sequence.num_prompt_tokens)
-            return 1 + max(0, cache.blocks_for(end) - shared)
-        return cache.blocks_for(end) - len(prefix.device_blocks) + prefix.num_revived
+            return 1 + max(0, most - cache.blocks_for(sequence.num_prompt_tokens))
+        return most - len(prefix.device_blocks) + prefix.num_revived
 
     def _window_blocks_needed(self, sequence: Sequence, prefix: Prefix | None) -> int:
         """Those that it begins with, which others may come to need as well; and those in which it goes on."""
@@ -311,7 +314,7 @@ class Admitter:
             if prefix.host_hashes:
                 sequence.restoring = (now, len(prefix.host_hashes) * state.cache.block_size)
         sequence.fork_parent = sequence.awaited = None
-        state.cache.prepare_write(sequence.table, start, sequence.num_known)
+        state.cache.prepare_write(sequence.table, start, max(start, sequence.num_at_once))
         state.held_back.books(sequence, now)
         self._waited_behind_the_head(sequence)
         sequence.stops_waiting(now, num_computed=start)

@@ -126,6 +126,7 @@ def _steps_left(sequence: Sequence) -> int:
         or sequence.sampling.stop_token_ids
         or sequence.sampling.logprobs is not None
         or sequence.adapter
+        or sequence.kept is not None
         or group.request.grammar is not None
         or group.request.deadline_s is not None
         or group.best_of is not None

@@ -149,6 +149,8 @@ class RowWriter:
                 self.add(draft, sequence, sequence.remaining_prefill, ())
             return
         num_tokens = min(sequence.remaining_prefill, draft.budget, self.window_room(sequence, draft.budget))
+        start = sequence.num_computed
+        num_tokens = sequence.end_of_row(start, start + num_tokens) - start
         if self.is_long(sequence.remaining_prefill):
             num_tokens = min(num_tokens, draft.long_budget)
         if draft.work.is_limited:
@@ -232,6 +234,7 @@ class RowWriter:
             sequence.table.state_slot,
             request.tenant,
             request.cache_salt,
+            sequence.kept,
         )
 
     @staticmethod

@@ -150,24 +150,17 @@ class Planner:
         return sequence.num_expected > sequence.num_computed
 
     def _plan_decode(self, draft: PlanDraft, sequence: Sequence, budget: int) -> None:
-        cache = self._state.cache
         if sequence.table.draft_copies:
             # From which state it goes on is known when its drafts are.
             return
-        remaining = sequence.num_expected - sequence.num_computed
-        capacity = sequence.max_tokens_total - sequence.num_expected - 1
-        drafts = sequence.draft_token_ids[: max(0, min(capacity, budget - remaining))]
-        if remaining > budget:
-            drafts = ()
-        if cache.has_states:
-            drafts = drafts[: cache.states.most_drafts]
-        start = sequence.num_computed
-        num_tokens = min(remaining, max(1, budget))
+        start, remaining = sequence.num_computed, sequence.num_expected - sequence.num_computed
+        num_tokens = sequence.end_of_row(start, start + min(remaining, max(1, budget))) - start
+        drafts = self._drafts_behind(sequence, num_tokens, budget - remaining)
         if drafts and not self._fits(sequence, start, start + num_tokens + len(drafts)):
             drafts = ()
         num_tokens += len(drafts)
         while not self._fits(sequence, start, start + num_tokens):
-            if self._waits_for_window(sequence, start, start + num_tokens):
+            if self._waits_for_own(sequence, start, start + num_tokens):
                 return
             victim = self._lowest_below(draft, sequence)
             self._state.preempt(victim, "kv_pressure", draft.now)
@@ -175,6 +168,20 @@ class Planner:
             if victim is sequence:
                 return
         self._rows.add(draft, sequence, num_tokens, drafts)
+
+    def _drafts_behind(self, sequence: Sequence, num_tokens: int, budget: int) -> tuple[int, ...]:
+        """Of the sequence's drafts those that may follow a row of its next `num_tokens` tokens. Where it has
+        forgotten something there are none: a row that goes back behind a rejected one would look at another
+        block than it would have alone.
+        """
+        states, kept = self._state.cache.states, sequence.kept
+        capacity = sequence.max_tokens_total - sequence.num_expected - 1
+        drafts = sequence.draft_token_ids[: max(0, min(capacity, budget))] if budget >= 0 else ()
+        if self._state.cache.has_states:
+            drafts = drafts[: states.most_drafts]
+        if kept is not None and sequence.num_computed + num_tokens + len(drafts) > kept.start:
+            return ()
+        return drafts
 
     def _fits(self, sequence: Sequence, start: int, end: int) -> bool:
         cache, table = self._state.cache, sequence.table
@@ -185,14 +192,17 @@ class Planner:
         needed = self._state.cache.num_new_blocks(sequence.table, start, end)
         return not needed or needed <= self._state.promises.num_free(besides=sequence)
 
-    def _waits_for_window(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Whether all that the sequence lacks are window blocks, and its steps in flight give some up."""
-        table, in_flight = sequence.table, self._state.in_flight
-        return (
-            table.num_in_window >= self._state.cache.most_window_blocks
-            and any(sequence.sequence_id in step.rows for step in in_flight)
-            and self._fits_blocks(sequence, start, end)
-        )
+    def _waits_for_own(self, sequence: Sequence, start: int, end: int) -> bool:
+        """Whether all that the sequence lacks are blocks of its own that its steps in flight give up: window
+        blocks, or those that it forgets.
+        """
+        table, in_flight, kept = sequence.table, self._state.in_flight, sequence.kept
+        if not any(sequence.sequence_id in step.rows for step in in_flight):
+            return False
+        if kept is not None:
+            return start >= kept.start and table.num_held > kept.num_sinks + kept.num_recent
+        is_full = table.num_in_window >= self._state.cache.most_window_blocks
+        return is_full and self._fits_blocks(sequence, start, end)
 
     def _lowest_below(self, draft: PlanDraft, sequence: Sequence) -> Sequence:
         for victim in reversed(self._state.running):
@@ -226,13 +236,22 @@ class Planner:
             self._add_chunk(draft, chunk)
             chunk = next(running, None)
 
-    def _add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
-        """The next part of a prompt. Whoever is of a lower rank makes room for it in windows, unless the
-        sequence itself is about to.
+    def _chunk_fits(self, sequence: Sequence) -> bool:
+        """Whether there is room for the next part of a prompt; all of it has blocks, but for window blocks,
+        and for what is computed again of an answer that forgets.
         """
-        while sequence.status is Status.RUNNING and not self._rows.window_room(sequence, 1):
+        if sequence.kept is None:
+            return self._rows.window_room(sequence, 1) > 0
+        start = sequence.num_computed
+        return self._fits(sequence, start, sequence.end_of_row(start, sequence.prefill_end))
+
+    def _add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
+        """The next part of a prompt. Whoever is of a lower rank makes room for it, unless the sequence itself
+        is about to.
+        """
+        while sequence.status is Status.RUNNING and not self._chunk_fits(sequence):
             start = sequence.num_computed
-            if self._waits_for_window(sequence, start, start + 1):
+            if self._waits_for_own(sequence, start, start + 1):
                 return
             victim = self._lowest_below(draft, sequence)
             if victim is sequence:

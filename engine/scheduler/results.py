@@ -284,9 +284,10 @@ class ResultHandler:
         if cache.prefix_caching and sequence.num_confirmed // cache.block_size > table.num_registered:
             sequence.hasher.extend(sequence.token_ids, sequence.num_confirmed)
             cache.register(table, sequence.hasher, sequence.num_confirmed)
-        if cache.window is not None and (cache.has_window_blocks or not sequence.is_beam):
-            # Beams keep whole blocks behind the window, because the blocks promised to a search assume that
-            # its beams share them.
+        is_left_behind = cache.window is not None or sequence.kept is not None
+        if is_left_behind and (cache.has_window_blocks or not sequence.is_beam):
+            # Beams keep whole blocks that they do not look at, because the blocks promised to a search assume
+            # that its beams share them.
             cache.give_up(table, sequence.num_confirmed)
 
     @staticmethod

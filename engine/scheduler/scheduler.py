@@ -25,6 +25,7 @@ from engine.types import (
     NOT_MEASURED,
     ChoiceHistory,
     FinishReason,
+    KeptBlocks,
     KvEvent,
     MeasuredSpeed,
     MemoryPlan,
@@ -339,6 +340,8 @@ class Scheduler:
             sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=2 * sampling.beam_width)
         elif group.best_of is not None and sampling.logprobs is None:
             sampling = msgspec.structs.replace(sampling, logprobs=0)
+        block_size = self._state.cache.block_size
+        kept = KeptBlocks.of(request.retention, len(request.prompt_token_ids), block_size)
         return Sequence(
             sequence_id=next(self._state.ids),
             group=group,
@@ -349,8 +352,11 @@ class Scheduler:
                 model=self._model,
                 adapter=request.adapter,
                 salt=request.cache_salt,
-                block_size=self._state.cache.block_size,
+                block_size=block_size,
+                # What is computed of more than it looks back on is like nobody else's.
+                most_tokens=None if kept is None else kept.start,
             ),
+            kept=kept,
         )
 
     def _refusal(self, group: RequestGroup, now: float) -> RequestFailure | None:

@@ -17,6 +17,7 @@ from engine.types import (
     EngineTime,
     FinishReason,
     FirstTokenTimings,
+    KeptBlocks,
     Request,
     SamplingParams,
     TokenEvent,
@@ -157,6 +158,7 @@ class Sequence:
         sampling: SamplingParams,
         max_tokens_total: int,
         hasher: PrefixHasher,
+        kept: KeptBlocks | None = None,
     ) -> None:
         request = group.request
         self.sequence_id = sequence_id
@@ -177,7 +179,9 @@ class Sequence:
         # Prompt plus completion end here: the least of max_tokens, context and tier.
         self.max_tokens_total = max_tokens_total
         self.status = Status.WAITING
-        self.table = BlockTable()
+        # The blocks that its answer looks at, where it may forget some.
+        self.kept = kept
+        self.table = BlockTable(kept)
         self.hasher = hasher
         self.num_computed = 0
         self.num_confirmed = 0
@@ -293,6 +297,18 @@ class Sequence:
         return max(0, self.prefill_end - self.num_computed)
 
     @property
+    def num_at_once(self) -> int:
+        """Tokens that have blocks when the sequence starts: all that are known, or those after which it
+        begins to forget, and a block. What follows is computed block by block.
+        """
+        kept = self.kept
+        return self.num_known if kept is None else min(self.num_known, kept.start + kept.block_size)
+
+    def end_of_row(self, start: int, end: int) -> int:
+        """Where a row of positions from `start` up to `end` ends, whose positions look at the same blocks."""
+        return end if self.kept is None else min(end, self.kept.alike_until(start))
+
+    @property
     def needs_every_position(self) -> bool:
         """Whether log-probabilities of the prompt are wanted: cached positions have no logits to report."""
         return self.sampling.prompt_logprobs is not None and self.first_token_s is None
@@ -306,6 +322,7 @@ class Sequence:
             sampling=self.sampling,
             max_tokens_total=self.max_tokens_total,
             hasher=self.hasher.copy(),
+            kept=self.kept,
         )
         child.token_ids = [*self.token_ids, token_id]
         child.order = (self.order[0], sequence_id)

@@ -153,6 +153,10 @@ class Promises:
         """Blocks that the sequence may still come to need, those that it will give up not counted against
         them: others may share these, and then they do not come free.
         """
+        if sequence.kept is not None and not sequence.is_beam:
+            table, num_tokens = sequence.table, sequence.max_tokens_total - 1
+            num_own = len(table) - max(table.num_given_up, min(sequence.kept.first_own, len(table)))
+            return sequence.kept.num_to_come(len(table), num_own, num_tokens)
         return max(0, self._cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
 
     def reserve_of_beams(self, group: RequestGroup) -> int:
@@ -455,8 +459,8 @@ class SchedulerState:
                 continue
             assert sequence.num_confirmed <= sequence.num_computed, f"{where}: confirmed beyond computed"
             assert sequence.num_computed <= sequence.num_expected, f"{where}: computed beyond its tokens"
-            hidden = self.cache.num_behind_window(sequence.num_confirmed)
             table = sequence.table
+            hidden = self.cache.num_behind(table, sequence.num_confirmed)
             assert max(table.num_given_up, table.window_start) <= hidden, f"{where} has given up what it sees"
             if self.cache.has_window_blocks:
                 written = self.cache.blocks_for(sequence.num_computed)

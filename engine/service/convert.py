@@ -13,9 +13,11 @@ from contract.engines import AdapterInfo
 from contract.errors import MillraceError, invalid, unsupported
 from contract.pooling import PoolingParams
 from contract.proto import engine as convert
-from contract.proto.engine import first_token_fields, logprobs_fields, statistics_fields
+from contract.proto.engine import first_token_fields, logprobs_fields, retention, statistics_fields
 from contract.proto.grammar import grammar
 from contract.proto.status import to_detail
+from contract.retention import Retention
+from contract.retention import check as check_retention
 from contract.sampling import SamplingParams, check, check_ids, check_token_ids
 from contract.thinking import ThinkingTags
 from engine.config import EngineConfig
@@ -80,6 +82,7 @@ def to_request(
         grammar=grammar(submit.grammar) if submit.HasField("grammar") else None,
         thinking=thinking,
         pooling=pooling,
+        retention=_retention(submit, sampling, limits),
         adapter=limits.adapters.version(submit.adapter, submit.adapter_version) if submit.adapter else "",
         tenant=context.tenant,
         tier=context.tier,
@@ -99,6 +102,21 @@ def to_request(
         traceparent=context.traceparent,
         tracestate=context.tracestate,
     )
+
+
+def _retention(submit: engine_pb2.Submit, sampling: SamplingParams, limits: ModelLimits) -> Retention | None:
+    if not submit.HasField("kv"):
+        return None
+    asked = retention(submit.kv)
+    check_retention(asked, invalid)
+    if not asked.forgets:
+        return None
+    if because := limits.facts.remembers_because:
+        if asked.if_possible:
+            return None
+        problem = f"{asked.policy} is not for this model: {because}"
+        raise unsupported("kv.policy", "leave kv out, or ask for full", problem)
+    return asked
 
 
 def _pooling(submit: engine_pb2.Submit, limits: ModelLimits) -> PoolingParams | None:

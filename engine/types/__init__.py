@@ -12,6 +12,7 @@ from contract.sampling import SamplingParams
 from engine.types.memory import DiskCounters, MemoryPlan, MemoryUse, SchedulerCounters, SchedulerLoad
 from engine.types.model_facts import NOT_MEASURED, MeasuredSpeed, ModelFacts
 from engine.types.request import Request
+from engine.types.retention import KeptBlocks
 from engine.types.step import (
     ChoiceHistory,
     FirstTokenTimings,
@@ -34,6 +35,7 @@ __all__ = [
     "FinishReason",
     "FirstTokenTimings",
     "GrammarSpec",
+    "KeptBlocks",
     "KvEvent",
     "MeasuredSpeed",
     "MemoryPlan",

@@ -32,6 +32,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     # Whether prompts are computed in one step each, and whether blocks of one may serve another.
     whole_prompts: bool = False
     shares_prefixes: bool = True
+    # Why no answer may forget keys and values; empty where it may.
+    remembers_because: str = ""
     # Elements of what it makes of a text; 0 where it generates.
     num_pooled: int = 0
     work: ModelWork = UNKNOWN_WORK

@@ -6,6 +6,7 @@ import msgspec
 
 from contract.grammar import GrammarSpec
 from contract.pooling import PoolingParams
+from contract.retention import Retention
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 
@@ -28,6 +29,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     thinking: ThinkingTags | None = None
     # Asked of a model that pools, and of no other.
     pooling: PoolingParams | None = None
+    # What the answer may forget of its keys and values; None: nothing.
+    retention: Retention | None = None
     adapter: str = ""
     tenant: str = ""
     tier: str = ""

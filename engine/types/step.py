@@ -15,6 +15,7 @@ from contract.pooling import PoolingParams
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 from engine.types.request import Request
+from engine.types.retention import KeptBlocks
 
 # Events that leave the engine's core: tokens, ends and failures.
 
@@ -113,6 +114,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     # Whose it is, and what its cached prefixes are shared under: drafts are taken from no others' answers.
     tenant: str = ""
     cache_salt: bytes = b""
+    # The blocks that it looks at, where some are forgotten.
+    kept: KeptBlocks | None = None
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

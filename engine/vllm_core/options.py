@@ -28,6 +28,9 @@ EXCEPTIONS: dict[str, Support] = {
         "the same tokens again at vLLM under the same batch; others than this suite's own engine draws, and "
         "the rest of a continued answer is drawn afresh",
     ),
+    "retention": Support(
+        "refused", "`kv`: vLLM forgets nothing of one answer alone; if_possible is followed"
+    ),
     "best_of": Support("refused", "more candidates than answers; best_of = n is honoured"),
     "beam_width": Support("refused", "vLLM has no beam search in its engine"),
     "grammar": Support(
@@ -67,6 +70,9 @@ def refuse(request: Request, named: Mapping[str, Support] = OPTIONS) -> Millrace
     """
     sampling = request.sampling
     needs = special_needs(sampling)
+    if request.retention is not None and not request.retention.if_possible:
+        why = "not at a vLLM engine, which forgets nothing of one answer alone"
+        return unsupported("kv", "leave it out, or ask for a pool of another make", why)
     for name, declared in DECLARED.items():
         if name in needs:
             return _lacks(name, OPTIONS[name].note)

@@ -217,7 +217,7 @@ class Fleet:
 
     def takers(self, submission: Submission) -> list[Attachment]:
         """Engines that take this submission now; the same list until something changes."""
-        needs = frozenset(special_needs(submission.sampling))
+        needs = frozenset(_needs(submission))
         key = submission.model, submission.adapter, submission.adapter_version, submission.pool, needs
         found = self._takers.get(key)
         if found is None:
@@ -339,7 +339,7 @@ class Fleet:
 
     def _lacking(self, submission: Submission) -> MillraceError | None:
         """What no engine has that would take the submission otherwise; None where that is not the reason."""
-        needs = special_needs(submission.sampling)
+        needs = _needs(submission)
         if not any(_fits(each, submission, needs=set()) for each in self.ready):
             return None
         names = sorted(name for name in needs if all(name in _lacks(each) for each in self.ready))
@@ -448,6 +448,13 @@ def home_of(submission: Submission, attachments: Sequence[Attachment]) -> Attach
         return ((mixed ^ mixed >> 29) * _MIXES[1]) & _WORD
 
     return max(attachments, key=height)
+
+
+def _needs(submission: Submission) -> set[str]:
+    """What engines of another make may lack."""
+    asked = submission.retention
+    needs = special_needs(submission.sampling)
+    return needs | {"retention"} if asked is not None and asked.forgets and not asked.if_possible else needs
 
 
 def _lacks(attachment: Attachment) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from millrace.engine.v1 import engine_pb2
 
 from contract.engines import CancelReason
 from contract.outputs import FinishReason
-from contract.proto.engine import first_token, logprobs, sampling_fields, statistics
+from contract.proto.engine import first_token, logprobs, retention_fields, sampling_fields, statistics
 from contract.proto.grammar import grammar_fields
 from contract.proto.status import from_detail
 from gateway.engines.types import EngineOutput, Submission
@@ -42,6 +42,7 @@ def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
         "sampling": sampling_fields(submission.sampling),
         "grammar": None if grammar is None else grammar_fields(grammar),
         "thinking": None if submission.thinking is None else asdict(submission.thinking),
+        "kv": retention_fields(submission.retention),
         "pooling": _pooling(submission),
         "choice_index": submission.choice_index,
         "adapter": submission.adapter,

@@ -11,6 +11,7 @@ from contract.errors import MillraceError
 from contract.grammar import GrammarSpec
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from contract.pooling import PoolingParams
+from contract.retention import Retention
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 
@@ -57,6 +58,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     texts: tuple[SubmittedText, ...] = ()
     # There with max_thinking_tokens.
     thinking: ThinkingTags | None = None
+    # What the answer may forget; None: nothing.
+    retention: Retention | None = None
     # The request's id in traces and logs.
     request_id: str = ""
     # Its row in the ledger; engines say it again if this gateway goes.

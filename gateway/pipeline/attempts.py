@@ -340,6 +340,7 @@ class Attempts:
                 pooling=pooling,
                 texts=() if asked is None else submitted_texts(prepared),
                 thinking=thinking,
+                retention=call.request.retention,
                 request_id=caller.identity.request_id,
                 entry_id=call.entry_id,
                 cache_salt=caller.identity.cache_salt,

@@ -28,6 +28,7 @@ from gateway.pipeline.books import Books
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.pooled import check_task
+from gateway.pipeline.retention import retained
 from gateway.pipeline.shadow import Shadows
 from gateway.pipeline.validate import (
     check_answers,
@@ -358,6 +359,7 @@ class Pipeline:
         validate(request, self.intake.limits)
         self.catalog.check(caller.identity, request.model)
         tier = self.tiers.resolve(caller.identity, request.service_tier)
+        request = retained(request, tier)
         if request.test_time is not None and self.attempts.deliberates is not None:
             request = self.attempts.deliberates.admitted(request, tier)
             check_answers(request, request.num_prompts, self.intake.limits)

@@ -25,6 +25,7 @@ from contract.chat import (
     ToolChoiceMode,
 )
 from contract.errors import MillraceError, Reason, context_length, invalid
+from contract.retention import check as check_retention
 from contract.sampling import (
     OPTIONS,
     Refuse,
@@ -180,6 +181,8 @@ def validate(request: GenerationRequest, limits: RequestConfig = DEFAULT_REQUEST
         if len(salt) > MAX_CACHE_SALT:
             raise refused("cache_salt", f"{len(salt)} characters; the limit is {MAX_CACHE_SALT}")
     check_cut(request)
+    if request.retention is not None:
+        check_retention(request.retention, refused)
 
 
 def check_cut(request: GenerationRequest) -> None:

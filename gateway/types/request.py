@@ -17,6 +17,7 @@ from contract.chat import LeftOut, Prompt, ResponseFormat
 from contract.errors import MillraceError, Reason
 from contract.grammar import EnforcementReport, GrammarSpec
 from contract.pooling import Task
+from contract.retention import Retention
 from contract.sampling import SamplingOptions
 from gateway.types.deliberation import Deliberation
 
@@ -136,6 +137,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PooledAsk | None = None
     # One answer is chosen among several samples.
     test_time: Deliberation | None = None
+    # What the answer may forget of its keys and values; None: what the tier says.
+    retention: Retention | None = None
     service_tier: str = ""
     # Requests with the same one had better meet on one engine.
     prompt_cache_key: str = ""
@@ -218,6 +221,7 @@ _PROTOCOL_FIELDS: Mapping[str, str] = {
     "output_token_ids": "prompt",
     "grammar": "response_format",
     "adapter": "model",
+    "retention": "kv",
 }
 
 

@@ -95,7 +95,7 @@ class DeviceExecutor(Executor):
                 captured = self._captured_first(scheduled)[1] > 0
             # Where it is, only graphs know; and how many tokens it has must be known while they are too few.
             num_output = sequence.start - unread - state.num_prompt + 1
-            if not (captured and _is_decode(sequence)) or (unread and num_output < asked.min_tokens):
+            if not (captured and self._is_decode(sequence)) or (unread and num_output < asked.min_tokens):
                 return False
         return True
 
@@ -114,13 +114,20 @@ class DeviceExecutor(Executor):
 
     def _captured_first(self, scheduled: Sequence[ScheduledSequence]) -> tuple[list[ScheduledSequence], int]:
         """The same rows, those that graphs compute first; and of how many sequences these are."""
-        decodes = [each for each in scheduled if _is_decode(each)]
+        decodes = [each for each in scheduled if self._is_decode(each)]
         num_rows = sum(each.num_tokens for each in decodes)
         if self.graphs is None or not decodes or self.graphs.size_for(num_rows) is None:
             return list(scheduled), 0
         if len(decodes) == len(scheduled):
             return decodes, len(decodes)
-        return decodes + [each for each in scheduled if not _is_decode(each)], len(decodes)
+        return decodes + [each for each in scheduled if not self._is_decode(each)], len(decodes)
+
+    def _is_decode(self, scheduled: ScheduledSequence) -> bool:
+        """Whether a sequence computes nothing but its last token, and drafts; graphs look at all of a block
+        table, so one that forgets some of it is computed like a prompt.
+        """
+        is_last = scheduled.samples and scheduled.num_tokens == 1 + len(scheduled.draft_token_ids)
+        return is_last and self.table.states[scheduled.sequence_id].kept is None
 
     def execute(self, inputs: StepInputs) -> Sampled:
         with self._fitting():
@@ -284,11 +291,6 @@ class DeviceExecutor(Executor):
             host = pinned(*each.shape, dtype=each.dtype, device=self.model.device)
             found.append(host.copy_(each, non_blocking=True))
         return LogprobsOnTheWay(rows=picked, chosen=found[0], ids=found[1], values=found[2])
-
-
-def _is_decode(scheduled: ScheduledSequence) -> bool:
-    """Whether a sequence computes nothing but its last token, and drafts."""
-    return scheduled.samples and scheduled.num_tokens == 1 + len(scheduled.draft_token_ids)
 
 
 def raise_if_broken(error: Exception) -> None:

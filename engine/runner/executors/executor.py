@@ -68,7 +68,8 @@ class FollowingSteps:
         self.last = None
         if batch is None or inputs.query_starts[-1] != count or not _is_plain(inputs.scheduled):
             return
-        if any(state.matcher is not None for state in inputs.states):
+        if any(state.matcher is not None or state.kept is not None for state in inputs.states):
+            # Of the latter, block tables change otherwise than by what is appended.
             return
         starts = inputs.starts.tolist()
         batch = inputs.batch = _with_spare_columns(batch)

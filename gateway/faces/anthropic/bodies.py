@@ -6,6 +6,7 @@ import msgspec
 
 from gateway.faces.anthropic.fields import FIELDS
 from gateway.faces.bodies import Tolerance
+from gateway.faces.retention import RetentionBody
 from gateway.faces.test_time import DeliberationBody
 
 
@@ -119,6 +120,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fi
     truncate_prompt_tokens: int | None = None
     include_timing: bool | None = None
     test_time: DeliberationBody | None = None
+    kv: RetentionBody | None = None
 
 
 # Strange keys of messages, blocks and tools are ignored.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.faces import test_time, timings
+from gateway.faces import retention, test_time, timings
 from gateway.faces.options import EFFORT_ACCEPTED
 from gateway.faces.unserved import Unserved
 
@@ -69,5 +69,6 @@ ACCEPTED: Mapping[str, str] = {
     "output_config.effort": EFFORT_ACCEPTED,
     **timings.ACCEPTED,
     **test_time.ACCEPTED,
+    **retention.ACCEPTED,
     "metadata.user_id": "kept with the request's entry in the ledger",
 }

@@ -12,7 +12,7 @@ import msgspec
 
 from contract.errors import MillraceError, Reason
 from contract.sampling import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, OPTIONS
-from gateway.faces import test_time
+from gateway.faces import retention, test_time
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic import bodies
 from gateway.faces.anthropic.errors import ERRORS, ApiErrorBody
@@ -56,6 +56,7 @@ BEYOND: Mapping[str, str] = {
     r"messages": "calls of the last message have results",
     **BEYOND_CUT,
     **test_time.BEYOND,
+    **retention.BEYOND,
     r"output_format": "output_config.format does not say it as well",
 }
 _ABOUT = """Anthropic's Messages API. Unknown keys of messages, blocks and tools are ignored, and named in
@@ -124,6 +125,7 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
     bodies.OutputConfig: {"effort": {"enum": [*EFFORTS, None]}},
     bodies.OutputFormat: {"type": {"const": "json_schema"}, "schema": _OBJECT},
     **test_time.SCHEMAS,
+    **retention.SCHEMAS,
     bodies.ThinkingConfig: {"display": {"enum": ["summarized", "omitted", None]}},
 }
 _REQUIRED = {"ToolDefinition": ["name", "input_schema"], "OutputFormat": ["type", "schema"]}

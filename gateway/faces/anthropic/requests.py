@@ -34,6 +34,7 @@ from gateway.faces.anthropic.fields import FIELDS
 from gateway.faces.anthropic.thoughts import Thoughts
 from gateway.faces.anthropic.turns import TurnReader, content_text, unanswered
 from gateway.faces.options import thinking_options
+from gateway.faces.retention import retention
 from gateway.faces.test_time import deliberation
 from gateway.pipeline.validate import MAX_METADATA_VALUE, SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
@@ -109,6 +110,7 @@ def message_request(
             cache_salt=body.cache_salt,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             test_time=deliberation(body.test_time),
+            retention=retention(body.kv),
             metadata=_labels(body),
             streaming=bool(body.stream),
         )

@@ -13,7 +13,7 @@ from contract.chat import Conversation, LeftOut, Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid, unsupported
 from contract.outputs import TokenLogprobs
 from contract.proto import chat
-from contract.proto.engine import sampling_options
+from contract.proto.engine import retention, sampling_options
 from contract.proto.grammar import verdict_message
 from contract.sampling import OPTIONS
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
@@ -87,6 +87,7 @@ def _request(
         prompt_cache_key=message.prompt_cache_key,
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         truncate_prompt_tokens=_cut_to(message),
+        retention=retention(message.kv) if message.HasField("kv") else None,
         metadata=dict(message.metadata),
         allow_fallback=not message.refuse_fallback,
         echo=echo,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.faces import test_time
+from gateway.faces import retention, test_time
 from gateway.faces.options import EFFORT_ACCEPTED
 from gateway.faces.unserved import Unserved
 
@@ -112,6 +112,7 @@ ACCEPTED: Mapping[str, str] = {
     "tool_choice.allowed_tools.tools[].type": "function alone",
     "messages[].tool_calls[].type": "function alone",
     **test_time.ACCEPTED,
+    **retention.ACCEPTED,
 }
 
 FIELDS = Unserved(

@@ -19,7 +19,7 @@ from contract.sampling import (
     MAX_STOP_STRINGS,
     OPTIONS,
 )
-from gateway.faces import test_time
+from gateway.faces import retention, test_time
 from gateway.faces.openai import chat, completions
 from gateway.faces.openai.adapters import LoadBody, UnloadBody
 from gateway.faces.openai.chat import TOLERANCE
@@ -81,6 +81,7 @@ BEYOND: Mapping[str, str] = {
     r"reasoning_effort": "it is for models that reason",
     r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
     **test_time.BEYOND,
+    **retention.BEYOND,
     r"include_reasoning": "logprobs show what is thought, so one of them is left out",
     **BEYOND_CUT,
     r"(documents|chat_template_kwargs)([.\[].*)?": "the template reads it, and reasoning_effort agrees",
@@ -153,6 +154,7 @@ _FIELDS: Mapping[Struct, Mapping[str, Any]] = {
     DetokenizeBody: {"model": or_null(text(MAX_MODEL_NAME)), "tokens": list_of(_ID, 0)},
     StreamOptions: {"include_obfuscation": _NOT_SET},
     **test_time.SCHEMAS,
+    **retention.SCHEMAS,
     JsonSchemaBody: {
         "name": {"anyOf": [_NAMED, {"const": ""}]},
         "schema": {"type": ["object", "boolean"]},

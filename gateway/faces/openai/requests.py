@@ -23,6 +23,7 @@ from contract.chat import (
 from contract.errors import invalid, unsupported
 from contract.sampling import CommonOptions, SamplingOptions
 from gateway.faces.options import labels
+from gateway.faces.retention import RetentionBody, retention
 from gateway.pipeline.validate import check_metadata
 from gateway.types.deliberation import Deliberation
 from gateway.types.request import GenerationRequest
@@ -86,6 +87,8 @@ class CommonBody(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields
     cache_salt: str | None = None
     # -1: to what the model has room for beside the answer.
     truncate_prompt_tokens: int | None = None
+    # What the answer may forget.
+    kv: RetentionBody | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     response_format: ResponseFormatBody | None = None
@@ -158,6 +161,7 @@ def generation_request(
         prompt_cache_key=body.prompt_cache_key or "",
         cache_salt=body.cache_salt,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        retention=retention(body.kv),
         metadata=labels(body.metadata, user=body.user, safety_identifier=safety_identifier),
         allow_fallback=body.allow_fallback is not False,
         test_time=test_time,

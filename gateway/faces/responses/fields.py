@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.faces import test_time, timings
+from gateway.faces import retention, test_time, timings
 from gateway.faces.options import EFFORT_ACCEPTED
 from gateway.faces.unserved import Unserved
 
@@ -45,6 +45,7 @@ ACCEPTED: Mapping[str, str] = {
     "reasoning.effort": f"`none` ends thinking; any other is {EFFORT_ACCEPTED}",
     **timings.ACCEPTED,
     **test_time.ACCEPTED,
+    **retention.ACCEPTED,
     "store": "the answer's own store tells whether it is kept (gateway.store.tenants)",
     "background": "where answers are kept; text comes in pieces, or whole with log-probabilities",
     "previous_response_id": "where answers are kept, and over a WebSocket its last response; "

@@ -13,7 +13,7 @@ import msgspec
 from contract.efforts import EFFORTS
 from contract.errors import Reason
 from contract.sampling import OPTIONS
-from gateway.faces import test_time
+from gateway.faces import retention, test_time
 from gateway.faces.responses import answer_types as answers
 from gateway.faces.responses import requests as bodies
 from gateway.faces.responses import tools
@@ -62,6 +62,7 @@ BEYOND: Mapping[str, str] = {
     r"max_thinking_tokens": "it is for models that reason, and is no less than what ends a thought",
     r"stream_options|starting_after": "stream is true",
     **test_time.BEYOND,
+    **retention.BEYOND,
     r"background|store|previous_response_id|conversation": "the operator lets what is asked for be kept, and "
     "it is there; a conversation is given or a previous response, not both",
     r"metadata\.(user|safety_identifier)": "it is what the field of that name says, where both are given",
@@ -122,6 +123,7 @@ _FIELDS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
         "cache_salt": or_null(text(MAX_CACHE_SALT, 1)),
     },
     **test_time.SCHEMAS,
+    **retention.SCHEMAS,
     bodies.TextBody: {"verbosity": {"enum": ["medium", None]}},
     bodies.TextFormatBody: {"type": {"enum": ["text", "json_object", "json_schema"]}},
     bodies.ReasoningBody: {

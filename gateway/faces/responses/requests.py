@@ -27,6 +27,7 @@ from gateway.faces.responses.tools import (
     field_parts,
     toolbox,
 )
+from gateway.faces.retention import RetentionBody, retention
 from gateway.faces.test_time import DeliberationBody, deliberation
 from gateway.pipeline.validate import check_counts, check_metadata
 from gateway.types.request import FITTING, GenerationRequest
@@ -136,6 +137,7 @@ class ResponseBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     include_timing: bool | None = None
     include_reasoning: bool | None = None
     test_time: DeliberationBody | None = None
+    kv: RetentionBody | None = None
 
     def includes(self, part: str) -> bool:
         """Whether a part of answers was asked for that is not always in them."""
@@ -210,6 +212,7 @@ def asked(
         cache_salt=body.cache_salt,
         truncate_prompt_tokens=cut_to(body),
         test_time=deliberation(body.test_time),
+        retention=retention(body.kv),
         metadata=labels(body.metadata, user=body.user, safety_identifier=body.safety_identifier),
         streaming=bool(body.stream),
         max_tool_name=MAX_JOINED_NAME,

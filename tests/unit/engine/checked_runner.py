@@ -17,6 +17,7 @@ from engine.config import SimulatedConfig
 from engine.runner.simulated import NamesAlone
 from engine.types import (
     GrammarSpec,
+    KeptBlocks,
     NewSequence,
     SamplingParams,
     ScheduledSequence,
@@ -54,11 +55,22 @@ class State:
     table: list[int]
     # Where its state lies; -1 where sequences have none.
     slot: int = -1
+    # The blocks that its positions look at, where some are forgotten.
+    kept: KeptBlocks | None = None
     # Drafts of its last step that were not accepted.
     num_rejected: int = 0
 
     def digest(self, position: int, tokens: list[int]) -> int:
-        return hash((self.adapter, tuple(tokens[: position + 1])))
+        # What is computed of a part of the past is not what is computed of all of it.
+        forgot = self.kept if self.kept is not None and self.kept.num_hidden(position) else None
+        return hash((self.adapter, forgot, tuple(tokens[: position + 1])))
+
+    def is_seen(self, position: int, start: int) -> bool:
+        """Whether a row from `start` on looks at a position before it."""
+        if self.kept is None or not self.kept.num_hidden(start):
+            return True
+        block = position // self.kept.block_size
+        return block < self.kept.num_sinks or block > start // self.kept.block_size - self.kept.num_recent
 
 
 @dataclass
@@ -158,6 +170,7 @@ class CheckedRunner:
             new.adapter,
             list(new.block_ids),
             new.state_slot,
+            new.kept,
         )
 
     def _copy(self, plan: SchedulerOutput) -> None:
@@ -214,7 +227,12 @@ class CheckedRunner:
         end = row.start + row.num_tokens
         assert end <= len(tokens), f"row reaches {end}, only {len(tokens)} tokens exist"
         first_read = 0 if self.window is None else max(0, row.start + 1 - self.window)
+        if state.kept is not None:
+            hidden = [state.kept.num_hidden(position) for position in range(row.start, end)]
+            assert len(set(hidden)) == 1, "positions of one row look at different blocks"
         for position in range(first_read, row.start):
+            if not state.is_seen(position, row.start):
+                continue
             block = state.table[position // self.block_size]
             found = self.device[block][position % self.block_size]
             assert found == state.digest(position, tokens), f"wrong content at position {position}"

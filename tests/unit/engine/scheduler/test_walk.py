@@ -8,6 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from contract.retention import Retention
 from tests.unit.engine.checked_runner import State, expected_token
 from tests.unit.engine.driver import Driver, memory_plan
 
@@ -50,6 +51,8 @@ class Walk:
         self.driver = Driver(**options)  # type: ignore[arg-type]
         self.faults = faults
         self.fail_next = False
+        # Whether some answers forget, as they may where layers keep all.
+        self.forgets = self.driver.scheduler._state.cache.window is None and not self.driver.memory.num_states
         self.driver.runner.fault = self._fault
         if self.random.random() < 0.3:
             self.driver.runner.propose = self._propose
@@ -104,7 +107,15 @@ class Walk:
             ttft_deadline_s=self.driver.now + rng.random() if rng.random() < 0.5 else None,
             tpot_target_s=rng.choice((None, 0.001, 0.012, 0.1)),
             output_token_ids=output,
+            retention=self._retention(),
         )
+
+    def _retention(self) -> Retention | None:
+        if not self.forgets or self.random.random() < 0.5:
+            return None
+        if self.random.random() < 0.5:
+            return Retention(policy="window+sinks", keep=self.random.choice((0.1, 0.5, 1.0)))
+        return Retention(policy="window+sinks", window_tokens=self.random.randrange(1, 40))
 
     def finish(self) -> None:
         self.fail_next = False
@@ -202,6 +213,8 @@ def test_walks_with_failing_steps_end_every_request(
     overlap=st.booleans(),
     window=WINDOWS,
     partial=PARTIAL,
+    # How many of the answers do, where layers keep all.
+    forgets=st.sampled_from((0.0, 0.5, 1.0)),
 )
 def test_preemption_storms_are_impossible(
     seed: int,
@@ -211,6 +224,7 @@ def test_preemption_storms_are_impossible(
     overlap: bool,
     window: int | None,
     partial: tuple[int, int, bool],
+    forgets: float,
 ) -> None:
     # Far more than fits, of two tiers, all growing to their limit.
     rng = random.Random(seed)
@@ -226,7 +240,11 @@ def test_preemption_storms_are_impossible(
     )
     for _ in range(12):
         length = rng.randrange(1, 20)
-        driver.submit([rng.randrange(99) for _ in range(length)], max_tokens=50, priority=rng.randrange(2))
+        kv = None
+        if window is None and not partial[0] and rng.random() < forgets:
+            kv = Retention(policy="window+sinks", window_tokens=rng.randrange(1, 50))
+        prompt = [rng.randrange(99) for _ in range(length)]
+        driver.submit(prompt, max_tokens=50, priority=rng.randrange(2), retention=kv)
         for _ in range(rng.randrange(6)):
             driver.step()
     driver.run()

@@ -12,6 +12,7 @@ from millrace.common.v1 import context_pb2 as _context_pb2
 from millrace.common.v1 import error_pb2 as _error_pb2
 from millrace.common.v1 import grammar_pb2 as _grammar_pb2
 from millrace.common.v1 import output_pb2 as _output_pb2
+from millrace.common.v1 import retention_pb2 as _retention_pb2
 from millrace.common.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -153,6 +154,7 @@ class Submit(_message.Message):
     ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Handle chosen by the gateway, unique on this stream; the context's request_id is what people see."""
     adapter: _builtins.str
@@ -187,6 +189,10 @@ class Submit(_message.Message):
         refused by one that generates; the sampling options say nothing then.
         """
 
+    @_builtins.property
+    def kv(self) -> _retention_pb2.Retention:
+        """What the answer may forget; unset: nothing."""
+
     def __init__(
         self,
         *,
@@ -202,19 +208,24 @@ class Submit(_message.Message):
         adapter_version: _builtins.str = ...,
         thinking: Global___ThinkingTags | None = ...,
         pooling: Global___Pooling | None = ...,
+        kv: _retention_pb2.Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_pooling", b"_pooling", "_thinking", b"_thinking", "context", b"context", "grammar", b"grammar", "pooling", b"pooling", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_thinking", b"_thinking", "context", b"context", "grammar", b"grammar", "kv", b"kv", "pooling", b"pooling", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_pooling", b"_pooling", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "kv", b"kv", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
+    _WhichOneofReturnType__kv: _TypeAlias = _typing.Literal["kv"]  # noqa: Y015
+    _WhichOneofArgType__kv: _TypeAlias = _typing.Literal["_kv", b"_kv"]  # noqa: Y015
     _WhichOneofReturnType__pooling: _TypeAlias = _typing.Literal["pooling"]  # noqa: Y015
     _WhichOneofArgType__pooling: _TypeAlias = _typing.Literal["_pooling", b"_pooling"]  # noqa: Y015
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv) -> _WhichOneofReturnType__kv | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pooling) -> _WhichOneofReturnType__pooling | None: ...
     @_typing.overload

@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from millrace.common.v1 import chat_pb2 as _chat_pb2
 from millrace.common.v1 import grammar_pb2 as _grammar_pb2
 from millrace.common.v1 import output_pb2 as _output_pb2
+from millrace.common.v1 import retention_pb2 as _retention_pb2
 from millrace.common.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -57,6 +58,7 @@ class ChatRequest(_message.Message):
     REFUSE_FALLBACK_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     service_tier: _builtins.str
     """SLA tier asked for: a tier's name or "auto". Refused if the key may not use it."""
@@ -89,6 +91,10 @@ class ChatRequest(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free labels, kept with the ledger entry."""
 
+    @_builtins.property
+    def kv(self) -> _retention_pb2.Retention:
+        """What the answer may forget of its keys and values; unset: what the tier says, which by itself forgets nothing."""
+
     def __init__(
         self,
         *,
@@ -103,17 +109,22 @@ class ChatRequest(_message.Message):
         refuse_fallback: _builtins.bool = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         cache_salt: _builtins.str | None = ...,
+        kv: _retention_pb2.Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "response_format", b"response_format", "sampling", b"sampling", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_kv", b"_kv", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "kv", b"kv", "response_format", b"response_format", "sampling", b"sampling", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_kv", b"_kv", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "include_timing", b"include_timing", "kv", b"kv", "metadata", b"metadata", "model", b"model", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__kv: _TypeAlias = _typing.Literal["kv"]  # noqa: Y015
+    _WhichOneofArgType__kv: _TypeAlias = _typing.Literal["_kv", b"_kv"]  # noqa: Y015
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv) -> _WhichOneofReturnType__kv | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
@@ -355,6 +366,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     service_tier: _builtins.str
@@ -378,6 +390,10 @@ class GenerateRequest(_message.Message):
     def response_format(self) -> _chat_pb2.ResponseFormat: ...
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def kv(self) -> _retention_pb2.Retention:
+        """As in ChatRequest."""
+
     def __init__(
         self,
         *,
@@ -395,15 +411,18 @@ class GenerateRequest(_message.Message):
         truncate_prompt_tokens: _builtins.int | None = ...,
         cache_salt: _builtins.str | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        kv: _retention_pb2.Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_kv", b"_kv", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "kv", b"kv", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "echo", b"echo", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_kv", b"_kv", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "echo", b"echo", "include_timing", b"include_timing", "kv", b"kv", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__kv: _TypeAlias = _typing.Literal["kv"]  # noqa: Y015
+    _WhichOneofArgType__kv: _TypeAlias = _typing.Literal["_kv", b"_kv"]  # noqa: Y015
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
@@ -412,6 +431,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv) -> _WhichOneofReturnType__kv | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload

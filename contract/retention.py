@@ -1,0 +1,60 @@
+"""What an answer may forget of its keys and values, as clients, tiers and engines say it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias, get_args
+
+import msgspec
+
+from contract.sampling import Refuse
+
+RetentionPolicy: TypeAlias = Literal["full", "window+sinks"]
+
+FULL: RetentionPolicy = "full"
+POLICIES: tuple[RetentionPolicy, ...] = get_args(RetentionPolicy)
+MOST_WINDOW_TOKENS = 2**31 - 1
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv` of a request, as it came: `check` says what is wrong with it."""
+
+    policy: str = FULL
+    # Part of the prompt's tokens that is kept while the answer is made, above 0 and at most 1.
+    keep: float | None = None
+    # The same as a number of tokens, for answers that are longer than their prompts.
+    window_tokens: int | None = None
+    # A tier's own, which nobody asked for: where a model can forget nothing, it forgets nothing.
+    if_possible: bool = False
+
+    @property
+    def forgets(self) -> bool:
+        """Whether anything may be forgotten."""
+        return self.policy != FULL
+
+    def tokens_of(self, num_prompt_tokens: int) -> int:
+        """Tokens that are kept of a prompt of so many, and from then on."""
+        if self.window_tokens is not None:
+            return self.window_tokens
+        assert self.keep is not None, "as checked"
+        return math.ceil(self.keep * num_prompt_tokens)
+
+
+def check(asked: Retention, refuse: Refuse, field: str = "kv") -> None:
+    """Raises `refuse(name, problem)` for the first part of `field` that no engine could follow."""
+    if asked.policy not in POLICIES:
+        raise refuse(f"{field}.policy", f"{asked.policy[:80]!r} is not one of {', '.join(POLICIES)}")
+    if asked.keep is not None and not 0 < asked.keep <= 1:
+        raise refuse(f"{field}.keep", f"{asked.keep} is not above 0 and at most 1: give the part to keep")
+    if asked.window_tokens is not None and not 1 <= asked.window_tokens <= MOST_WINDOW_TOKENS:
+        problem = f"{asked.window_tokens} is not between 1 and {MOST_WINDOW_TOKENS}"
+        raise refuse(f"{field}.window_tokens", problem)
+    given = [name for name in ("keep", "window_tokens") if getattr(asked, name) is not None]
+    if not asked.forgets and given:
+        problem = f"policy {FULL} keeps everything; leave it out, or ask for {POLICIES[1]}"
+        raise refuse(f"{field}.{given[0]}", problem)
+    if asked.forgets and len(given) != 1:
+        problem = (
+            f"policy {asked.policy} takes exactly one of keep and window_tokens, and {len(given)} are given"
+        )
+        raise refuse(f"{field}.keep", problem)

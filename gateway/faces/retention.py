@@ -1,0 +1,56 @@
+"""`kv`, which several APIs have in the same words: its body, and what their documents say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from contract.retention import MOST_WINDOW_TOKENS, POLICIES, Retention
+from gateway.faces.schemas import or_null
+
+
+class RetentionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv`: what the answer may forget of its keys and values."""
+
+    policy: str
+    keep: float | None = None
+    window_tokens: int | None = None
+    if_possible: bool | None = None
+
+
+def retention(body: RetentionBody | None) -> Retention | None:
+    """What a body asks for; limits are checked where all APIs' requests are."""
+    if body is None:
+        return None
+    return Retention(
+        policy=body.policy,
+        keep=body.keep,
+        window_tokens=body.window_tokens,
+        if_possible=bool(body.if_possible),
+    )
+
+
+# What is to be known of fields that are served.
+ACCEPTED: Mapping[str, str] = {
+    "kv": "what the answer may forget of its keys and values, within the tier's bounds "
+    "(`[tiers.<name>.kv]`); unset: what the tier says, which by itself forgets nothing",
+    "kv.policy": "`full`, or `window+sinks`: the prompt is computed whole, and behind it the answer looks at "
+    "the first block of tokens and the last ones, three blocks at least",
+    "kv.keep": "part of the prompt's tokens that are kept at a time; or `window_tokens`, their number",
+    "kv.if_possible": "true: a model that can forget nothing forgets nothing, instead of a refusal",
+}
+# Rules that no schema can state, by the field of the error.
+BEYOND: Mapping[str, str] = {
+    r"kv(\..*)?": "window+sinks has either keep or window_tokens, full none of them; tier, model and engine "
+    "let the answer forget so much",
+}
+# Fields that say less by their type than is demanded of them.
+SCHEMAS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
+    RetentionBody: {
+        "policy": {"enum": list(POLICIES)},
+        "keep": or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+        "window_tokens": or_null({"type": "integer", "minimum": 1, "maximum": MOST_WINDOW_TOKENS}),
+    },
+}

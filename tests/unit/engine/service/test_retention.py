@@ -1,0 +1,49 @@
+"""What an answer may forget, as engines take it from the wire: what a model cannot is refused by name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from millrace.common.v1 import context_pb2, sampling_pb2
+from millrace.engine.v1 import engine_pb2
+
+from contract.errors import MillraceError
+from contract.proto.engine import retention_fields
+from contract.retention import Retention
+from engine.config import AdaptersConfig
+from engine.service.adapters import ServedAdapters
+from engine.service.convert import ModelLimits, to_request
+from tests.unit.engine.service.test_promises import FACTS
+
+HALF = Retention(policy="window+sinks", keep=0.5)
+
+
+def taken(asked: Retention | None, remembers_because: str = "") -> Retention | None:
+    facts = msgspec.structs.replace(FACTS, remembers_because=remembers_because)
+    adapters = ServedAdapters(AdaptersConfig(), lambda command: None, lambda: None)
+    options = sampling_pb2.SamplingOptions(seed=1, max_tokens=4)
+    submit = engine_pb2.Submit(prompt_token_ids=[1], sampling=options, kv=retention_fields(asked))
+    limits = ModelLimits(facts=facts, max_tokens_total=1024, simulated=True, adapters=adapters)
+    context = context_pb2.RequestContext(request_id="r")
+    return to_request(submit, context, limits, request_id=1, now_s=0.0, now_unix_ms=0).retention
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [(None, None), (Retention(), None), (HALF, HALF), (Retention(policy="full"), None)]
+)
+def test_what_is_asked_arrives(asked: Retention | None, found: Retention | None) -> None:
+    assert taken(asked) == found
+
+
+def test_a_model_that_can_forget_nothing_says_why() -> None:
+    with pytest.raises(
+        MillraceError, match=r"^kv\.policy: window\+sinks is not for this model: it is latent"
+    ):
+        taken(HALF, "it is latent")
+    assert taken(msgspec.structs.replace(HALF, if_possible=True), "it is latent") is None
+    assert taken(Retention(), "it is latent") is None
+
+
+def test_the_engine_checks_for_itself() -> None:
+    with pytest.raises(MillraceError, match=r"^kv\.keep: 2\.0 is not above 0"):
+        taken(Retention(policy="window+sinks", keep=2.0))

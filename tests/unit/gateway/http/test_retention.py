@@ -1,0 +1,128 @@
+"""`kv`: what an answer may forget reaches engines from every API, within the tier's bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from millrace.common.v1 import chat_pb2, retention_pb2
+from millrace.inference.v1 import inference_pb2
+
+from contract.proto.engine import retention
+from contract.retention import Retention
+from gateway.settings import load_settings
+from runtime.context import CONTEXT_HEADER
+from runtime.errors import ConfigError
+from tests.unit.gateway.http.test_cache_salt import BODIES
+from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
+from tests.unit.gateway.rig.engine import ScriptedEngine
+
+METADATA = ((CONTEXT_HEADER, signed_context()),)
+QUARTER: dict[str, Any] = {"policy": "window+sinks", "keep": 0.25}
+
+
+def asked(stack: Deployment) -> list[Retention | None]:
+    """What engines were asked, in order."""
+    submitted = stack.engines[0].submissions
+    return [retention(each.kv) if each.HasField("kv") else None for each in submitted]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_api_says_it(path: str) -> None:
+    window = {"policy": "window+sinks", "window_tokens": 4096, "if_possible": True}
+    async with deployed() as stack:
+        for kv in (None, QUARTER, window, {"policy": "full"}):
+            body = {"model": "tiny", **BODIES[path], **({} if kv is None else {"kv": kv})}
+            served = await stack.http.post(path, json=body)
+            assert served.status_code == 200, served.text
+        assert asked(stack) == [
+            None,
+            Retention(policy="window+sinks", keep=0.25),
+            Retention(policy="window+sinks", window_tokens=4096, if_possible=True),
+            Retention(policy="full"),
+        ]
+
+
+async def test_grpc_has_it_too() -> None:
+    kv = retention_pb2.Retention(**QUARTER)
+    said = chat_pb2.Conversation(messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content="hi")])
+    async with deployed() as stack:
+        chat = inference_pb2.ChatRequest(model="tiny", conversation=said, kv=kv)
+        assert [each async for each in stack.inference.Chat(chat, metadata=METADATA)]
+        generate = inference_pb2.GenerateRequest(model="tiny", text="hi", kv=kv)
+        assert [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
+        assert asked(stack) == [Retention(**QUARTER)] * 2
+        generate.kv.keep = 0.0
+        with pytest.raises(grpc.aio.AioRpcError, match=r"kv\.keep.*above 0 and at most 1"):
+            [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"policy": "window+sinks", "keep": 0}, "kv.keep", "above 0 and at most 1"),
+    ({"policy": "window+sinks", "keep": 1.5}, "kv.keep", "above 0 and at most 1"),
+    ({"policy": "h2o", "keep": 0.5}, "kv.policy", "not one of full, window+sinks"),
+    ({"policy": "window+sinks"}, "kv.keep", "exactly one of keep and window_tokens"),
+    ({**QUARTER, "window_tokens": 9}, "kv.keep", "exactly one of keep and window_tokens"),
+    ({"policy": "full", "keep": 0.5}, "kv.keep", "keeps everything; leave it out"),
+    ({"policy": "window+sinks", "window_tokens": 0}, "kv.window_tokens", "between 1 and"),
+]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("kv", "field", "problem"), WRONG)
+async def test_what_no_engine_can_follow_is_refused(
+    path: str, kv: dict[str, Any], field: str, problem: str
+) -> None:
+    engine = ScriptedEngine()
+    async with deployed(engine) as stack:
+        refused = await stack.http.post(path, json={"model": "tiny", **BODIES[path], "kv": kv})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert field in error.get("param", error["message"])
+        assert problem in error["message"]
+        assert not engine.submissions
+
+
+@pytest.mark.parametrize(
+    ("tier", "kv", "field", "problem"),
+    [
+        ({"policies": ["full"]}, QUARTER, "kv.policy", "tier 'standard' does not have window+sinks"),
+        ({"min_keep": 0.5}, QUARTER, "kv.keep", "less than the 0.5 that tier 'standard' keeps"),
+        (
+            {"min_window_tokens": 512},
+            {"policy": "window+sinks", "window_tokens": 511},
+            "kv.window_tokens",
+            "less than the 512 that tier 'standard' keeps",
+        ),
+    ],
+)
+async def test_a_tier_has_bounds(tier: dict[str, Any], kv: dict[str, Any], field: str, problem: str) -> None:
+    async with deployed(tables={"tier": {"kv": tier}}) as stack:
+        refused = await stack.chat(kv=kv)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == field
+        assert problem in refused.json()["error"]["message"]
+        assert (await stack.chat(kv=kv, service_tier="fast")).status_code == 200
+
+
+async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None:
+    async with deployed(tables={"tier": {"kv": QUARTER}}) as stack:
+        for more in ({}, {"kv": {"policy": "full"}}, {"service_tier": "fast"}):
+            assert (await stack.chat(**more)).status_code == 200
+        assert asked(stack) == [Retention(**QUARTER, if_possible=True), Retention(policy="full"), None]
+
+
+@pytest.mark.parametrize(
+    ("kv", "problem"),
+    [
+        ({"policy": "window+sinks"}, "tiers.standard.kv.keep: policy window"),
+        ({"policy": "window+sinks", "keep": 0.5, "policies": ["full"]}, "tiers.standard.kv.policy"),
+        ({"keep": 0.5}, "tiers.standard.kv.keep"),
+        ({"keep": 0.0, "policy": "window+sinks"}, "tiers.standard.kv.keep"),
+        ({**QUARTER, "min_keep": 0.5}, "tiers.standard.kv.keep"),
+    ],
+)
+def test_a_tier_that_cannot_be_meant_is_told(kv: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_settings({"tiers": {"standard": {"kv": kv}}})
