@@ -67,7 +67,6 @@ def read_head_spec(folder: Path) -> ModelSpec:
         layer,
         **attention_biases(layer),
         mlp_bias=layer.flag("mlp_bias", False),
-        qk_norm="head" if layer.values.get("model_type") == "qwen3" else "none",
         tied_embeddings=False,
         names=_NAMES,
     )

@@ -16,7 +16,6 @@ from engine.model.records import Attention, FeedForward, Floats, ModelRecord
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from kernels.host import address_of, empty
 from kernels.native.library import NativeLibrary, Program
-from kernels.norm.native import NormArgs, norm_op
 from kernels.paged_cache.native import Storage
 
 
@@ -116,13 +115,5 @@ class NativeDraftHead(NativeDecoder):
             None,
         )
         builder.add("embedding", args, model.embedding)
-        args = NormArgs(
-            step=builder.step,
-            x=address_of(tokens),
-            weight=address_of(norm.weight),
-            out=address_of(tokens),
-            width=width,
-            eps=norm.eps,
-        )
-        builder.ops.append(norm_op(self.library, args, norm, tokens))
+        builder.norm_stream(norm, tokens)
         return tokens

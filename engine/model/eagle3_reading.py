@@ -81,13 +81,7 @@ def _read_attention(weights: WeightReader, spec: ModelSpec) -> tuple[Linear, Att
         options=AttentionOptions(scale=spec.attention_scale),
         rope=0,
         interleaved=False,
-        qk_norm=spec.qk_norm,
     )
-    if spec.qk_norm == "head":
-        attention.q_norm, attention.k_norm = (
-            read_norm(weights, f"{_LAYER}.self_attn.{name}", spec.head_dim, spec)
-            for name in ("q_norm", "k_norm")
-        )
     return token_qkv, attention
 
 

@@ -263,13 +263,11 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     workspace = given.measured_workspace_bytes or workspace
     if given.draft is not None:
         weights += weights_bytes(given.draft.weights, given.dtype, float12=float12)
-        drafts_per_token = kv_bytes_per_token(given.draft.spec, given.kv_dtype)
-        if given.head is not None:
-            rooms = HeadRooms.of(given.head, given.config)
-            workspace += rooms.num_bytes(given.head, given.config, drafts_per_token)
-        else:
-            per_token += drafts_per_token
-            workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
+    if given.head is not None:
+        workspace += _room_bytes(given, given.head)
+    elif given.draft is not None:
+        per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
+        workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
     windows = window_room_of(given)
     in_windows = windows.bytes_per_token * cache.block_size
     per_block = per_token * cache.block_size - in_windows
@@ -328,6 +326,12 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         num_block_ids=num_ids,
         num_window_block_ids=num_window_ids,
     )
+
+
+def _room_bytes(given: PlanInput, head: ModelSpec) -> int:
+    """What a head keeps of sequences."""
+    per_token = kv_bytes_per_token(head, given.kv_dtype)
+    return HeadRooms.of(head, given.config).num_bytes(head, given.config, per_token)
 
 
 def _check_cache(given: PlanInput) -> None:

@@ -246,19 +246,20 @@ class ProgramBuilder:
         self.ops.append(norm_op(self.library, args, norm, out, *keep))
         return out
 
-    def norm_stream(self, norm: Norm) -> None:
-        """The norm of the stream takes its place."""
+    def norm_stream(self, norm: Norm, rows: Floats | None = None) -> None:
+        """The norm of the stream, or of other rows [T, E], takes their place."""
+        rows = self.stream if rows is None else rows
         args = NormArgs(
             step=self.step,
-            x=address_of(self.stream),
+            x=address_of(rows),
             weight=address_of(norm.weight),
             bias=_address(norm.bias),
-            out=address_of(self.stream),
+            out=address_of(rows),
             width=self.spec.hidden_size,
             eps=norm.eps,
             centered=int(norm.centered),
         )
-        self.ops.append(norm_op(self.library, args, norm, self.stream))
+        self.ops.append(norm_op(self.library, args, norm, rows))
 
     def finish(self) -> None:
         """Lets the last change join the stream, and makes one of several."""

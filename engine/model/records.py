@@ -79,7 +79,7 @@ class Attention:
     rope: int
     interleaved: bool
     # Norm of queries and keys: "none", per "head", or over all heads together ("full").
-    qk_norm: str
+    qk_norm: str = "none"
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     # Whether these come after the rotation.

@@ -145,6 +145,7 @@ def _facts(
         num_pooled=0 if spec.pooling is None else spec.pooling.asked.num_dimensions,
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
+        drafter=given.config.speculation.method,
     )
 
 

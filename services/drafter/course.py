@@ -180,7 +180,7 @@ class _Course:
             # What follows token p was foreseen at p - 1 - number.
             there = drawn & (places >= 1 + number)
             said = self.head.logits(hidden[whose[there], places[there] - 1 - number])
-            each = nn.functional.cross_entropy(said, wanted[there], reduction="mean")
+            each = nn.functional.kl_div(said.log_softmax(-1), wanted[there], reduction="batchmean")
             total = total + _DISCOUNT**number * each
             right = self.head.kept_ids[said.argmax(-1)] == best[there]
             held.append(float(right.sum()) / max(1, int((places >= 1 + number).sum())))

@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from engine.model.families.base import NORM_EPS_KEY
+
 EPS = 1e-6
 
 
@@ -195,7 +197,7 @@ def _config(shape: HeadShape) -> dict[str, Any]:
             "num_key_value_heads": shape.num_kv_heads,
             "head_dim": shape.head_dim,
             "hidden_act": "silu",
-            "rms_norm_eps": EPS,
+            NORM_EPS_KEY: EPS,
             "rope_theta": shape.rope_theta,
             "max_position_embeddings": shape.max_positions,
             "vocab_size": shape.vocab_size,

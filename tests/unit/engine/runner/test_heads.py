@@ -186,7 +186,7 @@ def test_the_native_head_computes_what_was_trained(
         assert isinstance(drafter, HeadDrafter)
         native, layers, end = drafter.head, drafter.storage.layers, 12
         size = states.shape[1] // 3
-        for rows, part in zip(native.features, states.split(size, dim=1), strict=True):
+        for rows, part in zip(native.features, torch.split(states, size, dim=1), strict=True):
             rows[:end] = part[:end].numpy()
         hidden = native.read(one_text(ids[1 : end + 1], 0), layers)
         for number, (outputs, logits) in enumerate(expected):
