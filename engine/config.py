@@ -114,10 +114,13 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """`[engine.speculation]`: tokens proposed cheaply and verified in one step. Never changes the output."""
 
     # ngram looks a sequence's end up in its own text; suffix also in the tenant's own recent answers.
-    method: Literal["off", "ngram", "suffix", "draft_model"] = "off"
-    # Directory of the draft model, of the same vocabulary.
+    # draft_model runs a small model ahead; eagle3 a trained head over hidden states of the model itself.
+    method: Literal["off", "ngram", "suffix", "draft_model", "eagle3"] = "off"
+    # Directory of the draft model, of the same vocabulary; of the head where the method is eagle3.
     draft_model: str = ""
     num_draft_tokens: int = 4
+    # Tokens that a head of eagle3 looks back on, of those that were computed since the sequence came in.
+    head_context_tokens: int = 512
     # Longest and shortest suffix that prompt lookup searches for.
     max_ngram: int = 4
     min_ngram: int = 2
@@ -418,6 +421,7 @@ _AT_LEAST_ONE = (
     "simulation.num_blocks",
     "simulation.max_model_len",
     "speculation.num_draft_tokens",
+    "speculation.head_context_tokens",
     "speculation.answer_tokens",
     "max_stream_backlog",
 )

@@ -44,6 +44,21 @@ class PerLayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     width: int
 
 
+class DraftHeadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes one layer a head that drafts for another model (EAGLE-3, arXiv 2503.01840)."""
+
+    # Hidden size of that model, and the layers of it whose inputs are read: its number of layers is what the
+    # last one leaves. Empty: as in `layers_of`.
+    target_size: int
+    layers: tuple[int, ...]
+    # Whether the stream begins with the normed hidden state.
+    norm_before_residual: bool
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of a model of so many; those that heads are trained on where they do not say."""
+        return self.layers or (2, num_layers // 2, num_layers - 3)
+
+
 # What a layer reads of a token is the sum of two numbers of the same spread.
 SUM_SCALE = 2.0**-0.5
 

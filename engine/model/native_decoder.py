@@ -89,6 +89,10 @@ class NativeDecoder:
         # The batch that the step points to; its arrays may change in place from one step to the next.
         self._batch: ForwardBatch | None = None
         self._hidden = empty((0, 0))
+        # Layers whose inputs are kept for who drafts, set before the first step, and those of the latest step
+        # [T, E] each. (Behind the last layer: what it leaves.)
+        self.captured_layers: tuple[int, ...] = ()
+        self.captured: list[Floats] = []
         # Body and head, and both as one program with the ops around them.
         self._joined: tuple[Program, Program, Program] | None = None
         self._head = Program(library, []) if model.head is None else self._build_head(max_rows)
@@ -236,9 +240,18 @@ class NativeDecoder:
             ranks=self.ranks,
         )
         builder.ops += self._handed_over(self._step, FORWARD)
+        captured = [empty((max_tokens, self.spec.hidden_size)) for _ in self.captured_layers]
+
+        def capture(index: int) -> None:
+            for wanted, out in zip(self.captured_layers, captured, strict=True):
+                if wanted == index:
+                    builder.copy_stream(out)
+
         builder.embed()
-        for layer, cache in zip(self.model.layers, caches, strict=True):
+        for index, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
+            capture(index)
             builder.layer(layer, cache)
+        capture(len(self.model.layers))
         builder.finish()
         if self.spec.pooling is not None and self.model.norm is not None:
             builder.norm_stream(self.model.norm)
@@ -246,7 +259,7 @@ class NativeDecoder:
         plain = [op for op in builder.ops if not op.name.startswith("adapter_")]
         self._body, self._hidden = Program(self.library, plain), builder.stream
         self._adapted = Program(self.library, builder.ops)
-        self._caches, self._max_tokens = caches, max_tokens
+        self._caches, self._max_tokens, self.captured = caches, max_tokens, captured
 
 
 def _address(array: NDArray[np.int64]) -> int:

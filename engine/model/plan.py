@@ -32,6 +32,7 @@ from checkpoint.files import find, is_gguf
 from engine.config import EngineConfig, num_threads
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
+from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
 from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
@@ -68,7 +69,9 @@ LARGEST_BLOCK = 64
 
 
 class DraftInput(msgspec.Struct, frozen=True, kw_only=True):
-    """A draft model: it adds its weights, and its keys and values to those of every token."""
+    """A draft model: it adds its weights, and its keys and values to those of every token. Or a head, which
+    has rooms for these.
+    """
 
     folder: str
     spec: ModelSpec
@@ -99,6 +102,11 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         """Ranks that share the model."""
         return self.shard.size
+
+    @property
+    def head(self) -> ModelSpec | None:
+        """What drafts, where that is a head and no model."""
+        return None if self.draft is None or self.draft.spec.draft_head is None else self.draft.spec
 
     @property
     def num_weights(self) -> int:
@@ -272,6 +280,9 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     workspace = given.measured_workspace_bytes or workspace
     if given.draft is not None:
         weights += weights_bytes(given.draft.weights, given.dtype, float12=float12)
+    if given.head is not None:
+        workspace += _room_bytes(given, given.head)
+    elif given.draft is not None:
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
         workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
     windows = window_room_of(given)
@@ -301,7 +312,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     num_blocks = (kept_bytes - num_window_blocks * in_windows) // per_block
     # A draft model keeps the same blocks, in memory of its own.
     ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
-    num_ids, num_window_ids = ids if given.draft is None else (0, 0)
+    num_ids, num_window_ids = ids if given.draft is None or given.head is not None else (0, 0)
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
             f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, slots for "
@@ -332,6 +343,12 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         num_block_ids=num_ids,
         num_window_block_ids=num_window_ids,
     )
+
+
+def _room_bytes(given: PlanInput, head: ModelSpec) -> int:
+    """What a head keeps of sequences."""
+    per_token = kv_bytes_per_token(head, given.kv_dtype)
+    return HeadRooms.of(head, given.config).num_bytes(head, given.config, per_token)
 
 
 def _check_cache(given: PlanInput) -> None:
@@ -401,7 +418,7 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     if spec.state is not None:
         _check_states(spec, config, device)
     draft = None
-    if config.speculation.method == "draft_model":
+    if config.speculation.method in ("draft_model", "eagle3"):
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)
     shard = WHOLE
@@ -447,10 +464,18 @@ def _check_ranks(spec: ModelSpec, config: EngineConfig, folder: Path, device: st
 
 
 def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInput:
-    path = config.speculation.draft_model
+    path, method = config.speculation.draft_model, config.speculation.method
     if not path:
-        raise ConfigError("engine.speculation.method = 'draft_model' needs engine.speculation.draft_model")
+        raise ConfigError(f"engine.speculation.method = {method!r} needs engine.speculation.draft_model")
     folder = find(path, "engine.speculation.draft_model")
+    # What drafts is small, and is not quantized.
+    plain = msgspec.structs.replace(config, quantize="off")
+    if method == "eagle3":
+        head = read_head_spec(folder)
+        headers = _headers(head, folder)
+        check_head(head, headers, spec, config, device)
+        counted = count_weights(head, headers, plain, coded=packs_codes(config, device))
+        return DraftInput(folder=str(folder), spec=head, weights=counted)
     draft = read_spec(folder)
     if draft.state is not None:
         raise ConfigError(
@@ -462,8 +487,6 @@ def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInp
             f"engine.speculation.draft_model = {path!r} has {draft.vocab_size} tokens, but the model has "
             f"{spec.vocab_size}; take a draft of the same vocabulary"
         )
-    # A draft model is small, and is not quantized.
-    plain = msgspec.structs.replace(config, quantize="off")
     return DraftInput(
         folder=str(folder),
         spec=draft,

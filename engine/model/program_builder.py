@@ -85,11 +85,11 @@ class ProgramBuilder:
         # Where there is more than one.
         self.streams: StreamBuffers | None = None
         # Each thread converts few rows for itself, more of narrow ones: the widest need not take most room.
-        widths = {linear.packed_parts[0].inputs for layer in model.layers for linear in layer.linears()}
+        widths = {linear.packed_parts[0].inputs for linear in model.linears()}
         rooms = [make_workspace(library, max_tokens, width, num_threads) for width in widths]
         self.workspace = max(rooms, key=lambda room: room.size)
         self.num_threads = num_threads
-        changes = [linear.changes for layer in model.layers for linear in layer.linears()]
+        changes = [linear.changes for linear in model.linears()]
         self.adapter_width = max((each.inner_width for each in changes if each is not None), default=0)
         # By kv heads and size of values.
         self._plans: dict[tuple[int, int], NativeAttentionPlan] = {}
@@ -214,6 +214,17 @@ class ProgramBuilder:
         either = norm or self.pending
         if either is None:
             return self.stream
+        change, args = self._joining(either, None if self.pending is None else self.stream)
+        self.pending, self.gain = None, 1.0
+        return self.norm(norm, "normed", args, change, either)
+
+    def copy_stream(self, out: Floats) -> None:
+        """out [T, E] = the stream with a pending change, which stays pending."""
+        change, args = self._joining(self.pending, out)
+        self.ops.append(norm_op(self.library, args, self.pending, change, out))
+
+    def _joining(self, either: Norm | None, into: Floats | None) -> tuple[Floats | None, ctypes.Structure]:
+        """The pending change, if there is one, and what lets it join the stream in `into`."""
         change = self.buffer("change", self.spec.hidden_size) if self.pending else None
         args = NormArgs(
             step=self.step,
@@ -221,14 +232,13 @@ class ProgramBuilder:
             change=_address(change),
             change_weight=None if self.pending is None else address_of(self.pending.weight),
             change_bias=None if self.pending is None else _address(self.pending.bias),
-            residual=None if change is None else address_of(self.stream),
+            residual=_address(into),
             gain=self.gain,
             width=self.spec.hidden_size,
-            eps=either.eps,
-            centered=int(either.centered),
+            eps=0.0 if either is None else either.eps,
+            centered=0 if either is None else int(either.centered),
         )
-        self.pending, self.gain = None, 1.0
-        return self.norm(norm, "normed", args, change, either)
+        return change, args
 
     def norm(
         self, norm: Norm | None, name: str, args: ctypes.Structure | None = None, *keep: object
@@ -243,19 +253,20 @@ class ProgramBuilder:
         self.ops.append(norm_op(self.library, args, norm, out, *keep))
         return out
 
-    def norm_stream(self, norm: Norm) -> None:
-        """The norm of the stream takes its place."""
+    def norm_stream(self, norm: Norm, rows: Floats | None = None) -> None:
+        """The norm of the stream, or of other rows [T, E], takes their place."""
+        rows = self.stream if rows is None else rows
         args = NormArgs(
             step=self.step,
-            x=address_of(self.stream),
+            x=address_of(rows),
             weight=address_of(norm.weight),
             bias=_address(norm.bias),
-            out=address_of(self.stream),
+            out=address_of(rows),
             width=self.spec.hidden_size,
             eps=norm.eps,
             centered=int(norm.centered),
         )
-        self.ops.append(norm_op(self.library, args, norm, self.stream))
+        self.ops.append(norm_op(self.library, args, norm, rows))
 
     def finish(self) -> None:
         """Lets the last change join the stream, and makes one of several."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from engine.model.altup import read_ends
 from engine.model.calibration import Calibration
 from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder, read_layer
+from engine.model.eagle3_reading import read_draft_head
 from engine.model.layers import embedding_scale, read_norm
 from engine.model.per_layer import read_table
 from engine.model.pooled_heads import read_heads
@@ -45,20 +47,32 @@ class NativePacking:
         linear.bias = linear.product = None
 
 
+def _pack(linear: Linear, *, weights: WeightReader, packing: Packing | None) -> None:
+    if packing is not None:
+        packing.pack(linear)
+        return
+    # Which product serves a shape is found out while loading, not in the first step.
+    linear.product = pack_any(weights.kernels.linear, linear.weight)
+    # Some multiply by an order of their own.
+    linear.weight = getattr(linear.product, "kept", linear.weight)
+
+
+def _read_head_model(
+    weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing | None
+) -> ModelRecord:
+    """A head that drafts."""
+    record = read_draft_head(weights, spec, max_model_len=max_model_len)
+    assert record.head is not None, "it draws"
+    for linear in (*record.linears(), record.head):
+        _pack(linear, weights=weights, packing=packing)
+    return record
+
+
 def read_model(
     weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing | None
 ) -> ModelRecord:
     """The whole model, layer by layer."""
-
-    def pack(linear: Linear) -> None:
-        if packing is not None:
-            packing.pack(linear)
-        else:
-            # Which product serves a shape is found out while loading, not in the first step.
-            linear.product = pack_any(weights.kernels.linear, linear.weight)
-            # Some multiply by an order of their own.
-            linear.weight = getattr(linear.product, "kept", linear.weight)
-
+    pack = partial(_pack, weights=weights, packing=packing)
     shape = (spec.num_embeddings, spec.hidden_size)
     embedding = weights.keep("model.embed_tokens.weight", shape)
     if spec.num_segments and not spec.learned_positions:
@@ -187,7 +201,8 @@ def read_checkpoint(
         is_packed=packing is not None,
         keeps_float16=packing is not None and packing.keeps_float16,
     ) as weights:
-        record = read_model(weights, request.spec, max_model_len=request.max_model_len, packing=packing)
+        read = read_model if request.spec.draft_head is None else _read_head_model
+        record = read(weights, request.spec, max_model_len=request.max_model_len, packing=packing)
         weights.finish()
     return record
 

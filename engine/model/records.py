@@ -79,7 +79,7 @@ class Attention:
     rope: int
     interleaved: bool
     # Norm of queries and keys: "none", per "head", or over all heads together ("full").
-    qk_norm: str
+    qk_norm: str = "none"
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     # Whether these come after the rotation.
@@ -401,6 +401,26 @@ class PooledHead:
 
 
 @dataclass(kw_only=True)
+class DraftHead:
+    """What a head that drafts has in front of its layer, whose first norm is that of the token's embedding;
+    see `eagle3`. The layer's own product takes the normed hidden state.
+    """
+
+    # Products of the hidden states that are read of the target, whose sum is one [E].
+    fusion: Sequence[Linear]
+    hidden_norm: Norm
+    # Queries, keys and values of the embedding, to which those of the hidden state are added.
+    token_qkv: Linear
+    # The target's ids of those that are drawn [V]; None where both are the same.
+    target_ids: NDArray[np.int64] | None
+
+    def linears(self) -> Iterator[Linear]:
+        """All products."""
+        yield from self.fusion
+        yield self.token_qkv
+
+
+@dataclass(kw_only=True)
 class ModelRecord:
     """A loaded model."""
 
@@ -423,12 +443,21 @@ class ModelRecord:
     stream_ends: StreamEnds | None = None
     embedding_norm: Norm | None = None
     heads: Sequence[PooledHead] = ()
+    # Where it is a head that drafts: its embedding is empty where it reads the target's.
+    draft_head: DraftHead | None = None
+
+    def linears(self) -> Iterator[Linear]:
+        """Every linear layer that all tokens pass, the head of logits left out."""
+        for layer in self.layers:
+            yield from layer.linears()
+        if self.draft_head is not None:
+            yield from self.draft_head.linears()
 
 
 _RECORDS = (
     *(Linear, Norm, Attention, LatentAttention, ShortConvolution, Recurrence, RecurrentUnit, JointMixer),
     *(FeedForward, SparseFeedForward, JoinedFeedForward, Indexer, PerLayerInput, PerLayerTable),
-    *(AltUp, StreamEnds, Layer, PooledHead, ModelRecord),
+    *(AltUp, StreamEnds, Layer, PooledHead, DraftHead, ModelRecord),
 )
 
 

@@ -15,7 +15,14 @@ from typing import Any, Literal, cast
 import msgspec
 
 from checkpoint.pooling import PoolingFiles
-from engine.model.layer_spec import AltUpSpec, CacheShape, IndexerSpec, LayerHeads, PerLayerSpec
+from engine.model.layer_spec import (
+    AltUpSpec,
+    CacheShape,
+    DraftHeadSpec,
+    IndexerSpec,
+    LayerHeads,
+    PerLayerSpec,
+)
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
 from kernels.recurrent.store import StateShape
@@ -338,6 +345,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # "modernbert" (see
     # `pooled_heads`) or "score".
     classifier: Literal["bert", "roberta", "modernbert", "score"] = "score"
+    # Where it is no model but a head that drafts for one.
+    draft_head: DraftHeadSpec | None = None
 
     @property
     def attending(self) -> tuple[int, ...]:

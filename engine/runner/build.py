@@ -17,12 +17,13 @@ import msgspec
 from checkpoint.files import find
 from engine.adapters.build import make_store
 from engine.config import EngineConfig, num_threads
-from engine.model.back_end import Load, Model, load_model, native_library
+from engine.model.back_end import Load, Model, load_head, load_model, native_library
 from engine.model.checkpoint import LoadRequest
 from engine.model.device import choose_device
+from engine.model.eagle3 import HeadRooms
 from engine.model.loader import load_here, load_in_subprocess
 from engine.model.native_decoder import NativeDecoder
-from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
+from engine.model.plan import DraftInput, PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.model.spec import ModelSpec
 from engine.model.work import work_of
 from engine.runner.base import Progress
@@ -33,6 +34,8 @@ from engine.runner.ranks.group import RankedStorage, RankGroup, of_a_rank
 from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.draft_model import DraftModel
+from engine.runner.speculation.drafter import Drafter
+from engine.runner.speculation.head import HeadDrafter
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan, ModelFacts
@@ -101,7 +104,7 @@ def build(
         "host_blocks": plan.num_host_blocks(config.cache.host_bytes),
     }
     storage = _storage(given, plan, storage_options, group)
-    draft = _draft_model(given, load, plan, storage_options, progress)
+    draft = _drafter(given, load, plan, decoder, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)
     reading = grammar.read_ahead() if given.spec.pooling is None else None
@@ -126,7 +129,8 @@ def build(
     if reading is not None:
         # First steps are measured, and nothing else is to be computed meanwhile.
         reading.join()
-    return runner, plan, _facts(given, plan, attention, device, has_draft=draft is not None)
+    follows = given.draft is not None and given.head is None
+    return runner, plan, _facts(given, plan, attention, device, has_draft=follows)
 
 
 def _storage(
@@ -168,6 +172,7 @@ def _facts(
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
         remembers_because=_remembers_because(spec, has_draft=has_draft),
+        drafter=given.config.speculation.method,
     )
 
 
@@ -209,6 +214,12 @@ def _load(
     """
     spec, threads = request.spec, request.config.num_threads
     library = native_library(given.config, spec, given.device)
+    if library is None and given.head is not None:
+        raise ConfigError(
+            "engine.speculation.method = 'eagle3': hidden states are captured by the native kernels of CPUs, "
+            "and torch serves this model here; set engine.native to required to be told why, or the method "
+            "to ngram, suffix or draft_model"
+        )
     attention: AttentionBackend | None = None
     device: Device = HOST
     if library is not None:
@@ -286,22 +297,74 @@ def _host_runner(
     )
 
 
-def _draft_model(
-    given: PlanInput, load: Load, plan: MemoryPlan, storage_options: dict[str, Any], progress: Progress
-) -> DraftModel | None:
-    """The draft model that the plan counts in, or None."""
-    if given.draft is None:
-        return None
-    spec, num_scratch = given.draft.spec, num_scratch_blocks(given.config)
-    request = LoadRequest(
-        folder=Path(given.draft.folder),
-        spec=spec,
+def _draft_request(given: PlanInput, draft: DraftInput, plan: MemoryPlan) -> LoadRequest:
+    """What drafts, which is small and not quantized."""
+    return LoadRequest(
+        folder=Path(draft.folder),
+        spec=draft.spec,
         dtype=given.dtype,
         max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
         config=msgspec.structs.replace(given.config, quantize="off"),
     )
+
+
+def _drafter(
+    given: PlanInput,
+    load: Load,
+    plan: MemoryPlan,
+    target: Model,
+    storage_options: dict[str, Any],
+    progress: Progress,
+) -> Drafter | None:
+    """What has to be loaded for drafts, which the plan counts in."""
+    if given.draft is None:
+        return None
+    if given.head is None:
+        return _draft_model(given, given.draft, load, plan, storage_options, progress)
+    assert isinstance(target, NativeDecoder), "refused otherwise"
+    return _head(given, given.draft, load, plan, target, storage_options, progress)
+
+
+def _head(
+    given: PlanInput,
+    draft: DraftInput,
+    load: Load,
+    plan: MemoryPlan,
+    target: NativeDecoder,
+    storage_options: dict[str, Any],
+    progress: Progress,
+) -> HeadDrafter:
+    """A head. From here on the target captures what it reads."""
+    rooms = HeadRooms.of(draft.spec, given.config)
+    head = load_head(
+        _draft_request(given, draft, plan),
+        target.library,
+        lambda phase, part: progress("load draft head", part),
+        load,
+    )
+    head.share_embedding(target.record)
+    assert draft.spec.draft_head is not None, "read as a head"
+    target.captured_layers = draft.spec.draft_head.layers_of(target.spec.num_layers)
+    options = {**storage_options, "host_blocks": 0}
+    storage = KvStorage(draft.spec, num_blocks=rooms.num_rooms * rooms.num_blocks, **options)
+    return HeadDrafter(head, target, storage, rooms)
+
+
+def _draft_model(
+    given: PlanInput,
+    draft: DraftInput,
+    load: Load,
+    plan: MemoryPlan,
+    storage_options: dict[str, Any],
+    progress: Progress,
+) -> DraftModel:
+    """A model that runs ahead, over the target's blocks."""
+    spec, num_scratch = draft.spec, num_scratch_blocks(given.config)
     model, attention, device = _load(
-        given, load, request, lambda phase, part: progress("load draft model", part)
+        given,
+        load,
+        _draft_request(given, draft, plan),
+        lambda phase, part: progress("load draft model", part),
     )
     # Its contents follow from the tokens, so nothing of it is kept on the host.
     options = {**storage_options, "device": device, "host_blocks": 0}

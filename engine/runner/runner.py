@@ -323,6 +323,8 @@ class ModelRunner:
         if sampled.arrival is not None:
             sampled.arrival.wait()
         outcomes = conclude(sampled, self.table)
+        if self._speculates:
+            self.proposer.saw(sampled.inputs, self.table)
         drafts = self._propose(sampled, outcomes)
         scores = sampled.scores
         if scores or drafts:

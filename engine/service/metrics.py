@@ -208,6 +208,8 @@ class EngineMetrics:
         self.metrics = metrics
         self._counted = SchedulerCounters()
         self._adapter_labels: dict[str, str] = {}
+        # The method of speculation.
+        self._drafter = "off"
         # Counters exist from the start: Prometheus does not see the first event of one that begins with it.
         for family in _FROM_ZERO:
             metrics.add(family, 0)
@@ -218,7 +220,7 @@ class EngineMetrics:
 
     def ready(self, report: messages.Ready, model: str, core_pid: int) -> None:
         """What does not change while the engine runs, and the core's real memory, read at every scrape."""
-        memory = report.memory
+        memory, self._drafter = report.memory, report.facts.drafter
         for stage, seconds in report.stages_s.items():
             self.metrics.set(names.STARTUP_SECONDS, seconds, stage=stage)
         for of in ("flop", "read_bytes"):
@@ -277,8 +279,8 @@ class EngineMetrics:
             if totals.num_halvings:
                 self.metrics.add(names.STEP_HALVINGS, totals.num_halvings)
             if totals.saved_s or totals.spent_s:
-                self.metrics.add(names.SPECULATION_SECONDS, totals.saved_s, kind="saved")
-                self.metrics.add(names.SPECULATION_SECONDS, totals.spent_s, kind="spent")
+                for kind, seconds in (("saved", totals.saved_s), ("spent", totals.spent_s)):
+                    self.metrics.add(names.SPECULATION_SECONDS, seconds, kind=kind, method=self._drafter)
 
     def _record_memory(self, memory: MemoryUse) -> None:
         for part in ("weights", "kv_cache", "workspace"):

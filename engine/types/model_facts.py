@@ -39,6 +39,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     work: ModelWork = UNKNOWN_WORK
     # A token that looks back on so many positions is twice the work of one that looks back on none.
     attention_balance: float = math.inf
+    # Where drafts come from: engine.speculation.method.
+    drafter: str = "off"
 
 
 class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):

@@ -526,7 +526,7 @@ DISK_BYTES = gauge("millrace_engine_disk_bytes", "By", "What `engine.cache.disk_
 DRAFTED = counter("millrace_engine_drafted_tokens_total", "{token}", "Tokens proposed by drafts.")
 ACCEPTED = counter("millrace_engine_accepted_tokens_total", "{token}", "Proposed tokens kept.")
 SPECULATION_SECONDS = counter(
-    "millrace_engine_speculation_seconds_total{kind=saved|spent}",
+    "millrace_engine_speculation_seconds_total{kind=saved|spent,method}",
     "s",
     "Plain steps that accepted drafts stood for, and what drafts took: made, and steps longer by them.",
 )

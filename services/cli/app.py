@@ -24,6 +24,7 @@ from services.cli import owners
 from services.cli.batch import app as batch_app
 from services.cli.options import flattened
 from services.cli.target import find_target
+from services.drafter.command import train_drafter
 from services.gate.command import gate
 from services.quantize.command import quantize
 from services.simulate.command import simulate
@@ -66,6 +67,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(batch_app, name="batch")
 app.command()(gate)
 app.command()(quantize)
+app.command()(train_drafter)
 app.command()(simulate)
 
 _out = Console(highlight=False)

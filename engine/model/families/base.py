@@ -13,6 +13,7 @@ from engine.model.spec import CheckpointError, ModelSpec, RopeSpec
 Family = Callable[[ConfigReader], ModelSpec]
 FAMILIES: dict[str, Family] = {}
 """Name in `architectures` of config.json to what reads such a checkpoint."""
+NORM_EPS_KEY = "rms_norm_eps"
 ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -71,7 +72,7 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
 
 def norm_eps(config: ConfigReader, default: float = 1e-6) -> float:
     """What norms add to the mean of squares."""
-    return config.number("rms_norm_eps", default)
+    return config.number(NORM_EPS_KEY, default)
 
 
 def attention_biases(config: ConfigReader, *, default: bool = False) -> dict[str, bool]:

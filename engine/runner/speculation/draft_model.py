@@ -4,8 +4,7 @@ It keeps keys and values of its own under the block ids of the target, and reads
 asked for drafts: the first forward of a proposal reads what is new since the last one together with the last
 token, so that `n` drafts take `n` forwards, and a sequence that does not speculate costs nothing. Contents of
 a block depend on its tokens alone, so sequences that share a prefix write the same. Positions that have no
-block yet use scratch blocks. It draws with the same noise as the verification will, so a draft is accepted
-whenever both models' distributions lead to the same token.
+block yet use scratch blocks.
 
 Shape letters: S sequences, T tokens.
 """
@@ -13,7 +12,7 @@ Shape letters: S sequences, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +21,11 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.sampling.table import sample
+from engine.runner.speculation.drafter import Drafter
+from engine.runner.speculation.running_ahead import run_ahead
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import Device, Values, on_device
 from kernels.linear.rows import ROW_MULTIPLE
-from kernels.sampling.rows import SamplingRows
 
 if TYPE_CHECKING:
     from kernels.attention.backends import AttentionBackend
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 MAX_READ_TOKENS = 512
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """See Drafter. The draft and its cache, whose last blocks are scratch."""
 
     looks_up = False
@@ -52,103 +51,36 @@ class DraftModel:
     def propose(
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable
     ) -> list[tuple[int, ...]]:
-        """Up to `counts` tokens after each sequence's last token; fewer where a grammar ends, none while the
-        sequence's text is still being read.
-        """
+        """See Drafter; none while the sequence's text is still being read."""
         per_sequence = -(-max(counts) // self.storage.block_size) + 1
         fitting = self.num_scratch_blocks // per_sequence
-        proposals: list[list[int]] = [[] for _ in states]
-        tails = _Tails(states[:fitting], table, self.first_scratch, per_sequence, self.storage.block_size)
-        live, spans = tails.to_read(MAX_READ_TOKENS)
-        # Drafts move the matchers that are there; afterwards these are where those were.
-        matchers = [None if each.matcher is None else each.matcher.copy() for each in states]
-        try:
-            step = 0
-            while spans.size:
-                drawn = self._step(tails, live, spans, step, proposals, table)
-                # Those whose text is read, and whose draw the grammar takes, go on.
-                going_on = []
-                for index, token in zip(live.tolist(), drawn.tolist(), strict=True):
-                    if not tails.is_read[index] or not _accepts(states[index], token):
-                        continue
-                    proposals[index].append(token)
-                    if len(proposals[index]) < counts[index]:
-                        going_on.append(index)
-                step += 1
-                live = np.array(going_on, np.int64)
-                spans = np.ones(live.size, np.int64)
-        finally:
-            for state, matcher, drafts in zip(states, matchers, proposals, strict=True):
-                state.matcher = matcher
-                state.draft.num_proposed = len(drafts)
-        return [tuple(drafts) for drafts in proposals]
+        tails = _Tails(self, states[:fitting], table, per_sequence)
+        found = run_ahead(tails, counts, table, MAX_READ_TOKENS)
+        for state in states[fitting:]:
+            state.draft.num_proposed = 0
+        return found + [()] * (len(states) - len(found))
+
+    def num_unread(self, state: SequenceState, table: SequenceTable) -> int:
+        """See Drafter."""
+        return int(table.num_tokens[state.slot]) - state.draft.num_read
 
     def ended(self, state: SequenceState, output: NDArray[np.int64]) -> None:
         """What was read of it lies under its blocks, and goes with them."""
 
-    def learn(self, seconds: float) -> None:
-        """Nothing is learnt."""
-
-    def _step(
-        self,
-        tails: _Tails,
-        live: NDArray[np.int64],
-        spans: NDArray[np.int64],
-        step: int,
-        proposals: list[list[int]],
-        table: SequenceTable,
-    ) -> NDArray[np.int64]:
-        """One forward of `spans` tokens of each live sequence; the tokens drawn after them [S]."""
-        device = self.model.device
-        batch = tails.batch(live, spans, proposals, spare_slot=self.storage.spare_slot, device=device)
-        hidden = self.model.forward(batch, self.storage.layers, self.attention)
-        ends = np.cumsum(spans) - 1
-        logits = self.model.logits_of(hidden, ends)
-        drafts = [proposals[index] for index in live.tolist()]
-        guided, masks = _masks([tails.states[index] for index in live.tolist()], table)
-        drawn = sample(
-            logits,
-            table.sampling,
-            SamplingRows(
-                slots=tails.slots[live],
-                positions=tails.outputs[live] + step,
-                draft_rows=np.array([row for row, tokens in enumerate(drafts) for _ in tokens], np.int64),
-                draft_tokens=np.array([token for tokens in drafts for token in tokens], np.int64),
-                grammar_rows=guided,
-                grammar_masks=masks,
-            ),
-        )
-        return drawn.tokens
-
-
-def _accepts(state: SequenceState, token: int) -> bool:
-    return state.matcher is None or state.matcher.try_accept(token)
-
-
-def _masks(
-    states: list[SequenceState], table: SequenceTable
-) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
-    """Rows under a grammar, and their masks; a grammar that breaks here is found out later."""
-    guided = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
-    if not guided:
-        return np.array([], np.int64), None
-    filled = table.grammar.fill([(matcher, ()) for matcher in guided.values()]).result()
-    return np.array(list(guided), np.int64), filled.masks
-
 
 class _Tails:
-    """Where each sequence ends, and the blocks in which its drafts live."""
+    """See Tails: where each sequence ends, and the blocks in which its drafts live."""
 
     def __init__(
         self,
+        drafter: DraftModel,
         states: Sequence[SequenceState],
         table: SequenceTable,
-        first_scratch: int,
         per_sequence: int,
-        block_size: int,
     ) -> None:
+        self.drafter = drafter
         self.states = states
-        self.block_size = block_size
+        self.block_size = block_size = drafter.storage.block_size
         self.table = table
         self.slots = np.array([state.slot for state in states], np.int64)
         self.lengths = table.num_tokens[self.slots]  # [S] tokens known
@@ -158,7 +90,7 @@ class _Tails:
         self.tables = np.zeros((len(states), width), np.int64)
         for row, count in enumerate(owned.tolist()):
             self.tables[row, :count] = table.blocks[self.slots[row], :count]
-            scratch = first_scratch + row * per_sequence + np.arange(per_sequence)
+            scratch = drafter.first_scratch + row * per_sequence + np.arange(per_sequence)
             self.tables[row, count : count + per_sequence] = scratch
         self.owned = owned * block_size  # [S] positions in blocks of the sequence's own
         self.starts = np.zeros(len(states), np.int64)  # [S] first position of the next forward
@@ -183,11 +115,20 @@ class _Tails:
             spans.append(span)
         return np.array(live, np.int64), np.array(spans, np.int64)
 
-    def batch(
+    def logits(
+        self, live: NDArray[np.int64], spans: NDArray[np.int64], proposals: Sequence[Sequence[int]]
+    ) -> Any:
+        """See Tails."""
+        model, storage = self.drafter.model, self.drafter.storage
+        batch = self._batch(live, spans, proposals, spare_slot=storage.spare_slot, device=model.device)
+        hidden = model.forward(batch, storage.layers, self.drafter.attention)
+        return model.logits_of(hidden, np.cumsum(spans) - 1)
+
+    def _batch(
         self,
         live: NDArray[np.int64],
         spans: NDArray[np.int64],
-        proposals: list[list[int]],
+        proposals: Sequence[Sequence[int]],
         *,
         spare_slot: int,
         device: Device,

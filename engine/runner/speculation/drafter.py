@@ -8,12 +8,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceState, SequenceTable
 
 
 class Drafter(Protocol):
     """One way to guess how texts go on. What it guesses is verified, so it may be wrong and never changes an
-    output.
+    output. What has a body here is true of whoever keeps nothing of steps or of what has ended.
     """
 
     # Whether each sequence is looked up by itself, which costs little, and finds something or not; else all
@@ -25,8 +26,20 @@ class Drafter(Protocol):
     ) -> list[tuple[int, ...]]:
         """Up to `counts` [S] tokens after the last one of each sequence; all of theirs are in the table."""
 
+    def saw(self, inputs: StepInputs, table: SequenceTable) -> None:
+        """A step was computed, and the tokens that it drew are in the table. Its hidden states are there
+        until the next one.
+        """
+        return
+
+    def num_unread(self, state: SequenceState, table: SequenceTable) -> int:
+        """Tokens that are read before the first draft; 0 where nothing can be drafted."""
+        return 1
+
     def ended(self, state: SequenceState, output: NDArray[np.int64]) -> None:
         """A sequence leaves the batch, with so much of its output [L]."""
+        return
 
     def learn(self, seconds: float) -> None:
         """May take so long to make use of what has ended."""
+        return

@@ -69,7 +69,7 @@ class DraftProgress:
     num_known_then: int = 0
     # Leading tokens whose keys and values the draft model has under the sequence's own blocks.
     num_read: int = 0
-    # Tokens that it would have to read first.
+    # Tokens that it, or a head, would have to read first.
     num_unread: int = 0
     # Tokens that were known when the latest drafts were made, and the position up to which blocks were its
     # own.

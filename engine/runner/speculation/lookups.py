@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from engine.config import SpeculationConfig
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.answers import RecentAnswers
+from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.ngram import continuation
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """See Drafter. Each sequence is searched for its own end."""
 
     looks_up = True
@@ -34,14 +35,8 @@ class PromptLookup:
         """Up to `count` tokens after a text [L]."""
         return continuation(text, longest=self._longest, shortest=self._shortest, num_drafts=count)
 
-    def ended(self, state: SequenceState, output: NDArray[np.int64]) -> None:
-        """Nothing is kept."""
 
-    def learn(self, seconds: float) -> None:
-        """As above."""
-
-
-class AnswerLookup:
+class AnswerLookup(Drafter):
     """See Drafter. A long passage is looked up in the owner's answers, then in the sequence's own text, then
     a short one in the answers.
     """

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.config import SpeculationConfig
+from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.economics import Economics, StepCost
@@ -72,6 +73,11 @@ class Proposer:
             proposals[index] = proposals[index] or drafts
         return proposals
 
+    def saw(self, inputs: StepInputs, table: SequenceTable) -> None:
+        """A step was concluded."""
+        if self.drafter is not None:
+            self.drafter.saw(inputs, table)
+
     def judge(self, state: SequenceState, num_drafted: int, num_accepted: int) -> None:
         """Takes in how a sequence's drafts fared; forced tokens say nothing of speculation."""
         if num_drafted and not state.draft.forced:
@@ -132,8 +138,11 @@ class Proposer:
         """What forwards make for those for whom they pay."""
         progress = [state.draft for state in states]
         for state in states:
-            state.draft.num_unread = int(table.num_tokens[state.slot]) - state.draft.num_read
-        most = [self.config.num_draft_tokens if each else 0 for each in open_to]
+            state.draft.num_unread = drafter.num_unread(state, table)
+        most = [
+            self.config.num_draft_tokens if each and state.draft.num_unread else 0
+            for each, state in zip(open_to, states, strict=True)
+        ]
         counts = self.economics.rounds(progress, [state.owner[0] for state in states], most)
         wanted = [index for index, count in enumerate(counts) if count]
         found: list[tuple[int, ...]] = [()] * len(states)

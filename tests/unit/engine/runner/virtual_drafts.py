@@ -71,6 +71,12 @@ class Guesses:
         self.clock.now += rounds * self.machine.draft_s
         return [self._guess(state, count, table) for state, count in zip(states, counts, strict=True)]
 
+    def saw(self, inputs: object, table: SequenceTable) -> None:
+        """Steps have no hidden states."""
+
+    def num_unread(self, state: SequenceState, table: SequenceTable) -> int:
+        return int(table.num_tokens[state.slot]) - state.draft.num_read
+
     def _guess(self, state: SequenceState, count: int, table: SequenceTable) -> tuple[int, ...]:
         if self.random.random() >= self.found:
             return ()

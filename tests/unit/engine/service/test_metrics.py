@@ -120,8 +120,8 @@ def test_steps_and_cache_changes_are_observed() -> None:
     assert _value(metrics, f"{names.STEP_SECONDS.name}_sum", kind="mixed") == 0.02
     assert _value(metrics, f"{names.STEP_TOKENS.name}_sum") == 48
     assert _value(metrics, f"{names.STEP_SEQUENCES.name}_sum") == 5
-    assert _value(metrics, names.SPECULATION_SECONDS.name, kind="saved") == 0.03
-    assert _value(metrics, names.SPECULATION_SECONDS.name, kind="spent") == 0.01
+    assert _value(metrics, names.SPECULATION_SECONDS.name, kind="saved", method="off") == 0.03
+    assert _value(metrics, names.SPECULATION_SECONDS.name, kind="spent", method="off") == 0.01
     assert _value(metrics, names.EVICTIONS.name) == 2
 
 
@@ -167,9 +167,11 @@ def test_the_memory_plan_is_exposed_once_ready() -> None:
         device="cpu",
         num_layers=1,
         work=ModelWork(peak_flop=2e12, peak_read_bytes=0.0),
+        drafter="eagle3",
     )
     ready = Ready(memory, facts, {"load weights": 2.5, "capture graphs": 1.5})
-    EngineMetrics(metrics).ready(ready, "nano", os.getpid())
+    engine = EngineMetrics(metrics)
+    engine.ready(ready, "nano", os.getpid())
     assert _value(metrics, names.PEAK.name, of="flop") == 2e12
     # What is not known is not told.
     assert _value(metrics, names.PEAK.name, of="read_bytes") is None
@@ -178,3 +180,6 @@ def test_the_memory_plan_is_exposed_once_ready() -> None:
     assert (_value(metrics, names.MEMORY_PLAN.name, part="resident") or 0) > 1_000_000
     assert _value(metrics, names.MEMORY_PLAN.name, part="kv_cache") == 400
     assert _value(metrics, names.CACHE_INFO.name, block_size="16", num_blocks="25") == 1
+    totals = StepTotals(kind="decode", num_tokens=5, num_sequences=1, seconds=0.02, saved_s=0.03)
+    engine.steps_done([(StepDone(1, [], (), LOAD, (totals,)), {})])
+    assert _value(metrics, names.SPECULATION_SECONDS.name, kind="saved", method="eagle3") == 0.03

@@ -1,0 +1,113 @@
+"""Drafts by forwards, one token of each sequence after the other: what draft model and head have in common.
+
+A draft is drawn with the same noise as the verification will draw with, so it is accepted whenever both
+distributions lead to the same token; and under the grammar, whose matchers move along and come back.
+
+Shape letters: S sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.runner.sequence_table import SequenceState, SequenceTable
+from engine.sampling.table import sample
+from kernels.sampling.rows import SamplingRows
+
+
+class Tails(Protocol):
+    """Where sequences end, and what computes on from there."""
+
+    states: Sequence[SequenceState]
+    slots: NDArray[np.int64]  # [S]
+    outputs: NDArray[np.int64]  # [S] output tokens known
+    is_read: NDArray[np.bool_]  # [S] whether the first forward reads a sequence to its end
+
+    def to_read(self, budget: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sequences whose new tokens are read first, and how many of each, up to `budget` in all."""
+
+    def logits(
+        self, live: NDArray[np.int64], spans: NDArray[np.int64], proposals: Sequence[Sequence[int]]
+    ) -> Any:
+        """One forward of the next `spans` tokens of each live sequence, drafts among them: logits [S, V]
+        behind the last ones.
+        """
+
+
+def run_ahead(
+    tails: Tails, counts: Sequence[int], table: SequenceTable, budget: int
+) -> list[tuple[int, ...]]:
+    """Up to `counts` [S] tokens after each sequence's last one; fewer where a grammar ends, none while the
+    sequence's text is still being read.
+    """
+    states = tails.states
+    proposals: list[list[int]] = [[] for _ in states]
+    live, spans = tails.to_read(budget)
+    # Drafts move the matchers that are there; afterwards these are where those were.
+    matchers = [None if each.matcher is None else each.matcher.copy() for each in states]
+    try:
+        step = 0
+        while spans.size:
+            logits = tails.logits(live, spans, proposals)
+            drawn = _draw(logits, tails, live, proposals, step, table)
+            # Those whose text is read, and whose draw the grammar takes, go on.
+            going_on = []
+            for index, token in zip(live.tolist(), drawn.tolist(), strict=True):
+                if not tails.is_read[index] or not _accepts(states[index], token):
+                    continue
+                proposals[index].append(token)
+                if len(proposals[index]) < counts[index]:
+                    going_on.append(index)
+            step += 1
+            live = np.array(going_on, np.int64)
+            spans = np.ones(live.size, np.int64)
+    finally:
+        for state, matcher, drafts in zip(states, matchers, proposals, strict=True):
+            state.matcher = matcher
+            state.draft.num_proposed = len(drafts)
+    return [tuple(drafts) for drafts in proposals]
+
+
+def _draw(
+    logits: Any,
+    tails: Tails,
+    live: NDArray[np.int64],
+    proposals: Sequence[Sequence[int]],
+    step: int,
+    table: SequenceTable,
+) -> NDArray[np.int64]:
+    """The tokens drawn after each live sequence [S]."""
+    drafts = [proposals[index] for index in live.tolist()]
+    guided, masks = _masks([tails.states[index] for index in live.tolist()], table)
+    drawn = sample(
+        logits,
+        table.sampling,
+        SamplingRows(
+            slots=tails.slots[live],
+            positions=tails.outputs[live] + step,
+            draft_rows=np.array([row for row, tokens in enumerate(drafts) for _ in tokens], np.int64),
+            draft_tokens=np.array([token for tokens in drafts for token in tokens], np.int64),
+            grammar_rows=guided,
+            grammar_masks=masks,
+        ),
+    )
+    return drawn.tokens
+
+
+def _accepts(state: SequenceState, token: int) -> bool:
+    return state.matcher is None or state.matcher.try_accept(token)
+
+
+def _masks(
+    states: list[SequenceState], table: SequenceTable
+) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
+    """Rows under a grammar, and their masks; a grammar that breaks here is found out later."""
+    guided = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
+    if not guided:
+        return np.array([], np.int64), None
+    filled = table.grammar.fill([(matcher, ()) for matcher in guided.values()]).result()
+    return np.array(list(guided), np.int64), filled.masks

@@ -1,0 +1,1 @@
+"""Training of heads that draft for a model: `millrace train-drafter`."""

@@ -1,0 +1,114 @@
+"""`millrace train-drafter`: the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from checkpoint.files import find
+from checkpoint.known import known_models
+from runtime.errors import ConfigError
+from services.cli.options import flattened
+from services.cli.verdicts import judging
+from services.supervisor import checkpoint
+from services.supervisor.config import BUNDLED_MODEL
+
+_notes = Console(stderr=True, highlight=False)
+_BUNDLED = "bundled"
+
+
+class DrafterMethod(StrEnum):
+    """What is trained."""
+
+    EAGLE3 = "eagle3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions:
+    """What is trained for which model, and how."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"Folder in Hugging Face format, hub id, or known name ({_BUNDLED}, "
+            f"{', '.join(known_models())})."
+        ),
+    ]
+    data: Annotated[
+        Path,
+        typer.Option(help="JSON lines with messages, and perhaps tools, or with text; answers are learned."),
+    ]
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder of the head; a course is kept there, too.")
+    ]
+    method: Annotated[DrafterMethod, typer.Option(help="Kind of head.")] = DrafterMethod.EAGLE3
+    steps: Annotated[int, typer.Option(min=1, help="Batches to learn from.")] = 2000
+    rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Learning rate.")] = 1e-3
+    rows: Annotated[int, typer.Option(min=1, max=1024, help="Lines of a batch.")] = 8
+    rounds: Annotated[int, typer.Option(min=1, max=16, help="Drafts one after another that are learned.")] = 4
+    max_tokens: Annotated[int, typer.Option(min=3, max=131_072, help="Longer lines are left out.")] = 512
+    draft_vocab: Annotated[
+        int, typer.Option(min=0, help="Draw only so many ids, the answers' most frequent; 0 draws all.")
+    ] = 0
+    threads: Annotated[
+        int, typer.Option(min=0, max=1024, help="Threads that compute; 0 is as many as cores.")
+    ] = 0
+
+
+@flattened
+def train_drafter(options: DrafterOptions) -> None:
+    """Train a head that drafts for a model, with the model's own hidden states.
+
+    The folder goes into engine.speculation.draft_model, with method = "eagle3"; vLLM loads it, too.
+    Interrupted, the same command goes on.
+    """
+    with judging(_notes):
+        _train(options)
+
+
+def _train(options: DrafterOptions) -> None:
+    if (options.out / "config.json").exists():
+        raise ConfigError(f"--out {options.out}: there is a head already; name another folder")
+    named = str(BUNDLED_MODEL) if options.model == _BUNDLED else options.model
+    model = find(str(checkpoint.resolve(named)))
+    # It brings torch, which other commands do without.
+    import torch
+
+    from services.drafter.course import CourseOptions, CourseProgress, train_head
+    from services.drafter.lessons import read_lessons
+    from services.drafter.target import Target
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    lessons = read_lessons(options.data, model, options.max_tokens)
+    longest = max(len(lesson.ids) for lesson in lessons)
+    _notes.print(f"{len(lessons)} lessons of up to {longest} tokens", markup=False)
+    target = Target(model, num_rows=options.rows, max_tokens=longest, num_threads=options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    course = CourseOptions(
+        steps=options.steps,
+        rate=options.rate,
+        rows=options.rows,
+        rounds=options.rounds,
+        max_tokens=options.max_tokens,
+        draft_vocab=options.draft_vocab,
+    )
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *(TextColumn(each) if isinstance(each, str) else each for each in columns), console=_notes
+    ) as bar:
+        task = bar.add_task("training", total=options.steps)
+
+        def tell(done: CourseProgress) -> None:
+            held = " ".join(f"{share:.2f}" for share in done.held)
+            bar.update(task, completed=done.step, description=f"loss {done.loss:.3f}, drafts hold {held}")
+
+        train_head(target, lessons, options.out, options.model, course, tell)
+    size = (options.out / "model.safetensors").stat().st_size
+    Console(highlight=False).print(f"{options.out}: {size / 2**20:.1f} MiB", markup=False, soft_wrap=True)

@@ -1,0 +1,225 @@
+"""The head as torch trains it (EAGLE-3, arXiv 2503.01840), and its files in the `speculators` format, which
+Millrace and vLLM load; `engine/model/eagle3` says what it computes.
+
+Trained as it drafts ("training-time test"): in each further round its own outputs take the place of the
+target's hidden states, and every position attends to what came before it in the first round, and to its own
+later rounds.
+
+Shape letters: B lessons, T tokens, E hidden size, H heads, D head dim, V ids that it draws, R rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from engine.model.families.base import NORM_EPS_KEY
+
+EPS = 1e-6
+
+
+class HeadShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a head, most of them its target's."""
+
+    target: str
+    architecture: str
+    layers: tuple[int, int, int]
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    rope_theta: float
+    max_positions: int
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        inputs, keys = 2 * shape.hidden_size, shape.num_kv_heads * shape.head_dim
+        self.shape = shape
+        self.q_proj = nn.Linear(inputs, shape.num_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, keys, bias=False)
+        self.v_proj = nn.Linear(inputs, keys, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, offset: int, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """x [B, T, 2 E] -> [B, T, E], `offset` tokens on; `earlier` are keys and values of the rounds before,
+        to which this one's are added.
+        """
+        q, k, v = (
+            each(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for each in self._inward()
+        )
+        q, k = self._turned(q, offset), self._turned(k, offset)
+        groups = self.shape.num_heads // self.shape.num_kv_heads
+        earlier.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+        scale, (first_keys, first_values), later = self.shape.head_dim**-0.5, earlier[0], earlier[1:]
+        length = x.shape[1]
+        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        scores = [(q @ first_keys.transpose(-1, -2) * scale).masked_fill(future, float("-inf"))]
+        scores += [(q * keys).sum(-1, keepdim=True) * scale for keys, _ in later]
+        weights = torch.cat(scores, -1).softmax(-1)
+        mixed = weights[..., :length] @ first_values
+        for place, (_, values) in enumerate(later, length):
+            mixed = mixed + weights[..., place : place + 1] * values
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+    def _inward(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def _turned(self, x: Tensor, offset: int) -> Tensor:
+        """x [B, H, T, D] turned by its positions, from `offset` on."""
+        half = self.shape.head_dim // 2
+        frequencies = self.shape.rope_theta ** (-torch.arange(half, device=x.device) / half)
+        angles = (offset + torch.arange(x.shape[2], device=x.device))[:, None] * frequencies
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=EPS)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=EPS)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=EPS)
+        self.self_attn = _Attention(shape)
+        self.mlp = _FeedForward(shape)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, offset: int, earlier: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Embeddings and hidden states [B, T, E] -> hidden states [B, T, E]."""
+        stream = self.hidden_norm(hidden)
+        x = torch.cat((self.input_layernorm(tokens), stream), -1)
+        stream = stream + self.self_attn(x, offset, earlier)
+        out: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
+        return out
+
+
+class Head(nn.Module):
+    """One layer over three hidden states of the target; its parameters are named as their tensors."""
+
+    def __init__(self, shape: HeadShape, embedding: Tensor, kept_ids: Tensor, *, tied: bool) -> None:
+        """`embedding` [rows, E] is the target's, and stays as it is; `kept_ids` [V] are the ids that are
+        drawn. `tied`: the target's logits are products with its embedding, so the head's begin as these.
+        """
+        super().__init__()
+        self.shape = shape
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("kept_ids", kept_ids, persistent=False)
+        self.fc = nn.Linear(len(shape.layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([_Layer(shape)])
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=EPS)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        with torch.no_grad():
+            # The latest of the hidden states is the nearest to what is drawn.
+            self.fc.weight[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+            if tied:
+                self.lm_head.weight.copy_(embedding[kept_ids])
+
+    def rounds(self, states: Tensor, ids: Tensor, num_rounds: int) -> list[Tensor]:
+        """states [B, T, 3 E] of tokens ids [B, T] -> hidden states [B, T, E] of each round: those of round r
+        at t say what follows token t + 1 + r.
+        """
+        assert isinstance(self.embedding, Tensor), "a buffer"
+        hidden, found = self.fc(states), []
+        earlier: list[tuple[Tensor, Tensor]] = []
+        for number in range(num_rounds):
+            following = nn.functional.pad(ids[:, 1 + number :], (0, 1 + number))
+            hidden = self.layers[0](self.embedding[following], hidden, number, earlier)
+            found.append(hidden)
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E] -> [R, V]."""
+        out: Tensor = self.lm_head(self.norm(hidden))
+        return out
+
+
+def write_head(head: Head, folder: Path) -> None:
+    """The head's files, its configuration last."""
+    shape = head.shape
+    weights = {name: each.to(torch.bfloat16).contiguous() for name, each in head.state_dict().items()}
+    assert isinstance(head.kept_ids, Tensor), "a buffer"
+    kept = head.kept_ids
+    drawn = torch.zeros(shape.vocab_size, dtype=torch.bool)
+    drawn[kept] = True
+    weights |= {"d2t": kept - torch.arange(kept.numel()), "t2d": drawn}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(_config(shape), indent=2) + "\n"
+    unfinished = folder / "config.json.new"
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(folder / "config.json")
+
+
+def _config(shape: HeadShape) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 4}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": shape.draft_vocab_size,
+        "target_hidden_size": shape.hidden_size,
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": list(shape.layers),
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            NORM_EPS_KEY: EPS,
+            "rope_theta": shape.rope_theta,
+            "max_position_embeddings": shape.max_positions,
+            "vocab_size": shape.vocab_size,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "torch_dtype": "bfloat16",
+        },
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": shape.target, "architectures": [shape.architecture]},
+        },
+        "torch_dtype": "bfloat16",
+    }
+
+
+def kept_ids(answers: Sequence[Sequence[int]], vocab_size: int, most: int) -> Tensor:
+    """The ids that answers have most often [most], in order; all where `most` is 0 or not fewer."""
+    if not most or most >= vocab_size:
+        return torch.arange(vocab_size)
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for ids in answers:
+        counts += torch.bincount(torch.tensor(ids), minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:most].sort().values

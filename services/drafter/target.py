@@ -1,0 +1,120 @@
+"""The model that a head is trained for, as it is served: its hidden states, and its distributions, over
+lessons, computed by the native kernels.
+
+Shape letters: T tokens of all lessons of a batch, E hidden size, R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.config import num_threads as usual_threads
+from engine.model.back_end import load_model, native_library
+from engine.model.checkpoint import LoadRequest
+from engine.model.forward_batch import ForwardBatch
+from engine.model.loader import load_here
+from engine.model.native_decoder import NativeDecoder
+from engine.model.plan import plan_input
+from engine.model.spec import ModelSpec
+from engine.runner.kv_storage import KvStorage
+from kernels.attention.ragged import RaggedBatch
+from kernels.host import HOST
+from runtime.config import ModelConfig
+from runtime.errors import ConfigError
+
+_BLOCK_SIZE = 64
+# Layers of which the third from the end is none of the first ones.
+_DEEP = 10
+
+
+class Target:
+    """Computes up to `num_rows` lessons of up to `max_tokens` tokens each."""
+
+    def __init__(self, model: Path, *, num_rows: int, max_tokens: int, num_threads: int) -> None:
+        """Raises ConfigError (CheckpointError) for a model that the native kernels do not serve."""
+        config = EngineConfig(
+            num_threads=num_threads or usual_threads(),
+            scheduler=SchedulerConfig(max_num_batched_tokens=num_rows * max_tokens, max_num_seqs=1),
+        )
+        given = plan_input(config, ModelConfig(path=str(model)), device="cpu", available_bytes=1 << 40)
+        self.spec: ModelSpec = given.spec
+        _check(self.spec)
+        library = native_library(config, self.spec, "cpu")
+        if library is None:
+            raise ConfigError(
+                f"{self.spec.architecture}: heads are trained, and served, with hidden states of the native "
+                "kernels, which do not compute this model here; see engine.native"
+            )
+        request = LoadRequest(
+            folder=model,
+            spec=self.spec,
+            dtype=given.dtype,
+            max_model_len=max_tokens,
+            config=config,
+        )
+        loaded = load_model(
+            request, device="cpu", library=library, progress=lambda stage, part: None, load=load_here
+        )
+        assert isinstance(loaded, NativeDecoder), "of the native library"
+        self.model = loaded
+        # As EAGLE has them; of few layers the last one is read later.
+        count = self.spec.num_layers
+        self.layers = (min(2, count), count // 2, count - 3 if count >= _DEEP else count - 1)
+        loaded.captured_layers = self.layers
+        self._storage = KvStorage(
+            self.spec,
+            num_blocks=num_rows * -(-max_tokens // _BLOCK_SIZE),
+            block_size=_BLOCK_SIZE,
+            kv_dtype=request.dtype,
+            device=HOST,
+        )
+
+    def embedding(self) -> Tensor:
+        """Rows of its embedding [V, E] in float32."""
+        table, kind = self.model.record.embedding, self.model.record.embedding_type
+        found = torch.from_numpy(np.array(table))
+        return (found.view(torch.bfloat16) if kind == "bfloat16" else found).float()
+
+    def read(self, lessons: Sequence[Sequence[int]], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, 3 E] of lessons one after another, and logits [R, V] behind some tokens."""
+        lengths = np.array([len(ids) for ids in lessons], np.int64)
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        within = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
+        counts = -(-lengths // _BLOCK_SIZE)
+        firsts = np.concatenate(([0], np.cumsum(counts)))[:-1]
+        blocks = np.repeat(firsts, lengths) + within // _BLOCK_SIZE
+        batch = ForwardBatch(
+            token_ids=np.concatenate([np.asarray(ids, np.int64) for ids in lessons]),
+            positions=within,
+            slots=blocks * _BLOCK_SIZE + within % _BLOCK_SIZE,
+            ragged=RaggedBatch(
+                query_starts=starts,
+                context_lens=lengths,
+                block_tables=firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1),
+                block_size=_BLOCK_SIZE,
+            ),
+        )
+        hidden = self.model.forward(batch, self._storage.layers, None)
+        states = np.concatenate([each[: hidden.shape[0]] for each in self.model.captured], axis=1)
+        return torch.from_numpy(states), torch.from_numpy(self.model.logits_of(hidden, rows).copy())
+
+
+def _check(spec: ModelSpec) -> None:
+    """Raises ConfigError for a model for which there are no heads."""
+    for is_so, what in (
+        (
+            spec.state is not None,
+            "has layers that carry a state, which drafts of a head cannot go back behind",
+        ),
+        (spec.pooling is not None, "pools what it reads, and draws no tokens"),
+        (spec.altup is not None, "has several streams"),
+    ):
+        if is_so:
+            raise ConfigError(f"{spec.architecture} {what}; no head is trained for it")
