@@ -44,6 +44,7 @@ COMMANDS = {
     "prefix_restart": "prefix_restart --rounds 3",
     "on_demand": "on_demand",
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
+    "quality_forms": "quality_forms",
     "test_time": "test_time",
     "tracing_overhead": "tracing_overhead",
     "training_forms": "training_forms --steps 300",
