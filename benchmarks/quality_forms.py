@@ -363,8 +363,9 @@ bfloat16; "agrees", the share of positions whose likeliest token is that of bflo
 2. A form "at load" is `--quantize`, and needs no other file; "int4, gptq" is `millrace quantize MODEL
    --scheme int4 --method gptq` ([how](quantize.md)); "keys and values" is `engine.cache.kv_dtype`, a choice
    beside that of weights, which multiplies the streams that fit.
-3. Take 8 bits first, and of 4 bits the method that rises least: rounding alone (`rtn`, "int4 at load") is the
-   one to avoid where a row of `gptq` or `awq` is far below it.
+3. Take `int8` first: of 8 bits it rises least, and `w8a8` is for processors that multiply integers faster. Of
+   4 bits take the method that rises least: rounding alone (`rtn`, "int4 at load") is the one to avoid where a
+   row of `gptq` or `awq` is far below it.
 4. Let [the gate](gate.md) decide with your own cases. Two small models are no promise for yours.
 """
 # In per cent of bfloat16's perplexity.
@@ -372,8 +373,8 @@ _RISES = (0.5, 2, 10)
 
 
 def _rise(row: dict[str, Any], baseline: dict[str, Any]) -> float:
-    """By how many per cent perplexity is above that of bfloat16."""
-    return float(100 * (row["perplexity"] / baseline["perplexity"] - 1))
+    """By how many per cent perplexity is above that of bfloat16; no zero has a sign."""
+    return round(100 * (row["perplexity"] / baseline["perplexity"] - 1), 2) + 0.0
 
 
 def smallest(rows: Sequence[dict[str, Any]], rise: float) -> dict[str, Any]:
@@ -389,11 +390,11 @@ def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for rise in _RISES:
         row = smallest(rows, rise)
         share = row["weights MiB"] / baseline["weights MiB"]
-        yield f"| {rise:g} % | {row['form']} | {_rise(row, baseline):+.1f} % | {share:.0%} of bfloat16's |"
+        yield f"| {rise:g} % | {row['form']} | {_rise(row, baseline):+.2f} % | {share:.0%} of bfloat16's |"
     yield from ("", "| form | perplexity | rise | agrees | task | weights |", "|---|---|---|---|---|---|")
     for row in rows:
         yield (
-            f"| {row['form']} | {row['perplexity']:.3f} | {_rise(row, baseline):+.1f} % "
+            f"| {row['form']} | {row['perplexity']:.3f} | {_rise(row, baseline):+.2f} % "
             f"| {row['agrees %']:.1f} % | {row['task %']:.0f} % | {row['weights MiB']:.1f} MiB |"
         )
 

@@ -48,6 +48,7 @@ COMMANDS = {
     "kv_forms_smollm2": "kv_forms --checkpoint smollm2-135m --contexts 2048 8192 --steps 8 --rounds 2",
     "on_demand": "on_demand",
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
+    "quality_forms": "quality_forms",
     "test_time": "test_time",
     "tracing_overhead": "tracing_overhead",
     "training_forms": "training_forms --steps 300",

@@ -61,10 +61,10 @@ def test_the_page_names_the_smallest_form_for_each_rise_and_shows_all() -> None:
     ]
     text = page({"rows": [*small, row("large", "bfloat16")], "notes": "A note.", "tasks": 64})
     assert text.index("## small") < text.index("## large")
-    chosen = ["| 0.5 % | int8 at load | +0.2 % | 56% of bfloat16's |"]
-    chosen += ["| 2 % | int8 at load | +0.2 % | 56% of bfloat16's |"]
-    chosen += ["| 10 % | int4, gptq | +5.0 % | 31% of bfloat16's |"]
+    chosen = ["| 0.5 % | int8 at load | +0.20 % | 56% of bfloat16's |"]
+    chosen += ["| 2 % | int8 at load | +0.20 % | 56% of bfloat16's |"]
+    chosen += ["| 10 % | int4, gptq | +5.00 % | 31% of bfloat16's |"]
     assert "\n".join(chosen) in text
-    assert "| int4, rtn | 2.900 | +45.0 % | 99.5 % | 62 % | 4.0 MiB |" in text
-    assert "share of 64 generated tasks" in text
+    assert "| int4, rtn | 2.900 | +45.00 % | 99.5 % | 62 % | 4.0 MiB |" in text
+    assert "64 generated tasks" in text
     assert "A note." in text

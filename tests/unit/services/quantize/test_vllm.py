@@ -83,6 +83,11 @@ def scored(folder: Path, ids: list[int]) -> torch.Tensor:
     return by_engine(folder, ids, vocab_size)
 
 
+def of_tokens(logprobs: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """Those of one token for each of the first rows."""
+    return logprobs[: len(ids)].gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
 @pytest.mark.parametrize(
     ("scheme", "method", "tolerance"),
     [
@@ -91,7 +96,8 @@ def scored(folder: Path, ids: list[int]) -> torch.Tensor:
         ("int4", "rtn", 0.1),
         # With zero points.
         ("int4", "awq", 0.1),
-        ("fp8", "rtn", 0.1),
+        # vLLM rounds inputs as well, which this engine does not on CPUs.
+        ("fp8", "rtn", 0.2),
     ],
 )
 def test_vllm_answers_as_this_engine_does(
@@ -103,11 +109,16 @@ def test_vllm_answers_as_this_engine_does(
     assert found is not None, log[-3000:]
     ours = scored(tmp_path / "out", prompt + found["ids"])
     # Of the given text, in the mean: both round inputs and products in their own way.
-    given = ours[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-    assert float((given - torch.tensor(found["logprobs"])).abs().mean()) < tolerance
+    theirs = torch.tensor(found["logprobs"])
+    apart = float((of_tokens(ours, prompt[1:]) - theirs).abs().mean())
+    assert apart < tolerance
+    if scheme == "int4":
+        # They are those of the result, and not of the original.
+        dense = of_tokens(scored(BUNDLED_MODEL, prompt), prompt[1:])
+        assert float((dense - theirs).abs().mean()) > 3 * apart
     # And of what it says.
     said = ours[len(prompt) - 1 :]
-    lost = said.max(1).values - said.gather(1, torch.tensor(found["ids"])[:, None])[:, 0]
+    lost = said.max(1).values - of_tokens(said, found["ids"])
     assert len(found["ids"]) == NUM_TOKENS
     assert float(lost.max()) < MARGIN, lost
 
