@@ -33,6 +33,35 @@ def test_mistakes_are_named(table: dict[str, object], words: str) -> None:
         load_section({"engine": table}, "engine", EngineConfig).validate()
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"make": "vllm"}, r"engine\.make: .*engine\.vllm\.tensor_parallel_size"),
+        ({"simulated": True}, r"engine\.simulated: .*set tensor = 1"),
+        ({"device": "cuda"}, r"engine\.device: .*set it to cpu or auto"),
+        ({"native": "off"}, r"engine\.native: .*native kernels; set it to auto"),
+        ({"quantize": "w8a8"}, r"engine\.quantize: .*int8, int4 or off"),
+        ({"speculation": {"method": "draft_model"}}, r"engine\.speculation\.method: .*ngram"),
+        ({"adapters": {"slots": 1}}, r"engine\.adapters: .*without ranks"),
+        ({"cache": {"host_bytes": 1 << 20}}, r"engine\.cache\.host_bytes: .*set it to 0"),
+        ({"cache": {"disk_path": "/tmp/kept"}}, r"engine\.cache\.disk_path: "),
+        ({"parallel": {"tensor": 0}}, "parallel.tensor"),
+        ({"parallel": {"tensor": 17}}, "parallel.tensor"),
+    ],
+)
+def test_what_does_not_go_with_ranks_is_named(table: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_section({"engine": {"parallel": {"tensor": 2}} | table}, "engine", EngineConfig).validate()
+
+
+def test_adapters_beside_a_checkpoint_are_left_out_where_ranks_share_it() -> None:
+    tables = {"model": {"path": "models/millrace-nano"}, "engine": {"parallel": {"tensor": 2}}}
+    assert load(tables).adapters.paths == {}
+    tables["engine"] |= {"adapters": {"paths": {"mine": "models/millrace-nano/adapters/pirate"}}}
+    with pytest.raises(ConfigError, match=r"engine\.adapters: does not go with engine\.parallel\.tensor = 2"):
+        load(tables)
+
+
 @pytest.mark.parametrize(("asked", "threads"), [("", 8), ("3", 3), ("0", 8), ("4,2", 8)])
 def test_threads_are_as_many_as_was_asked_for(
     asked: str, threads: int, monkeypatch: pytest.MonkeyPatch
