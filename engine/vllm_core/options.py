@@ -70,9 +70,6 @@ def refuse(request: Request, named: Mapping[str, Support] = OPTIONS) -> Millrace
     """
     sampling = request.sampling
     needs = special_needs(sampling)
-    if request.retention is not None and not request.retention.if_possible:
-        why = "not at a vLLM engine, which forgets nothing of one answer alone"
-        return unsupported("kv", "leave it out, or ask for a pool of another make", why)
     for name, declared in DECLARED.items():
         if name in needs:
             return _lacks(name, OPTIONS[name].note)

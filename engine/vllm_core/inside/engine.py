@@ -333,6 +333,7 @@ def _facts(settings: Any, token_ids: dict[str, Any]) -> dict[str, Any]:
         "attention_backend": "vllm",
         "device": str(settings.device_config.device_type),
         "num_layers": model.get_total_num_hidden_layers(),
+        "remembers_because": "vLLM forgets nothing of one answer alone",
     }
 
 

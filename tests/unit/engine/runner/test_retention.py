@@ -4,7 +4,7 @@ of the memory.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import transformers
 
 from contract.retention import Retention
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.runner.base import PendingStep
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -22,6 +23,7 @@ from engine.types import Request, SamplingParams
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import memory_plan
+from tests.unit.engine.runner.cuda.test_device_runner import open_device_runner
 from tests.unit.engine.runner.driver import open_runner, prompt_of
 from tests.unit.engine.runner.test_window import native_or_skip, poison_free_blocks
 
@@ -102,6 +104,7 @@ def generate(
     prefix_caching: bool,
     num_host_blocks: int = 0,
     max_num_seqs: int = 8,
+    overlap: bool = False,
     **sampling: Any,
 ) -> tuple[dict[tuple[int, int], list[int]], Counter[str]]:
     """Tokens by (request, choice), and preemptions by cause; NaN in all that nobody holds. The last request
@@ -129,13 +132,18 @@ def generate(
     for request in requests[:-1]:
         scheduler.submit(request, 0.0)
     tokens: dict[tuple[int, int], list[int]] = {}
+    pending: deque[PendingStep] = deque()
     step = 0
-    while scheduler.has_work:
+    while scheduler.has_work or pending:
         step += 1
         if step == LATE_STEP:
             scheduler.submit(requests[-1], 5.0)
         plan = scheduler.schedule(10.0)
-        scheduler.update(runner.launch(plan).wait(), 10.0)
+        launched = bool(plan.scheduled or plan.released)
+        if launched:
+            pending.append(runner.launch(plan))
+        while len(pending) > (overlap and launched):
+            scheduler.update(pending.popleft().wait(), 10.0)
         scheduler.check_invariants()
         poison_free_blocks(scheduler, runner)
         for event in scheduler.drain_events():
@@ -172,6 +180,17 @@ def test_tokens_equal_a_masked_model(
             max_num_seqs=3 if num_blocks < 60 else 8,
         )
     assert (preemptions.total() > 0) == (num_blocks < 60)
+    assert tokens == {(number, 0): each for number, each in enumerate(expected)}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_that_forget_run_beside_captured_ones(
+    folder: Path, expected: list[list[int]], overlap: bool
+) -> None:
+    """Graphs of a GPU, whose rules are checked on a CPU."""
+    with closing(open_device_runner(folder, kv_cache_bytes=60 * 6144)) as runner:
+        tokens, preemptions = generate(runner, prefix_caching=True, max_num_seqs=3, overlap=overlap)
+    assert preemptions.total() > 0
     assert tokens == {(number, 0): each for number, each in enumerate(expected)}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from millrace.common.v1 import context_pb2, sampling_pb2
+from millrace.common.v1 import context_pb2, retention_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from runtime.channels import connect
@@ -135,6 +135,7 @@ class Gateway:
         adapter: str = "",
         version: str = "",
         entry_id: str = "",
+        kv: retention_pb2.Retention | None = None,
         **sampling: object,
     ) -> None:
         options = sampling_pb2.SamplingOptions(**{"seed": 1, "max_tokens": 4, **sampling})  # type: ignore[arg-type]
@@ -147,6 +148,7 @@ class Gateway:
             adapter=adapter,
             adapter_version=version,
             entry_id=entry_id,
+            kv=kv,
         )
         await self.call.write(engine_pb2.AttachRequest(submit=submit))
 

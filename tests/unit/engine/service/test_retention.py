@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
-from millrace.common.v1 import context_pb2, sampling_pb2
+from millrace.common.v1 import context_pb2, retention_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
 
 from contract.errors import MillraceError
@@ -13,6 +15,8 @@ from contract.retention import Retention
 from engine.config import AdaptersConfig
 from engine.service.adapters import ServedAdapters
 from engine.service.convert import ModelLimits, to_request
+from tests.unit.engine.service.engine_client import Gateway, start_engine, tokens
+from tests.unit.engine.service.test_prefix_disk import BASE
 from tests.unit.engine.service.test_promises import FACTS
 
 HALF = Retention(policy="window+sinks", keep=0.5)
@@ -47,3 +51,27 @@ def test_a_model_that_can_forget_nothing_says_why() -> None:
 def test_the_engine_checks_for_itself() -> None:
     with pytest.raises(MillraceError, match=r"^kv\.keep: 2\.0 is not above 0"):
         taken(Retention(policy="window+sinks", keep=2.0))
+
+
+async def test_an_engine_forgets_for_who_asks_and_goes_on_where_another_one_ended() -> None:
+    """The bundled model in a process of its own, whose prefix cache all requests share."""
+    prompt, asked = [5 + each % 90 for each in range(100)], {"temperature": 0.0, "max_tokens": 90}
+    kv = retention_pb2.Retention(policy="window+sinks", window_tokens=1)
+    async with start_engine(BASE, simulated="false", num_threads="1", dtype="float32") as engine:
+        gateway = Gateway(engine, "")
+        await gateway.hello()
+
+        async def answer(handle: int, **more: Any) -> list[int]:
+            await gateway.submit(handle, prompt, ignore_eos=True, **asked, **more)
+            return tokens((await gateway.until_ended(1))[handle, 0])
+
+        plain, forgetful = await answer(1), await answer(2, kv=kv)
+        assert len(plain) == len(forgetful) == 90
+        # The prompt is computed whole.
+        assert plain[0] == forgetful[0]
+        assert plain != forgetful
+        assert await answer(3) == plain
+        assert await answer(4, kv=kv, output=forgetful[:37]) == forgetful[37:]
+        books = await engine.wait_until_idle()
+        assert books.ok
+        assert books.num_unreferenced_blocks == books.num_total_blocks
