@@ -147,7 +147,7 @@ def _not_supported(spec: ModelSpec) -> Iterator[str]:
         (bool(spec.sliding_layers), "layers with a window beside layers without one"),
         (spec.fused_qkv != "none" or spec.fused_gate_up, "fused projections"),
         (spec.attention_gate or spec.attention_sinks, "gates or sinks of heads"),
-        (spec.qk_norm in ("full", "each"), "norms over all heads together, or of each head's own"),
+        (spec.norms_all_heads, "norms over all heads together, or of each head's own"),
         (bool(spec.factors) or spec.inputs_first or spec.up_first, "weights in another order or scale"),
     ):
         if has:

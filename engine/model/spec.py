@@ -349,6 +349,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     draft_head: DraftHeadSpec | None = None
 
     @property
+    def norms_all_heads(self) -> bool:
+        """Whether norms of queries and keys know of more than one head."""
+        return self.qk_norm in ("full", "each")
+
+    @property
     def attending(self) -> tuple[int, ...]:
         """Layers that store keys and values."""
         return tuple(range(self.num_layers)) if self.attention_layers is None else self.attention_layers
