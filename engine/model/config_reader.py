@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.model.spec import CheckpointError, RopeSpec
+from engine.model.spec import ROPE_KINDS, CheckpointError, RopeSpec
 
 # Beyond any model's layers, heads and widths; more is a damaged file.
 LARGEST_COUNT = 1 << 31
@@ -187,6 +187,11 @@ class ConfigReader:
             raise CheckpointError(
                 f"{self.source}: {key}.rope_type = {names[0]!r} and {key}.type = {names[1]!r} contradict "
                 "each other; leave one out"
+            )
+        if kinds[0] not in ROPE_KINDS:
+            known = ", ".join(ROPE_KINDS)
+            raise CheckpointError(
+                f"{self.source}: {key}: rope_type {kinds[0]!r} is not supported, only {known}"
             )
         theta, partial = (self._agreed(key, name, given, is_nested=is_nested) for name in _BESIDE)
         if partial is not None and not 0 < partial <= 1:

@@ -84,6 +84,10 @@ class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
     offset: int = 0
 
 
+ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+"""Rules by which a rotation's frequencies are scaled; `engine.model.rope` computes them."""
+
+
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding of one kind of layer. `parameters` holds the numbers of the scaling rule."""
 

@@ -403,7 +403,10 @@ def doctor() -> None:
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Option(help="Directory or hub id; the served or bundled one when empty.")
+        str,
+        typer.Option(
+            help="Directory, hub id, or a model of the file; the configured or bundled one when empty."
+        ),
     ] = "",
     dtype: DtypeOption = "auto",
     quantize: Quantize = None,
@@ -418,7 +421,7 @@ def plan(
 ) -> None:
     """Print the memory plan of a model: what fits, before anything is loaded."""
     with _errors_in_one_line():
-        settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize)
+        settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize, config=config)
     arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
     if try_it:
         if streams or prompt or output:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from runtime.config import MODELS_FILE_VARIABLE, read_tables
+from runtime.errors import ConfigError
 from services.cli.target import KEY_VARIABLE, URL_VARIABLE, find_target, running_stack
 from services.supervisor import checkpoint
 from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG, state_directory
@@ -118,13 +119,19 @@ def model_settings(
     dtype: str | None,
     quantize: str | None = None,
     environ: Mapping[str, str] = os.environ,
+    *,
+    config: Path | None = None,
 ) -> dict[str, str]:
-    """Overrides that choose a checkpoint: the named one, else the configured one, else the bundled one.
+    """Overrides that choose a checkpoint: the named one, which may be a model of the file `config`, else the
+    one that is configured there or runs, else the bundled one.
 
-    Raises ConfigError when the named one cannot be found.
+    Raises ConfigError when the named one cannot be found, and where the file has several and none is named.
     """
     chosen = {"MILLRACE_ENGINE__DTYPE": dtype, "MILLRACE_ENGINE__QUANTIZE": quantize}
     settings = {key: value for key, value in chosen.items() if value}
+    model, name = _of_file(model, {} if config is None else read_tables(config, environ), config)
+    if name:
+        settings["MILLRACE_MODEL__NAME"] = json.dumps(name)
     if model:
         path = checkpoint.resolve(model, weights=False)
     elif stack_environment(environ).keys() & {"MILLRACE_MODEL__PATH", MODELS_FILE_VARIABLE}:
@@ -132,6 +139,24 @@ def model_settings(
     else:
         path = BUNDLED_MODEL
     return {**settings, "MILLRACE_MODEL__PATH": json.dumps(str(path))}
+
+
+def _of_file(model: str, tables: Mapping[str, Any], config: Path | None) -> tuple[str, str]:
+    """The path of what is called `model` in a file of several models, and its name there; where nothing is
+    named, the only model of the file. What is called otherwise stays as it is.
+    """
+    models = tables.get("models", {})
+    if not model and not models:
+        return tables.get("model", {}).get("path", ""), ""
+    if not model and len(models) > 1:
+        names = ", ".join(models)
+        raise ConfigError(f"{config}: it has several models; name one of them with --model: {names}")
+    name = model or next(iter(models))
+    if name not in models:
+        return model, ""
+    if not models[name].get("path"):
+        raise ConfigError(f"{config}: models.{name}.path is missing; say where its checkpoint is")
+    return str(models[name]["path"]), name
 
 
 def trace_store(environ: Mapping[str, str] = os.environ) -> str:

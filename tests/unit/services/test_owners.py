@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 
 from runtime.config import read_tables
 from runtime.errors import ConfigError
-from services.cli.owners import configured, last_request, remember_request
-from services.supervisor.config import DEFAULT_CONFIG
+from services.cli.owners import configured, last_request, model_settings, remember_request
+from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG
 from services.supervisor.state import RunState, own_create_time, write_state
 
 KEYS = "MILLRACE_KEYS__STORE"
@@ -106,3 +107,26 @@ def test_the_request_that_was_just_sent_is_the_one_that_last_waits_for(state: Pa
     assert last_request(environ) == ["--after", "r-1"]
     os.utime(state / "last-request", (0, 0))
     assert last_request(environ) == []
+
+
+def test_the_plan_is_of_the_model_that_the_file_names(state: Path, tmp_path: Path) -> None:
+    file, nano = tmp_path / "millrace.toml", json.dumps(str(BUNDLED_MODEL))
+    draft = BUNDLED_MODEL.with_name("millrace-nano-draft")
+
+    def planned(model: str = "") -> dict[str, str]:
+        return model_settings(model, None, environ=environ(state), config=file)
+
+    file.write_text(f'[model]\npath = "{draft}"\n')
+    assert planned() == {"MILLRACE_MODEL__PATH": json.dumps(str(draft))}
+    assert planned(str(BUNDLED_MODEL)) == {"MILLRACE_MODEL__PATH": nano}
+    file.write_text("[engine]\n")
+    assert planned() == {"MILLRACE_MODEL__PATH": nano}
+    file.write_text(f"[models.one]\npath = {nano}\n")
+    one = {"MILLRACE_MODEL__NAME": '"one"', "MILLRACE_MODEL__PATH": nano}
+    assert planned() == planned("one") == one
+    file.write_text(f'[models.one]\npath = {nano}\n[models.two]\npath = "{draft}"\n')
+    two = {"MILLRACE_MODEL__NAME": '"two"', "MILLRACE_MODEL__PATH": json.dumps(str(draft))}
+    assert planned("two") == two
+    assert planned(str(BUNDLED_MODEL)) == {"MILLRACE_MODEL__PATH": nano}
+    with pytest.raises(ConfigError, match="several models; name one of them with --model: one, two"):
+        planned()

@@ -218,7 +218,7 @@ def test_numbers_that_give_no_rotation_are_refused(keys: dict[str, Any], tmp_pat
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("value", ["yarn", [2.0], {"rope_theta": "many"}])
+@pytest.mark.parametrize("value", ["yarn", [2.0], {"rope_theta": "many"}, {"rope_type": "unheard"}])
 def test_what_is_no_rotation_is_refused_by_its_key(key: str, value: Any, tmp_path: Path) -> None:
     write(tmp_path, **{key: value})
     with pytest.raises(CheckpointError, match=key):
