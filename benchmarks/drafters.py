@@ -52,7 +52,7 @@ _CACHE_BYTES = 256 << 20
 
 
 @dataclass
-class Answers:
+class MethodAnswers:
     """What one method made of a load."""
 
     seconds: float = 0.0
@@ -110,9 +110,9 @@ def opened(model: Path, speculation: SpeculationConfig, streams: int, stack: Exi
 
 def answered(
     engine: InProcessEngine, prompts: Sequence[tuple[int, ...]], num_tokens: int, streams: int, draw: str
-) -> Answers:
-    """Answers all prompts, so many at a time."""
-    answers, waiting, running = Answers(), list(reversed(prompts)), 0
+) -> MethodAnswers:
+    """MethodAnswers all prompts, so many at a time."""
+    answers, waiting, running = MethodAnswers(), list(reversed(prompts)), 0
 
     def listen(event: TokenEvent) -> None:
         nonlocal running
@@ -148,7 +148,7 @@ def prompts_of(model: Path, number: int) -> list[tuple[int, ...]]:
 def measured(arguments: argparse.Namespace, model: Path, streams: int) -> Iterator[dict[str, Any]]:
     """A row for each method at so many streams."""
     prompts = prompts_of(model, max(arguments.answers, streams))
-    found: dict[str, list[Answers]] = {}
+    found: dict[str, list[MethodAnswers]] = {}
     with ExitStack() as stack:
         engines = {
             name: opened(model, speculation, streams, stack)

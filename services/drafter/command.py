@@ -82,14 +82,14 @@ def _train(options: DrafterOptions) -> None:
 
     from services.drafter.course import CourseOptions, CourseProgress, train_head
     from services.drafter.lessons import read_lessons
-    from services.drafter.target import TaughtModel
+    from services.drafter.target import DraftedModel
 
     if options.threads:
         torch.set_num_threads(options.threads)
     lessons = read_lessons(options.data, model, options.max_tokens)
     longest = max(len(lesson.ids) for lesson in lessons)
     _notes.print(f"{len(lessons)} lessons of up to {longest} tokens", markup=False)
-    target = TaughtModel(model, num_rows=options.rows, max_tokens=longest, num_threads=options.threads)
+    target = DraftedModel(model, num_rows=options.rows, max_tokens=longest, num_threads=options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     course = CourseOptions(
         steps=options.steps,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from runtime.errors import ConfigError
 from services.drafter.head import Head, HeadShape, kept_ids, write_head
 from services.drafter.lessons import Lesson, batches, digest
-from services.drafter.target import TaughtModel
+from services.drafter.target import DraftedModel
 
 STATE = "training.pt"
 # Later drafts count less: they come into play where the earlier ones hold.
@@ -51,7 +51,7 @@ class CourseProgress:
     held: tuple[float, ...]
 
 
-def shape_of(target: TaughtModel, model: str, num_drawn: int) -> HeadShape:
+def shape_of(target: DraftedModel, model: str, num_drawn: int) -> HeadShape:
     """A head of the sizes of its target's layers, which draws so many ids."""
     spec = target.spec
     heads = spec.num_heads if spec.latent is None else max(1, spec.hidden_size // 64)
@@ -72,7 +72,7 @@ def shape_of(target: TaughtModel, model: str, num_drawn: int) -> HeadShape:
 
 
 def train_head(
-    target: TaughtModel,
+    target: DraftedModel,
     lessons: Sequence[Lesson],
     out: Path,
     model: str,
@@ -138,7 +138,7 @@ class _Course:
         torch.save(state, unfinished)
         unfinished.replace(self.out / STATE)
 
-    def learn(self, batch: Sequence[Lesson], target: TaughtModel) -> CourseProgress:
+    def learn(self, batch: Sequence[Lesson], target: DraftedModel) -> CourseProgress:
         """One step."""
         for group in self.optimizer.param_groups:
             warm = min((self.step + 1) / _WARM_UP_STEPS, 1.0)
@@ -155,7 +155,7 @@ class _Course:
         self.step += 1
         return CourseProgress(step=self.step, loss=self.loss, held=tuple(self.held))
 
-    def _loss(self, batch: Sequence[Lesson], target: TaughtModel) -> tuple[Tensor, list[float]]:
+    def _loss(self, batch: Sequence[Lesson], target: DraftedModel) -> tuple[Tensor, list[float]]:
         """Divergence from the target's distributions over the answers' tokens; and the share of rows of each
         round whose likeliest token is the target's.
         """

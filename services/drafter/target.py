@@ -34,7 +34,7 @@ _BLOCK_SIZE = 64
 _DEEP = 10
 
 
-class TaughtModel:
+class DraftedModel:
     """Computes up to `num_rows` lessons of up to `max_tokens` tokens each."""
 
     def __init__(self, model: Path, *, num_rows: int, max_tokens: int, num_threads: int) -> None:

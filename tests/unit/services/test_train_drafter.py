@@ -17,7 +17,7 @@ from services.drafter import course
 from services.drafter.course import STATE, CourseOptions, CourseProgress, train_head
 from services.drafter.head import kept_ids
 from services.drafter.lessons import Lesson, batches, read_lessons
-from services.drafter.target import TaughtModel
+from services.drafter.target import DraftedModel
 from services.supervisor.config import BUNDLED_MODEL
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import prompt_of
@@ -26,10 +26,10 @@ OPTIONS = CourseOptions(steps=8, rate=2e-3, rows=4, rounds=2, max_tokens=64, dra
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TaughtModel:
+def target(tmp_path_factory: pytest.TempPathFactory) -> DraftedModel:
     folder = tmp_path_factory.mktemp("llama")
     make_checkpoint(folder, "llama")
-    return TaughtModel(folder, num_rows=4, max_tokens=64, num_threads=1)
+    return DraftedModel(folder, num_rows=4, max_tokens=64, num_threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_most_frequent_ids_are_kept_in_order() -> None:
     assert kept_ids([[1]], 12, 0).tolist() == list(range(12))
 
 
-def test_learning_lowers_the_loss_and_drafts_hold(target: TaughtModel, tmp_path: Path) -> None:
+def test_learning_lowers_the_loss_and_drafts_hold(target: DraftedModel, tmp_path: Path) -> None:
     """One text again and again: it is known by heart."""
     ids = prompt_of(30, 199, seed=3)
     done: list[CourseProgress] = []
@@ -100,7 +100,7 @@ def test_learning_lowers_the_loss_and_drafts_hold(target: TaughtModel, tmp_path:
 
 
 def test_an_interrupted_course_goes_on_to_the_same_head(
-    target: TaughtModel, lessons: list[Lesson], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: DraftedModel, lessons: list[Lesson], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
@@ -125,7 +125,7 @@ def test_an_interrupted_course_goes_on_to_the_same_head(
 
 
 def test_a_course_of_other_lessons_is_not_taken_up(
-    target: TaughtModel, lessons: list[Lesson], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: DraftedModel, lessons: list[Lesson], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(done: CourseProgress) -> None:
         if done.step == 2:

@@ -30,7 +30,7 @@ from runtime.errors import ConfigError
 from services.drafter.course import CourseOptions, train_head
 from services.drafter.head import Head, HeadShape, write_head
 from services.drafter.lessons import Lesson
-from services.drafter.target import Target
+from services.drafter.target import DraftedModel
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
 
@@ -63,7 +63,7 @@ def lessons(oracle: transformers.PreTrainedModel) -> list[Lesson]:
 def head(request: pytest.FixtureRequest, folder: Path, lessons: list[Lesson], tmp_path_factory: Any) -> Path:
     """A head that has learned these by heart, as far as it draws all of their ids."""
     out: Path = tmp_path_factory.mktemp("head")
-    target = Target(folder, num_rows=6, max_tokens=64, num_threads=1)
+    target = DraftedModel(folder, num_rows=6, max_tokens=64, num_threads=1)
     options = CourseOptions(steps=150, rate=5e-3, rows=6, rounds=3, max_tokens=64, draft_vocab=request.param)
     train_head(target, lessons, out, "tiny", options, lambda done: None)
     return out
@@ -171,7 +171,7 @@ def test_the_native_head_computes_what_was_trained(
     folder: Path, lessons: list[Lesson], tmp_path: Path
 ) -> None:
     """Three rounds, logits and hidden states, against the head of torch in the same weights."""
-    target = Target(folder, num_rows=1, max_tokens=64, num_threads=1)
+    target = DraftedModel(folder, num_rows=1, max_tokens=64, num_threads=1)
     head = random_head(target, list(range(60, 180)))
     write_head(head, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -203,7 +203,7 @@ def test_the_native_head_computes_what_was_trained(
             torch.testing.assert_close(torch.from_numpy(found[0].copy()), logits[last], rtol=1e-4, atol=1e-4)
 
 
-def random_head(target: Target, kept: list[int]) -> Head:
+def random_head(target: DraftedModel, kept: list[int]) -> Head:
     torch.manual_seed(1)
     shape = HeadShape(
         target="tiny",
