@@ -89,6 +89,7 @@ def methods_of(arguments: argparse.Namespace) -> dict[str, SpeculationConfig]:
     for name, folder in folders.items():
         if folder or name in ("ngram", "suffix"):
             values = {"method": name, "draft_model": folder, "num_draft_tokens": num_drafts}
+            values |= {"min_acceptance": 0.0} if arguments.always else {}
             found[name] = msgspec.convert(values, SpeculationConfig)
     return found
 
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=16, help="of a round; at least one for each stream")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--drafts", type=int, default=4, help="of a step at most")
+    parser.add_argument("--always", action="store_true", help="draft whatever it costs: what a way can bring")
     parser.add_argument("--draw", choices=["greedy", "sampled"], default="greedy")
     arguments = parser.parse_args()
     model = find(str(BUNDLED_MODEL) if arguments.model == "bundled" else arguments.model)

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from engine.model.families.base import NORM_EPS_KEY
@@ -171,7 +171,7 @@ def write_head(head: Head, folder: Path) -> None:
     drawn = torch.zeros(shape.vocab_size, dtype=torch.bool)
     drawn[kept] = True
     weights |= {"d2t": kept - torch.arange(kept.numel()), "t2d": drawn}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     text = json.dumps(_config(shape), indent=2) + "\n"
     unfinished = folder / "config.json.new"
     unfinished.write_text(text, encoding="utf-8")
