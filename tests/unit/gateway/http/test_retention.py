@@ -126,3 +126,16 @@ async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None
 def test_a_tier_that_cannot_be_meant_is_told(kv: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_settings({"tiers": {"standard": {"kv": kv}}})
+
+
+async def test_engines_that_forget_nothing_are_left_out_where_it_is_asked_for() -> None:
+    lacking = ScriptedEngine(name="a", unsupported=("retention",))
+    async with deployed(lacking, ScriptedEngine(name="b")) as stack:
+        for _ in range(3):
+            assert (await stack.chat(kv=QUARTER)).status_code == 200
+        assert not lacking.submissions
+    async with deployed(ScriptedEngine(name="a", unsupported=("retention",))) as stack:
+        refused = await stack.chat(kv=QUARTER)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "kv"
+        assert (await stack.chat(kv={**QUARTER, "if_possible": True})).status_code == 200
