@@ -115,8 +115,10 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dtype(self) -> str:
-        """Element type that the model is served in; quantized weights have their own."""
-        return choose_dtype(self.config, self.spec, self.device, self.num_weights)
+        """Element type that the whole model is served in; quantized weights have their own."""
+        repeated = (self.num_ranks - 1) * self.spec.num_embeddings * self.spec.hidden_size
+        whole = self.num_ranks * self.num_weights - repeated
+        return choose_dtype(self.config, self.spec, self.device, whole)
 
     @property
     def kv_dtype(self) -> str:

@@ -21,6 +21,8 @@ from kernels.selection import torch_kernels
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
 
+BUNDLED = "models/millrace-nano"
+
 
 def read(folder: Path, rank: int = 0, size: int = 1) -> ModelRecord:
     """The record of a rank, whose products are torch's."""
@@ -114,3 +116,16 @@ def test_a_ranks_plan_is_its_share(tmp_path: Path) -> None:
         alone.num_weights - embedding - norms, abs=given.spec.hidden_size
     )
     assert degrees(alone.spec, 8) == [1, 2, 4]
+
+
+def test_the_serving_type_is_that_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that would fit where the whole does not is no reason to serve it in another type."""
+
+    def dtype(size: int) -> str:
+        config = EngineConfig(num_threads=4, parallel=ParallelConfig(tensor=size))
+        given = plan_input(config, ModelConfig(path=BUNDLED), device="cpu", available_bytes=8 << 30)
+        limit = 4 * given.num_weights
+        monkeypatch.setattr("engine.model.plan.NATIVE_FLOAT32_LIMIT_BYTES", limit if size > 1 else limit - 1)
+        return given.dtype
+
+    assert [dtype(size) for size in (1, 2, 4)] == ["bfloat16"] * 3
