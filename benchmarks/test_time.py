@@ -1,21 +1,24 @@
-"""Accuracy against tokens on arithmetic of the bundled model: greedy, best of eight, votes, deepconf, a
-search over steps, critiques, and a draft model that escalates to it.
+"""Accuracy against tokens on arithmetic: greedy, best of eight, votes, deepconf, a search over steps,
+critiques, and a draft model that escalates.
 
-`python -m benchmarks.test_time [--questions 1000] [--temperature 1.0] [--ways WORD ...] [--json OUT]`
+`python -m benchmarks.test_time [--model NAME] [--questions 1000] [--temperature 1.0] [--ways WORD ...]
+[--json OUT]`
 
-Starts the whole stack with the bundled model and its draft model, and asks additions of pairs that neither
-was trained on, and other sums, in turn. The same seed makes the same samples, so that all ways are paired:
-eight full votes are the eight choices of `n`, the best of eight the likeliest of these; the other ways are
-asked for by `test_time`, and `--ways` leaves out those whose names have none of its words. An answer is right
-where its last number is.
+Starts the whole stack with a model, and asks additions of pairs that the bundled model was not trained on,
+and other sums, in turn. With the bundled model (`nano`) there is its draft model; another one, such as
+`smollm2-135m`, is asked the additions alone, by the ways that need no other model. The same seed makes the
+same samples, so that all ways are paired: eight full votes are the eight choices of `n`, the best of eight
+the likeliest of these; the other ways are asked for by `test_time`, and `--ways` leaves out those whose names
+have none of its words. An answer is right where its last number is.
 
 Prints per way how many answers were right, tokens per question, tokens in parts of those of eight full votes,
-and where a way differs from these, who was right (with the exact sign test's p). Then the blocks of KV that
-eight samples of one long prompt use at most, beside one. No figure is of a clock.
+and where a way differs from these, who was right (with the exact sign test's p). Without `--ways` then the
+blocks of KV that eight samples of one long prompt use at most, beside one. No figure is of a clock.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
@@ -26,6 +29,7 @@ import msgspec
 
 from benchmarks.engine.report import Row, options, publish
 from benchmarks.stack import RunningStack, running_stack
+from checkpoint.files import find
 from gateway.test_time.ballots import last_number
 from gateway.test_time.votes import leader
 from models.corpus import CorpusDocument, Draw, arithmetic, recall
@@ -37,6 +41,7 @@ MAX_TOKENS = 64
 _TOGETHER = 16
 _LIMIT_S = 600.0
 _POLL_S = 0.01
+NANO = "nano"
 _CONFIG = """
 [security]
 context_secret = "the same for every stack of this benchmark"
@@ -45,13 +50,11 @@ sample_ratio = 0.0
 [tiers.standard.test_time]
 [tenants.development]
 tokens_per_minute = 1000000000
-""" + "".join(
-    f'[models.{name}]\npath = "{ROOT}/models/millrace-{folder}"\n'
-    for name, folder in (("nano", "nano"), ("draft", "nano-draft"))
-)
+"""
+_BUNDLED = {NANO: "nano", "draft": "nano-draft"}
 FULL = "eight full votes"
 _VOTES: Mapping[str, Any] = {"samples": SAMPLES, "scorer": {"type": "number"}}
-_ASKED: Mapping[str, Any] = {"type": "verifier", "model": "nano"}
+_ASKED: Mapping[str, Any] = {"type": "verifier", "model": NANO}
 # What is asked for by test_time.
 ASKED: Mapping[str, Mapping[str, Any]] = {
     "votes that stop (0.95)": {**_VOTES, "strategy": "self_consistency", "confidence": 0.95},
@@ -60,8 +63,8 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "best of eight (verifier)": {"strategy": "best_of", "samples": SAMPLES, "scorer": _ASKED},
     "search (likelihood)": {"strategy": "search", "samples": SAMPLES},
     "critiques": {"strategy": "critique_revise", "samples": 2},
-    "draft, escalates (0.9)": {"strategy": "escalate", "model": "nano", "confidence": 0.9},
-    "draft, escalates (verifier)": {"strategy": "escalate", "model": "nano", "scorer": _ASKED},
+    "draft, escalates (0.9)": {"strategy": "escalate", "model": NANO, "confidence": 0.9},
+    "draft, escalates (verifier)": {"strategy": "escalate", "model": NANO, "scorer": _ASKED},
 }
 # Whose first model is another one.
 _OF_DRAFT = "draft, "
@@ -74,20 +77,36 @@ class Answered(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-def question(number: int) -> CorpusDocument:
-    """One of the held-out split: an addition, or other arithmetic, in turn."""
+def question(number: int, model: str) -> CorpusDocument:
+    """One of the held-out split: an addition, or for the bundled model other arithmetic, in turn."""
     draw = Draw(number, "eval")
-    return arithmetic.addition(draw) if number % 2 else arithmetic.other_arithmetic(draw)
+    return arithmetic.addition(draw) if number % 2 or model != NANO else arithmetic.other_arithmetic(draw)
+
+
+def config_of(model: str) -> str:
+    """The stack's, with the model, and the bundled one's companions beside that."""
+    folders = {name: f"{ROOT}/models/millrace-{folder}" for name, folder in _BUNDLED.items()}
+    paths = folders if model == NANO else {model: str(find(model))}
+    return _CONFIG + "".join(f'[models."{name}"]\npath = "{path}"\n' for name, path in paths.items())
+
+
+def _needs_others(way: Mapping[str, Any]) -> bool:
+    return "model" in {**way, **way.get("scorer", {})}
 
 
 class Asker:
     """Sends questions to a stack."""
 
-    def __init__(self, client: httpx.AsyncClient, temperature: float, words: Sequence[str]) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, model: str, temperature: float, words: Sequence[str]
+    ) -> None:
         self._client = client
-        self._fixed = {"model": "nano", "max_tokens": MAX_TOKENS, "temperature": temperature}
+        self._model = model
+        self._fixed = {"model": model, "max_tokens": MAX_TOKENS, "temperature": temperature}
         self._ways = {
-            way: each for way, each in ASKED.items() if not words or any(one in way for one in words)
+            way: each
+            for way, each in ASKED.items()
+            if (not words or any(one in way for one in words)) and (model == NANO or not _needs_others(each))
         }
 
     async def ask(self, messages: Any, **fields: Any) -> dict[str, Any]:
@@ -101,7 +120,7 @@ class Asker:
 
     async def ways(self, number: int) -> dict[str, Answered]:
         """What every way makes of a question."""
-        asked = question(number)
+        asked = question(number, self._model)
         right, messages = last_number(asked.answer), asked.messages[:1]
         found: dict[str, Answered] = {}
 
@@ -199,15 +218,15 @@ async def _most_blocks(stack: RunningStack, asker: Asker, **fields: Any) -> int:
     return most
 
 
-async def _measure(
-    stack: RunningStack, num_questions: int, temperature: float, words: Sequence[str]
-) -> tuple[list[Row], str]:
+async def _measure(stack: RunningStack, arguments: argparse.Namespace) -> tuple[list[Row], str]:
     headers = {"authorization": f"Bearer {stack.state.api_key}"}
     async with httpx.AsyncClient(
         base_url=stack.url, headers=headers, timeout=_LIMIT_S, trust_env=False
     ) as client:
-        asker = Asker(client, temperature, words)
-        rows = rows_of(await _all_ways(asker, num_questions))
+        asker = Asker(client, arguments.model, arguments.temperature, arguments.ways)
+        rows = rows_of(await _all_ways(asker, arguments.questions))
+        if arguments.ways:
+            return rows, ""
         one = await _most_blocks(stack, asker)
         several = await _most_blocks(stack, asker, test_time={"strategy": "best_of", "samples": SAMPLES})
     notes = (
@@ -219,14 +238,16 @@ async def _measure(
 def main() -> None:
     """Prints the table."""
     parser = options(__doc__)
+    parser.add_argument("--model", default=NANO)
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--ways", nargs="*", default=[])
     arguments = parser.parse_args()
-    with running_stack(_CONFIG, "--engines", "2") as stack:
-        measuring = _measure(stack, arguments.questions, arguments.temperature, arguments.ways)
-        rows, notes = asyncio.run(measuring)
-    title = f"Arithmetic of the bundled model, temperature {arguments.temperature:g}, {SAMPLES} samples"
+    engines = len(_BUNDLED) if arguments.model == NANO else 1
+    with running_stack(config_of(arguments.model), "--engines", str(engines)) as stack:
+        rows, notes = asyncio.run(_measure(stack, arguments))
+    whose = "the bundled model" if arguments.model == NANO else arguments.model
+    title = f"Arithmetic of {whose}, temperature {arguments.temperature:g}, {SAMPLES} samples"
     publish(title, rows, arguments.json, notes)
 
 
