@@ -193,7 +193,9 @@ def said(stack: Stack, *arguments: str) -> str:
 
 
 def assert_decisions_are_one_trace(stack: Stack, alias: str) -> None:
-    """Those of the alias's last rollout, whoever made them, as `millrace trace` shows them."""
+    """Those of the alias's last rollout, whoever made them, as `millrace trace` shows them. A watcher that is
+    killed as soon as it has decided may not have sent its span.
+    """
     (found,) = json.loads(said(stack, "rollout", "status", alias, "--json"))
     rows = history(stack, alias)
     begin = max(at for at, row in enumerate(rows) if row.action == "begin")
@@ -202,7 +204,8 @@ def assert_decisions_are_one_trace(stack: Stack, alias: str) -> None:
         lines = said(stack, "trace", found["trace"]).splitlines()
         return [each.partition("decision ")[2].partition(" ·")[0] for each in lines if DECISION in each]
 
-    assert eventually(lambda: shown() == [row.action for row in rows[begin:]]), (
+    actions = [row.action for row in rows[begin:]]
+    assert eventually(lambda: shown() in (actions, actions[1:])), (
         said(stack, "trace", found["trace"]),
         rows,
     )

@@ -77,6 +77,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     delayed_by_s: dict[str, float] = field(default_factory=dict)
     # Ends the stream of every gateway after this many tokens in all; -1 never does.
     dies_after_tokens: int = -1
+    # Closes its gate when it has told so many; 0 never does.
+    pauses_at_tokens: int = 0
 
     def __post_init__(self) -> None:
         for event in (self.gate, self.answers, self.tells):
@@ -261,6 +263,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 return
             outputs.put_nowait(output)
             self.num_generated += len(piece)
+            if 0 < self.pauses_at_tokens <= self.num_generated:
+                self.pauses_at_tokens = 0
+                self.gate.clear()
             if output.finish_reason:
                 return
             await asyncio.sleep(0)

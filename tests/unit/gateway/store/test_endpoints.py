@@ -387,16 +387,23 @@ async def test_background_is_in_its_conversation_and_in_the_ledger(tmp_path: Pat
 
 
 async def test_background_that_fails_says_why(tmp_path: Path) -> None:
-    async with serving(tmp_path, engine("all that was said " * 9, dies_after_tokens=80)) as stack:
+    # What an engine has sent when it dies may be lost with it, so it waits until something has been told.
+    dying = engine("all that was said " * 9, dies_after_tokens=80, pauses_at_tokens=40)
+    async with serving(tmp_path, dying) as stack:
         made = await create(stack, background=True)
-        streamed = await send(stack, "GET", f"responses/{made['id']}?stream=true")
-        assert "response.failed" in streamed.text
+        path, headers = f"/v1/responses/{made['id']}?stream=true", {CONTEXT_HEADER: signed_context("reader")}
+        lines = []
+        async with stack.http.stream("GET", path, headers=headers, timeout=30) as streamed:
+            async for line in streamed.aiter_lines():
+                lines.append(line)
+                if line == "event: response.output_text.delta":
+                    dying.gate.set()
+        assert "event: response.failed" in lines
         told = await get(stack, f"responses/{made['id']}")
         assert told["status"] == "failed"
         assert told["error"]["code"] == "engine_lost"
         # What was told of it stays, as a stream without a store tells it.
-        *blocks, _ = streamed.text.rstrip().split("\n\n")
-        events = [json.loads(each.partition("data: ")[2]) for each in blocks]
+        events = [json.loads(each[6:]) for each in lines if each.startswith("data: {")]
         assert [each["sequence_number"] for each in events] == list(range(len(events)))
         text = "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta")
         assert text
