@@ -202,13 +202,11 @@ def assert_decisions_are_one_trace(stack: Stack, alias: str) -> None:
 
     def shown() -> list[str]:
         lines = said(stack, "trace", found["trace"]).splitlines()
-        return [each.partition("decision ")[2].partition(" ·")[0] for each in lines if DECISION in each]
+        told = [each.partition(DECISION)[2] for each in lines if DECISION in each]
+        return [each.partition("decision ")[2].partition(" ·")[0] for each in told]
 
     actions = [row.action for row in rows[begin:]]
-    assert eventually(lambda: shown() in (actions, actions[1:])), (
-        said(stack, "trace", found["trace"]),
-        rows,
-    )
+    assert eventually(lambda: shown() in (actions, actions[1:])), (shown(), actions)
 
 
 def num_rows(stack: Stack) -> int:
