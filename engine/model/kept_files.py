@@ -13,13 +13,13 @@ import contextlib
 import fcntl
 import os
 import secrets
-import shutil
 import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedWriter
 from pathlib import Path
+from shutil import disk_usage
 from typing import NamedTuple
 
 import msgspec
@@ -30,8 +30,9 @@ _FORM = b"mrpw-1\n\0"
 _END = struct.Struct("<QQI8s")
 _UNFINISHED = ".writing-"
 _PIECE_BYTES = 8 << 20
-# Part of the file system that is left free.
+# What of the file system is left free: a part of it, and of a large one no more than so many bytes.
 _FREE_SHARE = 0.05
+_FREE_BYTES = 2 << 30
 
 
 class WeightsDamagedError(Exception):
@@ -228,8 +229,9 @@ class PackedFolder:
         self._remove_abandoned()
         files = self.all()
         total = sum(kept.num_bytes for kept in files)
-        usage = shutil.disk_usage(self.root)
-        free = usage.free - int(_FREE_SHARE * usage.total)
+        usage = disk_usage(self.root)
+        left_free = min(int(_FREE_SHARE * usage.total), _FREE_BYTES)
+        free = usage.free - left_free
         for kept in files:
             if total + num_bytes <= self.max_bytes and num_bytes <= free:
                 break
@@ -238,8 +240,8 @@ class PackedFolder:
             free += kept.num_bytes
         if num_bytes > free:
             raise NotKeptError(
-                f"it takes {num_bytes} bytes packed, and {self.root} has {max(free, 0)} beside the "
-                f"{_FREE_SHARE:.0%} that are left free; make room there, or name another folder as "
+                f"it takes {num_bytes} bytes packed, and {self.root} has {max(free, 0)} beside "
+                f"the {left_free} that are left free; make room there, or name another folder as "
                 "engine.packed_weights.path"
             )
 

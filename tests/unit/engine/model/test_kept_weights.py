@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from engine.config import PackedWeightsConfig
-from engine.model import kept_weights, packed_command
+from engine.model import kept_files, kept_weights, packed_command
 from engine.model.kept_files import KeptIndex, NotKeptError, PackedFolder, PieceReader, WeightsDamagedError
 from engine.model.kept_weights import KeptWeights
 from engine.model.loader import receive_in_subprocess, unpickled
@@ -72,6 +72,25 @@ class Engine:
     def files(self) -> list[Path]:
         """What is kept."""
         return sorted(self.folder.glob("*.packed"))
+
+
+class Usage(NamedTuple):
+    """Of a file system, as shutil.disk_usage tells it."""
+
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture(autouse=True)
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Says how large the disk is and how much of it is free; roomy, whatever it really is."""
+
+    def says(total: int, free: int) -> None:
+        monkeypatch.setattr(kept_files, "disk_usage", lambda _: Usage(total, total - free, free))
+
+    says(1 << 40, 1 << 39)
+    return says
 
 
 @pytest.fixture
@@ -232,6 +251,32 @@ def test_what_does_not_fit_is_told_and_served(
         engine.start(checkpoint).close()
     assert "engine.packed_weights.max_bytes is 1000; raise it" in caplog.text
     assert not engine.files()
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "is_kept"),
+    [
+        (1 << 40, 3 << 30, True),
+        (1 << 40, 2 << 30, False),
+        (10 << 30, 1 << 30, True),
+        (10 << 30, 500 << 20, False),
+    ],
+)
+def test_a_part_of_a_disk_is_left_free(
+    total: int,
+    free: int,
+    is_kept: bool,
+    disk: Callable[[int, int], None],
+    checkpoint: Path,
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A twentieth, and of a large disk 2 GiB: what is free beside that is for packed weights."""
+    disk(total, free)
+    with caplog.at_level(logging.INFO):
+        engine.start(checkpoint).close()
+    assert len(engine.files()) == is_kept
+    assert ("that are left free; make room there" in caplog.text) != is_kept
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_served(
