@@ -13,6 +13,9 @@ from typing import Protocol
 
 from contract.errors import MillraceError
 
+# How clients of most APIs send a key, as messages advise it; a form has its own API's way in its place.
+KEY_ADVICE = "`authorization: Bearer <key>`"
+
 
 class ErrorForm(Protocol):
     """An error as one face writes it."""
