@@ -150,7 +150,7 @@ async def test_a_line_of_a_batch_becomes_an_error_line_with_its_name(tmp_path: P
 
 
 async def grpc_refusal(stack: Deployment, data: bytes) -> Any:
-    call = stack.channel.unary_stream(f"/{FULL_NAME}/Chat")
+    call: Any = stack.channel.unary_stream(f"/{FULL_NAME}/Chat", bytes, bytes)
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await anext(aiter(call(data, metadata=((CONTEXT_HEADER, signed_context()),))))
     return from_rpc_error(failure.value)
