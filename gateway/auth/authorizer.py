@@ -20,7 +20,7 @@ from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.auth.verifier import Arrival, CallerVerifier, context_of
 from gateway.tiers import Tiers
-from gateway.types.error_form import ErrorForms
+from gateway.types.error_form import KEY_ADVICE, ErrorForms
 from gateway.types.request import MAX_CLIENT_REQUEST_ID, Caller, Identity
 from observability.emit import names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
@@ -52,7 +52,7 @@ _REMOVED = (
 _COUNTED = (COUNTED_HEADER.encode(), b"1")
 _SCHEME = b"bearer "
 _API_KEY_NAMES = tuple(name.encode() for name in API_KEY_HEADERS)
-NO_CREDENTIALS = "no API key was sent; send the header `authorization: Bearer <key>`"
+NO_CREDENTIALS = f"no API key was sent; send the header {KEY_ADVICE}"
 # The ids of tokens are their issuer's words.
 _CONTROL_CHARACTERS = bytes([*range(32), 127])
 _decode_claims = msgspec.json.Decoder(dict[str, Any]).decode
@@ -154,7 +154,7 @@ class Authorizer:
         if credentials[: len(_SCHEME)].lower() != _SCHEME:
             raise MillraceError(
                 Reason.INVALID_CREDENTIALS,
-                "the authorization header has another scheme than Bearer; send `authorization: Bearer <key>`",
+                f"the authorization header has another scheme than Bearer; send {KEY_ADVICE}",
             )
         return self._directory.authenticate(credentials[len(_SCHEME) :].strip().decode("latin-1"))
 

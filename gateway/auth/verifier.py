@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from contract.errors import MillraceError, Reason
 from gateway.tiers import Tier, Tiers
+from gateway.types.error_form import KEY_ADVICE
 from gateway.types.request import MAX_CLIENT_REQUEST_ID, Caller, Identity
 from observability.emit.tracing import RemoteSpan, RequestIdentity
 from runtime.config import SecurityConfig
@@ -104,8 +105,8 @@ class CallerVerifier:
         if not header:
             raise MillraceError(
                 Reason.MISSING_CREDENTIALS,
-                f"the request has no {CONTEXT_HEADER}; send it to the edge with an API key "
-                "(authorization: Bearer <key>), not to the gateway itself",
+                f"the request has no {CONTEXT_HEADER}; send it to the edge with an API key, {KEY_ADVICE}, "
+                "not to the gateway itself",
             )
         now_unix_ms = time.time_ns() // 1_000_000
         context = verify(

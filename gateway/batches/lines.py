@@ -7,7 +7,9 @@ again from where they stand when their turn comes. Memory does not grow with the
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import secrets
 import sqlite3
 import struct
@@ -21,6 +23,7 @@ import msgspec
 
 from contract.errors import MillraceError, Reason, invalid, unsupported
 from gateway.batches.types import Problem
+from gateway.http.utf8 import check_utf8, half_pair
 
 MAX_CUSTOM_ID = 256
 # Offset, length, fault, the earlier line that a duplicate repeats, number of the line.
@@ -75,12 +78,15 @@ class LineEntry:
 
 _decode = msgspec.json.Decoder(LineBody).decode
 _peek = msgspec.json.Decoder(Peek).decode
+# None of it can be written as UTF-8, which results are.
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _named = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def check_line(data: bytes, endpoint: str) -> LineBody:
     """A line as a request; raises MALFORMED_BODY, INVALID_ARGUMENT or UNSUPPORTED_FIELD."""
     try:
+        check_utf8(data)
         line = _decode(data)
     except msgspec.ValidationError as error:
         raise MillraceError(
@@ -88,7 +94,7 @@ def check_line(data: bytes, endpoint: str) -> LineBody:
             f'{error}; a line is {{"custom_id", "method": "POST", "url", "body"}}',
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MillraceError(
+        raise half_pair(data) or MillraceError(
             Reason.MALFORMED_BODY, f"the line is not JSON: {error}; write one JSON object a line"
         ) from error
     if not 0 < len(line.custom_id) <= MAX_CUSTOM_ID:
@@ -110,10 +116,17 @@ def check_line(data: bytes, endpoint: str) -> LineBody:
 def name_of(data: bytes) -> str | None:
     """How a line that is no request names itself, if it does."""
     try:
-        found = _named(data).get("custom_id")
+        found = _named(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        try:
+            # Half of a surrogate pair, which is no text, may stand elsewhere in it.
+            found = json.loads(data.decode("utf-8", "surrogatepass"))
+        except (ValueError, RecursionError):
+            return None
+    name = found.get("custom_id") if isinstance(found, dict) else None
+    if not isinstance(name, str) or len(name) > MAX_CUSTOM_ID:
         return None
-    return found if isinstance(found, str) and len(found) <= MAX_CUSTOM_ID else None
+    return None if _HALF_PAIR.search(name) else name
 
 
 class LineIds:
@@ -132,7 +145,7 @@ class LineIds:
 
     def first_line(self, custom_id: str, line: int) -> int:
         """The earlier line with this id; 0 where this is the first. Raises OSError for a full disk."""
-        name = custom_id.encode("utf-8", "surrogatepass")
+        name = custom_id.encode()
         key = hashlib.blake2b(name, digest_size=16, key=self._secret).digest()
         try:
             added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?)", (key, line))

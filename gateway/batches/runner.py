@@ -100,13 +100,10 @@ class BatchRunner:
         """Something changed: a batch may be there, or a line may begin."""
         self._changed.set()
 
-    def live(self, tenant: str, id_: str) -> RequestBatch | None:
-        """A batch as it is now, where this gateway runs it."""
+    def detail(self, tenant: str, id_: str) -> str | None:
+        """What holds a batch up now, "" where nothing does; None where this gateway does not run it."""
         job = self._jobs.get(id_)
-        if job is None or job.tenant != tenant or job.is_lost:
-            return None
-        # Its end is told once everybody knows of it by the row.
-        return job.lease.batch if job.lease.batch.is_open else None
+        return None if job is None or job.tenant != tenant or job.is_lost else job.lease.batch.detail
 
     def cancel(self, tenant: str, batch: RequestBatch) -> None:
         """Lets no further line of a batch begin where this gateway runs it; others learn it by the row."""

@@ -291,31 +291,27 @@ class Batches:
     async def get(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Raises STORED_NOT_FOUND."""
         batch = await self.call(self.store.get, tenant, api, id_)
-        return self._live(tenant, batch)
+        return self._told(tenant, batch)
 
     async def page(
         self, tenant: str, api: str, *, limit: int, order: str = "desc", after: str = ""
     ) -> tuple[list[RequestBatch], bool]:
         """See BatchStore.page."""
         batches, more = await self.call(self.store.page, tenant, api, limit=limit, order=order, after=after)
-        return [self._live(tenant, each) for each in batches], more
+        return [self._told(tenant, each) for each in batches], more
 
-    def _live(self, tenant: str, batch: RequestBatch) -> RequestBatch:
-        """The batch as it is, where this gateway runs it: a row is a second old, or the database full."""
-        live = self._runner.live(tenant, batch.id) if batch.is_open else None
-        if live is None:
-            return batch
-        return replace(
-            live,
-            status=batch.status if batch.cancelling_unix_s and live.is_open else live.status,
-            cancelling_unix_s=batch.cancelling_unix_s,
-        )
+    def _told(self, tenant: str, batch: RequestBatch) -> RequestBatch:
+        """The batch as its row has it, since every gateway tells the same and its counts never go back. What
+        holds it up is told by whoever runs it, because a database that is full cannot be told.
+        """
+        detail = self._runner.detail(tenant, batch.id) if batch.is_open else None
+        return batch if detail is None else replace(batch, detail=detail)
 
     async def cancel(self, tenant: str, api: str, id_: str) -> RequestBatch:
         """Asks for its end; raises STORED_NOT_FOUND."""
         batch = await self.call(self.store.cancel, tenant, api, id_)
         self._runner.cancel(tenant, batch)
-        return self._live(tenant, batch)
+        return self._told(tenant, batch)
 
     async def delete_batch(self, tenant: str, api: str, id_: str) -> None:
         """Removes a batch that has ended, and its results; raises STORED_NOT_FOUND, and INVALID_ARGUMENT for

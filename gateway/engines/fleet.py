@@ -314,10 +314,11 @@ class Fleet:
             return ready
         chosen = {} if home is None else {home.target: home}
         prefixes, version = self._prefixes, submission.adapter_version
+        first = None if hashes is None else hashes.first_sampled(self.routing.prefix_sample)
         promising = [
             each
             for each in ready
-            if (hashes is not None and prefixes[each.target].begins(hashes))
+            if (first is not None and prefixes[each.target].holds(first))
             or (version and each.has_adapter(version, loaded=True))
         ]
         if len(promising) > most // 2:

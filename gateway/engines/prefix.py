@@ -14,7 +14,7 @@ from contract.prefix import PrefixHasher, event_hash, is_sampled
 class PromptHashes:
     """Event hashes of a prompt's full blocks, computed as far as somebody asks."""
 
-    __slots__ = ("_block_size", "_first", "_hasher", "_hashes", "_token_ids")
+    __slots__ = ("_block_size", "_hasher", "_hashes", "_token_ids")
 
     def __init__(
         self, token_ids: Sequence[int], *, model: str, adapter: str, salt: bytes, block_size: int
@@ -23,8 +23,6 @@ class PromptHashes:
         self._block_size = block_size
         self._hasher = PrefixHasher(model=model, adapter=adapter, salt=salt, block_size=block_size)
         self._hashes: list[int] = []
-        # 0 where there is none.
-        self._first: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -33,10 +31,7 @@ class PromptHashes:
 
     def first_sampled(self, sample: int) -> int | None:
         """Hash of the first block that is known where one in `sample` is; None where the prompt has none."""
-        if self._first is None:
-            found = (each for each in map(self.at, range(self.num_blocks)) if is_sampled(each, sample))
-            self._first = next(found, 0)
-        return self._first or None
+        return next((each for each in map(self.at, range(self.num_blocks)) if is_sampled(each, sample)), None)
 
     def at(self, index: int) -> int:
         """Hash of block `index`, which covers tokens up to (index + 1) * block_size."""
@@ -110,7 +105,6 @@ class PrefixIndex:
             num_cached = index + 1
         return num_cached
 
-    def begins(self, hashes: PromptHashes) -> bool:
-        """Whether the first block of a prompt that can be known is held."""
-        first = hashes.first_sampled(self._sample)
-        return first is not None and (first in self._held or first in self._expected)
+    def holds(self, block_hash: int) -> bool:
+        """Whether a block is held, or about to be."""
+        return block_hash in self._held or block_hash in self._expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -40,6 +41,8 @@ class AcceptedAnswer:
         self._pipeline = pipeline
         self._requests = requests
         self._answer: Answer | None = None
+        # Seconds that were said to be left of a load: of one that takes longer they stay at the last.
+        self._told_left_s = math.inf
         # Until it is accepted there is nothing to cancel but the work of accepting it.
         self._accepting: asyncio.Task[Any] | None = asyncio.current_task()
 
@@ -77,7 +80,9 @@ class AcceptedAnswer:
         if not self._exchange.begun:
             await self._exchange.begin_events()
         done = f" {load.stage} {load.fraction:.0%}" if load.stage else ""
-        left = f", about {load.left_s:.0f} s left" if load.left_s else ""
+        left = ""
+        if 0 < load.left_s < self._told_left_s:
+            self._told_left_s, left = load.left_s, f", about {load.left_s:.0f} s left"
         await self._exchange.write(f": {model} is being loaded{done}{left}\n\n".encode())
 
     def _client_left(self) -> None:

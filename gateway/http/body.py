@@ -12,6 +12,7 @@ import msgspec
 from msgspec import inspect
 
 from contract.errors import MillraceError, Reason, invalid, unsupported
+from gateway.http.utf8 import check_utf8, half_pair
 
 Body = TypeVar("Body")
 Fields = dict[str, msgspec.Raw]
@@ -43,15 +44,16 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTA
 def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     """The body as the decoder's type; raises MALFORMED_BODY, INVALID_ARGUMENT or UNSUPPORTED_FIELD."""
     try:
+        check_utf8(body)
         return _decoded(decoder, body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), body, decoder.type) from error
     except msgspec.DecodeError as error:
-        raise MillraceError(
+        raise half_pair(body) or MillraceError(
             Reason.MALFORMED_BODY, f"the body is not JSON: {error}; send one JSON object (NaN is not JSON)"
         ) from error
     except UnicodeDecodeError as error:
-        raise MillraceError(
+        raise half_pair(body) or MillraceError(
             Reason.MALFORMED_BODY, f"the body is not UTF-8 at byte {error.start}; encode it as UTF-8"
         ) from error
     except RecursionError as error:

@@ -106,10 +106,51 @@ def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[No
             if num_fields % _IN_ONE_SLICE == 0:
                 yield
     except IndexError as error:
-        raise MillraceError(
-            Reason.MALFORMED_BODY,
-            f"the bytes of the request are no {kind.full_name}; generate the client from proto/",
-        ) from error
+        raise _malformed(kind) from error
+
+
+def not_parsed(data: bytes, kind: Descriptor) -> MillraceError:
+    """Why the bytes of a message that was counted cannot be parsed: INVALID_ARGUMENT at a text that is no
+    UTF-8, else MALFORMED_BODY.
+    """
+    field = _no_text(_Reader(data), len(data), kind)
+    if not field:
+        return _malformed(kind)
+    return invalid(field, "its bytes are no UTF-8; half of a surrogate pair has no form in it: leave it out")
+
+
+def _malformed(kind: Descriptor) -> MillraceError:
+    problem = f"the bytes of the request are no {kind.full_name}; generate the client from proto/"
+    return MillraceError(Reason.MALFORMED_BODY, problem)
+
+
+def _no_text(reader: _Reader, end: int, kind: Descriptor, path: str = "") -> str:
+    """The first text that is no UTF-8, such as "conversation.messages[1].content"; "" for none."""
+    counts: dict[int, int] = {}
+    while reader.offset < end:
+        tag = reader.number()
+        if tag & 7 == _GROUP_ENDS:
+            continue
+        ends, field = reader.skip(tag & 7), kind.fields_by_number.get(tag >> 3)
+        if field is not None and tag & 7 == _BYTES:
+            at = counts[tag >> 3] = counts.get(tag >> 3, -1) + 1
+            name = f"{path}{field.name}[{at}]" if field.default_value == [] else f"{path}{field.name}"
+            inside = field.message_type
+            found = "" if inside is None else _no_text(reader, ends, inside, f"{name}.")
+            if found:
+                return found
+            if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(reader.data[reader.offset : ends]):
+                return name
+        reader.offset = ends
+    return ""
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _ends_here(reader: _Reader, message: Descriptor | int, end: int) -> bool:

@@ -27,6 +27,7 @@ from gateway.limits.store import (
     scopes_of,
     unix_s,
 )
+from gateway.types.error_form import whole_s
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -72,7 +73,8 @@ def _refusal(refused: LimitRefused, scope: Scope, limit: int) -> MillraceError:
     wait_s = (refused.retry_after_ms or 1000) / 1000
     return MillraceError(
         Reason.REQUEST_RATE_EXCEEDED,
-        f"{scope} may send {limit} requests a minute and has sent {refused.used}; retry in {wait_s:.1f} s",
+        f"{scope} may send {limit} requests a minute and has sent {refused.used}; "
+        f"retry in {whole_s(wait_s)} s",
         metadata={"limit": str(limit), "scope": str(scope)},
         retry_after_s=wait_s,
     )

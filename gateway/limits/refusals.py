@@ -5,6 +5,7 @@ from __future__ import annotations
 from contract.errors import MillraceError, Reason
 from gateway.limits.prices import NANOS_PER_UNIT
 from gateway.limits.store import Demand, Kind, LeaseDemand, LimitRefused, MeterDemand, WindowDemand
+from gateway.types.error_form import whole_s
 
 # Advice where nothing but the end of another stream helps.
 _SLOT_RETRY_S = 1.0
@@ -59,7 +60,7 @@ def _token_rate_exceeded(refused: LimitRefused, window: WindowDemand) -> Millrac
     return MillraceError(
         Reason.TOKEN_RATE_EXCEEDED,
         f"{_holder(window.key)} has used {refused.used} of {window.limit} tokens in the last minute and the "
-        f"request may use {window.amount}; retry in {wait_s:.1f} s or lower max_tokens",
+        f"request may use {window.amount}; retry in {whole_s(wait_s)} s or lower max_tokens",
         metadata=metadata,
         retry_after_s=wait_s,
     )

@@ -13,6 +13,9 @@ from typing import Protocol
 
 from contract.errors import MillraceError
 
+# How clients of most APIs send a key, as messages advise it; a form has its own API's way in its place.
+KEY_ADVICE = "`authorization: Bearer <key>`"
+
 
 class ErrorForm(Protocol):
     """An error as one face writes it."""
@@ -56,11 +59,16 @@ class ErrorForms:
         return next(found, self.default)
 
 
+def whole_s(seconds: float) -> int:
+    """A time to wait as headers and messages tell it: who waits so long does not come too early."""
+    return max(1, math.ceil(seconds))
+
+
 def retry_headers(error: MillraceError) -> dict[str, str]:
     """When to come back, in whole seconds and in milliseconds; {} where a retry does not help."""
     if error.retry_after_s is None:
         return {}
     return {
-        "retry-after": str(max(1, math.ceil(error.retry_after_s))),
+        "retry-after": str(whole_s(error.retry_after_s)),
         "retry-after-ms": str(max(1, math.ceil(error.retry_after_s * 1000))),
     }

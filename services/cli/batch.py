@@ -26,11 +26,17 @@ _POLL_S = 1.0
 # How long a server that does not answer is waited for: a gateway is started again meanwhile.
 _PATIENCE_S = 120.0
 _FIRST_LINE_BYTES = 16 << 20
-_ENDED = ("completed", "failed", "expired", "cancelled")
+# Of those that have not come to their last line, why.
+_CUT_SHORT = {"expired": "its window of {window} ended", "cancelled": "it was cancelled"}
+_ENDED = ("completed", "failed", *_CUT_SHORT)
 
 
 class BatchFailed(Exception):
     """The server refused, or does not answer; the message is for people."""
+
+
+class BatchGone(BatchFailed):
+    """The server has no such batch, or no such file, any more."""
 
 
 class RunningBatch(msgspec.Struct, frozen=True):
@@ -72,6 +78,8 @@ class BatchClient:
             if not problem:
                 found: dict[str, Any] = answer.json()
                 return found
+            if not is_away and answer.status_code == 404:
+                raise BatchGone(problem)
             if not is_away or time.monotonic() >= until_s:
                 raise BatchFailed(problem)
             time.sleep(_POLL_S)
@@ -89,7 +97,7 @@ class BatchClient:
             with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer:
                 if answer.is_error:
                     answer.read()
-                    raise BatchFailed(_refusal(answer))
+                    raise (BatchGone if answer.status_code == 404 else BatchFailed)(_refusal(answer))
                 with part.open("wb") as file:
                     for piece in answer.iter_bytes():
                         file.write(piece)
@@ -122,13 +130,14 @@ def run(
 ) -> None:
     """Run a file of requests to its end and fetch the answers. Interrupted, the same command goes on.
 
-    Ends with 0 when every line has an answer, 1 when some have none, 2 when nothing could be run.
+    Ends with 0 when every line has an answer, 1 when some have none, 2 when nothing could be run, 3 when the
+    batch expired or was cancelled: what was answered until then is written, and the other lines as errors.
     """
     try:
         target = find_target(url)
         with BatchClient(target) as client:
-            batch = _follow(client, _started(client, target, file, endpoint, window))
-            is_whole = _fetch(client, batch, file, output, errors)
+            batch = _follow(client, _started(client, target, file, endpoint, window), file)
+            _fetch(client, batch, file, output, errors)
     except (BatchFailed, ConfigError) as error:
         _fail(str(error))
     except OSError as error:
@@ -136,7 +145,9 @@ def run(
     except KeyboardInterrupt:
         _notes.print("the batch goes on; the same command follows it again", markup=False)
         raise typer.Exit(130) from None
-    raise typer.Exit(0 if is_whole else 1)
+    if batch["status"] in _CUT_SHORT:
+        raise typer.Exit(3)
+    raise typer.Exit(0 if batch["status"] == "completed" and not batch["request_counts"]["failed"] else 1)
 
 
 def _fail(problem: str) -> NoReturn:
@@ -184,13 +195,16 @@ def _endpoint_of(file: Path) -> str:
     return str(found)
 
 
-def _follow(client: BatchClient, batch_id: str) -> dict[str, Any]:
+def _follow(client: BatchClient, batch_id: str, file: Path) -> dict[str, Any]:
     """Shows how far it is until it has ended; what it is then."""
     told = ""
     with _bar() as progress:
         task = progress.add_task("validating", total=None)
         while True:
-            batch = client.ask("GET", f"/v1/batches/{batch_id}")
+            try:
+                batch = client.ask("GET", f"/v1/batches/{batch_id}")
+            except BatchGone as error:
+                raise BatchFailed(f"{error}; delete {_note_of(file)} to begin anew") from error
             counts = batch["request_counts"]
             done = counts["completed"] + counts["failed"]
             total = counts["total"] or None
@@ -213,21 +227,36 @@ def _bar() -> Iterator[Progress]:
 
 def _fetch(
     client: BatchClient, batch: dict[str, Any], file: Path, output: Path | None, errors: Path | None
-) -> bool:
-    """Writes the results; whether every line has an answer."""
+) -> None:
+    """Writes the results, and says what became of the lines; raises BatchFailed where a file is gone."""
+    gone = []
     for id_, asked, name in (
         (batch["output_file_id"], output, "output"),
         (batch["error_file_id"], errors, "errors"),
     ):
         if id_:
             path = asked or file.with_name(f"{file.name}.{name}.jsonl")
-            client.download(id_, path)
-            _notes.print(f"{name}: {path}", markup=False, soft_wrap=True)
+            try:
+                client.download(id_, path)
+            except BatchGone as error:
+                gone.append(f"{name}: {error}")
+            else:
+                _notes.print(f"{name}: {path}", markup=False, soft_wrap=True)
     for problem in (batch["errors"] or {}).get("data", ()):
         _notes.print(problem["message"], style="red", markup=False, soft_wrap=True)
-    counts = batch["request_counts"]
-    _notes.print(
-        f"{batch['status']}: {counts['completed']} of {counts['total']} lines have answers", markup=False
-    )
+    _notes.print(_told(batch), markup=False, soft_wrap=True)
+    # Nothing more will come of it: the same command begins anew.
     _note_of(file).unlink(missing_ok=True)
-    return bool(batch["status"] == "completed" and not counts["failed"])
+    if gone:
+        raise BatchFailed(f"{'; '.join(gone)}; the same command runs the file anew")
+
+
+def _told(batch: dict[str, Any]) -> str:
+    counts, status = batch["request_counts"], batch["status"]
+    told = f"{status}: {counts['completed']} of {counts['total']} lines have answers"
+    if status not in _CUT_SHORT:
+        return told
+    why = _CUT_SHORT[status].format(window=batch["completion_window"])
+    if not counts["total"]:
+        return f"{status}: {why} before its lines were read, so none has an answer; run the file again"
+    return f"{told}; {why} before the others did, which are among the errors: run those lines again"

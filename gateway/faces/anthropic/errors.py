@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from contract.errors import MillraceError, Reason
-from gateway.types.error_form import ErrorForm, retry_headers
+from gateway.types.error_form import KEY_ADVICE, ErrorForm, retry_headers
 
 _encode = msgspec.json.Encoder().encode
 
@@ -103,7 +104,11 @@ class AnthropicErrors(ErrorForm):
 
 
 def _message(error: MillraceError) -> str:
-    """Of a prompt that is too long the API's own words come first: agents shorten a conversation by them."""
+    """Of a prompt that is too long the API's own words come first: agents shorten a conversation by them. A
+    key is asked for where the API's clients have it.
+    """
+    if error.mapping.http_status == HTTPStatus.UNAUTHORIZED:
+        return error.message.replace(KEY_ADVICE, f"`x-api-key: <key>`, or {KEY_ADVICE}")
     num_tokens, limit = map(error.metadata.get, ("prompt_tokens", "max_context_tokens"))
     if error.reason is not Reason.CONTEXT_LENGTH_EXCEEDED or num_tokens is None:
         return error.message

@@ -1,10 +1,11 @@
-"""Requests from bytes to messages: small ones as they come, large ones counted first, in slices, and one of a
-tenant at a time.
+"""Requests from bytes to messages: small ones as they come; large ones, and what is no message, counted
+first, in slices, and one of a tenant at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -12,10 +13,9 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from millrace.inference.v1 import inference_pb2
 
-from contract.errors import MillraceError, Reason
 from gateway.faces.grpc.servicer import FULL_NAME, InferenceServicer
 from gateway.intake.intake import LARGE_BYTES, Intake
-from gateway.intake.wire_shape import counted
+from gateway.intake.wire_shape import counted, not_parsed
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 
@@ -69,7 +69,14 @@ class Unparsed:
 
 
 def _if_small(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    return lambda data: Unparsed(data) if len(data) > LARGE_BYTES else parse(data)
+    def read(data: bytes) -> Any:
+        if len(data) <= LARGE_BYTES:
+            # What is no message is parsed again where the field can be named that is at fault.
+            with suppress(DecodeError):
+                return parse(data)
+        return Unparsed(data)
+
+    return read
 
 
 class _Parser:
@@ -93,11 +100,7 @@ class _Parser:
                     await slices.breathe()
                 return kind.FromString(message.data)
             except DecodeError as error:
-                raise MillraceError(
-                    Reason.MALFORMED_BODY,
-                    f"the bytes of the request are no {kind.DESCRIPTOR.full_name}; generate the client from "
-                    "proto/",
-                ) from error
+                raise not_parsed(message.data, kind.DESCRIPTOR) from error
             finally:
                 message.drop()
 

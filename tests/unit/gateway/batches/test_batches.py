@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from openai import AsyncOpenAI
 from contract.errors import MillraceError, Reason
 from tests.unit.gateway.batches.serving import (
     CHAT,
+    ENDED,
     as_tenant,
     call,
     create,
@@ -304,6 +306,26 @@ async def test_another_gateway_goes_on_and_every_line_is_there_once(tmp_path: Pa
     assert len(rows) == len({row.request_id for row in rows}) == 40
     assert {row.outcome for row in rows} == {"stop"}
     assert not list((tmp_path / "batches" / "work").iterdir())
+
+
+async def test_counts_never_go_back_whichever_gateway_is_asked(tmp_path: Path) -> None:
+    # A lease this long is renewed once a second, while results are counted ten times.
+    async with (
+        serving(tmp_path, ScriptedEngine(step_s=0.02), max_in_flight=2, lease_s=60.0) as one,
+        serving(tmp_path, ScriptedEngine(step_s=0.02), max_in_flight=2, lease_s=60.0) as other,
+    ):
+        batch = await create(one, jsonl(*(request(str(each)) for each in range(60)), request("bad", model=1)))
+        told: list[list[int]] = []
+
+        async def ask_both() -> bool:
+            for stack in (one, other):
+                now = await ok(stack, "GET", f"batches/{batch['id']}")
+                told.append([*now["request_counts"].values()])
+            return now["status"] in ENDED
+
+        await until(ask_both)
+    assert all(later >= earlier for pair in pairwise(told) for earlier, later in zip(*pair, strict=True))
+    assert told[-1] == [61, 60, 1]
 
 
 async def test_lines_that_are_refused_for_load_are_tried_again(tmp_path: Path) -> None:

@@ -130,7 +130,17 @@ def test_a_prefix_is_known_up_to_its_last_block_that_is_heard_of(start: int, sam
     heard = [number for number, block_hash in enumerate(stored) if block_hash % sample == 0]
     assert index.num_cached_blocks(prompt) == (heard[-1] + 1 if heard else 0)
     known = [prompt.at(each) for each in range(prompt.num_blocks) if prompt.at(each) % sample == 0]
-    assert index.begins(prompt) == bool(known and known[0] in stored)
+    first = prompt.first_sampled(sample)
+    assert first == (known[0] if known else None)
+    assert (first is not None and index.holds(first)) == bool(known and known[0] in stored)
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(1, 16), min_size=2, max_size=4))
+def test_the_first_block_that_is_known_is_that_of_each_sample_asked(start: int, samples: list[int]) -> None:
+    prompt = hashes_of(asks(start))
+    blocks = [prompt.at(index) for index in range(prompt.num_blocks)]
+    for sample in samples:
+        assert prompt.first_sampled(sample) == next((each for each in blocks if each % sample == 0), None)
 
 
 @given(hashes, st.integers(1, 8))

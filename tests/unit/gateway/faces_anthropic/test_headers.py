@@ -41,6 +41,20 @@ async def test_a_key_comes_in_the_apis_own_header() -> None:
             assert status == 200 or response.json()["error"]["type"] == "authentication_error"
 
 
+@pytest.mark.parametrize("credentials", [{}, {"authorization": "Basic bXI="}, {CONTEXT_HEADER: ""}])
+async def test_a_401_advises_first_what_the_apis_clients_send(credentials: dict[str, str]) -> None:
+    async with deployed() as stack:
+        stack.http.headers.pop(CONTEXT_HEADER)
+        for path in (PATH, f"{PATH}/count_tokens", f"{PATH}/batches", f"{PATH}/batches/msgbatch_1"):
+            told = (await stack.http.get(path, headers=credentials)).json()["error"]["message"]
+            assert "`x-api-key: <key>`, or `authorization: Bearer <key>`" in told
+            assert told.count("authorization: Bearer") == 1
+        # An API whose clients send it otherwise does not name that.
+        told = (await stack.http.get("/v1/models", headers=credentials)).json()["error"]["message"]
+        assert "`authorization: Bearer <key>`" in told
+        assert "x-api-key" not in told
+
+
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", PATH), ("POST", f"{PATH}/count_tokens"), ("GET", "/v1/models")]
 )

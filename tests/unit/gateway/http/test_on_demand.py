@@ -84,6 +84,19 @@ async def test_what_is_unloading_gets_nothing_new(tmp_path: Path) -> None:
         assert (await asking).status_code == 200
 
 
+async def test_what_is_left_of_a_load_is_said_once_though_it_takes_longer(tmp_path: Path) -> None:
+    async with on_demand(tmp_path) as (stack, loader):
+        loader.say(msgspec.structs.replace(LOADING, left_s=1.0))
+        async with stack.http.stream("POST", CHAT, json={**BODY, "stream": True}) as answer:
+            told: list[str] = []
+            async for each in answer.aiter_lines():
+                told += [each] * each.startswith(": ")
+                if len(told) == 2:
+                    loader.say(LOADED)
+    text = ": tiny is being loaded read weights 50%"
+    assert told[:2] == [f"{text}, about 1 s left", text]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "end"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gateway.limits.prices import Prices
 from gateway.limits.store import MemoryLimitStore, Settlement, StoreLostError
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
+from gateway.types.error_form import retry_headers
 from gateway.types.request import Identity
 
 NOW_S = 1_790_000_000.0
@@ -133,6 +135,10 @@ async def test_refusal_says_whose_limit_and_when_to_come_back() -> None:
     rig.now_s += 20
     error = await rig.refusal(30, 0)
     assert error.message.startswith("key k has used 80 of 100 tokens")
+    # The words and the headers say the same time, after which it is admitted.
+    assert error.retry_after_s is not None
+    (seconds,) = re.findall(r"retry in (\d+) s or", error.message)
+    assert retry_headers(error)["retry-after"] == seconds
     assert error.retry_after_s == pytest.approx(40.5, abs=0.5)
     rig.now_s += error.retry_after_s
     await rig.reserve(30, 0)
