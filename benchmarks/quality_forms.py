@@ -412,8 +412,7 @@ def kept_rows(subject: Subject, work: Path, settings: str) -> tuple[list[dict[st
     rows = KeptRows(work / "rows.json", settings).rows
     names = [form.name for form in forms(subject, work)]
     shown = {name: _with_layers(row, rows[BASELINE]) for name, row in rows.items()}
-    lacking = [name for name in names if name not in rows or "layers" not in shown[name]]
-    return [shown[name] for name in names if name in rows], lacking
+    return [shown[name] for name in names if name in rows], [name for name in names if name not in rows]
 
 
 # --- the page ---------------------------------------------------------------------------------------------
@@ -437,12 +436,12 @@ interval of 95 % (paired, case by case). **Bold** is worse beyond its interval, 
 4. Let [the gate](gate.md) decide with your own cases. Two small models are no promise for yours.
 
 Of the layers: "structure" is JSON under a schema, and of the bundled model also which tool is called, if any,
-with which arguments, all without a grammar that leads the answer, because with one every form is valid;
-SmolLM2-135M never calls a tool. "Long context" is needles, alone, among distractors, three at once, and with
-the section cited, in texts of {windows[0]:,} tokens (SmolLM2: {windows[1]}), at their beginning, middle and
-end. "Behaviour" is refusals, language and format. The models in bfloat16 are neither
-always right nor always wrong in any of them. Cases are drawn by two seeds, and every second text is of the
-other sample: the third table's last line says whether both samples agree.
+with which arguments, all without a grammar that leads the answer, because with one every form is valid.
+SmolLM2-135M never calls a tool, and what it loses hangs on one token: whether it ends behind the object, or
+goes on to explain it. "Long context" is needles, alone, among distractors, three at once, and with the section
+cited, in texts of {windows[0]:,} tokens (SmolLM2: {windows[1]}), at their beginning, middle and end.
+"Behaviour" is refusals, language and format. Cases are drawn by two seeds, and every second text is of the
+other sample: the third table's last line says which figures the two samples contradict each other in.
 """
 # In per cent of bfloat16's perplexity.
 _RISES = (0.5, 2, 10)
@@ -524,6 +523,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _lacks(subject: Subject, how: str, names: Sequence[str]) -> str:
+    return f" Not measured {how}yet of {subject.name}: {'; '.join(names)}." if names else ""
+
+
 def main() -> None:
     given = _arguments()
     if given.page:
@@ -541,7 +544,8 @@ def main() -> None:
         if given.kept:
             kept, lacking = kept_rows(subject, work, settings)
             rows += kept
-            notes += f" Not measured yet of {subject.name}: {'; '.join(lacking)}." if lacking else ""
+            notes += _lacks(subject, "", lacking)
+            notes += _lacks(subject, "by layers ", [row["form"] for row in kept if "layers" not in row])
         else:
             rows += run(subject, work, cases, settings, given.only)
     title = "Forms of weights, keys and values: what they do to answers"

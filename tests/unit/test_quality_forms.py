@@ -74,8 +74,8 @@ def test_scores_of_layers_are_published_as_compared(tmp_path: Path) -> None:
     assert found[1]["layers"]["structure"]["within"] == [0.0, 0.0]
     assert not {"scores", "asked"} & found[1].keys()
     assert "layers" not in found[2]
-    assert "bfloat16" not in lacking
-    assert "w8a8 at load" in lacking
+    assert "w8a8 at load" not in lacking
+    assert "int4 at load" in lacking
 
 
 def test_the_page_names_the_smallest_form_for_each_rise_and_shows_all() -> None:
