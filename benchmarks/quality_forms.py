@@ -9,7 +9,7 @@ writes it by every scheme and method, in types of GGUF, and with keys and values
 the bundled model's evaluation split, of which perplexity counts the assistant's tokens; and, for SmolLM2,
 every second topic of Python's own help (pydoc_data). Calibration is the training split, and the other topics.
 "Agrees" is the share of positions whose likeliest token is that of bfloat16; tasks are the gate's generated
-ones, answered greedily.
+ones, answered greedily. Behind them come the gate's layers on two samples of other cases (`quality_layers`).
 
 SmolLM2 is fetched in Q4_1 and turned dense, so its bfloat16 is that of weights which were rounded to 4 bits
 once: what rounds them to 4 bits in groups of 32 again loses less than it would elsewhere.
@@ -26,7 +26,7 @@ import math
 import pydoc_data.topics
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -42,7 +42,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from benchmarks import quality_layers
 from benchmarks.engine.report import options, publish
+from benchmarks.quality_layers import LayerCases, Scores
 from benchmarks.quantization import MIXTURE, SCORING, SEED, held_out
 from checkpoint.files import find
 from engine.config import CacheConfig, EngineConfig
@@ -68,6 +70,8 @@ from tests.unit.engine.runner.driver import Driver, Job
 RECORD = Path("benchmarks/results/quality_forms.json")
 PAGE = Path("docs/quality.md")
 BASELINE, KEYS_AND_VALUES = "bfloat16", "keys and values"
+# What a model was published in, and the form that rounds its dense weights in the same way.
+PUBLISHED = {"GGUF Q4_1, as published": "GGUF Q4_1"}
 # Both models were trained on this form of conversations.
 _ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 _END = "<|im_end|>"
@@ -76,6 +80,9 @@ _TOGETHER = 8
 _TASK_SEED = 5
 # AWQ runs each text through a layer some eighty times.
 CALIBRATION_TEXTS, CALIBRATION_TOKENS = 48, 256
+# Held-out texts of the second look, and windows of needles in tokens: a form of SmolLM2 takes about a minute.
+_OTHER_DOCUMENTS, _OTHER_TOPICS = 96, 8
+_WINDOWS = (1024, 512)
 Text = tuple[list[int], NDArray[np.bool_]]
 
 
@@ -90,6 +97,9 @@ class Subject:
     calibration: Path
     # Also measured as it was fetched.
     published: Path | None = None
+    # Of the gate's layers, and texts beside `texts`; none, and they are not measured.
+    layers: LayerCases | None = None
+    others: list[Text] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +130,15 @@ def bundled(work: Path, num_texts: int, num_tokens: int) -> Subject:
     source = documents(MIXTURE, SEED, "train")
     plain = (each for each in source if each.messages and not each.tools and _is_plain(each.messages))
     _write_lines(calibration, ({"messages": list(each.messages)} for each in islice(plain, 128)))
-    texts = [(ids[:num_tokens], said[:num_tokens]) for ids, said in held_out(num_texts)]
+    texts = [(ids[:num_tokens], said[:num_tokens]) for ids, said in held_out(num_texts + _OTHER_DOCUMENTS)]
     return Subject(
-        name=BUNDLED_MODEL.name, checkpoint=BUNDLED_MODEL, arch="qwen3", texts=texts, calibration=calibration
+        name=BUNDLED_MODEL.name,
+        checkpoint=BUNDLED_MODEL,
+        arch="qwen3",
+        texts=texts[:num_texts],
+        calibration=calibration,
+        layers=quality_layers.layer_cases(BUNDLED_MODEL, _WINDOWS[0], tools=True, times=2),
+        others=texts[num_texts:],
     )
 
 
@@ -136,8 +152,13 @@ def smollm2(work: Path, num_texts: int, num_tokens: int) -> Subject:
     topics = [text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) > 1000]
     calibration = work / "calibration.jsonl"
     _write_lines(calibration, ({"text": text[:6000]} for text in topics[::2]))
-    ids = [tokenizer.encode(text).ids[:num_tokens] for text in topics[1::2][:num_texts]]
-    texts = [(each, np.ones(len(each), bool)) for each in ids]
+    ids = [tokenizer.encode(text).ids for text in topics[1::2][:num_texts]]
+    # What follows in the longer ones: there are no more topics that did not calibrate.
+    further = [each[num_tokens : 2 * num_tokens] for each in ids if len(each) >= 2 * num_tokens]
+    texts, others = (
+        [(each[:num_tokens], np.ones(len(each[:num_tokens]), bool)) for each in some]
+        for some in (ids, further[:_OTHER_TOPICS])
+    )
     return Subject(
         name="SmolLM2-135M-Instruct",
         checkpoint=dense,
@@ -145,6 +166,8 @@ def smollm2(work: Path, num_texts: int, num_tokens: int) -> Subject:
         texts=texts,
         calibration=calibration,
         published=published,
+        layers=quality_layers.layer_cases(dense, _WINDOWS[1], tools=False),
+        others=others,
     )
 
 
@@ -180,7 +203,7 @@ def forms(subject: Subject, work: Path) -> Iterator[QualityForm]:
                 yield QualityForm(name=f"{scheme}, {method}", make=make)
     if subject.published is not None:
         published = subject.published
-        yield QualityForm(name="GGUF Q4_1, as published", make=lambda: published)
+        yield from (QualityForm(name=name, make=lambda: published) for name in PUBLISHED)
     for kind in (Kind.Q8_0, Kind.Q6_K, Kind.Q4_K, Kind.Q4_1, Kind.Q4_0):
         if kind in (Kind.Q8_0, Kind.Q4_1, Kind.Q4_0) or subject.arch == "qwen3":
             yield QualityForm(name=f"GGUF {kind.name}", make=partial(_gguf, subject, work, kind))
@@ -253,16 +276,31 @@ def _gguf(subject: Subject, work: Path, kind: Kind) -> Path:
 
 def measure(subject: Subject, checkpoint: Path, chosen: dict[str, Any], cases: Sequence[Case]) -> Measures:
     """Runs texts and tasks through the engine's own runner."""
+    with _opened(checkpoint, chosen) as (driver, weights_bytes):
+        logprobs, best = _scored(driver, [ids for ids, _ in subject.texts])
+        tasks = _tasks(driver, Tokenizer.from_file(str(subject.checkpoint / "tokenizer.json")), cases)
+    return Measures(logprobs, best, tasks, weights_bytes)
+
+
+def measure_layers(subject: Subject, checkpoint: Path, chosen: dict[str, Any]) -> Scores:
+    """Scores of the gate's layers, case by case."""
+    assert subject.layers is not None
+    with _opened(checkpoint, chosen) as (driver, _):
+        logprobs, _ = _scored(driver, [ids for ids, _ in subject.others])
+        texts = quality_layers.of_texts(logprobs, [said for _, said in subject.others])
+        return {"intrinsic": texts, **quality_layers.ask(driver, subject.layers)}
+
+
+@contextmanager
+def _opened(checkpoint: Path, chosen: dict[str, Any]) -> Iterator[tuple[Driver, int]]:
+    """The engine's own runner, and the bytes of its weights."""
     cache = CacheConfig(kv_cache_bytes=256 << 20, **chosen.get("cache", {}))
     given = {key: value for key, value in chosen.items() if key != "cache"}
     config = EngineConfig(**{"dtype": "bfloat16", "cache": cache, **given})
     runner, plan, _ = build_here(config, ModelConfig(path=str(checkpoint)), lambda phase, part: None)
     assert isinstance(runner, ModelRunner)
     with closing(runner):
-        driver = Driver(runner)
-        logprobs, best = _scored(driver, [ids for ids, _ in subject.texts])
-        tasks = _tasks(driver, Tokenizer.from_file(str(subject.checkpoint / "tokenizer.json")), cases)
-    return Measures(logprobs, best, tasks, plan.weights_bytes)
+        yield Driver(runner), plan.weights_bytes
 
 
 def _scored(driver: Driver, prompts: Sequence[list[int]]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -305,15 +343,20 @@ def row_of(subject: Subject, name: str, found: Measures, baseline: Measures) -> 
 
 
 class KeptRows:
-    """Rows as they come, in a file of the work folder; those of other settings count as none."""
+    """Rows as they come, in a file of the work folder; those of other settings count as none. Runs of other
+    forms may go on beside.
+    """
 
     def __init__(self, path: Path, settings: str) -> None:
         self._path, self._settings = path, settings
-        known = json.loads(path.read_text()) if path.is_file() else {}
-        self.rows: dict[str, dict[str, Any]] = known.get(settings, {})
+        self.rows = self._read()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        known = json.loads(self._path.read_text()) if self._path.is_file() else {}
+        return dict(known.get(self._settings, {}))
 
     def put(self, name: str, row: dict[str, Any]) -> None:
-        self.rows[name] = row
+        self.rows = self._read() | {name: row}
         partial_path = self._path.with_suffix(".part")
         partial_path.write_text(json.dumps({self._settings: self.rows}, indent=1))
         partial_path.rename(self._path)
@@ -339,25 +382,49 @@ def run(
             found = measure(subject, form.make(), dict(form.options), cases)
             baseline = baseline or found
             kept.put(form.name, row_of(subject, form.name, found, baseline))
-        Console().print(kept.rows[form.name])
-        yield kept.rows[form.name]
+        row = kept.rows[form.name]
+        if subject.layers is not None and row.get("asked") != subject.layers.digest():
+            row["scores"] = measure_layers(subject, form.make(), dict(form.options))
+            row["asked"] = subject.layers.digest()
+            kept.put(form.name, row)
+        row = _with_layers(row, kept.rows[BASELINE])
+        Console().print(_flat(row))
+        yield row
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what stands within its figures."""
+    return {key: value for key, value in row.items() if key != "layers"}
+
+
+def _with_layers(row: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
+    """A kept row as it is published: compared with bfloat16 instead of its scores."""
+    shown = {key: value for key, value in row.items() if key not in ("scores", "asked")}
+    if "asked" not in row or row["asked"] != baseline.get("asked"):
+        return shown
+    layers = quality_layers.compared(row["scores"], baseline["scores"])
+    columns = {f"{name} %": round(layers[name]["score"], 1) for name in quality_layers.NEW}
+    return {**shown, **columns, "layers": layers}
 
 
 def kept_rows(subject: Subject, work: Path, settings: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows that there are, in the order of `forms`, and the names of those that are not measured."""
     rows = KeptRows(work / "rows.json", settings).rows
     names = [form.name for form in forms(subject, work)]
-    return [rows[name] for name in names if name in rows], [name for name in names if name not in rows]
+    shown = {name: _with_layers(row, rows[BASELINE]) for name, row in rows.items()}
+    return [shown[name] for name in names if name in rows], [name for name in names if name not in rows]
 
 
 # --- the page ---------------------------------------------------------------------------------------------
 
 _HEAD = """# Which form of a model to serve
 
-Each model has two tables. The first answers: by how much may perplexity rise, and which form of weights is
-then the smallest? The second has all that was measured: perplexity of held-out text and its rise over
+Each model has three tables. The first answers: by how much may perplexity rise, and which form of weights is
+then the smallest; and what else is it worse in? The second has perplexity of held-out text and its rise over
 bfloat16; "agrees", the share of positions whose likeliest token is that of bfloat16; "task", the share of
 {tasks} generated tasks that are answered right, where a few per cent are noise; bytes of weights in memory.
+The third has the [gate's](gate.md) layers on other cases and other texts, as a change from bfloat16 with its
+interval of 95 % (paired, case by case). **Bold** is worse beyond its interval, one in forty of it by chance.
 
 1. Take the model that is more like yours: small models lose more than large ones.
 2. A form "at load" is `--quantize`, and needs no other file; "int4, gptq" is `millrace quantize MODEL
@@ -367,6 +434,14 @@ bfloat16; "agrees", the share of positions whose likeliest token is that of bflo
    4 bits take the method that rises least: rounding alone (`rtn`, "int4 at load") is the one to avoid where a
    row of `gptq` or `awq` is far below it.
 4. Let [the gate](gate.md) decide with your own cases. Two small models are no promise for yours.
+
+Of the layers: "structure" is JSON under a schema, and of the bundled model also which tool is called, if any,
+with which arguments, all without a grammar that leads the answer, because with one every form is valid.
+SmolLM2-135M never calls a tool, and what it loses hangs on one token: whether it ends behind the object, or
+goes on to explain it. "Long context" is needles, alone, among distractors, three at once, and with the
+section cited, in texts of {windows[0]:,} tokens (SmolLM2: {windows[1]}), at their beginning, middle and end.
+"Behaviour" is refusals, language and format. Cases are drawn by two seeds, and every second text is of the
+other sample: the third table's last line says which figures the two samples contradict each other in.
 """
 # In per cent of bfloat16's perplexity.
 _RISES = (0.5, 2, 10)
@@ -378,30 +453,41 @@ def _rise(row: dict[str, Any], baseline: dict[str, Any]) -> float:
 
 
 def smallest(rows: Sequence[dict[str, Any]], rise: float) -> dict[str, Any]:
-    """The row of the form whose weights are smallest, of those whose perplexity rises by `rise` % at most."""
+    """The row of the form whose weights are smallest, of those whose perplexity rises by `rise` % at most.
+
+    Where a model was published rounded, what keeps that rounding loses nothing by it: it is left out.
+    """
     baseline = next(row for row in rows if row["form"] == BASELINE)
-    fits = [row for row in rows if _rise(row, baseline) <= rise and not row["form"].endswith(KEYS_AND_VALUES)]
+    kept = {
+        name for row in rows if row["form"] in PUBLISHED for name in (row["form"], PUBLISHED[row["form"]])
+    }
+    chosen = [row for row in rows if row["form"] not in kept and not row["form"].endswith(KEYS_AND_VALUES)]
+    fits = [row for row in chosen if _rise(row, baseline) <= rise]
     return min(fits, key=lambda row: (row["weights MiB"], row["perplexity"]))
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     baseline = next(row for row in rows if row["form"] == BASELINE)
-    yield from ("| rise of at most | smallest form | rise | weights |", "|---|---|---|---|")
+    yield from ("| rise of at most | smallest form | rise | weights | worse in |", "|---|---|---|---|---|")
     for rise in _RISES:
         row = smallest(rows, rise)
         share = row["weights MiB"] / baseline["weights MiB"]
-        yield f"| {rise:g} % | {row['form']} | {_rise(row, baseline):+.2f} % | {share:.0%} of bfloat16's |"
+        yield (
+            f"| {rise:g} % | {row['form']} | {_rise(row, baseline):+.2f} % | {share:.0%} of bfloat16's "
+            f"| {quality_layers.worse_in(row)} |"
+        )
     yield from ("", "| form | perplexity | rise | agrees | task | weights |", "|---|---|---|---|---|---|")
     for row in rows:
         yield (
             f"| {row['form']} | {row['perplexity']:.3f} | {_rise(row, baseline):+.2f} % "
             f"| {row['agrees %']:.1f} % | {row['task %']:.0f} % | {row['weights MiB']:.1f} MiB |"
         )
+    yield from quality_layers.table(rows)
 
 
 def page(record: dict[str, Any]) -> str:
     """docs/quality.md."""
-    lines, rows = [_HEAD.format(tasks=record["tasks"])], record["rows"]
+    lines, rows = [_HEAD.format(tasks=record["tasks"], windows=_WINDOWS)], record["rows"]
     for model in dict.fromkeys(row["model"] for row in rows):
         lines += [f"## {model}", "", *_tables([row for row in rows if row["model"] == model]), ""]
     lines.append(
@@ -437,6 +523,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _lacks(subject: Subject, how: str, names: Sequence[str]) -> str:
+    return f" Not measured {how}yet of {subject.name}: {'; '.join(names)}." if names else ""
+
+
 def main() -> None:
     given = _arguments()
     if given.page:
@@ -454,13 +544,14 @@ def main() -> None:
         if given.kept:
             kept, lacking = kept_rows(subject, work, settings)
             rows += kept
-            notes += f" Not measured yet of {subject.name}: {'; '.join(lacking)}." if lacking else ""
+            notes += _lacks(subject, "", lacking)
+            notes += _lacks(subject, "by layers ", [row["form"] for row in kept if "layers" not in row])
         else:
             rows += run(subject, work, cases, settings, given.only)
     title = "Forms of weights, keys and values: what they do to answers"
-    publish(title, rows, given.json, notes)
+    publish(title, [_flat(row) for row in rows], given.json, notes)
     if given.json is not None:
-        record = json.loads(given.json.read_text()) | {"tasks": given.tasks}
+        record = json.loads(given.json.read_text()) | {"tasks": given.tasks, "rows": rows}
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quality_forms import KeptRows, Measures, Subject, page, row_of
+from benchmarks.quality_forms import KeptRows, Measures, Subject, kept_rows, page, row_of, smallest
+from benchmarks.quality_layers import ALL
 
 
 def row(model: str, form: str) -> dict[str, Any]:
@@ -50,6 +51,33 @@ def test_a_row_counts_what_is_said_alone(tmp_path: Path) -> None:
     }
 
 
+def test_what_keeps_a_published_rounding_is_no_form_to_choose() -> None:
+    rows = [row("m", form) for form in ("bfloat16", "GGUF Q4_1, as published", "GGUF Q4_1", "int8 at load")]
+    rows[-1]["weights MiB"] = 9.0
+    assert smallest(rows, 1)["form"] == "bfloat16"
+    # Of a model that was published in full it is one as any other.
+    assert smallest([rows[0] | {"weights MiB": 16.0}, rows[2]], 1)["form"] == "GGUF Q4_1"
+
+
+def test_scores_of_layers_are_published_as_compared(tmp_path: Path) -> None:
+    def kept(*forms: str) -> dict[str, dict[str, Any]]:
+        scores = {name: [[1.0, 0.0], [1.0]] for name in ALL}
+        return {form: row("m", form) | {"scores": scores, "asked": "cases"} for form in forms}
+
+    rows = kept("bfloat16", "int8 at load", "w8a8 at load")
+    rows["w8a8 at load"]["asked"] = "others"
+    for name, each in rows.items():
+        KeptRows(tmp_path / "rows.json", "24 384 64").put(name, each)
+    subject = Subject(name="m", checkpoint=tmp_path, arch="llama", texts=[], calibration=tmp_path)
+    found, lacking = kept_rows(subject, tmp_path, "24 384 64")
+    assert found[1]["structure %"] == 66.7
+    assert found[1]["layers"]["structure"]["within"] == [0.0, 0.0]
+    assert not {"scores", "asked"} & found[1].keys()
+    assert "layers" not in found[2]
+    assert "w8a8 at load" not in lacking
+    assert "int4 at load" in lacking
+
+
 def test_the_page_names_the_smallest_form_for_each_rise_and_shows_all() -> None:
     small = [
         row("small", "bfloat16") | {"perplexity": 2.0, "weights MiB": 16.0},
@@ -61,9 +89,9 @@ def test_the_page_names_the_smallest_form_for_each_rise_and_shows_all() -> None:
     ]
     text = page({"rows": [*small, row("large", "bfloat16")], "notes": "A note.", "tasks": 64})
     assert text.index("## small") < text.index("## large")
-    chosen = ["| 0.5 % | int8 at load | +0.20 % | 56% of bfloat16's |"]
-    chosen += ["| 2 % | int8 at load | +0.20 % | 56% of bfloat16's |"]
-    chosen += ["| 10 % | int4, gptq | +5.00 % | 31% of bfloat16's |"]
+    chosen = ["| 0.5 % | int8 at load | +0.20 % | 56% of bfloat16's |  |"]
+    chosen += ["| 2 % | int8 at load | +0.20 % | 56% of bfloat16's |  |"]
+    chosen += ["| 10 % | int4, gptq | +5.00 % | 31% of bfloat16's |  |"]
     assert "\n".join(chosen) in text
     assert "| int4, rtn | 2.900 | +45.00 % | 99.5 % | 62 % | 4.0 MiB |" in text
     assert "64 generated tasks" in text

