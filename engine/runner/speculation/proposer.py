@@ -16,6 +16,7 @@ from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.economics import Economics, StepCost
 from engine.runner.speculation.lookups import AnswerLookup, PromptLookup
+from engine.types import GRAMMAR_DRAFTS
 
 # Forced tokens that are verified in one step.
 MAX_FORCED_TOKENS = 32
@@ -72,6 +73,10 @@ class Proposer:
         for index, drafts in enumerate(found(drafter, states, open_to, num_in_flight, table)):
             proposals[index] = proposals[index] or drafts
         return proposals
+
+    def drafter_of(self, state: SequenceState) -> str:
+        """Who proposed a sequence's latest drafts."""
+        return GRAMMAR_DRAFTS if state.draft.forced else self.config.method
 
     def saw(self, inputs: StepInputs, table: SequenceTable) -> None:
         """A step was concluded."""

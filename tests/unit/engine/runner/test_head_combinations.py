@@ -20,7 +20,7 @@ from engine.config import AdaptersConfig, CacheConfig, SchedulerConfig
 from engine.runner.base import PendingStep
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
-from engine.types import FinishReason, Request, TokenLogprobs
+from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from services.drafter.lessons import Lesson
 from tests.unit.engine.adapters.test_merged import load
 from tests.unit.engine.adapters.written import write_adapter
@@ -37,6 +37,7 @@ from tests.unit.engine.runner.drafting import (
     totals,
 )
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+from tests.unit.engine.service.test_spans import spans_of
 
 BLOCK = 4
 NUM_TOKENS = 36
@@ -64,6 +65,7 @@ class ServedAnswers:
     num_accepted: int = 0
     num_preempted: int = 0
     num_cached: int = 0
+    events: dict[int, list[TokenEvent]] = field(default_factory=dict)
 
 
 def serve(
@@ -110,6 +112,7 @@ def take_in(scheduler: Scheduler, served: ServedAnswers) -> None:
         assert event.failure is None, event.failure
         if event.withheld_tokens:
             continue
+        served.events.setdefault(event.request_id, []).append(event)
         answer = served.answers.setdefault((event.request_id, event.choice_index), ServedAnswer())
         answer.tokens += event.token_ids
         answer.logprobs += event.logprobs
@@ -185,6 +188,40 @@ def assert_equal(
     assert expected.num_drafted == 0
     assert found.num_drafted >= found.num_accepted > 0
     return found
+
+
+def drafts_on_span(served: ServedAnswers, request_id: int) -> dict[str, tuple[int, int]]:
+    """Proposed and accepted tokens by who proposed them, as the span of an answer says it that took long
+    enough to have one.
+    """
+    events = [
+        each
+        if each.statistics is None
+        else msgspec.structs.replace(each, statistics=msgspec.structs.replace(each.statistics, decode_s=1.0))
+        for each in served.events[request_id]
+    ]
+    (span,) = spans_of(*events)["engine.decode"]
+    found = {
+        who: (
+            span.attributes[f"millrace.drafted_tokens.{who}"],
+            span.attributes[f"millrace.accepted_tokens.{who}"],
+        )
+        for who in span.attributes.get("millrace.drafters", ())
+    }
+    total = span.attributes["millrace.drafted_tokens"], span.attributes["millrace.accepted_tokens"]
+    assert tuple(map(sum, zip((0, 0), *found.values(), strict=True))) == total
+    return found
+
+
+def test_the_span_of_an_answer_says_who_drafted_and_what_held(
+    drafting: ModelRunner, plain: ModelRunner, lessons: list[Lesson]
+) -> None:
+    served = serve(drafting, requests_of(lessons))
+    said = [drafts_on_span(served, number) for number in range(len(lessons))]
+    assert {who for each in said for who in each} == {"eagle3"}
+    assert sum(each["eagle3"][0] for each in said) == served.num_drafted
+    assert sum(each["eagle3"][1] for each in said) == served.num_accepted > 0
+    assert drafts_on_span(serve(plain, requests_of(lessons[:1])), 0) == {}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -382,4 +419,8 @@ def assert_drafts_beside_forced_tokens(
     assert found.answers == expected.answers
     assert serve(drafting, requests, late, overlap=True).answers == expected.answers
     assert expected.num_accepted == expected.num_drafted > 0
-    return found.num_drafted > expected.num_drafted and found.num_accepted > expected.num_accepted
+    said = [drafts_on_span(found, each.request_id) for each in requests]
+    assert {who for each in said for who in each} == {"grammar", "eagle3"}
+    forced = [drafts_on_span(expected, each.request_id) for each in requests]
+    assert {who for each in forced for who in each} == {"grammar"}
+    return sum(each.get("eagle3", (0, 0))[1] for each in said) > 0
