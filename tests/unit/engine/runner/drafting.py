@@ -13,8 +13,9 @@ from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.head import HeadDrafter
 from engine.types import GrammarSpec, SamplingParams
-from services.drafter.course import CourseOptions, train_head
+from services.drafter.course import train_head
 from services.drafter.lessons import Lesson
+from services.drafter.options import CourseOptions
 from services.drafter.target import DraftedModel
 from tests.unit.engine.checkpoints import reference_greedy
 from tests.unit.engine.runner.driver import GREEDY, Job, prompt_of
