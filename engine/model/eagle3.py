@@ -100,6 +100,18 @@ def _layers(reader: ConfigReader) -> tuple[int, ...]:
     return found or ()
 
 
+def why_no_head(target: ModelSpec) -> str:
+    """Why nothing can be drafted from a model's hidden states; empty where it can."""
+    for is_so, why in (
+        (target.state is not None, "has layers that carry a state, which no head's drafts go back behind"),
+        (target.pooling is not None, "pools what it reads, and draws no tokens"),
+        (target.altup is not None, "has several streams"),
+    ):
+        if is_so:
+            return why
+    return ""
+
+
 def check_head(
     head: ModelSpec, headers: dict[str, TensorHeader], target: ModelSpec, config: EngineConfig, device: str
 ) -> None:
@@ -110,9 +122,8 @@ def check_head(
             f"{method}: hidden states are captured on CPUs alone, and the steps of {device} are recorded "
             "without them; set it to ngram, suffix or draft_model, or engine.device to cpu"
         )
-    if target.pooling is not None or target.altup is not None:
-        what = "several streams" if target.pooling is None else "no next token"
-        raise ConfigError(f"{method}: {target.architecture} has {what}; set it to off")
+    if because := why_no_head(target):
+        raise ConfigError(f"{method}: {target.architecture} {because}; set it to off")
     spec, given = head.draft_head, f"{KEY} = {config.speculation.draft_model!r}"
     assert spec is not None, "read as a head"
     remedy = "take the head that was trained with this model, or train one (millrace train-drafter)"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.model.spec import ModelSpec, TensorHeader
+from kernels.ranks.shares import share_of
 
 _BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
 _KEYS = (".k_proj.", ".v_proj.")
@@ -58,27 +59,27 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
     def vocabulary(self, vocab_size: int) -> slice:
         """The ids whose logits the rank computes."""
-        return slice(vocab_size * self.rank // self.size, vocab_size * (self.rank + 1) // self.size)
+        return share_of(vocab_size, self.rank, self.size)
 
     def part_of(self, name: str, shape: tuple[int, ...]) -> TensorPart | None:
         """What the rank reads of a tensor of that shape; None where it reads all of it."""
         if self.size == 1:
             return None
         if name == _HEAD:
-            rows = self.vocabulary(self.vocab_size)
-            return TensorPart(0, rows.start, rows.stop)
+            return self._part(0, self.vocab_size)
         if name.endswith(_BY_INPUTS) and len(shape) == 2:
-            return TensorPart(1, *self._share(shape[1]))
+            return self._part(1, shape[1])
         if not name.rpartition(".")[0].endswith(_BY_OUTPUTS):
             return None
         if any(each in name for each in _KEYS) and self.num_kv_heads < self.size:
             # Several ranks have the same head.
             head, width = self.rank * self.num_kv_heads // self.size, shape[0] // self.num_kv_heads
             return TensorPart(0, head * width, (head + 1) * width)
-        return TensorPart(0, *self._share(shape[0]))
+        return self._part(0, shape[0])
 
-    def _share(self, count: int) -> tuple[int, int]:
-        return count * self.rank // self.size, count * (self.rank + 1) // self.size
+    def _part(self, axis: int, count: int) -> TensorPart:
+        share = share_of(count, self.rank, self.size)
+        return TensorPart(axis, share.start, share.stop)
 
     def adds(self, name: str) -> bool:
         """Whether the rank adds what is in a tensor: biases of what is summed are added by one of them."""

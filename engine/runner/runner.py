@@ -333,9 +333,11 @@ class ModelRunner:
                 msgspec.structs.replace(
                     outcome,
                     prompt_logprobs=scores.get(member, ()),
-                    next_draft_token_ids=drafts.get(outcome.sequence_id, ()),
+                    next_draft_token_ids=found,
+                    next_drafter=self.proposer.drafter_of(sampled.inputs.states[member]) if found else "",
                 )
                 for member, outcome in members
+                for found in [drafts.get(outcome.sequence_id, ())]
             ]
         scheduled = sampled.inputs.scheduled
         scored = [

@@ -268,6 +268,7 @@ class RowWriter:
             num_tokens=num_tokens,
             samples=end >= sequence.num_expected,
             draft_token_ids=drafts,
+            drafter=sequence.drafter,
             is_prefill=remaining_prefill > 0,
             is_long=self.is_long(remaining_prefill),
             num_recomputed=num_tokens - fresh,

@@ -186,14 +186,15 @@ class ResultHandler:
             self._report_beam(search, sequence, outcome, prefill_end, now)
             return
         num_rejected = len(row.draft_token_ids) - outcome.num_accepted if row.draft_token_ids else 0
-        sequence.took.drafted_tokens += len(row.draft_token_ids)
-        sequence.took.accepted_tokens += outcome.num_accepted
+        if row.draft_token_ids:
+            sequence.counts_drafts(row.drafter, len(row.draft_token_ids), outcome.num_accepted)
         token_ids, reason, stop_token_id = self._accept(sequence, outcome)
         self._confirm(row, num_rejected)
         request = sequence.group.request
         self._state.shares.charge(sequence.account, request.weight, 0, len(token_ids))
         # Steps in flight already sample the tokens that the drafts begin with.
         sequence.draft_token_ids = outcome.next_draft_token_ids[sequence.num_pending :]
+        sequence.drafter = outcome.next_drafter
         event = TokenEvent(
             request_id=request.request_id,
             choice_index=sequence.choice_index,

@@ -192,6 +192,7 @@ class Sequence:
         # Tokens known when the sequence was (re)admitted; computing up to here is prefill.
         self.prefill_end = len(self.token_ids)
         self.draft_token_ids: tuple[int, ...] = ()
+        self.drafter = ""
         # Preemptions that count towards the bound: all but those that share slots among equal tenants.
         self.num_forced = 0
         # Keeps its slot whatever comes: aged, or preempted as often as is allowed.
@@ -217,6 +218,8 @@ class Sequence:
 
     def _start_statistics(self) -> None:
         self.took = ChoiceStatistics()
+        # Verified and accepted drafts by who proposed them.
+        self.drafts: dict[str, tuple[int, int]] = {}
         self.first_token_s: float | None = None
         # When its pace began, with the tokens that were known then: with its first token, and again with the
         # first after a preemption.
@@ -339,6 +342,13 @@ class Sequence:
         child.comebacks_s, child.restores_s = list(self.comebacks_s), list(self.restores_s)
         return child
 
+    def counts_drafts(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
+        """Books drafts that were verified, by who proposed them."""
+        self.took.drafted_tokens += num_drafted
+        self.took.accepted_tokens += num_accepted
+        drafted, accepted = self.drafts.get(drafter, (0, 0))
+        self.drafts[drafter] = drafted + num_drafted, accepted + num_accepted
+
     def blames(self, cause: str, seconds: float) -> None:
         """Adds to the time lost to a named cause; waits that nobody caused are not reported."""
         if seconds > 0 and cause:
@@ -387,6 +397,7 @@ class Sequence:
             absences_s=tuple(self.absences_s),
             comebacks_s=tuple(self.comebacks_s),
             restores_s=tuple(self.restores_s),
+            drafts=dict(self.drafts),
         )
         history.add(self.took)
         return history

@@ -39,6 +39,8 @@ class Row:
     num_tokens: int
     samples: bool
     draft_token_ids: tuple[int, ...] = ()
+    # Who proposed them.
+    drafter: str = ""
     is_prefill: bool = False
     is_long: bool = False
     # Tokens of the row that had been computed before, and were lost by a preemption.

@@ -14,9 +14,9 @@ from contract.outputs import NUMBERS
 from engine.core import messages
 from engine.service.neighbours import RecentWork, Work
 from engine.types import (
+    GRAMMAR_DRAFTS,
     BlocksEvicted,
     ChoiceHistory,
-    ChoiceStatistics,
     DiskCounters,
     FinishReason,
     FirstTokenTimings,
@@ -26,7 +26,7 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
-from observability.emit import names
+from observability.emit import drafts, names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import Metric, SpanName
 from observability.emit.tracing import RemoteSpan, RequestIdentity, Telemetry
@@ -120,6 +120,11 @@ class RequestTrace:
             names.GRAMMAR_MS: statistics.grammar_s * 1000,
             names.DELAYED_BY: [cause for cause, _ in delays],
         }
+        if statistics.drafts:
+            attributes[drafts.DRAFTERS] = list(statistics.drafts)
+        for drafter, (drafted, accepted) in statistics.drafts.items():
+            attributes[drafts.DRAFTED_BY[drafter]] = drafted
+            attributes[drafts.ACCEPTED_BY[drafter]] = accepted
         for cause, seconds in delays:
             key = _DELAY_KEYS.get(cause)
             if key is not None:
@@ -177,7 +182,7 @@ _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadl
 _FAILURES = {"STEP_FAILED": names.STEP_FAILURES, "POISONED_REQUEST": names.ISOLATED}
 _FROM_ZERO = (
     *(*_FAILURES.values(), names.FAILED_STEPS, names.STEP_HALVINGS, names.EVICTIONS),
-    *(names.DRAFTED, names.ACCEPTED, names.GRAMMAR_SECONDS, names.MODEL_FLOP, names.MODEL_READ),
+    *(names.GRAMMAR_SECONDS, names.MODEL_FLOP, names.MODEL_READ),
 )
 
 # Metric and labels of each number that the scheduler counts.
@@ -217,10 +222,13 @@ class EngineMetrics:
             metrics.add(family, 0, **labels)
         for event in names.DISK_BLOCKS.values["event"]:
             metrics.add(names.DISK_BLOCKS, 0, event=event)
+        self._count_drafts(GRAMMAR_DRAFTS, 0, 0)
 
     def ready(self, report: messages.Ready, model: str, core_pid: int) -> None:
         """What does not change while the engine runs, and the core's real memory, read at every scrape."""
         memory, self._drafter = report.memory, report.facts.drafter
+        if self._drafter != "off":
+            self._count_drafts(self._drafter, 0, 0)
         for stage, seconds in report.stages_s.items():
             self.metrics.set(names.STARTUP_SECONDS, seconds, stage=stage)
         for of in ("flop", "read_bytes"):
@@ -332,11 +340,15 @@ class EngineMetrics:
         if event.failure is not None and event.failure.reason in _FAILURES:
             self.metrics.add(_FAILURES[event.failure.reason])
 
-    def _record_statistics(self, statistics: ChoiceStatistics, tier: str) -> None:
+    def _count_drafts(self, method: str, drafted: int, accepted: int) -> None:
+        self.metrics.add(names.DRAFTED, drafted, method=method)
+        self.metrics.add(names.ACCEPTED, accepted, method=method)
+
+    def _record_statistics(self, statistics: ChoiceHistory, tier: str) -> None:
         metrics = self.metrics
         metrics.observe(names.DECODE_SECONDS, statistics.decode_s, span=NO_EXEMPLAR, tier=tier)
-        metrics.add(names.DRAFTED, statistics.drafted_tokens)
-        metrics.add(names.ACCEPTED, statistics.accepted_tokens)
+        for drafter, (drafted, accepted) in statistics.drafts.items():
+            self._count_drafts(drafter, drafted, accepted)
         metrics.add(names.GRAMMAR_SECONDS, statistics.grammar_s)
         if statistics.candidate_tokens:
             metrics.add(names.GENERATED_TOKENS, statistics.candidate_tokens, tier=tier)

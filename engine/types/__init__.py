@@ -14,6 +14,7 @@ from engine.types.model_facts import NOT_MEASURED, MeasuredSpeed, ModelFacts
 from engine.types.request import Request
 from engine.types.retention import KeptBlocks
 from engine.types.step import (
+    GRAMMAR_DRAFTS,
     ChoiceHistory,
     FirstTokenTimings,
     NewSequence,
@@ -25,6 +26,7 @@ from engine.types.step import (
 )
 
 __all__ = [
+    "GRAMMAR_DRAFTS",
     "NOT_MEASURED",
     "BlocksEvicted",
     "BlocksStored",

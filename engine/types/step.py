@@ -17,6 +17,9 @@ from contract.thinking import ThinkingTags
 from engine.types.request import Request
 from engine.types.retention import KeptBlocks
 
+# Who proposes tokens that a grammar forces; everybody else has the name of a method of speculation.
+GRAMMAR_DRAFTS = "grammar"
+
 # Events that leave the engine's core: tokens, ends and failures.
 
 
@@ -52,6 +55,8 @@ class ChoiceHistory(ChoiceStatistics, kw_only=True):
     comebacks_s: tuple[tuple[float, float, int], ...] = ()
     # (start, end, tokens) of every step that brought blocks back from host memory.
     restores_s: tuple[tuple[float, float, int], ...] = ()
+    # Drafts that were verified, and those of them that were accepted, by who proposed them.
+    drafts: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +206,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     failure_field: str = ""
     # The whole answer of a model that pools, which has no tokens: little-endian float32.
     pooled: bytes = b""
+    # Who proposed the next drafts: the method of speculation, or `GRAMMAR_DRAFTS`.
+    next_drafter: str = ""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

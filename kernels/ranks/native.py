@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from kernels.host import address_of
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
+from kernels.ranks.shares import share_of
 
 RankStepArgs = structure("RankStepArgs")
 RankSumArgs = structure("RankSumArgs")
@@ -53,8 +54,8 @@ class RanksShape:
     vocab_size: int
 
     def columns(self, rank: int) -> slice:
-        """The part of the vocabulary whose logits a rank computes; as `share` of op.h."""
-        return slice(self.vocab_size * rank // self.num_ranks, self.vocab_size * (rank + 1) // self.num_ranks)
+        """The part of the vocabulary whose logits a rank computes."""
+        return share_of(self.vocab_size, rank, self.num_ranks)
 
     @property
     def most_columns(self) -> int:

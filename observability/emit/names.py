@@ -523,8 +523,8 @@ DISK_BLOCKS = counter(
     "refused by the system, removed to keep the bound.",
 )
 DISK_BYTES = gauge("millrace_engine_disk_bytes", "By", "What `engine.cache.disk_path` holds, of all models.")
-DRAFTED = counter("millrace_engine_drafted_tokens_total", "{token}", "Tokens proposed by drafts.")
-ACCEPTED = counter("millrace_engine_accepted_tokens_total", "{token}", "Proposed tokens kept.")
+DRAFTED = counter("millrace_engine_drafted_tokens_total{method}", "{token}", "Tokens proposed by drafts.")
+ACCEPTED = counter("millrace_engine_accepted_tokens_total{method}", "{token}", "Proposed tokens kept.")
 SPECULATION_SECONDS = counter(
     "millrace_engine_speculation_seconds_total{kind=saved|spent,method}",
     "s",

@@ -16,6 +16,7 @@ from checkpoint.known import known_models
 from runtime.errors import ConfigError
 from services.cli.options import flattened
 from services.cli.verdicts import judging
+from services.drafter.options import CourseOptions
 from services.supervisor import checkpoint
 from services.supervisor.config import BUNDLED_MODEL
 
@@ -31,7 +32,7 @@ class DrafterMethod(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
-    """What is trained for which model, and how."""
+    """What is trained for which model."""
 
     model: Annotated[
         str,
@@ -48,31 +49,23 @@ class DrafterOptions:
         Path, typer.Option(file_okay=False, help="Folder of the head; a course is kept there, too.")
     ]
     method: Annotated[DrafterMethod, typer.Option(help="Kind of head.")] = DrafterMethod.EAGLE3
-    steps: Annotated[int, typer.Option(min=1, help="Batches to learn from.")] = 2000
-    rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Learning rate.")] = 1e-3
-    rows: Annotated[int, typer.Option(min=1, max=1024, help="Lines of a batch.")] = 8
-    rounds: Annotated[int, typer.Option(min=1, max=16, help="Drafts one after another that are learned.")] = 4
-    max_tokens: Annotated[int, typer.Option(min=3, max=131_072, help="Longer lines are left out.")] = 512
-    draft_vocab: Annotated[
-        int, typer.Option(min=0, help="Draw only so many ids, the answers' most frequent; 0 draws all.")
-    ] = 0
     threads: Annotated[
         int, typer.Option(min=0, max=1024, help="Threads that compute; 0 is as many as cores.")
     ] = 0
 
 
 @flattened
-def train_drafter(options: DrafterOptions) -> None:
+def train_drafter(options: DrafterOptions, course: CourseOptions) -> None:
     """Train a head that drafts for a model, with the model's own hidden states.
 
     The folder goes into engine.speculation.draft_model, with method = "eagle3"; vLLM loads it, too.
     Interrupted, the same command goes on.
     """
     with judging(_notes):
-        _train(options)
+        _train(options, course)
 
 
-def _train(options: DrafterOptions) -> None:
+def _train(options: DrafterOptions, course: CourseOptions) -> None:
     if (options.out / "config.json").exists():
         raise ConfigError(f"--out {options.out}: there is a head already; name another folder")
     named = str(BUNDLED_MODEL) if options.model == _BUNDLED else options.model
@@ -80,30 +73,22 @@ def _train(options: DrafterOptions) -> None:
     # It brings torch, which other commands do without.
     import torch
 
-    from services.drafter.course import CourseOptions, CourseProgress, train_head
+    from services.drafter.course import CourseProgress, train_head
     from services.drafter.lessons import read_lessons
     from services.drafter.target import DraftedModel
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    lessons = read_lessons(options.data, model, options.max_tokens)
+    lessons = read_lessons(options.data, model, course.max_tokens)
     longest = max(len(lesson.ids) for lesson in lessons)
     _notes.print(f"{len(lessons)} lessons of up to {longest} tokens", markup=False)
-    target = DraftedModel(model, num_rows=options.rows, max_tokens=longest, num_threads=options.threads)
+    target = DraftedModel(model, num_rows=course.rows, max_tokens=longest, num_threads=options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    course = CourseOptions(
-        steps=options.steps,
-        rate=options.rate,
-        rows=options.rows,
-        rounds=options.rounds,
-        max_tokens=options.max_tokens,
-        draft_vocab=options.draft_vocab,
-    )
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
         *(TextColumn(each) if isinstance(each, str) else each for each in columns), console=_notes
     ) as bar:
-        task = bar.add_task("training", total=options.steps)
+        task = bar.add_task("training", total=course.steps)
 
         def tell(done: CourseProgress) -> None:
             held = " ".join(f"{share:.2f}" for share in done.held)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from runtime.errors import ConfigError
 from services.drafter.head import Head, HeadShape, kept_ids, write_head
 from services.drafter.lessons import Lesson, batches, digest
+from services.drafter.options import CourseOptions
 from services.drafter.target import DraftedModel
 
 STATE = "training.pt"
@@ -28,18 +29,6 @@ _WARM_UP_STEPS, _LARGEST_GRADIENT = 50, 1.0
 _SAVE_EVERY_S = 60.0
 # How fast the running figures fade.
 _FADING = 0.98
-
-
-class CourseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How long, and how."""
-
-    steps: int
-    rate: float
-    rows: int
-    rounds: int
-    max_tokens: int
-    draft_vocab: int
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

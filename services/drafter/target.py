@@ -18,6 +18,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.config import num_threads as usual_threads
 from engine.model.back_end import load_model, native_library
 from engine.model.checkpoint import LoadRequest
+from engine.model.eagle3 import why_no_head
 from engine.model.forward_batch import ForwardBatch
 from engine.model.loader import load_here
 from engine.model.native_decoder import NativeDecoder
@@ -45,7 +46,8 @@ class DraftedModel:
         )
         given = plan_input(config, ModelConfig(path=str(model)), device="cpu", available_bytes=1 << 40)
         self.spec: ModelSpec = given.spec
-        _check(self.spec)
+        if because := why_no_head(self.spec):
+            raise ConfigError(f"{self.spec.architecture} {because}; no head is trained for it")
         library = native_library(config, self.spec, "cpu")
         if library is None:
             raise ConfigError(
@@ -104,17 +106,3 @@ class DraftedModel:
         hidden = self.model.forward(batch, self._storage.layers, None)
         states = np.concatenate([each[: hidden.shape[0]] for each in self.model.captured], axis=1)
         return torch.from_numpy(states), torch.from_numpy(self.model.logits_of(hidden, rows).copy())
-
-
-def _check(spec: ModelSpec) -> None:
-    """Raises ConfigError for a model for which there are no heads."""
-    for is_so, what in (
-        (
-            spec.state is not None,
-            "has layers that carry a state, which drafts of a head cannot go back behind",
-        ),
-        (spec.pooling is not None, "pools what it reads, and draws no tokens"),
-        (spec.altup is not None, "has several streams"),
-    ):
-        if is_so:
-            raise ConfigError(f"{spec.architecture} {what}; no head is trained for it")

@@ -102,7 +102,7 @@ class HeadDrafter(Drafter):
         room = state.slot
         if room >= self.rooms.num_rooms or self.seen[room] != table.num_tokens[room] - 1:
             return 0
-        return int(self._unread(np.array([room]))[0])
+        return int(self.unread(np.array([room]))[0])
 
     def propose(
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable
@@ -110,7 +110,8 @@ class HeadDrafter(Drafter):
         """See Drafter; none while more is to be read than a forward may."""
         return run_ahead(_Ends(self, states, max(counts), table), counts, table, MAX_READ_TOKENS)
 
-    def _unread(self, rooms: NDArray[np.int64]) -> NDArray[np.int64]:
+    def unread(self, rooms: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Features of rooms [S] that are there and were not read yet."""
         unread = self.seen[rooms] - self.read[rooms]
         return np.asarray(np.minimum(unread, self.rooms.num_features))
 
@@ -158,7 +159,7 @@ class _Ends:
     def to_read(self, budget: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See Tails."""
         drafter, live, spans = self.drafter, [], []
-        unread = drafter._unread(self.slots)
+        unread = drafter.unread(self.slots)
         for row, (room, count) in enumerate(zip(self.slots.tolist(), unread.tolist(), strict=True)):
             span = min(count, budget)
             if not span:

@@ -16,6 +16,7 @@ from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.economics import Economics, StepCost
 from engine.runner.speculation.lookups import AnswerLookup, PromptLookup
+from engine.types import GRAMMAR_DRAFTS
 
 # Forced tokens that are verified in one step.
 MAX_FORCED_TOKENS = 32
@@ -73,6 +74,10 @@ class Proposer:
             proposals[index] = proposals[index] or drafts
         return proposals
 
+    def drafter_of(self, state: SequenceState) -> str:
+        """Who proposed a sequence's latest drafts."""
+        return GRAMMAR_DRAFTS if state.draft.forced else self.config.method
+
     def saw(self, inputs: StepInputs, table: SequenceTable) -> None:
         """A step was concluded."""
         if self.drafter is not None:
@@ -105,19 +110,18 @@ class Proposer:
             if state.draft.unverified:
                 text = table.tokens[state.slot, : int(table.num_tokens[state.slot])]
                 economics.compared(state.draft, state.owner[0], text)
-        counts = economics.lookups(progress, owners)
-        wanted = [index for index, count in enumerate(counts) if count and open_to[index]]
-        found: list[tuple[int, ...]] = [()] * len(states)
-        if not wanted:
-            return found
+        lookups = zip(economics.lookups(progress, owners), open_to, ahead, strict=True)
+        counts = [count + further if count and is_open else 0 for count, is_open, further in lookups]
+        if not any(counts):
+            return [()] * len(states)
         started = self._clock()
-        asked = [states[index] for index in wanted]
-        drafts = drafter.propose(asked, [counts[index] + ahead[index] for index in wanted], table)
-        for index, state, tokens in zip(wanted, asked, drafts, strict=True):
-            matcher = state.matcher
-            found[index] = tokens if matcher is None else tokens[: matcher.valid_prefix(tokens)]
-            economics.looked_up(state.draft, found=bool(found[index]))
-        economics.proposed(len(states), len(wanted), self._clock() - started)
+        found = _asked(drafter, states, counts, table)
+        for index, state in enumerate(states):
+            if counts[index]:
+                matcher, tokens = state.matcher, found[index]
+                found[index] = tokens if matcher is None else tokens[: matcher.valid_prefix(tokens)]
+                economics.looked_up(state.draft, found=bool(found[index]))
+        economics.proposed(len(states), sum(map(bool, counts)), self._clock() - started)
         lengths = [max(0, len(tokens) - ahead[index]) for index, tokens in enumerate(found)]
         for index, count in enumerate(economics.verifiable(progress, owners, lengths)):
             state, tokens = states[index], found[index]
@@ -144,17 +148,12 @@ class Proposer:
             for each, state in zip(open_to, states, strict=True)
         ]
         counts = self.economics.rounds(progress, [state.owner[0] for state in states], most)
-        wanted = [index for index, count in enumerate(counts) if count]
-        found: list[tuple[int, ...]] = [()] * len(states)
-        if not wanted:
-            return found
+        if not any(counts):
+            return [()] * len(states)
         started = self._clock()
-        num_read = sum(Economics.extra_tokens(progress[index]) for index in wanted)
-        drafts = drafter.propose(
-            [states[index] for index in wanted], [counts[index] for index in wanted], table
-        )
-        for index, tokens in zip(wanted, drafts, strict=True):
-            found[index] = tokens
+        unread = zip(progress, counts, strict=True)
+        num_read = sum(Economics.extra_tokens(each) for each, count in unread if count)
+        found = _asked(drafter, states, counts, table)
         self.economics.proposed(len(states), max(counts), self._clock() - started, num_read)
         return found
 
@@ -163,3 +162,15 @@ class Proposer:
         if state.matcher is None:
             return ()
         return tuple(state.matcher.forced()[:MAX_FORCED_TOKENS])
+
+
+def _asked(
+    drafter: Drafter, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable
+) -> list[tuple[int, ...]]:
+    """Up to `counts` [S] drafts of each sequence; who wants none is not asked about."""
+    wanted = [index for index, count in enumerate(counts) if count]
+    drafts = drafter.propose([states[each] for each in wanted], [counts[each] for each in wanted], table)
+    found: list[tuple[int, ...]] = [()] * len(states)
+    for index, tokens in zip(wanted, drafts, strict=True):
+        found[index] = tokens
+    return found

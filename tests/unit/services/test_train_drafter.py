@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from runtime.errors import ConfigError
 from services.cli.app import app
 from services.drafter import course
-from services.drafter.course import STATE, CourseOptions, CourseProgress, train_head
+from services.drafter.course import STATE, CourseProgress, train_head
 from services.drafter.head import kept_ids
 from services.drafter.lessons import Lesson, batches, read_lessons
+from services.drafter.options import CourseOptions
 from services.drafter.target import DraftedModel
 from services.supervisor.config import BUNDLED_MODEL
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -153,3 +154,9 @@ def test_the_command_trains_and_says_what_it_wrote(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2
     assert "there is a head already; name another folder" in again.output
+
+
+def test_no_head_is_trained_for_a_model_that_could_not_use_it(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=4, head_dim=16)
+    with pytest.raises(ConfigError, match=r"Qwen3Next.* has layers that carry a state.*; no head is trained"):
+        DraftedModel(tmp_path, num_rows=1, max_tokens=16, num_threads=1)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, SpeculationConfig
+from engine.config import EngineConfig
 from engine.model.eagle3 import HeadRooms, read_head_spec
 from engine.model.forward_batch import ForwardBatch
 from engine.model.native_decoder import NativeDecoder
@@ -27,68 +27,37 @@ from engine.types import SamplingParams
 from kernels.attention.ragged import RaggedBatch
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
-from services.drafter.course import CourseOptions, train_head
 from services.drafter.head import Head, HeadShape, write_head
 from services.drafter.lessons import Lesson
 from services.drafter.target import DraftedModel
-from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
-
-NUM_LAYERS = 4
-SAMPLINGS = [
-    GREEDY,
-    SamplingParams(temperature=0.8, top_p=0.9, seed=3, logprobs=2),
-    SamplingParams(temperature=0.7, seed=4, presence_penalty=0.7, frequency_penalty=0.4),
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("llama")
+from tests.unit.engine.checkpoints import edit_config, make_checkpoint
+from tests.unit.engine.runner.drafting import (
+    HEAD_DIM,
+    NUM_LAYERS,
+    SAMPLINGS,
+    learned_by_heart,
+    poison_head,
+    speculating,
+    totals,
+)
+from tests.unit.engine.runner.driver import Driver, Job, generated, open_runner, prompt_of
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> transformers.PreTrainedModel:
-    return make_checkpoint(folder, "llama", num_hidden_layers=NUM_LAYERS)
-
-
-@pytest.fixture(scope="module")
-def lessons(oracle: transformers.PreTrainedModel) -> list[Lesson]:
-    """What the target itself says after some prompts."""
-    prompts = [prompt_of(9, 199, seed=index) for index in range(6)]
-    return [Lesson(ids + reference_greedy(oracle, ids, 40), len(ids)) for ids in prompts]
+def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> Path:
+    return target_folder
 
 
 @pytest.fixture(scope="module", params=[0, 120], ids=["all ids", "some ids"])
 def head(request: pytest.FixtureRequest, folder: Path, lessons: list[Lesson], tmp_path_factory: Any) -> Path:
-    """A head that has learned these by heart, as far as it draws all of their ids."""
-    out: Path = tmp_path_factory.mktemp("head")
-    target = DraftedModel(folder, num_rows=6, max_tokens=64, num_threads=1)
-    options = CourseOptions(steps=150, rate=5e-3, rows=6, rounds=3, max_tokens=64, draft_vocab=request.param)
-    train_head(target, lessons, out, "tiny", options, lambda done: None)
-    return out
-
-
-def speculating(head: Path, **changes: Any) -> SpeculationConfig:
-    return SpeculationConfig(method="eagle3", draft_model=str(head), min_acceptance=0.0, **changes)
+    return learned_by_heart(folder, lessons, tmp_path_factory.mktemp("head"), draft_vocab=request.param)
 
 
 @pytest.fixture(scope="module")
 def runner(folder: Path, head: Path) -> Iterator[ModelRunner]:
     with closing(open_runner(folder, speculation=speculating(head), cache={"block_size": 4})) as runner:
-        poison(runner)
+        poison_head(runner)
         yield runner
-
-
-def poison(runner: ModelRunner) -> None:
-    """What a head reads before it was written shows."""
-    drafter = runner.proposer.drafter
-    assert isinstance(drafter, HeadDrafter)
-    for values in (
-        *drafter.features,
-        *(each for layer in drafter.storage.layers for each in layer.tensors()),
-    ):
-        values.fill(np.nan)
 
 
 def jobs_of(lessons: list[Lesson], *, speculate: bool, chunk: int = 1 << 30) -> list[Job]:
@@ -102,10 +71,6 @@ def jobs_of(lessons: list[Lesson], *, speculate: bool, chunk: int = 1 << 30) -> 
         )
         for index, lesson in enumerate(lessons)
     ]
-
-
-def totals(jobs: list[Job]) -> tuple[int, int]:
-    return sum(job.num_drafted for job in jobs), sum(job.num_accepted for job in jobs)
 
 
 @pytest.mark.parametrize("chunk", [1 << 30, 4])
@@ -147,7 +112,7 @@ def test_rooms_forget_their_oldest_blocks(folder: Path, head: Path, lessons: lis
     few = speculating(head, head_context_tokens=8, num_draft_tokens=3)
     plain = generated(folder, jobs_of(lessons, speculate=False), **options)
     with closing(open_runner(folder, speculation=few, **options)) as runner:
-        poison(runner)
+        poison_head(runner)
         drafter = runner.proposer.drafter
         assert isinstance(drafter, HeadDrafter)
         assert (drafter.rooms.num_features, drafter.rooms.num_blocks) == (16, 6)
@@ -307,7 +272,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_what_a_head_does_not_go_with_is_refused_by_name(
     changes: dict[str, Any], options: dict[str, Any], words: str, head: Path, tmp_path: Path
 ) -> None:
-    changes = {"num_hidden_layers": NUM_LAYERS} | changes
+    changes = {"num_hidden_layers": NUM_LAYERS, "head_dim": HEAD_DIM} | changes
     make_checkpoint(tmp_path, changes.pop("model_type", "llama"), **changes)
     with pytest.raises(ConfigError, match=words):
         open_runner(tmp_path, speculation=speculating(head), **options)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import llguidance
 import numpy as np
 import pytest
 import torch
@@ -18,45 +17,23 @@ from hypothesis import strategies as st
 from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.ngram import continuation
-from engine.types import GrammarSpec, SamplingParams
-from tests.unit.engine.checkpoints import make_checkpoint, reference_logits
-from tests.unit.engine.runner.driver import GREEDY, Driver, Job, generated, open_runner, prompt_of
-
-BUNDLED = Path("models/millrace-nano")
-SCHEMA = {
-    "type": "object",
-    "properties": {"full_name": {"type": "string", "maxLength": 5}, "birthday": {"type": "boolean"}},
-    "required": ["full_name", "birthday"],
-    "additionalProperties": False,
-}
-GRAMMAR = GrammarSpec(
-    digest="",
-    payload=llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, {"whitespace_flexible": False}).encode(),
-    backend="llguidance/1",
-)
-SAMPLINGS = [
-    GREEDY,
-    SamplingParams(temperature=0.8, top_p=0.9, seed=3, logprobs=2),
-    SamplingParams(temperature=0.7, seed=4, presence_penalty=0.7, frequency_penalty=0.4),
-]
+from engine.types import SamplingParams
+from tests.unit.engine.checkpoints import reference_logits
+from tests.unit.engine.runner.drafting import BUNDLED, GRAMMAR, SAMPLINGS
+from tests.unit.engine.runner.driver import Driver, Job, generated, open_runner, prompt_of
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> transformers.PreTrainedModel:
-    return make_checkpoint(folder, "llama")
+def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> Path:
+    return target_folder
 
 
 @pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model"])
 def runner(
-    request: pytest.FixtureRequest, folder: Path, oracle: transformers.PreTrainedModel
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ModelRunner]:
     """The draft model is a noisy copy of the target: often right, not always."""
-    draft = folder / "draft"
+    draft = tmp_path_factory.mktemp("draft")
     with torch.no_grad():
         noisy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         torch.manual_seed(5)
@@ -66,7 +43,7 @@ def runner(
     speculation = SpeculationConfig(
         method=request.param, draft_model=str(draft), min_ngram=1, min_acceptance=0.0
     )
-    runner = open_runner(folder, speculation=speculation, cache={"block_size": 4})
+    runner = open_runner(folder, speculation=speculation, cache={"block_size": 4}, kv_cache_bytes=64 << 20)
     yield runner
     runner.close()
 
@@ -95,7 +72,7 @@ def test_output_is_the_same_with_and_without(runner: ModelRunner) -> None:
     assert sum(job.num_steps for job in drafted) < sum(job.num_steps for job in plain)
 
 
-def test_draft_model_agrees_with_itself(folder: Path, oracle: transformers.PreTrainedModel) -> None:
+def test_draft_model_agrees_with_itself(folder: Path) -> None:
     """The target as its own draft: nearly every draft is accepted, sampled ones included, so the draws are
     coupled.
     """
@@ -109,7 +86,9 @@ def test_draft_model_agrees_with_itself(folder: Path, oracle: transformers.PreTr
     assert accepted == drafted
 
 
-def test_distribution_with_drafts_is_exact(runner: ModelRunner, oracle: transformers.PreTrainedModel) -> None:
+def test_distribution_with_drafts_is_exact(
+    runner: ModelRunner, target_oracle: transformers.PreTrainedModel
+) -> None:
     """Two tokens drawn with drafts for both, over many seeds, against the product of the exact softmaxes."""
     few, prompt, num_seeds = (3, 50, 120, 7), prompt_of(5, 199, seed=8), 2400
     jobs = [
@@ -127,7 +106,7 @@ def test_distribution_with_drafts_is_exact(runner: ModelRunner, oracle: transfor
             counts[few.index(job.output[0]), few.index(job.output[1])] += 1
 
     def exact(context: list[int]) -> np.ndarray:
-        row = reference_logits(oracle, context)[-1][torch.tensor(few)].double() / 3.0
+        row = reference_logits(target_oracle, context)[-1][torch.tensor(few)].double() / 3.0
         return torch.softmax(row, -1).numpy()
 
     first = exact(prompt)

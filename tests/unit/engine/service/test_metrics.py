@@ -93,6 +93,7 @@ def test_events_are_counted_under_the_tier_of_their_request() -> None:
         recomputed_tokens=5,
         drafted_tokens=8,
         accepted_tokens=6,
+        drafts={"grammar": (3, 3), "eagle3": (5, 3)},
         decode_s=2.0,
         delayed_by_s={"kv_pressure": 0.25},
     )
@@ -106,7 +107,9 @@ def test_events_are_counted_under_the_tier_of_their_request() -> None:
     assert _value(metrics, names.GENERATED_TOKENS.name, tier="gold") == 3
     assert _value(metrics, f"{names.QUEUE_SECONDS.name}_sum", tier="gold") == 0.5
     assert _value(metrics, f"{names.PREFILL_SECONDS.name}_sum", tier="gold") == 1.0
-    assert _value(metrics, names.ACCEPTED.name) == 6
+    for method, drafted, accepted in (("grammar", 3, 3), ("eagle3", 5, 3)):
+        assert _value(metrics, names.DRAFTED.name, method=method) == drafted
+        assert _value(metrics, names.ACCEPTED.name, method=method) == accepted
     assert _value(metrics, names.DELAYED_SECONDS.name, cause="kv_pressure", tier="gold") == 0.25
     assert _value(metrics, names.ENGINE_CANCELLED.name, reason="cancelled") == 1
 
@@ -180,6 +183,12 @@ def test_the_memory_plan_is_exposed_once_ready() -> None:
     assert (_value(metrics, names.MEMORY_PLAN.name, part="resident") or 0) > 1_000_000
     assert _value(metrics, names.MEMORY_PLAN.name, part="kv_cache") == 400
     assert _value(metrics, names.CACHE_INFO.name, block_size="16", num_blocks="25") == 1
+    # From zero, for whom it has.
+    assert [_value(metrics, names.DRAFTED.name, method=each) for each in ("grammar", "eagle3", "ngram")] == [
+        0,
+        0,
+        None,
+    ]
     totals = StepTotals(kind="decode", num_tokens=5, num_sequences=1, seconds=0.02, saved_s=0.03)
     engine.steps_done([(StepDone(1, [], (), LOAD, (totals,)), {})])
     assert _value(metrics, names.SPECULATION_SECONDS.name, kind="saved", method="eagle3") == 0.03

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import get_args, get_type_hints
 
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
+from engine.config import SpeculationConfig
 from engine.service.metrics import RequestTrace
 from engine.service.neighbours import RecentWork
 from engine.types import (
+    GRAMMAR_DRAFTS,
     ChoiceHistory,
     FinishReason,
     FirstTokenTimings,
@@ -20,6 +23,7 @@ from engine.types import (
     SamplingParams,
     TokenEvent,
 )
+from observability.emit import drafts
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import RemoteSpan, Telemetry
 
@@ -93,6 +97,11 @@ def test_a_request_is_one_span_with_its_parts_below() -> None:
     assert list(spans["engine.decode"][0].attributes["millrace.delayed_by"]) == ["preemption"]
     assert spans["engine.resumed"][0].attributes["millrace.recomputed_tokens"] == 12
     assert spans["engine.offload"][0].attributes["millrace.restored_tokens"] == 16
+
+
+def test_every_method_that_drafts_has_attributes_of_its_own() -> None:
+    methods = get_args(get_type_hints(SpeculationConfig)["method"])
+    assert set(drafts.PROPOSERS) == {*methods, GRAMMAR_DRAFTS} - {"off"}
 
 
 def test_lost_time_links_to_those_whose_work_took_it() -> None:

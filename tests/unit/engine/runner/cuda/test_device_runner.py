@@ -23,6 +23,7 @@ from tests.unit.engine.runner.cuda.doubles import (
     CheckedRecorder,
     HostReadError,
 )
+from tests.unit.engine.runner.drafting import BUNDLED, GRAMMAR, SAMPLINGS
 from tests.unit.engine.runner.driver import (
     GREEDY,
     Driver,
@@ -32,7 +33,6 @@ from tests.unit.engine.runner.driver import (
     open_runner,
     prompt_of,
 )
-from tests.unit.engine.runner.test_speculation import BUNDLED, GRAMMAR, SAMPLINGS
 
 VOCAB = 199
 MAX_LEN = 96

@@ -31,8 +31,8 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import memory_plan
 from tests.unit.engine.runner.cuda.doubles import CheckedRecorder
 from tests.unit.engine.runner.cuda.test_device_runner import open_device_runner
+from tests.unit.engine.runner.drafting import BUNDLED, GRAMMAR
 from tests.unit.engine.runner.driver import open_runner, prompt_of
-from tests.unit.engine.runner.test_speculation import BUNDLED, GRAMMAR
 
 PLAIN = {"native": "off", "attention_backend": "torch", "kv_cache_bytes": 8 << 20}
 LOOK_UP = SpeculationConfig(method="ngram", min_ngram=1, min_acceptance=0.0)

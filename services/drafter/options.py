@@ -1,0 +1,23 @@
+"""How a head is trained: options of the command line, and all that the course knows of them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CourseOptions:
+    """How long, and how. A course that goes on has the same ones."""
+
+    steps: Annotated[int, typer.Option(min=1, help="Batches to learn from.")] = 2000
+    rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Learning rate.")] = 1e-3
+    rows: Annotated[int, typer.Option(min=1, max=1024, help="Lines of a batch.")] = 8
+    rounds: Annotated[int, typer.Option(min=1, max=16, help="Drafts one after another that are learned.")] = 4
+    max_tokens: Annotated[int, typer.Option(min=3, max=131_072, help="Longer lines are left out.")] = 512
+    draft_vocab: Annotated[
+        int, typer.Option(min=0, help="Draw only so many ids, the answers' most frequent; 0 draws all.")
+    ] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Of the head's first weights.")] = 0

@@ -1,0 +1,28 @@
+"""What tests of speculation share, made once: a model of a few layers, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from services.drafter.lessons import Lesson
+from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.runner.drafting import HEAD_DIM, NUM_LAYERS, lessons_of
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model that drafts are for; see `target_oracle`, which writes it."""
+    return tmp_path_factory.mktemp("target")
+
+
+@pytest.fixture(scope="session")
+def target_oracle(target_folder: Path) -> transformers.PreTrainedModel:
+    return make_checkpoint(target_folder, "llama", num_hidden_layers=NUM_LAYERS, head_dim=HEAD_DIM)
+
+
+@pytest.fixture(scope="session")
+def lessons(target_oracle: transformers.PreTrainedModel) -> list[Lesson]:
+    return lessons_of(target_oracle)
