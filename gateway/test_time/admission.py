@@ -143,13 +143,17 @@ def _check_bounds(request: GenerationRequest, scorer: ScorerSpec, *, has_bounds:
         if value is not None and not has_bounds:
             problem = "it is for numbers that answers are chosen by; leave it out"
             raise refuse(request, f"{field}.{name}", problem)
-    if scorer.type != "verifier":
-        return
-    if (least is None) != (most is None):
+    are_grades = scorer.type == "verifier"
+    if are_grades and (least is None) != (most is None):
         missing = "minimum" if least is None else "maximum"
         raise refuse(request, f"{field}.{missing}", "grades have two bounds; give both, or none for a yes")
-    if least is not None and most is not None and least >= most:
+    if least is None or most is None:
+        return
+    if are_grades and least >= most:
         raise refuse(request, f"{field}.maximum", f"{most:g} is not above the minimum, {least:g}")
+    if least > most:
+        problem = f"{most:g} is below the minimum, {least:g}, so that no answer passes; exchange them"
+        raise refuse(request, f"{field}.maximum", problem)
 
 
 def _check_others(request: GenerationRequest, *, may_be_greedy: bool) -> None:

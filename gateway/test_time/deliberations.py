@@ -20,13 +20,21 @@ from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import AnswerReader
 from gateway.pipeline.pipeline import Pipeline, has_ids
+from gateway.pipeline.pooled import check_task
 from gateway.pipeline.pooled_answers import pooled_answer
 from gateway.pipeline.pooled_requests import PooledForm, scored_request, scores_of
 from gateway.test_time import admission, ballots
 from gateway.test_time.asked import Begin, within
 from gateway.test_time.branch import AnswerPart
 from gateway.test_time.chains import CritiqueRevise, Escalate, questions_of
-from gateway.test_time.scorers import AnswerScorer, CheckScorer, ModelScorer, SchemaScorer, question_of
+from gateway.test_time.scorers import (
+    AnswerScorer,
+    CheckScorer,
+    ModelScorer,
+    SchemaScorer,
+    question_of,
+    unanswered,
+)
 from gateway.test_time.search import StepSearch
 from gateway.test_time.strategies import BestSample, DeepConf, SelfConsistency, Strategy
 from gateway.test_time.stream import DeliberateStream, Plan
@@ -38,6 +46,8 @@ from observability.emit import names
 from observability.emit.tracing import Telemetry
 
 _SCORER = "test_time.scorer"
+# For checks that come before there are answers.
+_ANY_PAIR = ("question", "answer")
 _VOTES, _RATES = ("self_consistency", "deepconf"), ("best_of", "escalate", "search")
 
 
@@ -69,6 +79,29 @@ def _plainly(ask: Deliberation) -> Deliberated:
     )
 
 
+def _form(call: Call, model: str) -> PooledForm:
+    """What a model that scores is asked on behalf of a call."""
+    return PooledForm(
+        model=model,
+        service_tier=call.request.service_tier,
+        metadata=call.request.metadata,
+        face=call.request.face,
+        field_names={"model": f"{_SCORER}.model"},
+    )
+
+
+def _asking(call: Call, model: str) -> GenerationRequest:
+    """What a model that chats is asked on behalf of a call."""
+    return GenerationRequest(
+        model=model,
+        prompt=call.request.prompt,
+        service_tier=call.request.service_tier,
+        metadata=call.request.metadata,
+        face=call.request.face,
+        field_names={"model": f"{_SCORER}.model"},
+    )
+
+
 class Deliberations:
     """What attempts ask of this room."""
 
@@ -94,9 +127,10 @@ class Deliberations:
         ask = call.request.test_time
         if ask is None or ask.failure:
             return sampling
-        may_fail = [call.request.field(f"test_time.{name}") for name in ("budget_tokens", "model")]
+        may_fail = [call.request.field(f"test_time.{name}") for name in ("budget_tokens", "model", "scorer")]
         try:
             self._check_model(call, ask)
+            self._check_judge(call, ask)
             return admission.of_a_sample(call.request, ask, sampling)
         except MillraceError as error:
             if error.field not in may_fail:
@@ -122,6 +156,24 @@ class Deliberations:
         if first is not None and has_ids(request) and first.vocabulary.fingerprint != vocabulary.fingerprint:
             problem = "it has another vocabulary, in which the request's token ids mean others"
             raise invalid(field, f"{problem}; leave logit_bias and other options of ids out")
+
+    def _check_judge(self, call: Call, ask: Deliberation) -> None:
+        """Raises for a model that is to score and cannot, or that the caller may not use: before the samples
+        are paid for, of which perhaps none comes to be scored.
+        """
+        spec = ask.scorer
+        if spec is None or not spec.model:
+            return
+        assert self.pipeline is not None, "as whoever builds it sets"
+        try:
+            served = self.pipeline.model(call.caller, spec.model)
+            if spec.type == "model":
+                asking = scored_request(_form(call, spec.model), served, [_ANY_PAIR], (_SCORER, _SCORER))
+            else:
+                asking = _asking(call, spec.model)
+            check_task(asking, served)
+        except MillraceError as error:
+            raise unanswered(spec, call.request.field(_SCORER), error) from error
 
     def most_tokens(self, ask: Deliberation, sampling: SamplingParams) -> int:
         """See `admission.own_tokens`."""
@@ -207,14 +259,7 @@ class Deliberations:
 
                 return ModelScorer(question_of(request.prompt), score)
             case "verifier":
-                asking = GenerationRequest(
-                    model=spec.model,
-                    prompt=request.prompt,
-                    service_tier=request.service_tier,
-                    metadata=request.metadata,
-                    face=request.face,
-                    field_names={"model": f"{_SCORER}.model"},
-                )
+                asking = _asking(call, spec.model)
                 return VerifierScorer(question_of(request.prompt), spec, asking, self._begin(call))
             case _:
                 return CheckScorer(spec, ballots.compiled(spec, request.field(_SCORER)))
@@ -226,15 +271,8 @@ class Deliberations:
         assert self.pipeline is not None, "as whoever builds it sets"
         # A row of its own in the ledger, because a model has prices of its own.
         caller = within(call)
-        form = PooledForm(
-            model=model,
-            service_tier=call.request.service_tier,
-            metadata=call.request.metadata,
-            face=call.request.face,
-            field_names={"model": f"{_SCORER}.model"},
-        )
         served = self.pipeline.model(caller, model)
-        request = scored_request(form, served, pairs, (_SCORER, _SCORER))
+        request = scored_request(_form(call, model), served, pairs, (_SCORER, _SCORER))
         answer = await pooled_answer(self.pipeline, caller, request)
         return scores_of(answer.outputs, pairs), answer.prompt_tokens
 

@@ -234,6 +234,35 @@ async def test_a_scorer_that_does_not_answer_is_told_as_the_request_says(on_fail
         assert "'nobody'" in usage["test_time"]["failure"]
 
 
+@pytest.mark.parametrize(
+    ("scorer", "status", "problem"),
+    [
+        ({"type": "model", "model": "nobody"}, 404, "'nobody' is not served here"),
+        ({"type": "verifier", "model": "nobody"}, 404, "'nobody' is not served here"),
+        ({"type": "model", "model": "tiny"}, 400, "'tiny' cannot score"),
+        ({"type": "verifier", "model": "judge"}, 400, "'judge' cannot generate"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["best_of", "search"])
+async def test_a_model_that_cannot_judge_is_told_before_a_sample_is_computed(
+    strategy: str, scorer: dict[str, Any], status: int, problem: str
+) -> None:
+    # All of a limit's length, so that none would ever be scored.
+    engine = ScriptedEngine(reply=saying("plain" * 20))
+    judge = PoolingEngine(model="judge", name="engine-1")
+    tokenizer = TwoModels(tasks=["score"], num_dimensions=1)
+    asked = {"strategy": strategy, "samples": 4, "scorer": scorer}
+    async with deployed(engine, judge, tokenizer=tokenizer, tables=WITH_JUDGE) as stack:
+        refused = await ask(stack, **asked)
+        assert not engine.submissions
+        _, usage = said(CHAT, await ask(stack, **asked, on_failure="answer"))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (status, "test_time.scorer")
+    assert problem in error["message"]
+    assert problem in usage["test_time"]["failure"]
+    assert len(engine.submissions) == 1
+
+
 async def test_traces_below_the_threshold_end_in_the_engine(streams: list[DeliberateStream]) -> None:
     text = "a text of more than forty tokens, so that there is a window"
 
@@ -484,6 +513,10 @@ async def test_what_the_tier_forbids_is_refused_by_name_or_answered_plainly(
         (
             {"test_time": {"strategy": "deepconf", "scorer": {"type": "number", "minimum": 5}}},
             "test_time.scorer.minimum",
+        ),
+        (
+            {"test_time": {"strategy": "best_of", "scorer": {"type": "number", "minimum": 5, "maximum": 1}}},
+            "test_time.scorer.maximum",
         ),
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
