@@ -40,6 +40,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     model: ModelConfig
     # checkpoint.vocabulary.TokenIds as plain data, for a core that cannot read them.
     token_ids: dict[str, Any] = {}
+    # checkpoint.pooling.PoolingFiles as plain data, for such a core; None where the model generates.
+    pooling: dict[str, Any] | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from checkpoint.files import find
+from checkpoint.pooling import read_pooling
 from checkpoint.vocabulary import read_token_ids
 from engine.core import messages
 from engine.service.core_client import CoreClient
@@ -27,8 +28,9 @@ class VllmClient(CoreClient):
     unsupported_options = REFUSED
 
     def __init__(self, start: messages.Start, *, log_level: str = "info") -> None:
-        ids = msgspec.to_builtins(read_token_ids(find(start.model.path)))
-        super().__init__(msgspec.structs.replace(start, token_ids=ids), log_level=log_level)
+        checkpoint = find(start.model.path)
+        ids, pooling = map(msgspec.to_builtins, (read_token_ids(checkpoint), read_pooling(checkpoint)))
+        super().__init__(msgspec.structs.replace(start, token_ids=ids, pooling=pooling), log_level=log_level)
         self._config = start.config
         copies = start.config.vllm.data_parallel_size
         num_slots = start.config.scheduler.max_num_seqs * copies

@@ -31,6 +31,7 @@ EXCEPTIONS: dict[str, Support] = {
     "retention": Support(
         "refused", "`kv`: vLLM forgets nothing of one answer alone; if_possible is followed"
     ),
+    "pooling": Support("honoured", "by cls, last and mean; a model with another pooling is refused at start"),
     "best_of": Support("refused", "more candidates than answers; best_of = n is honoured"),
     "beam_width": Support("refused", "vLLM has no beam search in its engine"),
     "grammar": Support(

@@ -61,7 +61,8 @@ async def serve(front: Front, commands: AsyncIterator[dict[str, Any]]) -> int:
     start = await anext(commands, None)
     if start is None:
         return 0
-    config, model = start["config"], {**start["model"], "token_ids": start["token_ids"]}
+    config = start["config"]
+    model = {**start["model"], "token_ids": start["token_ids"], "pooling": start["pooling"]}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="millrace-vllm-") as folder:
         front.send({"type": "progress", "stage": "start vLLM", "fraction": 0.0})

@@ -28,6 +28,14 @@ _BEAT_S = 1.0
 _SAME_CLOCK_S = 1.0
 
 
+_NOT_FINITE = {
+    "reason": "POISONED_REQUEST",
+    "message": "what vLLM made of this text has numbers that are not finite; others are not affected; do not "
+    "send it again unchanged",
+    "metadata": {"cause": "not_finite"},
+}
+
+
 class EngineDied(Exception):
     """The engine core, or one of its workers, is gone."""
 
@@ -87,6 +95,10 @@ class Engine(Protocol):
 
     def prompt_logprobs(self, output: Any, num_prompt: int) -> list[list[Any]]:
         """Log-probabilities of the prompt's tokens after the first, once they are there."""
+        ...
+
+    def pooled(self, output: Any, call: CoreCall) -> bytes | None:
+        """What a model that pools made of a text; None where it is no answer."""
         ...
 
 
@@ -282,10 +294,17 @@ class Bridge:
         if reason is None and output.finish_reason is not None:
             strays += [key for key in self._forget(opened) if key != output.request_id]
             return opened.failed(_failure(choice, output.finish_reason.name))
-        is_first = choice.first_token_s is None and bool(output.new_token_ids)
-        if output.new_token_ids:
+        is_pooled = choice.call.pooling is not None
+        is_first = choice.first_token_s is None and (is_pooled or bool(output.new_token_ids))
+        if is_first or output.new_token_ids:
             choice.sampled(len(output.new_token_ids), at_s)
         news: dict[str, Any] = {"token_ids": list(output.new_token_ids)}
+        if is_pooled:
+            pooled = self._engine.pooled(output, choice.call)
+            if pooled is None:
+                self._forget(opened)
+                return opened.failed(_NOT_FINITE)
+            news["pooled"] = pooled
         if output.new_logprobs is not None:
             news["logprobs"] = self._engine.logprobs(output)
         if choice.call.prompt_logprobs is not None and is_first:

@@ -29,7 +29,7 @@ class CoreCall:
 
     key: str
     prompt_token_ids: list[int]
-    # Keyword arguments of vLLM's SamplingParams.
+    # Keyword arguments of vLLM's SamplingParams; unused where it pools.
     sampling: dict[str, Any]
     cache_salt: str | None
     adapter: str
@@ -44,6 +44,8 @@ class CoreCall:
     choice_index: int = 0
     prompt_logprobs: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    # contract.pooling.PoolingParams, of a model that pools.
+    pooling: dict[str, Any] | None = None
 
 
 def seed_of(seed: int, choice_index: int, position: int) -> int:
@@ -79,6 +81,7 @@ def calls_of(request: dict[str, Any], max_model_len: int, eos_token_ids: tuple[i
                 choice_index=index,
                 prompt_logprobs=sampling.get("prompt_logprobs"),
                 stop_token_ids=frozenset(sampling["stop_token_ids"]),
+                pooling=request["pooling"],
             )
         )
     return calls

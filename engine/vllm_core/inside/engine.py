@@ -12,6 +12,8 @@ from typing import Any
 
 from .bridge import EngineDied, SubmissionRefused
 from .calls import CoreCall
+from .pooling import CannotPool, numbers_of, params_of
+from .pooling import arguments as pooling_arguments
 from .prefixes import CorePrefixes
 
 # Releases whose interfaces this file was written for and tested with.
@@ -91,6 +93,11 @@ def arguments(config: dict[str, Any], model: dict[str, Any], kv_endpoint: str) -
             "publisher": "zmq",
             "endpoint": kv_endpoint,
         }
+    if model["pooling"] is not None:
+        try:
+            chosen |= pooling_arguments(model["pooling"], caches=cache["prefix_caching"])
+        except CannotPool as error:
+            raise CannotStart(f"model.path: {error}") from error
     return {**chosen, **vllm["options"]}
 
 
@@ -117,11 +124,14 @@ class VllmEngine:
         self._prefixes = CorePrefixes(model["path"])
         self._events: list[dict[str, Any]] = []
         self._subscribers: list[asyncio.Task[None]] = []
-        self.facts = _facts(settings, model["token_ids"])
+        self._pooling = model["pooling"]
+        self.facts = _facts(settings, model["token_ids"]) | _pooled_facts(settings, self._pooling)
         # Rows of the head that no token has, inside the vocabulary or behind it, are never drawn.
         padding = range(self.facts["vocab_size"], settings.model_config.get_vocab_size())
         self._padding = dict.fromkeys((*model["token_ids"]["holes"], *padding), -math.inf)
         self.memory = _memory(settings, Path(model["path"]))
+        if self._pooling is not None:
+            self.memory |= _room_without_blocks(settings, self.memory)
 
     @classmethod
     async def start(cls, settings: Any, model: dict[str, Any], adapters: dict[str, str]) -> VllmEngine:
@@ -154,13 +164,7 @@ class VllmEngine:
     async def add(self, call: CoreCall) -> None:
         """See bridge.Engine."""
         from vllm.exceptions import VLLMClientError
-        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-        sampling = dict(call.sampling)
-        if self._padding:
-            # Last: nobody's bias brings one back.
-            sampling["logit_bias"] = {**sampling.get("logit_bias", {}), **self._padding}
-        grammar = StructuredOutputsParams(grammar=call.grammar) if call.grammar else None
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt_token_ids}
         if call.cache_salt:
             prompt["cache_salt"] = call.cache_salt
@@ -168,7 +172,7 @@ class VllmEngine:
             request = self._inputs.process_inputs(
                 call.key,
                 prompt,
-                SamplingParams(**sampling, structured_outputs=grammar, skip_clone=True),
+                self._params(call),
                 self._tasks,
                 arrival_time=call.start_tag,
                 lora_request=self._adapter(call.adapter),
@@ -177,6 +181,21 @@ class VllmEngine:
         except (TypeError, ValueError, VLLMClientError) as error:
             raise SubmissionRefused(str(error)) from error
         await self._core.add_request_async(request)
+
+    def _params(self, call: CoreCall) -> Any:
+        """vLLM's SamplingParams or PoolingParams."""
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+        if call.pooling is not None:
+            from vllm.pooling_params import PoolingParams
+
+            return PoolingParams(**params_of(call.pooling))
+        sampling = dict(call.sampling)
+        if self._padding:
+            # Last: nobody's bias brings one back.
+            sampling["logit_bias"] = {**sampling.get("logit_bias", {}), **self._padding}
+        grammar = StructuredOutputsParams(grammar=call.grammar) if call.grammar else None
+        return SamplingParams(**sampling, structured_outputs=grammar, skip_clone=True)
 
     async def add_adapter(self, name: str, folder: str) -> str:
         """See bridge.Engine. vLLM would read its files in the step that first asks for it, and die of what it
@@ -281,6 +300,11 @@ class VllmEngine:
         rows = zip(tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist(), strict=True)
         return [self._reported(ids, values) for ids, values in rows][: num_prompt - 1]
 
+    def pooled(self, output: Any, call: CoreCall) -> bytes | None:
+        """See bridge.Engine."""
+        assert call.pooling is not None, "it pools"
+        return numbers_of(output.pooling_output, self._pooling, call.pooling["dimensions"])
+
     def _reported(self, ids: list[int], values: list[float]) -> list[Any]:
         """Column 0 is the token itself; padding is no alternative."""
         others = [pair for pair in zip(ids[1:], values[1:], strict=True) if pair[0] not in self._padding]
@@ -308,7 +332,11 @@ def settings_of(chosen: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.exceptions import VLLMError
 
-    events = chosen.pop("kv_events_config", None)
+    events, pooler = chosen.pop("kv_events_config", None), chosen.pop("pooler_config", None)
+    if isinstance(pooler, dict):
+        from vllm.config import PoolerConfig
+
+        chosen["pooler_config"] = PoolerConfig(**pooler)
     try:
         made = AsyncEngineArgs(**chosen, kv_events_config=KVEventsConfig(**events) if events else None)
         return made.create_engine_config()
@@ -334,6 +362,33 @@ def _facts(settings: Any, token_ids: dict[str, Any]) -> dict[str, Any]:
         "device": str(settings.device_config.device_type),
         "num_layers": model.get_total_num_hidden_layers(),
         "remembers_because": "vLLM forgets nothing of one answer alone",
+    }
+
+
+def _pooled_facts(settings: Any, pooling: dict[str, Any] | None) -> dict[str, Any]:
+    if pooling is None:
+        return {}
+    return {
+        "tasks": pooling["asked"]["tasks"],
+        "num_pooled": pooling["asked"]["num_dimensions"],
+        "whole_prompts": not settings.scheduler_config.enable_chunked_prefill,
+        "shares_prefixes": False,
+    }
+
+
+def _room_without_blocks(settings: Any, memory: dict[str, Any]) -> dict[str, Any]:
+    """Of an encoder nothing is kept in blocks: there are as many as full batch slots would take, so that no
+    text is refused for want of them.
+    """
+    if memory["num_blocks"] > 0:
+        return {}
+    slots = settings.scheduler_config.max_num_seqs * settings.parallel_config.data_parallel_size
+    num_blocks = slots * -(-memory["max_model_len"] // memory["block_size"])
+    return {
+        "num_blocks": num_blocks,
+        "kv_cache_bytes": 0,
+        "kv_bytes_per_token": 0,
+        "total_bytes": memory["weights_bytes"],
     }
 
 

@@ -54,6 +54,9 @@ import os
 class KVEventsConfig(SimpleNamespace):
     pass
 
+class PoolerConfig(SimpleNamespace):
+    pass
+
 class AsyncEngineArgs:
     def __init__(self, **chosen):
         self.chosen = chosen
@@ -69,14 +72,20 @@ class AsyncEngineArgs:
         )
         return SimpleNamespace(
             model_config=model, lora_config="lora" if self.chosen.get("enable_lora") else None,
-            cache_config=SimpleNamespace(num_gpu_blocks=65, block_size=16, cache_dtype="auto"),
+            cache_config=SimpleNamespace(
+                # An encoder keeps nothing; one block is vLLM's own.
+                num_gpu_blocks=1 if self.chosen.get("runner") == "pooling" else 65,
+                block_size=16, cache_dtype="auto",
+            ),
             parallel_config=SimpleNamespace(data_parallel_size=1),
             device_config=SimpleNamespace(device_type="cpu"), chosen=self.chosen,
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=False, max_num_seqs=4),
         )
 """
 
 _CORE = """
 import asyncio, json, os, time
+import torch
 from types import SimpleNamespace
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -155,6 +164,8 @@ class _Core:
 
     def output(self, request):
         params, now = request.params, time.monotonic()
+        if hasattr(params, "task"):
+            return self.pooled(request)
         first = request.count == 0
         changed = self.adapters[request.lora.lora_int_id] if request.lora else 0
         token = 100 + changed + (sum(request.prompt) + request.count) % 50
@@ -180,6 +191,26 @@ class _Core:
         )
 """
 
+_POOLED = """
+
+    def pooled(self, request):
+        # As vLLM's does it: raw numbers, at the end of a text's one step.
+        self.requests.pop(request.request_id)
+        start = (request.params.extra_kwargs or {}).get("compressed_token_type_ids", 0)
+        row = torch.tensor([float(sum(request.prompt)), float(start), 3.0])
+        if 204 in request.prompt:
+            row[0] = float("nan")
+        num = len(request.prompt)
+        return SimpleNamespace(
+            request_id=request.request_id, new_token_ids=[], new_logprobs=None, pooling_output=row,
+            new_prompt_logprobs_tensors=None, finish_reason=_named("STOP"), stop_reason=None,
+            events=[SimpleNamespace(type=_named("SCHEDULED"), timestamp=time.monotonic())],
+            prefill_stats=SimpleNamespace(
+                num_prompt_tokens=num, num_computed_tokens=num, num_cached_tokens=0
+            ),
+        )
+"""
+
 _INPUTS = """
 from types import SimpleNamespace
 
@@ -192,6 +223,13 @@ class InputProcessor:
             request_id=key, prompt=prompt["prompt_token_ids"], params=params, priority=priority,
             arrival=arrival_time, lora=lora_request,
         )
+"""
+
+_POOLING_PARAMS = """
+class PoolingParams:
+    def __init__(self, task, use_activation, extra_kwargs=None):
+        assert not use_activation
+        self.task, self.extra_kwargs = task, extra_kwargs
 """
 
 _OPS = """
@@ -214,7 +252,8 @@ _FILES = {
     "renderers.py": "def renderer_from_config(settings):\n    return None\n",
     "v1/executor.py": "class Executor:\n    get_class = staticmethod(lambda settings: None)\n",
     "v1/engine/exceptions.py": "class EngineDeadError(Exception):\n    pass\n",
-    "v1/engine/core_client.py": _CORE,
+    "v1/engine/core_client.py": _CORE + _POOLED,
+    "pooling_params.py": _POOLING_PARAMS,
     "v1/engine/input_processor.py": _INPUTS,
     "v1/engine/core.py": "class EngineCore:\n    pass\n",
     "lora/ops/torch_ops/lora_ops.py": _OPS,

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
+from contract.pooling import PoolingParams
 from contract.sampling import SamplingParams
 from engine.config import AdaptersConfig, EngineConfig, SchedulerConfig, VllmConfig
 from engine.core import messages
@@ -267,6 +268,56 @@ def test_the_door_answers_before_the_core_hears(tmp_path: Path, monkeypatch: pyt
             assert end.request_id == number
             assert end.failure is not None
             assert (end.failure.reason, end.failure.field) == (reason, field)
+
+    talking(tmp_path, monkeypatch, story)
+
+
+def test_what_is_pooled_is_one_answer_by_the_checkpoints_own_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaModel"], "hidden_size": 3}')
+
+    async def story(talk: Talk) -> None:
+        (ready,) = talk.of(messages.Ready)
+        assert ready.facts.tasks == ("embed",)
+        assert (ready.facts.num_pooled, ready.facts.whole_prompts) == (3, True)
+        assert ready.memory.num_blocks == 4 * 16, "the slots' full lengths, though nothing is kept"
+        assert ready.memory.kv_cache_bytes == 0
+        asked = [
+            (PoolingParams(), [11, 0, 3]),
+            (PoolingParams(dimensions=2), [11, 0]),
+            (PoolingParams(second_start=1), [11, 1, 3]),
+        ]
+        for number, (pooling, raw) in enumerate(asked, start=1):
+            end = await talk.ask(request(number, pooling=pooling))
+            assert end.finish_reason is FinishReason.STOP
+            assert end.first_token is not None
+            assert end.first_token.prefill_chunks[0][2] == 2
+            expected = np.array(raw, np.float32) / np.linalg.norm(raw)
+            np.testing.assert_allclose(np.frombuffer(end.pooled, "<f4"), expected, rtol=1e-6)
+        failed = await talk.ask(request(9, (204,), pooling=PoolingParams()))
+        assert failed.failure is not None
+        assert "not finite" in failed.failure.message
+        talk.client.send(messages.Check(7))
+        checked = await talk.until(lambda: talk.of(messages.Checked))
+        assert (checked[0].violation, checked[0].num_requests) == ("", 0)
+
+    talking(tmp_path, monkeypatch, story)
+
+
+def test_a_pooling_that_vllm_lacks_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "hidden_size": 3}')
+    modules = [{"type": "models.Transformer", "path": ""}, {"type": "models.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    told = {"word_embedding_dimension": 3, "pooling_mode_weightedmean_tokens": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(told))
+
+    async def story(talk: Talk) -> None:
+        (refused,) = talk.of(messages.CoreRefused)
+        assert "vLLM has no pooling 'weighted', only cls, last, mean" in refused.message
 
     talking(tmp_path, monkeypatch, story)
 

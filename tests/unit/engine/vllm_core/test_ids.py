@@ -51,7 +51,7 @@ def engine_of(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     inputs = Inputs()
-    model = {"path": str(folder), "token_ids": ids}
+    model = {"path": str(folder), "token_ids": ids, "pooling": None}
     settings = AsyncEngineArgs(model=str(folder)).create_engine_config()
     return VllmEngine(SimpleNamespace(add_request_async=_added), inputs, settings, model), inputs
 

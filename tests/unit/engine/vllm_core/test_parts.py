@@ -16,6 +16,7 @@ from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
 from engine.config import EngineConfig, SchedulerConfig, SpeculationConfig, VllmConfig
 from engine.core.messages import StepDone
+from engine.model.pooled_heads import ACTIVATIONS
 from engine.types import (
     FinishReason,
     GrammarSpec,
@@ -28,7 +29,7 @@ from engine.types import (
 from engine.vllm_core import launch
 from engine.vllm_core.door import FrontDoor
 from engine.vllm_core.environment import find_python
-from engine.vllm_core.inside import plugin
+from engine.vllm_core.inside import plugin, pooling
 from engine.vllm_core.inside.calls import calls_of, seed_of
 from engine.vllm_core.inside.engine import CannotStart, _memory, check_libraries
 from engine.vllm_core.inside.meter import CoreMeter
@@ -159,6 +160,17 @@ def test_rows_whose_token_is_discarded_draw_nothing_from_their_generators() -> N
     with pytest.raises(RuntimeError, match="g"):
         sample(runner, "g")
     assert runner.input_batch.generators == {0: "a", 1: "b", 3: "d", 4: "e"}
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax", "none"])
+def test_a_classifiers_numbers_are_those_of_our_engine(activation: str) -> None:
+    asked = {"tasks": ["classify"], "num_dimensions": 0}
+    files = {"kind": "cls", "activation": activation, "normalized": False, "asked": asked}
+    assert "seq_pooling_type" not in pooling.arguments(files, caches=True)["pooler_config"]
+    row = np.array([0.5, -2.0, 3.0], np.float32)
+    found = pooling.numbers_of(torch.tensor(row), files, 0)
+    assert found is not None
+    np.testing.assert_allclose(np.frombuffer(found, "<f4"), ACTIVATIONS[activation](row), rtol=1e-6)
 
 
 def test_tenants_take_turns_by_weight() -> None:
