@@ -437,9 +437,9 @@ interval of 95 % (paired, case by case). **Bold** is worse beyond its interval, 
 
 Of the layers: "structure" is JSON under a schema, and of the bundled model also which tool is called, if any,
 with which arguments, all without a grammar that leads the answer, because with one every form is valid.
-SmolLM2-135M never calls a tool, and what it loses hangs on one token: whether it ends behind the object, or
-goes on to explain it. "Long context" is needles, alone, among distractors, three at once, and with the
-section cited, in texts of {windows[0]:,} tokens (SmolLM2: {windows[1]}), at their beginning, middle and end.
+SmolLM2-135M calls no tool as it is, and what `int8` costs it hangs on one token: whether it ends behind the
+object, or goes on to explain it. "Long context" is needles, alone, among distractors, three at once, and with
+the section cited, in texts of {windows[0]:,} tokens (SmolLM2: {windows[1]}), at beginning, middle and end.
 "Behaviour" is refusals, language and format. Cases are drawn by two seeds, and every second text is of the
 other sample: the third table's last line says which figures the two samples contradict each other in.
 """

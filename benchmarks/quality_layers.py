@@ -2,8 +2,8 @@
 
 Lines are the gate's generated ones, answers are greedy and scored by the gate's scorer. Nothing guides what
 is written: under a schema's or a tool's grammar every form is valid, and says nothing. What is asked is what
-the model in bfloat16 sometimes gets wrong, as far as the lines allow it: SmolLM2 never calls a tool, so its
-structure is schemas alone; the bundled model's is tools as well.
+the model in bfloat16 sometimes gets wrong, as far as the lines allow it: SmolLM2 calls no tool as it is, so
+its structure is schemas alone; the bundled model's is tools as well.
 
 Samples differ in their seed, and texts in being others. Each has its own mean and interval, so that a
 difference which one sample alone has shows.
