@@ -82,18 +82,27 @@ class Leg:
         "inbox",
         "num_generated",
         "num_open_choices",
-        "prompt_tokens",
         "started",
+        "uncached_tokens",
         "worked",
     )
 
-    def __init__(self, attachment: Attachment, handle: int, submission: Submission, inbox: Inbox) -> None:
+    def __init__(
+        self,
+        attachment: Attachment,
+        handle: int,
+        submission: Submission,
+        inbox: Inbox,
+        cached_tokens: int = 0,
+    ) -> None:
         self.attachment = attachment
         self.handle = handle
         # Which connection to the engine: the legs of one are lost together.
         self.connection = attachment.num_losses
         self.inbox = inbox
-        self.prompt_tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
+        num_tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
+        # Work before its first token, as far as is known here.
+        self.uncached_tokens = max(0, num_tokens - cached_tokens)
         self.num_open_choices = len(submission.texts) or submission.sampling.n
         # A leg of one choice names it itself; otherwise the engine's numbers count from the first. Texts have
         # their own.
@@ -139,7 +148,7 @@ class Attachment:
         self.load = EngineLoad()
         # Adapters by name, as this engine last reported them.
         self.adapters: Mapping[str, AdapterInfo] = {}
-        # Prompt tokens of own submissions without a token yet.
+        # Prompt tokens of own submissions without a token yet, but for those that are expected in the cache.
         self.unstarted_tokens = 0
         # Why the last connection ended, for people.
         self.last_failure = ""
@@ -197,11 +206,14 @@ class Attachment:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def submit(self, submission: Submission, inbox: Inbox) -> Leg:
-        """Sends a request; its outputs go to `inbox`. The caller has checked that the state is READY."""
-        leg = Leg(self, next(self._handles), submission, inbox)
+    def submit(self, submission: Submission, inbox: Inbox, *, cached_tokens: int = 0) -> Leg:
+        """Sends a request; its outputs go to `inbox`. The caller has checked that the state is READY, and
+        expects so many leading tokens in the engine's cache: requests that share a prompt do not repel each
+        other by work that is not there.
+        """
+        leg = Leg(self, next(self._handles), submission, inbox, cached_tokens)
         self._legs[leg.handle] = leg
-        self.unstarted_tokens += leg.prompt_tokens
+        self.unstarted_tokens += leg.uncached_tokens
         self._pass_on(leg, submission)
         return leg
 
@@ -228,7 +240,7 @@ class Attachment:
 
     def _close(self, leg: Leg) -> None:
         if self._legs.pop(leg.handle, None) is not None and not leg.started:
-            self.unstarted_tokens -= leg.prompt_tokens
+            self.unstarted_tokens -= leg.uncached_tokens
         if self._retiring:
             self._stop_if_retired()
 
@@ -336,7 +348,7 @@ class Attachment:
             return
         if not leg.started and not output.withheld_tokens:
             leg.started = True
-            self.unstarted_tokens -= leg.prompt_tokens
+            self.unstarted_tokens -= leg.uncached_tokens
         if leg.choice_index is not None:
             output.choice_index = leg.choice_index
         if output.finish_reason is not None:

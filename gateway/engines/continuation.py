@@ -257,7 +257,7 @@ class ContinuousStream:
         self.engine = route.attachment.target
         info = route.attachment.info
         self.pool = info.pool if info is not None else ""
-        leg = route.attachment.submit(submission, self._inbox)
+        leg = route.attachment.submit(submission, self._inbox, cached_tokens=route.prefix_tokens)
         self._legs[leg] = num_losses
         self._all_legs.append(leg)
         return leg

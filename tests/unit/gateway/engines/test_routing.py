@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,6 +89,15 @@ async def test_requests_with_a_shared_prefix_meet_on_one_engine() -> None:
         assert sorted(len(engine.submissions) for engine in engines) == [0, 0, 6]
         exposed = (await stack.http.get("/metrics")).text
         assert 'reason="prefix"' in exposed
+
+
+async def test_requests_that_share_a_prefix_do_not_repel_each_other_by_the_work_that_it_saves() -> None:
+    engines = [ScriptedEngine(name=str(number)) for number in range(2)]
+    message = {"role": "user", "content": "a prefix that is shared by many " * 30}
+    async with deployed(*engines) as stack:
+        await stack.chat(messages=[message])
+        await asyncio.gather(*(stack.chat(messages=[message]) for _ in range(7)))
+    assert sorted(len(engine.submissions) for engine in engines) == [0, 8]
 
 
 async def test_tier_with_a_pool_is_kept_to_its_engines() -> None:

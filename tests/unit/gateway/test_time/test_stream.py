@@ -263,6 +263,15 @@ async def test_a_model_that_cannot_judge_is_told_before_a_sample_is_computed(
     assert len(engine.submissions) == 1
 
 
+async def test_samples_stay_where_their_prompt_is_computed() -> None:
+    engines = [ScriptedEngine(name=str(number), reply=saying("it")) for number in range(2)]
+    messages = [{"role": "user", "content": "a prompt that is long enough " * 33}]
+    body = {**BODIES[CHAT], "messages": messages, "test_time": {"strategy": "best_of", "samples": 8}}
+    async with deployed(*engines, tables=TIER) as stack:
+        said(CHAT, await stack.http.post(CHAT, json=body))
+    assert sorted(len(engine.submissions) for engine in engines) == [0, 8]
+
+
 async def test_traces_below_the_threshold_end_in_the_engine(streams: list[DeliberateStream]) -> None:
     text = "a text of more than forty tokens, so that there is a window"
 
