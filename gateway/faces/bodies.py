@@ -14,6 +14,7 @@ from contract.errors import MillraceError, Reason
 from gateway.faces.unserved import in_header
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
+from gateway.http.utf8 import half_pair
 from gateway.intake.intake import LARGE_BYTES, Intake
 from gateway.intake.json_shape import SLICE_BYTES, BodyShape
 
@@ -72,11 +73,14 @@ def decode_known(
             tuple(f"{name}[" for name in tolerance.fields)
         ):
             raise
+    if (half := half_pair(data)) is not None:
+        # Of a part its place would be told as if the part were the body.
+        raise half
     fields = _by_field(data)
     names: list[str] = []
     for name, kind in tolerance.fields.items():
         if name in fields:
-            items = decode(_anything, fields[name])
+            items = decode(_anything, bytes(fields[name]))
             tolerance.drop(items, kind, name, names)
             fields[name] = msgspec.Raw(msgspec.json.encode(items))
     # Everything else stays as it was written.

@@ -29,6 +29,11 @@ SAID = {"type": "message", "role": "assistant"}
 
 BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "message": (CHAT, {"messages": [{"role": "user", "content": CUT}]}, "messages[0].content"),
+    "beside what is ignored": (
+        CHAT,
+        {"messages": [{"role": "user", "content": CUT, "refusal_of_its": 1}]},
+        "messages[0].content",
+    ),
     "streamed": (
         CHAT,
         {"messages": [USER, {"role": "user", "content": f"a{CUT}b"}], "stream": True},
