@@ -43,6 +43,9 @@ COMMANDS = {
     "memory": "peers.memory",
     "neighbour": "neighbour",
     "on_vllm": "peers.on_vllm",
+    "drafters": "drafters --draft-model models/millrace-nano-draft "
+    "--head models/millrace-nano-eagle3 --rounds 3",
+    "packed_start": "packed_start --model QWEN3-0.6B --quantize int4 --rounds 3",
     "prefix_restart": "prefix_restart --rounds 3",
     "kv_forms_0_6b": "kv_forms --contexts 2048 8192 32768 --steps 8 --rounds 2",
     "kv_forms_smollm2": "kv_forms --checkpoint smollm2-135m --contexts 2048 8192 --steps 8 --rounds 2",
