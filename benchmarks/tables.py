@@ -45,6 +45,8 @@ COMMANDS = {
     "on_vllm": "peers.on_vllm",
     "drafters": "drafters --draft-model models/millrace-nano-draft "
     "--head models/millrace-nano-eagle3 --rounds 3",
+    "drafters_always": "drafters --draft-model models/millrace-nano-draft "
+    "--head models/millrace-nano-eagle3 --rounds 3 --streams 1 8 --always",
     "packed_start": "packed_start --model QWEN3-0.6B --quantize int4 --rounds 3",
     "prefix_restart": "prefix_restart --rounds 3",
     "kv_forms_0_6b": "kv_forms --contexts 2048 8192 32768 --steps 8 --rounds 2",
