@@ -7,14 +7,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from contract.engines import EngineLoad
 from contract.errors import MillraceError
 from gateway.batches.job import BatchJob, JobParts
 from gateway.batches.lines import LineEntry
-from gateway.batches.shares import FairShares, LineWindow
+from gateway.batches.shares import FairShares
 from gateway.batches.types import RequestBatch
+from gateway.batches.window import LineWindow, WhatElse
 from observability.emit import names
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,17 @@ _LATE_SHARE, _LATE_S = 0.1, 0.1
 _RATE_S = 30.0
 
 
+class OtherRequest(NamedTuple):
+    """A request at a connection; the monotonic clock, in seconds."""
+
+    key: object
+    received_s: float
+    # None while it waits for its first token.
+    first_s: float | None
+    # Of its tier, for the first token.
+    target_s: float | None
+
+
 class Surroundings(Protocol):
     """What else the gateway does."""
 
@@ -44,10 +56,8 @@ class Surroundings(Protocol):
         """Whether engines work for other gateways, by their reports."""
         ...
 
-    def waits_s(self) -> list[tuple[float, float | None]]:
-        """Of requests at connections: seconds until now without a first token, 0 once it is there, and the
-        target of their tier.
-        """
+    def others(self) -> list[OtherRequest]:
+        """The requests at connections."""
         ...
 
     def tightest_s(self) -> float:
@@ -75,6 +85,7 @@ class BatchRunner:
         self._lines: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
+        self._others = SeenOthers(window)
         # Lines that have ended, halved every _RATE_S.
         self._num_ended, self._measured_s, self._since_s = 0.0, 0.0, time.monotonic()
 
@@ -188,9 +199,11 @@ class BatchRunner:
 
     def _begin_lines(self) -> None:
         now_s, around = time.monotonic(), self._surroundings()
+        others = around.others()
+        self._others.look(others, now_s, num_lines=len(self._lines))
         if not self._jobs or around.draining:
             return
-        look(self._window, around, now_s)
+        self._window.look(now_s, what_else(around, others, now_s, self._others.asked_s))
         while self._window.has_room(len(self._lines)):
             waiting: dict[str, BatchJob] = {}
             for job in self._jobs.values():
@@ -228,11 +241,40 @@ class BatchRunner:
             self._num_ended /= 2
 
 
-def look(window: LineWindow, around: Surroundings, now_s: float) -> None:
-    """Tells a window what there is besides its lines."""
-    waits, loads = around.waits_s(), around.loads()
+class SeenOthers:
+    """Tells a window of others' first tokens, each once."""
+
+    def __init__(self, window: LineWindow) -> None:
+        self._window = window
+        self._seen: set[object] = set()
+        # When the last of them came, and since when no line is under way.
+        self.asked_s: float | None = None
+        self._no_line_since_s: float | None = None
+
+    def look(self, others: list[OtherRequest], now_s: float, *, num_lines: int) -> None:
+        """What there is now."""
+        if num_lines:
+            self._no_line_since_s = None
+        elif self._no_line_since_s is None:
+            self._no_line_since_s = now_s
+        for other in others:
+            self.asked_s = max(self.asked_s or 0.0, other.received_s)
+            if other.first_s is not None and other.key not in self._seen:
+                since_s = self._no_line_since_s
+                is_alone = since_s is not None and since_s <= other.received_s
+                self._window.first_token(other.first_s - other.received_s, now_s, is_alone=is_alone)
+        self._seen = {other.key for other in others if other.first_s is not None}
+
+
+def what_else(
+    around: Surroundings, others: list[OtherRequest], now_s: float, asked_s: float | None
+) -> WhatElse:
+    """What a window is told."""
+    loads = around.loads()
+    begin = [other for other in others if other.first_s is None]
     late = any(
-        waited_s > (_LATE_S if target_s is None else target_s * _LATE_SHARE) for waited_s, target_s in waits
+        now_s - other.received_s > (_LATE_S if other.target_s is None else other.target_s * _LATE_SHARE)
+        for other in begin
     )
     tightest_s = around.tightest_s()
     # What a request that came now would wait for, by the engines' own measurements.
@@ -241,8 +283,14 @@ def look(window: LineWindow, around: Surroundings, now_s: float) -> None:
     ]
     queued = any(load.num_waiting for load in loads)
     queued |= bool(tightest_s) and any(each > tightest_s * _LATE_SHARE for each in forecast_s)
-    others_run = bool(waits) or around.has_others()
-    window.look(now_s, num_engines=len(loads), others_run=others_run, others_wait=late, queued=queued)
+    return WhatElse(
+        num_engines=len(loads),
+        others_run=bool(others) or around.has_others(),
+        others_begin=bool(begin),
+        others_wait=late,
+        queued=queued,
+        asked_s=asked_s,
+    )
 
 
 def surroundings_of(pipeline: Any) -> Surroundings:
@@ -262,15 +310,15 @@ class _OfPipeline:
         ready = self._pipeline.attempts.fleet.ready
         return any(each.load.num_running + each.load.num_waiting > each.num_open for each in ready)
 
-    def waits_s(self) -> list[tuple[float, float | None]]:
-        now_s = time.monotonic()
+    def others(self) -> list[OtherRequest]:
         found = []
         for attempt in self._pipeline.books.running:
             call = attempt.call
             if not call.caller.identity.in_batch:
                 target_ms = call.tier.config.ttft_target_ms
-                waited_s = now_s - call.caller.received_s if attempt.meter.first_output_s is None else 0.0
-                found.append((waited_s, None if target_ms is None else target_ms / 1000))
+                target_s = None if target_ms is None else target_ms / 1000
+                first_s = attempt.meter.first_output_s
+                found.append(OtherRequest(attempt, call.caller.received_s, first_s, target_s))
         return found
 
     def tightest_s(self) -> float:

@@ -19,10 +19,10 @@ from gateway.batches.job import JobParts
 from gateway.batches.objects import BucketStorage
 from gateway.batches.runner import BatchRunner, surroundings_of
 from gateway.batches.sealed import ContentKeys, needed, opened
-from gateway.batches.shares import LineWindow
 from gateway.batches.store import BatchLease, BatchStore, StoredFile, not_found
 from gateway.batches.tables import MAX_FILENAME, open_tables
 from gateway.batches.types import RequestBatch, ResultForm
+from gateway.batches.window import LineWindow
 from gateway.config import BatchesConfig
 from gateway.http.exchange import Exchange, Handler
 from gateway.pipeline.pipeline import Pipeline

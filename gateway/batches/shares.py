@@ -1,57 +1,11 @@
-"""How many lines may be under way, and whose line is next.
-
-Lines run in what capacity is left: there are few of them while somebody waits at a connection, and more each
-time that nobody did. Among tenants, and their batches behind them, work is shared by weight.
-"""
+"""Whose line is next: among tenants, and their batches behind them, work is shared by weight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-# Lines for each engine while others' requests run there; as many as max_in_flight where none does.
-_BESIDE_OTHERS = 0.25
-# After the number of lines was halved nothing is done about it for so long: those under way end meanwhile.
-_HOLD_S = 0.5
 # How much the work of the last line counts in what the next one is expected to be.
 _NEWEST = 0.1
-
-
-class LineWindow:
-    """Lines that may be under way at a time."""
-
-    def __init__(self, max_per_engine: int) -> None:
-        self._max_per_engine = max_per_engine
-        self._most = float(max_per_engine)
-        self._held_until_s = 0.0
-        # Grows with every line until somebody waits for the first time, then by one in the time of a line.
-        self._is_first = True
-        self._may_grow = True
-        self.size = 1.0
-
-    def look(
-        self, now_s: float, *, num_engines: int, others_run: bool, others_wait: bool, queued: bool
-    ) -> None:
-        """What there is now: engines, requests of others that run or wait for their first token there, and
-        a queue in front of an engine, in which further lines would only stand.
-        """
-        share = _BESIDE_OTHERS if others_run else 1.0
-        self._most = max(1.0, self._max_per_engine * share) * num_engines
-        self._may_grow = not (others_wait or queued)
-        if others_wait and now_s >= self._held_until_s:
-            self._held_until_s = now_s + _HOLD_S
-            self._is_first = False
-            self.size = max(1.0, min(self.size, self._most) / 2)
-
-    def ended(self) -> None:
-        """A line has ended."""
-        if self._may_grow:
-            grown = self.size + (1.0 if self._is_first else 1.0 / self.size)
-            # What it had before others came it has again when they are gone.
-            self.size = max(self.size, min(grown, self._most))
-
-    def has_room(self, num_under_way: int) -> bool:
-        """Whether another line may begin."""
-        return num_under_way < int(min(self.size, self._most))
 
 
 class FairShares:

@@ -1,4 +1,4 @@
-"""Lines get what is left over, and tenants their shares of it."""
+"""Tenants get their shares of what is left over."""
 
 from __future__ import annotations
 
@@ -6,59 +6,7 @@ import random
 
 import pytest
 
-from gateway.batches.shares import FairShares, LineWindow
-
-
-def idle(window: LineWindow, now_s: float, num_engines: int = 1) -> None:
-    window.look(now_s, num_engines=num_engines, others_run=False, others_wait=False, queued=False)
-
-
-def test_a_window_grows_while_nobody_else_asks_up_to_so_many_for_each_engine() -> None:
-    window = LineWindow(8)
-    idle(window, 0.0)
-    assert window.has_room(0)
-    assert not window.has_room(1)
-    for _ in range(100):
-        window.ended()
-    assert window.size == 8
-    window.look(0.5, num_engines=1, others_run=True, others_wait=False, queued=False)
-    assert window.has_room(1)
-    assert not window.has_room(2)
-    idle(window, 1.0, num_engines=2)
-    for _ in range(100):
-        window.ended()
-    assert window.size == 16
-    idle(window, 2.0, num_engines=0)
-    assert not window.has_room(0)
-
-
-def test_a_window_is_halved_while_others_wait_and_grows_slowly_afterwards() -> None:
-    window = LineWindow(32)
-    idle(window, 0.0)
-    for _ in range(100):
-        window.ended()
-    window.look(1.0, num_engines=1, others_run=True, others_wait=True, queued=False)
-    # Beside others there is a quarter, and half of that where they wait.
-    assert window.size == 4
-    window.look(1.1, num_engines=1, others_run=True, others_wait=True, queued=False)
-    assert window.size == 4
-    for now_s in range(2, 12):
-        window.look(now_s, num_engines=1, others_run=True, others_wait=True, queued=False)
-        window.ended()
-    # One at a time goes on: a batch is not starved for ever.
-    assert window.size == 1
-    idle(window, 20.0)
-    window.ended()
-    window.ended()
-    assert window.size < 3
-
-
-def test_a_window_does_not_grow_into_a_queue() -> None:
-    window = LineWindow(32)
-    window.look(0.0, num_engines=1, others_run=False, others_wait=False, queued=True)
-    for _ in range(100):
-        window.ended()
-    assert window.size == 1
+from gateway.batches.shares import FairShares
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,176 @@
+"""Lines get what is left over: many where nobody else asks, few where they would make others' tokens late."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gateway.batches.runner import OtherRequest, SeenOthers
+from gateway.batches.window import LineWindow, WhatElse
+
+
+def idle(window: LineWindow, now_s: float, num_engines: int = 1) -> None:
+    window.look(now_s, WhatElse(num_engines))
+
+
+def beside(window: LineWindow, now_s: float, *, asked_s: float | None = None, wait: bool = False) -> None:
+    asked_s = now_s if asked_s is None else asked_s
+    window.look(now_s, WhatElse(1, others_run=True, others_wait=wait, asked_s=asked_s))
+
+
+def room(window: LineWindow) -> int:
+    return next(number for number in range(10_000) if not window.has_room(number))
+
+
+def known(window: LineWindow, now_s: float) -> None:
+    """Others' first tokens took 10 to 20 ms without lines."""
+    for number in range(50):
+        window.first_token(0.010 + 0.0002 * number, now_s, is_alone=True)
+
+
+def test_a_window_grows_while_nobody_else_asks_up_to_so_many_for_each_engine() -> None:
+    window = LineWindow(8)
+    idle(window, 0.0)
+    assert room(window) == 1
+    for _ in range(100):
+        window.ended()
+    assert window.size == 8
+    # An engine works for another gateway.
+    window.look(0.5, WhatElse(1, others_run=True))
+    assert room(window) == 2
+    idle(window, 1.0, num_engines=2)
+    for _ in range(100):
+        window.ended()
+    assert window.size == 16
+    idle(window, 2.0, num_engines=0)
+    assert room(window) == 0
+
+
+def test_a_window_is_halved_while_others_wait_and_grows_slowly_afterwards() -> None:
+    window = LineWindow(32)
+    idle(window, 0.0)
+    for _ in range(100):
+        window.ended()
+    window.look(1.0, WhatElse(1, others_run=True, others_wait=True))
+    # Beside others there is a quarter, and half of that where they wait.
+    assert window.size == 4
+    window.look(1.1, WhatElse(1, others_run=True, others_wait=True))
+    assert window.size == 4
+    for now_s in range(2, 12):
+        window.look(now_s, WhatElse(1, others_run=True, others_wait=True))
+        window.ended()
+    # One at a time goes on: a batch is not starved for ever.
+    assert window.size == 1
+    idle(window, 20.0)
+    window.ended()
+    window.ended()
+    assert window.size < 3
+
+
+def test_a_window_does_not_grow_into_a_queue() -> None:
+    window = LineWindow(32)
+    window.look(0.0, WhatElse(1, queued=True))
+    for _ in range(100):
+        window.ended()
+    assert window.size == 1
+
+
+def test_one_line_is_beside_others_until_their_first_tokens_are_as_early_as_alone() -> None:
+    window = LineWindow(32)
+    idle(window, 0.0)
+    for _ in range(100):
+        window.ended()
+    known(window, 0.0)
+    beside(window, 1.0)
+    assert room(window) == 1, "however many there were before"
+    window.ended()
+    assert room(window) == 1, "lines say nothing of others"
+    for _ in range(100):
+        window.first_token(0.015, 1.0, is_alone=False)
+    beside(window, 1.1)
+    assert room(window) == 8, "a quarter of all"
+    for _ in range(4):
+        window.first_token(0.025, 1.1, is_alone=False)
+    assert room(window) < 4
+    # Nobody asked for five seconds.
+    beside(window, 7.0, asked_s=1.1)
+    assert room(window) == 8
+    idle(window, 8.0)
+    assert room(window) == 32
+
+
+def test_no_second_line_begins_while_a_first_token_of_others_is_computed() -> None:
+    window = LineWindow(32)
+    known(window, 0.0)
+    for _ in range(100):
+        window.first_token(0.015, 1.0, is_alone=False)
+    window.look(1.0, WhatElse(1, others_run=True, others_begin=True, asked_s=1.0))
+    assert room(window) == 1
+    beside(window, 1.1)
+    assert room(window) == 8
+
+
+@pytest.mark.parametrize("late", [0.02, 0.1, 0.5])
+def test_lines_become_so_many_that_few_more_tokens_are_late_than_alone(late: float) -> None:
+    """`late`: the share of first tokens that each line makes late, beside the tenth that always is."""
+    draw, window = random.Random(3), LineWindow(128)
+    known(window, 0.0)
+    num_late = sizes = 0.0
+    for number in range(4000):
+        now_s = number / 10
+        known(window, now_s)
+        beside(window, now_s)
+        size = room(window)
+        is_late = draw.random() < min(1.0, 0.1 + late * (size - 1))
+        window.first_token(0.05 if is_late else 0.012, now_s, is_alone=False)
+        if number >= 1000:
+            num_late += is_late
+            sizes += size
+    assert 0.09 < num_late / 3000 < 0.2
+    assert sizes / 3000 == pytest.approx(1 + 0.05 / late, rel=0.35)
+
+
+def test_lines_pause_for_a_moment_where_nothing_is_known_of_tokens_without_them() -> None:
+    window = LineWindow(32)
+    beside(window, 100.0)
+    assert room(window) == 0
+    beside(window, 100.5)
+    assert room(window) == 0
+    beside(window, 101.1)
+    assert room(window) == 1, "a second at most"
+    beside(window, 110.0)
+    assert room(window) == 1, "not before ten more"
+    beside(window, 111.5)
+    assert room(window) == 0
+    window.first_token(0.02, 111.6, is_alone=True)
+    beside(window, 111.6)
+    assert room(window) == 1, "that was all that one waited for"
+    beside(window, 121.0)
+    assert room(window) == 1
+
+
+class _Told(LineWindow):
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.firsts: list[tuple[float, bool]] = []
+
+    def first_token(self, took_s: float, now_s: float, *, is_alone: bool) -> None:
+        self.firsts.append((took_s, is_alone))
+
+
+def test_a_first_token_is_alone_if_no_line_was_under_way_from_its_request_on() -> None:
+    window = _Told()
+    seen = SeenOthers(window)
+    waits, has_one = OtherRequest("a", 10.2, None, 0.5), OtherRequest("a", 10.2, 10.3, 0.5)
+    seen.look([], 10.0, num_lines=0)
+    seen.look([waits], 10.25, num_lines=0)
+    assert not window.firsts
+    seen.look([has_one], 10.31, num_lines=0)
+    seen.look([has_one], 10.4, num_lines=1)
+    assert window.firsts == [(pytest.approx(0.1), True)], "each is told once"
+    # A line ended between a request and its token.
+    seen.look([OtherRequest("b", 11.0, None, None)], 11.1, num_lines=1)
+    seen.look([OtherRequest("b", 11.0, 11.3, None)], 11.3, num_lines=0)
+    assert window.firsts[1:] == [(pytest.approx(0.3), False)]
+    assert seen.asked_s == 11.0
