@@ -6,20 +6,22 @@ Starts a stack with the model, and opens /ui/ in headless Chromium, each time in
 cache is empty: first with an idle engine (the baseline), then beside streams of long answers that keep it
 busy. Prints the times to the first paint, to the first paint of content, and until the page is loaded, in
 milliseconds from when it was asked for, and the bytes that came. The aim is a first paint within 300 ms
-beside the model. Browser, engine and gateway share this machine's cores. Needs Chromium (apt-get install
-chromium).
+beside the model. Browser, engine, gateway and the streams' readers share this machine's cores. Needs Chromium
+and curl (apt-get install chromium curl).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import httpx
 
 from benchmarks.engine.report import Row, options, percentile, publish
 from benchmarks.stack import RunningStack, running_stack
@@ -42,44 +44,49 @@ _PAINTED = "performance.getEntriesByName('first-contentful-paint').length && " +
 
 @contextmanager
 def busy(stack: RunningStack, num_streams: int) -> Iterator[None]:
-    """Keeps as many streams under way as long as the block lasts; returns once each has begun."""
-    state, ends = stack.state, threading.Event()
-    headers = {"authorization": f"Bearer {state.api_key}"}
-    begun = threading.Semaphore(0)
-    failed: list[str] = []
+    """Keeps as many streams under way as long as the block lasts; returns once each has begun.
 
-    def read() -> None:
-        is_first = True
-        while not ends.is_set():
-            body = {"model": state.model, "prompt": "Once upon", "stream": True, "max_tokens": 500}
-            body |= {"ignore_eos": True}
-            with httpx.stream(
-                "POST", f"{stack.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False
-            ) as answer:
-                if answer.status_code != 200:
-                    failed.append(answer.read().decode())
-                    begun.release()
-                    return
-                for line in answer.iter_lines():
-                    if line and is_first:
-                        begun.release()
-                        is_first = False
-                    if ends.is_set():
-                        return
-
-    threads = [threading.Thread(target=read) for _ in range(num_streams)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in threads:
-            begun.acquire()
-        if failed:
-            raise SystemExit(f"the engine refused to work: {failed[0]}")
-        yield
-    finally:
-        ends.set()
-        for thread in threads:
-            thread.join()
+    Each is read by curl, because readers in Python take as much of a processor as the gateway: clients are on
+    the page's machine here, and the page is what is measured.
+    """
+    state = stack.state
+    body = {
+        "model": state.model,
+        "prompt": "Once upon",
+        "stream": True,
+        "max_tokens": 500,
+        "ignore_eos": True,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "request.curl"
+        told.write_text(
+            f'url = "{stack.url}/v1/completions"\n'
+            f'header = "authorization: Bearer {state.api_key}"\n'
+            'header = "content-type: application/json"\n'
+            f"data = {json.dumps(json.dumps(body))}\n"
+            "no-buffer\nsilent\nfail-with-body\n"
+        )
+        answers = [Path(folder) / f"{number}.txt" for number in range(num_streams)]
+        readers = [
+            subprocess.Popen(
+                ["sh", "-c", 'while curl --config "$0" --output "$1"; do :; done', told, answer],
+                start_new_session=True,
+            )
+            for answer in answers
+        ]
+        try:
+            for reader, answer in zip(readers, answers, strict=True):
+                while not answer.exists() or not answer.stat().st_size:
+                    if reader.poll() is not None:
+                        raise SystemExit("the engine refused to work, or curl is not installed")
+                    time.sleep(0.05)
+            if refused := [text for each in answers if (text := each.read_text()).startswith("{")]:
+                raise SystemExit(f"the engine refused to work: {refused[0]}")
+            yield
+        finally:
+            for reader in readers:
+                os.killpg(reader.pid, signal.SIGKILL)
+                reader.wait()
 
 
 def loads(stack: RunningStack, count: int) -> list[dict[str, float]]:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from services.bench.report import machine
+from services.supervisor.process import die_with_parent
 from services.supervisor.state import RunState, read_state
 
 START_LIMIT_S = 120.0
@@ -95,6 +96,8 @@ def running_stack(
                 env={**os.environ, "MILLRACE_STATE_DIR": name, **(environment or {})},
                 stdout=output,
                 stderr=output,
+                # A benchmark that is killed leaves no stack behind.
+                preexec_fn=die_with_parent(signal.SIGTERM),  # noqa: PLW1509
             )
         try:
             ends_s = time.monotonic() + START_LIMIT_S
