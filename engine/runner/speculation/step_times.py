@@ -20,21 +20,29 @@ _LATEST, FEW = 9, 3
 class Recent:
     """The latest few measurements; 0 while there are none."""
 
-    __slots__ = ("_values", "value")
+    __slots__ = ("_value", "_values")
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_LATEST)
-        self.value = 0.0
+        # None: to be found out, because most measurements are not asked about before the next one.
+        self._value: float | None = 0.0
 
     @property
     def is_rough(self) -> bool:
         """Whether there are few."""
         return len(self._values) < FEW
 
+    @property
+    def value(self) -> float:
+        """What counts of them."""
+        if self._value is None:
+            self._value = min(self._values) if self.is_rough else median(self._values)
+        return self._value
+
     def add(self, value: float) -> None:
         """Takes one in."""
         self._values.append(value)
-        self.value = min(self._values) if self.is_rough else median(self._values)
+        self._value = None
 
 
 def size_class(num_sequences: int) -> int:
@@ -58,7 +66,10 @@ class StepTimes:
     def add(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Takes in a step in which every sequence decoded."""
         if not num_drafts:
-            self._plain.setdefault(num_sequences, Recent()).add(seconds)
+            found = self._plain.get(num_sequences)
+            if found is None:
+                found = self._plain[num_sequences] = Recent()
+            found.add(seconds)
         elif plain_s := self.plain_s(num_sequences):
             factors = self._factors.setdefault(size_class(num_sequences), {})
             factors.setdefault(_rounded(num_drafts), Recent()).add(seconds / plain_s)
