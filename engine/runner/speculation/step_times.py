@@ -62,9 +62,15 @@ class StepTimes:
     def __init__(self) -> None:
         self._plain: dict[int, Recent] = {}
         self._factors: dict[int, dict[int, Recent]] = {}
+        # Those of one sequence, until another step with drafts, or so many others, were measured.
+        self._of_one: list[float] = []
+        self._num_plain = 0
 
     def add(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Takes in a step in which every sequence decoded."""
+        self._num_plain += 1
+        if num_drafts or self._num_plain % _LATEST == 0:
+            self._of_one = []
         if not num_drafts:
             found = self._plain.get(num_sequences)
             if found is None:
@@ -91,6 +97,12 @@ class StepTimes:
     def num_known(self, num_sequences: int) -> int:
         """The most drafts with which a step was measured."""
         return max(self._factors.get(size_class(num_sequences), ()), default=0)
+
+    def factors_of_one(self, most: int) -> list[float]:
+        """The same as `factors` of one sequence, of a little while ago."""
+        if len(self._of_one) <= most:
+            self._of_one = self.factors(1, most).tolist()
+        return self._of_one
 
     def factors(self, num_sequences: int, most: int) -> NDArray[np.float64]:
         """How many times as long a step takes with 0 to `most` drafts [most + 1].
