@@ -433,11 +433,23 @@ class Economics:
         to gain.
         """
         num, most = len(sequences), max(lengths)
-        costs, plain_s = self._costs(num), self.times.plain_s(num)
-        if not most or not plain_s:
+        if not most or not self.times.plain_s(num):
             return [0] * num, 0.0
         if num == 1:
             return self._best_of_one(sequences[0], owners[0], most, by_forwards=by_forwards)
+        return self._best_of_many(sequences, owners, lengths, by_forwards=by_forwards)
+
+    def _best_of_many(
+        self,
+        sequences: Sequence[DraftProgress],
+        owners: Sequence[str],
+        lengths: Sequence[int],
+        *,
+        by_forwards: bool,
+    ) -> tuple[list[int], float]:
+        """The same of sequences that share a step."""
+        num, most = len(sequences), max(lengths)
+        costs, plain_s = self._costs(num), self.times.plain_s(num)
         priors = [self._prior(owner) for owner in owners]
         reach = np.cumprod(self._shares(sequences, priors, lengths, most), axis=1)  # [S, P]
         # Likeliest first; of one sequence these are in their order.
