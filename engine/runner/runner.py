@@ -323,9 +323,7 @@ class ModelRunner:
         if sampled.arrival is not None:
             sampled.arrival.wait()
         outcomes = conclude(sampled, self.table)
-        if self._speculates:
-            self.proposer.saw(sampled.inputs, self.table)
-        drafts = self._propose(sampled, outcomes)
+        drafts = self._drafts(sampled, outcomes)
         scores = sampled.scores
         if scores or drafts:
             members = zip(sampled.rows.members, outcomes, strict=True)
@@ -349,10 +347,32 @@ class ModelRunner:
             return sampled.pooled
         return scored + outcomes if scored else outcomes
 
-    def _propose(self, sampled: Sampled, outcomes: list[SequenceResult]) -> dict[int, tuple[int, ...]]:
-        """Drafts for the next step of the sequences that go on."""
+    def _drafts(self, sampled: Sampled, outcomes: list[SequenceResult]) -> dict[int, tuple[int, ...]]:
+        """Drafts for the next step of the sequences that go on. Most steps of a method that does not pay are
+        those in which nobody is asked: they take no longer than without it.
+        """
+        proposer, rows, inputs = self.proposer, sampled.rows, sampled.inputs
+        count, economics = len(inputs.ids), proposer.economics
+        if not self._speculates or economics.passes(count):
+            return self._propose(sampled, outcomes, None)
+        now = time.monotonic()
+        # While the step before it ran, a device had not begun.
+        seconds = now - max(sampled.began_s, self._finished_s)
+        is_plain = int(inputs.query_starts[-1]) == count == rows.tokens.size
+        rests = economics.rests(count, seconds, is_plain=is_plain, has_drafts=not rows.one_each)
+        if rests and not economics.is_waking:
+            return self._propose(sampled, outcomes, None)
+        proposer.saw(inputs, self.table)
+        found = self._propose(sampled, outcomes, None if rests else seconds)
+        economics.took(time.monotonic() - now)
+        return found
+
+    def _propose(
+        self, sampled: Sampled, outcomes: list[SequenceResult], seconds: float | None
+    ) -> dict[int, tuple[int, ...]]:
+        """See _drafts; `seconds` that the step took, None where nothing but forced tokens is asked for."""
         inputs = sampled.inputs
-        if not self._speculates and (sampled.sound or all(state.matcher is None for state in inputs.states)):
+        if seconds is None and (sampled.sound or all(state.matcher is None for state in inputs.states)):
             return {}
         alive = []
         for member, outcome in zip(sampled.rows.members, outcomes, strict=True):
@@ -362,23 +382,11 @@ class ModelRunner:
                 alive.append((outcome.sequence_id, state))
         if not alive:
             return {}
-        drafts = [len(each.draft_token_ids) for each in inputs.scheduled]
-        step = StepCost(
-            # While the step before it ran, a device had not begun.
-            seconds=time.monotonic() - max(sampled.began_s, self._finished_s),
-            num_sequences=len(drafts),
-            num_drafts=sum(drafts),
-            num_accepted=sum(outcome.num_accepted for outcome in outcomes),
-            decodes_only=all(
-                each.samples and each.num_tokens == 1 + count
-                for each, count in zip(inputs.scheduled, drafts, strict=True)
-            ),
-        )
         in_flight = self._in_flight()
         found = self.proposer.propose(
             [state for _, state in alive],
             self.table,
-            step,
+            None if seconds is None else _cost(sampled, outcomes, seconds),
             num_in_flight=[in_flight.get(sequence_id, 0) for sequence_id, _ in alive],
         )
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
@@ -390,3 +398,19 @@ class ModelRunner:
             return {}
         scheduled = step.sampled.inputs.scheduled
         return {each.sequence_id: 1 + len(each.draft_token_ids) for each in scheduled if each.samples}
+
+
+def _cost(sampled: Sampled, outcomes: list[SequenceResult], seconds: float) -> StepCost:
+    """What a step took, as those see it who decide about drafts."""
+    scheduled = sampled.inputs.scheduled
+    drafts = [len(each.draft_token_ids) for each in scheduled]
+    return StepCost(
+        seconds=seconds,
+        num_sequences=len(drafts),
+        num_drafts=sum(drafts),
+        num_accepted=sum(outcome.num_accepted for outcome in outcomes),
+        decodes_only=all(
+            each.samples and each.num_tokens == 1 + count
+            for each, count in zip(scheduled, drafts, strict=True)
+        ),
+    )

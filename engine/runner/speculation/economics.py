@@ -9,14 +9,19 @@ Step times are medians of the latest measurements on this machine by rows (step_
 a small target, a full batch and a busy machine all count by what they cost. What a sequence accepts is
 estimated from its own drafts, place by place (acceptance), beginning with what its tenant's others accepted
 lately; that a tenant gains is believed of its sequences' own drafts alone. Drafts that are not verified are
-compared with what is drawn all the same, so that what never holds costs no row. Whatever is tried without
-being expected to pay is paid from half a percent of the time of steps.
+compared with what is drawn all the same, so that what never holds costs no row.
+
+Deciding takes time as well, and so does what a drafter keeps of steps. All that speculation took, less what
+it saved, is paid from a purse for batches of each size, into which goes half a percent of the time of steps.
+Once it is empty nobody looks, keeps or decides anything, until enough is in it for the next attempt: what
+never pays takes half a percent, whatever a look costs, and what pays is never interrupted.
 
 Shape letters: S sequences, N drafts, P places behind the last token, O owners.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +45,16 @@ _OWN_FADING, _PRIOR = 0.9, 2.0
 # Steps with drafts after which plain ones are measured again.
 _REFRESH_STEPS = 64
 # Part of the time of steps that goes into trials; and plain steps that they may cost before they earned it.
-_TRIAL_SHARE, _FIRST_CREDIT, _MOST_CREDIT = 0.005, 3.0, 3.0
+_TRIAL_SHARE, _FIRST_CREDIT, _MOST_CREDIT = 0.005, 1.0, 3.0
 _LARGEST_TRIAL = 0.9
+# An attempt is so many steps in which somebody looks, and the trial that was wanted last. For each step of it
+# that was felt there are so many in which nobody looks: fewer than a hundredth, so that no 99th percentile is
+# theirs.
+_ATTEMPT_STEPS, _REST_INTERVAL, _MOST_FELT = 2, 128, 64
+# Steps before the next attempt of which a drafter keeps what it needs, so that it knows the latest text.
+_WAKING_STEPS = 32
+# Steps between two of which the time is taken while nobody looks.
+_PASSING_STEPS = 16
 # A trial that makes a step so much longer has so many steps between it and the next. A draft model makes so
 # many drafts in one.
 _SHORT_TRIAL, _TRIAL_INTERVAL, _TRIAL_ROUNDS = 0.01, 256, 2
@@ -89,7 +102,7 @@ class DraftProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """A step that was computed: forward, logits and sampling, without proposing."""
+    """A step that was computed: forward, logits and sampling, without what a drafter did."""
 
     seconds: float
     num_sequences: int
@@ -111,9 +124,13 @@ class _Costs:
     margin: float = LEAST_MARGIN
     # Plain steps that drafts saved, less those that they cost, over the latest steps with drafts.
     balance: float = 0.0
-    # Seconds that trials may take, and what the latest one was charged before its step was measured.
+    # The purse: seconds that may be lost. What looking takes in a step, and what the latest trial would have.
     credit_s: float = 0.0
-    charged_s: float = 0.0
+    looking: Recent = field(default_factory=Recent)
+    trial_s: float = 0.0
+    # Steps left in which nobody looks; and those since the latest gain that were longer for it.
+    num_resting: int = 0
+    num_felt: int = 0
     # Whose turn it is to be looked up in a trial, and how often drafts were verified in one.
     turn: int = 0
     num_trials: int = 0
@@ -129,9 +146,14 @@ class Economics:
         self.min_acceptance = min_acceptance
         self.times = StepTimes()
         self._sizes: dict[int, _Costs] = {}
-        # Time of the latest proposal, and whether the latest step had drafts.
-        self._proposing_s = 0.0
+        # Time of the latest proposal; of all that was done for drafts since the latest step that was booked;
+        # and whether the latest step had drafts.
+        self._proposing_s = self._took_s = 0.0
         self._had_drafts = False
+        # Of the latest step: whether nobody looks behind it, and whether an attempt is near.
+        self.is_resting = self.is_waking = False
+        # Steps that pass next, of so many sequences each.
+        self._num_passing = self._passing = 0
         # By owner, the least recently served first.
         self._priors: dict[str, Acceptance] = {}
         # Of the latest step: seconds of plain steps that accepted drafts stood for, and what drafts took.
@@ -139,35 +161,105 @@ class Economics:
 
     # What happened.
 
+    def passes(self, num_sequences: int) -> bool:
+        """Whether nothing at all is done behind a step of so many sequences, not even looked at the clock.
+        Between two steps caches hold the model's weights, so whatever is touched costs.
+        """
+        if not self._num_passing or num_sequences != self._passing:
+            return False
+        self._num_passing -= 1
+        return True
+
+    def rests(self, num_sequences: int, seconds: float, *, is_plain: bool, has_drafts: bool) -> bool:
+        """Whether nobody looks behind a step that does not pass, which is then booked here. `is_plain`: every
+        sequence decoded, without drafts.
+        """
+        if self._num_passing:
+            # The batch has another size meanwhile.
+            self._costs(self._passing).num_resting += self._num_passing
+            self._num_passing = 0
+        costs = self._costs(num_sequences)
+        self.is_resting, self.is_waking = costs.num_resting > 0, False
+        if not self.is_resting or has_drafts:
+            return False
+        if is_plain and not self._had_drafts:
+            self.times.add(num_sequences, 0, seconds)
+            costs.steps_since_plain = 0
+        self._had_drafts = False
+        costs.num_resting -= 1
+        self.is_waking = costs.num_resting < _WAKING_STEPS
+        self._passing = num_sequences
+        self._num_passing = max(0, min(_PASSING_STEPS, costs.num_resting - _WAKING_STEPS))
+        costs.num_resting -= self._num_passing
+        costs.steps_since_trial += 1 + self._num_passing
+        return True
+
+    def took(self, seconds: float) -> None:
+        """Books what was done for drafts behind a step: what a drafter kept of it, all that was decided, and
+        proposals.
+        """
+        self._took_s += seconds
+
     def stepped(self, step: StepCost) -> None:
         """Books what a step took."""
         self._saved_s = self._spent_s = 0.0
         had_drafts, self._had_drafts = self._had_drafts, step.num_drafts > 0
-        proposing_s, self._proposing_s = self._proposing_s, 0.0
-        if not step.decodes_only:
-            return
+        proposing_s, took_s = self._proposing_s, max(self._proposing_s, self._took_s)
+        self._proposing_s = self._took_s = 0.0
         costs = self._costs(step.num_sequences)
         plain_s = self.times.plain_s(step.num_sequences)
-        costs.steps_since_trial += 1
-        costs.credit_s = min(costs.credit_s + _TRIAL_SHARE * step.seconds, _MOST_CREDIT * plain_s)
-        if not step.num_drafts:
-            self._spent_s = proposing_s
+        extra_s = self._extra_s(step, plain_s)
+        self._spent_s = took_s + extra_s
+        costs.looking.add(took_s)
+        if step.decodes_only:
+            costs.steps_since_trial += 1
+            if step.num_drafts:
+                costs.steps_since_plain += 1
+                if plain_s:
+                    self.times.add(step.num_sequences, step.num_drafts, step.seconds)
             # The first one after drafts is put together as a whole, and takes longer.
-            if not had_drafts:
+            elif not had_drafts:
                 self.times.add(step.num_sequences, 0, step.seconds)
                 costs.steps_since_plain = 0
                 if not plain_s:
                     costs.credit_s = _FIRST_CREDIT * step.seconds
+        if not plain_s:
             return
-        costs.steps_since_plain += 1
-        if plain_s:
-            self.times.add(step.num_sequences, step.num_drafts, step.seconds)
-            self._saved_s = plain_s * step.num_accepted / step.num_sequences
-            self._spent_s = max(0.0, step.seconds - plain_s) + proposing_s
-            if costs.charged_s:
-                costs.credit_s += costs.charged_s - max(0.0, step.seconds - plain_s)
-                costs.charged_s = 0.0
-            self._settle(costs, (self._saved_s - self._spent_s) / plain_s)
+        self._saved_s = plain_s * step.num_accepted / step.num_sequences
+        gained_s = self._saved_s - self._spent_s
+        if step.num_drafts and step.decodes_only:
+            # What deciding took was not for these drafts to bear, but for whether anybody looks.
+            self._settle(costs, (self._saved_s - extra_s - proposing_s) / plain_s)
+        self._pay(costs, plain_s, gained_s, _TRIAL_SHARE * step.seconds)
+
+    def _extra_s(self, step: StepCost, plain_s: float) -> float:
+        """Seconds that a step was longer for its drafts."""
+        if not step.num_drafts or not plain_s:
+            return 0.0
+        if step.decodes_only:
+            # Beyond the share of its rows it was something else, which befalls plain steps as well.
+            most_s = plain_s * (1 + step.num_drafts / step.num_sequences)
+            return min(max(0.0, step.seconds - plain_s), most_s)
+        # Beside prompts what drafts take is not to be seen.
+        return float(self.times.factors(step.num_sequences, step.num_drafts)[-1] - 1) * plain_s
+
+    def _pay(self, costs: _Costs, plain_s: float, gained_s: float, earned_s: float) -> None:
+        """Settles a step with the purse; nobody looks any more once it is empty."""
+        costs.credit_s = min(costs.credit_s + gained_s + earned_s, _MOST_CREDIT * plain_s)
+        if gained_s > 0:
+            costs.num_felt = 0
+        elif -gained_s > _SHORT_TRIAL * plain_s:
+            costs.num_felt = min(costs.num_felt + 1, _MOST_FELT)
+        if costs.credit_s >= 0 or costs.num_resting or not self.min_acceptance:
+            return
+        wanted_s = _ATTEMPT_STEPS * costs.looking.value + costs.trial_s
+        missing_s = min(wanted_s, _LARGEST_TRIAL * _MOST_CREDIT * plain_s) - costs.credit_s
+        costs.num_resting = max(
+            math.ceil(missing_s / (_TRIAL_SHARE * plain_s)), _REST_INTERVAL * costs.num_felt
+        )
+        # What is earned meanwhile.
+        costs.credit_s += missing_s
+        costs.num_felt, self.is_resting = 0, True
 
     def drain(self) -> tuple[float, float]:
         """(seconds of plain steps that accepted drafts stood for, seconds that drafts took), of the step that
@@ -257,7 +349,6 @@ class Economics:
             # As many as together are a short trial.
             count = min(few - len(asked), len(others))
             tried = [others[(costs.turn + offset) % len(others)] for offset in range(count)]
-            costs.credit_s -= len(tried) * each_s
             costs.turn += len(tried)
             asked += tried
         counts = [0] * num
@@ -285,7 +376,6 @@ class Economics:
         few = min(_TRIAL_ROUNDS, self.max_drafts)
         trial_s = few * costs.per_draft.value + self.extra_tokens(sequences[cheapest]) * costs.per_read.value
         if self._may_try(costs, plain_s, trial_s):
-            costs.credit_s -= trial_s
             counts[cheapest] = few
         return counts
 
@@ -310,7 +400,8 @@ class Economics:
         """Whether a trial that takes so long has been earned; one that is felt by others is rare. One that
         takes more than can be earned is paid for afterwards, so that what was dear once is measured again.
         """
-        if costs.credit_s < min(seconds, _LARGEST_TRIAL * _MOST_CREDIT * plain_s):
+        costs.trial_s = min(seconds, _LARGEST_TRIAL * _MOST_CREDIT * plain_s)
+        if costs.credit_s < costs.trial_s:
             return False
         if is_felt and seconds > _SHORT_TRIAL * plain_s:
             if costs.steps_since_trial < _TRIAL_INTERVAL:
@@ -342,9 +433,23 @@ class Economics:
         to gain.
         """
         num, most = len(sequences), max(lengths)
-        costs, plain_s = self._costs(num), self.times.plain_s(num)
-        if not most or not plain_s:
+        if not most or not self.times.plain_s(num):
             return [0] * num, 0.0
+        if num == 1:
+            return self._best_of_one(sequences[0], owners[0], most, by_forwards=by_forwards)
+        return self._best_of_many(sequences, owners, lengths, by_forwards=by_forwards)
+
+    def _best_of_many(
+        self,
+        sequences: Sequence[DraftProgress],
+        owners: Sequence[str],
+        lengths: Sequence[int],
+        *,
+        by_forwards: bool,
+    ) -> tuple[list[int], float]:
+        """The same of sequences that share a step."""
+        num, most = len(sequences), max(lengths)
+        costs, plain_s = self._costs(num), self.times.plain_s(num)
         priors = [self._prior(owner) for owner in owners]
         reach = np.cumprod(self._shares(sequences, priors, lengths, most), axis=1)  # [S, P]
         # Likeliest first; of one sequence these are in their order.
@@ -366,6 +471,32 @@ class Economics:
         if yields[best] <= num or not fair[best]:
             best, gained_s = self._trial(costs, plain_s, num, tokens, extra_s, felt=len(set(owners)) > 1), 0.0
         return np.bincount(whose[: best + 1], minlength=num).tolist(), gained_s
+
+    def _best_of_one(
+        self, progress: DraftProgress, owner: str, most: int, *, by_forwards: bool
+    ) -> tuple[list[int], float]:
+        """The same of a sequence alone, whose steps are the shortest: without arrays it takes a tenth."""
+        costs, plain_s, prior = self._costs(1), self.times.plain_s(1), self._prior(owner)
+        each_s = costs.per_draft.value if by_forwards else 0.0
+        reading_s = self.extra_tokens(progress) * costs.per_read.value / _READ_ROUNDS if by_forwards else 0.0
+        factors = self.times.factors_of_one(most)
+        reach, total, best, highest, gained_s = 1.0, 0.0, 0, 1.0, 0.0
+        tokens: list[float] = []
+        extra_s: list[float] = []
+        for place in range(most):
+            share = progress.acceptance.share(place, _PRIOR, prior)
+            if not share or (not place and share < self.min_acceptance):
+                break
+            reach *= share
+            total += reach
+            tokens.append(reach)
+            extra_s.append((factors[place + 1] - 1) * plain_s + (place + 1) * each_s + reading_s)
+            yields = (1 + total) * plain_s / (plain_s + costs.margin * extra_s[-1])
+            if yields > highest:
+                best, highest, gained_s = place + 1, yields, total * plain_s - extra_s[-1]
+        if not best and tokens:
+            best = 1 + self._trial(costs, plain_s, 1, np.array(tokens), np.array(extra_s), felt=False)
+        return [best], gained_s
 
     def _shares(
         self,
@@ -416,8 +547,6 @@ class Economics:
         if tokens[:count].sum() < num * _SLACK or not self._may_try(costs, plain_s, seconds, is_felt=felt):
             return -1
         costs.num_trials += 1
-        costs.credit_s -= seconds
-        costs.charged_s = seconds
         return count - 1
 
     def _costs(self, num_sequences: int) -> _Costs:

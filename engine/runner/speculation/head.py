@@ -3,9 +3,10 @@
 Of each step the hidden states of rows whose next token is confirmed, its features, are kept: the latest few
 of each sequence, in a room of its own. They are read when the sequence is asked for drafts, all that have
 come since the last time, and their keys and values stay in the room's blocks, the oldest of which make place
-for the latest. So a sequence that does not speculate costs a copy, and the head knows what was computed since
-the sequence came into the batch: behind a prefix hit, or where a sequence is continued elsewhere, it looks
-back on less, and drafts the worse for it. What drafts write is written over by what comes of them.
+for the latest. So a sequence that does not speculate costs a copy, and none while nobody is to be asked
+(Economics.passes). The head knows what was computed since the sequence came into the batch, but for such
+steps: behind them, behind a prefix hit, or where a sequence is continued elsewhere, it looks back on less,
+and drafts the worse for it. What drafts write is written over by what comes of them.
 
 A place in a room is not a position: what was never read leaves no gap, and angles are those of the position.
 
@@ -68,14 +69,18 @@ class HeadDrafter(Drafter):
             self._columns = np.flatnonzero(ids < size)
             self._ids = ids[self._columns]
         self._logits = np.zeros((0, size), np.float32)
+        # The plain step of which features were kept last.
+        self._last: StepInputs | None = None
 
     def saw(self, inputs: StepInputs, table: SequenceTable) -> None:
         """Keeps the features of those rows whose next token is confirmed."""
         batch = inputs.batch
         assert batch is not None, "put together as a whole"
         slots = inputs.slots
-        firsts = inputs.query_starts[:-1]
         positions = np.asarray(batch.positions)
+        if self._goes_on(inputs, positions):
+            return
+        firsts = inputs.query_starts[:-1]
         starts = positions[firsts]
         counts = np.minimum(np.diff(inputs.query_starts), table.num_tokens[slots] - 1 - starts)
         kept = np.flatnonzero((slots < self.rooms.num_rooms) & (counts > 0))
@@ -83,10 +88,11 @@ class HeadDrafter(Drafter):
             return
         slots, starts, counts, firsts = slots[kept], starts[kept], counts[kept], firsts[kept]
         ids = np.array(inputs.ids, np.int64)[kept]
-        anew = (self.owners[slots] != ids) | (self.seen[slots] != starts)
-        fresh = slots[anew]
-        self.owners[fresh], self.held[fresh] = ids[anew], 0
-        self.read[fresh] = starts[anew]
+        others = self.owners[slots] != ids
+        self.owners[slots[others]], self.held[slots[others]] = ids[others], 0
+        # Where steps were not seen in between, what was read before them stays.
+        anew = others | (self.seen[slots] != starts)
+        self.read[slots[anew]] = starts[anew]
         self.seen[slots] = ends = starts + counts
         # Of many only the latest.
         few = np.minimum(counts, self.rooms.num_features)
@@ -96,6 +102,25 @@ class HeadDrafter(Drafter):
         rooms = np.repeat(slots, few)
         for features, captured in zip(self.features, self.target.captured, strict=True):
             features[rooms, places] = captured[rows]
+        if int(inputs.query_starts[-1]) == kept.size == len(inputs.ids):
+            self._last = inputs
+
+    def _goes_on(self, inputs: StepInputs, positions: NDArray[np.int64]) -> bool:
+        """Keeps those of a step that follows a plain one of the same sequences, as most do: a row of each.
+        The arrays of such steps are the same, in place, as long as their sequences are.
+        """
+        if inputs is not self._last:
+            self._last = None
+            return False
+        slots, rows = inputs.slots, positions[: len(inputs.ids)]
+        if not np.array_equal(self.seen[slots], rows):
+            self._last = None
+            return False
+        places = rows % self.rooms.num_features
+        for features, captured in zip(self.features, self.target.captured, strict=True):
+            features[slots, places] = captured[: rows.size]
+        self.seen[slots] = rows + 1
+        return True
 
     def num_unread(self, state: SequenceState, table: SequenceTable) -> int:
         """See Drafter. What it reads is one token behind, of which the next one is known."""

@@ -48,10 +48,11 @@ class Proposer:
         self,
         states: list[SequenceState],
         table: SequenceTable,
-        step: StepCost,
+        step: StepCost | None,
         num_in_flight: Sequence[int],
     ) -> list[tuple[int, ...]]:
-        """Drafts after each sequence's last token; `step` is the one that has just been sampled.
+        """Drafts after each sequence's last token; `step` is the one that has just been sampled, None where
+        nothing but forced tokens is asked for.
 
         Where another one is under way, it draws up to `num_in_flight` [S] of these tokens itself: so many
         more are proposed, and who plans leaves the first ones out. Whether they come so shows in the drafts.
@@ -60,9 +61,11 @@ class Proposer:
         for state, forced in zip(states, proposals, strict=True):
             state.draft.forced = bool(forced)
         drafter = self.drafter
-        if drafter is None:
+        if drafter is None or step is None:
             return proposals
         self.economics.stepped(step)
+        if self.economics.is_resting:
+            return proposals
         drafter.learn(_LEARNING_SHARE * step.seconds)
         # A beam goes on as another sequence.
         open_to = [

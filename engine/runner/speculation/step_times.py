@@ -20,21 +20,29 @@ _LATEST, FEW = 9, 3
 class Recent:
     """The latest few measurements; 0 while there are none."""
 
-    __slots__ = ("_values", "value")
+    __slots__ = ("_value", "_values")
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_LATEST)
-        self.value = 0.0
+        # None: to be found out, because most measurements are not asked about before the next one.
+        self._value: float | None = 0.0
 
     @property
     def is_rough(self) -> bool:
         """Whether there are few."""
         return len(self._values) < FEW
 
+    @property
+    def value(self) -> float:
+        """What counts of them."""
+        if self._value is None:
+            self._value = min(self._values) if self.is_rough else median(self._values)
+        return self._value
+
     def add(self, value: float) -> None:
         """Takes one in."""
         self._values.append(value)
-        self.value = min(self._values) if self.is_rough else median(self._values)
+        self._value = None
 
 
 def size_class(num_sequences: int) -> int:
@@ -54,11 +62,20 @@ class StepTimes:
     def __init__(self) -> None:
         self._plain: dict[int, Recent] = {}
         self._factors: dict[int, dict[int, Recent]] = {}
+        # Those of one sequence, until another step with drafts, or so many others, were measured.
+        self._of_one: list[float] = []
+        self._num_plain = 0
 
     def add(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Takes in a step in which every sequence decoded."""
+        self._num_plain += 1
+        if num_drafts or self._num_plain % _LATEST == 0:
+            self._of_one = []
         if not num_drafts:
-            self._plain.setdefault(num_sequences, Recent()).add(seconds)
+            found = self._plain.get(num_sequences)
+            if found is None:
+                found = self._plain[num_sequences] = Recent()
+            found.add(seconds)
         elif plain_s := self.plain_s(num_sequences):
             factors = self._factors.setdefault(size_class(num_sequences), {})
             factors.setdefault(_rounded(num_drafts), Recent()).add(seconds / plain_s)
@@ -80,6 +97,12 @@ class StepTimes:
     def num_known(self, num_sequences: int) -> int:
         """The most drafts with which a step was measured."""
         return max(self._factors.get(size_class(num_sequences), ()), default=0)
+
+    def factors_of_one(self, most: int) -> list[float]:
+        """The same as `factors` of one sequence, of a little while ago."""
+        if len(self._of_one) <= most:
+            self._of_one = self.factors(1, most).tolist()
+        return self._of_one
 
     def factors(self, num_sequences: int, most: int) -> NDArray[np.float64]:
         """How many times as long a step takes with 0 to `most` drafts [most + 1].

@@ -78,6 +78,28 @@ def test_drafts_are_as_many_as_pay_in_measured_time(
     assert economics.rounds([with_acceptance(share)], ["a"], [4]) == [expected]
 
 
+@given(
+    share=st.floats(0.0, 1.0),
+    per_row_s=st.floats(0.0, 0.5),
+    per_draft_s=st.floats(0.0, 0.5),
+    most=st.integers(1, 8),
+    unread=st.integers(0, 40),
+    by_forwards=st.booleans(),
+)
+def test_a_sequence_alone_is_decided_about_as_one_of_many(
+    share: float, per_row_s: float, per_draft_s: float, most: int, unread: int, by_forwards: bool
+) -> None:
+    economics = measured(plain_s=1.0, per_row_s=per_row_s, per_draft_s=per_draft_s)
+    # What only many have to bear; and nothing is tried.
+    economics._proposing_s = 0.0
+    progress = with_acceptance(share)
+    progress.num_unread = unread
+    counts, gained_s = economics._best([progress], ["a"], [most], by_forwards=by_forwards)
+    others, expected_s = economics._best_of_many([progress], ["a"], [most], by_forwards=by_forwards)
+    assert counts == others
+    assert gained_s == pytest.approx(expected_s)
+
+
 def test_the_likeliest_drafts_of_a_batch_get_its_rows() -> None:
     """Eight rows are free, and each further one costs more than it brings."""
     economics = measured(plain_s=1.0, per_row_s=0.0, per_draft_s=0.0, num_sequences=4, most=8)

@@ -213,6 +213,14 @@ def _step(
     seconds = machine.seconds(plan.num_tokens) if plan.scheduled else 0.0
     clock.now += seconds
     drafted = [len(row.draft_token_ids) for row in plan.scheduled]
+    decodes_only = all(
+        row.samples and row.num_tokens == 1 + count
+        for row, count in zip(plan.scheduled, drafted, strict=True)
+    )
+    economics, plain = proposer.economics, decodes_only and not any(drafted)
+    rests = economics.passes(len(drafted)) or economics.rests(
+        len(drafted), seconds, is_plain=plain, has_drafts=any(drafted)
+    )
     states, indices = [], []
     for index, outcome in enumerate(result.results):
         if outcome.token_ids:
@@ -221,17 +229,14 @@ def _step(
             proposer.judge(state, outcome.num_drafted, outcome.num_accepted)
             states.append(state)
             indices.append(index)
-    if not states:
+    if not states or rests:
         return result
     cost = StepCost(
         seconds=seconds,
         num_sequences=len(drafted),
         num_drafts=sum(drafted),
         num_accepted=sum(each.num_accepted for each in result.results),
-        decodes_only=all(
-            row.samples and row.num_tokens == 1 + count
-            for row, count in zip(plan.scheduled, drafted, strict=True)
-        ),
+        decodes_only=decodes_only,
     )
     found = proposer.propose(states, table, cost, num_in_flight=[0] * len(states))
     results = list(result.results)
