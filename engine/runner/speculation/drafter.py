@@ -20,6 +20,8 @@ class Drafter(Protocol):
     # Whether each sequence is looked up by itself, which costs little, and finds something or not; else all
     # that are asked share forwards, one for each further draft.
     looks_up: bool
+    # Whether it has to see steps before it is asked.
+    keeps_steps: bool = False
 
     def propose(
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable

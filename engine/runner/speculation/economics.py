@@ -141,7 +141,9 @@ class _Costs:
 class Economics:
     """Decides how many drafts each sequence gets."""
 
-    def __init__(self, max_drafts: int, min_acceptance: float) -> None:
+    def __init__(self, max_drafts: int, min_acceptance: float, *, wakes_early: bool = False) -> None:
+        """`wakes_early`: some steps are seen before an attempt."""
+        self._waking_steps = _WAKING_STEPS if wakes_early else 0
         self.max_drafts = max_drafts
         self.min_acceptance = min_acceptance
         self.times = StepTimes()
@@ -187,9 +189,9 @@ class Economics:
             costs.steps_since_plain = 0
         self._had_drafts = False
         costs.num_resting -= 1
-        self.is_waking = costs.num_resting < _WAKING_STEPS
+        self.is_waking = costs.num_resting < self._waking_steps
         self._passing = num_sequences
-        self._num_passing = max(0, min(_PASSING_STEPS, costs.num_resting - _WAKING_STEPS))
+        self._num_passing = max(0, min(_PASSING_STEPS, costs.num_resting - self._waking_steps))
         costs.num_resting -= self._num_passing
         costs.steps_since_trial += 1 + self._num_passing
         return True
@@ -204,13 +206,17 @@ class Economics:
         """Books what a step took."""
         self._saved_s = self._spent_s = 0.0
         had_drafts, self._had_drafts = self._had_drafts, step.num_drafts > 0
-        proposing_s, took_s = self._proposing_s, max(self._proposing_s, self._took_s)
+        proposing_s, deciding_s = self._proposing_s, max(0.0, self._took_s - self._proposing_s)
         self._proposing_s = self._took_s = 0.0
         costs = self._costs(step.num_sequences)
         plain_s = self.times.plain_s(step.num_sequences)
         extra_s = self._extra_s(step, plain_s)
+        costs.looking.add(proposing_s + deciding_s)
+        # Of deciding what takes longer than a step, and than it does mostly, was something else, too.
+        if plain_s:
+            deciding_s = min(deciding_s, max(plain_s, costs.looking.value))
+        took_s = proposing_s + deciding_s
         self._spent_s = took_s + extra_s
-        costs.looking.add(took_s)
         if step.decodes_only:
             costs.steps_since_trial += 1
             if step.num_drafts:

@@ -41,6 +41,7 @@ class HeadDrafter(Drafter):
     """See Drafter. A sequence's slot in the table is its room."""
 
     looks_up = False
+    keeps_steps = True
 
     def __init__(
         self, head: NativeDraftHead, target: NativeDecoder, storage: KvStorage, rooms: HeadRooms

@@ -42,7 +42,11 @@ class Proposer:
         if drafter is None and config.method in _LOOKUPS:
             drafter = _LOOKUPS[config.method](config)
         self.drafter = drafter
-        self.economics = Economics(config.num_draft_tokens, config.min_acceptance)
+        self.economics = Economics(
+            config.num_draft_tokens,
+            config.min_acceptance,
+            wakes_early=drafter is not None and drafter.keeps_steps,
+        )
 
     def propose(
         self,

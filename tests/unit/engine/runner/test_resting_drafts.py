@@ -29,7 +29,7 @@ class Steps:
     """Plain steps of one second in virtual time, behind each of which looking takes so long."""
 
     def __init__(self, look_s: float, *, accepts: int = 0) -> None:
-        self.economics = Economics(4, 0.1)
+        self.economics = Economics(4, 0.1, wakes_early=True)
         self.look_s, self.accepts = look_s, accepts
         self.num_looks = self.num_kept = 0
         self.lost_s = 0.0
@@ -152,11 +152,7 @@ def test_while_nobody_looks_steps_follow_each_other_and_no_drafter_is_asked(
     jobs = [Job(prompt_of(9, 199, seed=seed) * 3, num_tokens=40, speculate=True) for seed in range(4)]
     with closing(open_runner(folder, speculation=speculation)) as runner:
         watch = Watch(runner, monkeypatch)
-        economics = runner.proposer.economics
-        economics.stepped(StepCost(seconds=1.0, num_sequences=4, num_drafts=0, decodes_only=True))
-        economics.took(1e9)
-        economics.stepped(StepCost(seconds=1.0, num_sequences=4, num_drafts=0, decodes_only=True))
-        assert economics.is_resting
+        runner.proposer.economics._costs(4).num_resting = 10_000
         Driver(runner).run(jobs)
         assert (watch.asked, watch.seen) == (0, 0)
         assert totals(jobs) == (0, 0)

@@ -60,6 +60,7 @@ class Guesses:
     machine: Machine
     clock: Clock
     looks_up: bool = True
+    keeps_steps: bool = False
     # Share of look-ups that find something.
     found: float = 1.0
     random: random.Random = field(default_factory=lambda: random.Random(1))
