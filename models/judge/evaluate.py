@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from models.architecture import SHAPES
 from models.judge.network import judging_tokenizer, open_judge, scores
 from models.judge.sampling import BASE, drawn
 from models.judge.solutions import DELIMITER, NUM_HELD_OUT, GradedSolution, held_out
@@ -62,7 +61,7 @@ def held_out_solutions(work: Path) -> list[GradedSolution]:
 
 def measured(folder: Path, work: Path) -> list[JudgeMeasure]:
     """Rows for steps by their place, and for answers."""
-    judge, tokenizer = open_judge(folder, SHAPES["draft"]), judging_tokenizer(BASE)
+    judge, tokenizer = open_judge(folder), judging_tokenizer(BASE)
     solutions = held_out_solutions(work)
     found = []
     for place, what in enumerate(_STEPS):

@@ -3,12 +3,17 @@
 `Qwen3ForSequenceClassification` reads a question and the steps so far as the chat they are, and the logit at
 the last token says how likely all of these steps are right. The pair is joined by the tokenizer's own
 template, so that whoever serves the folder needs to know nothing of it.
+
+Its first layers are the draft model's, and go on to predict tokens in training. What they expect is compared
+with what is written by the layers on top, which need room for that: a token is compared in one layer, and
+what was found is gathered in the next.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +23,13 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from models.architecture import END_OF_TEXT_ID, Shape, model_config
+from models.architecture import END_OF_TEXT_ID, SHAPES, Shape, model_config
 from models.chat_format import IM_END, IM_START
 from models.tokenizer import load_tokenizer, tokenizer_config
 
 LABEL = "right"
+NUM_PREDICTING = SHAPES["draft"].layers
+SHAPE = replace(SHAPES["draft"], layers=NUM_PREDICTING + 2)
 _BEFORE, _BETWEEN = f"{IM_START}user\n", f"{IM_END}\n{IM_START}assistant\n"
 
 
@@ -42,25 +49,43 @@ def judging_tokenizer(folder: Path) -> Tokenizer:
 class StepJudge(nn.Module):
     """The network, whose parameters are float32."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape = SHAPE) -> None:
         super().__init__()
         self.shape = shape
         self.network = Qwen3ForSequenceClassification(Qwen3Config(**judge_config(shape))).float()
 
     def begin_from(self, folder: Path) -> None:
-        """Takes over the layers of an exported chat model of the same shape, and knows nothing of what is
-        right.
+        """Takes over the layers of an exported chat model of the same width. Those on top change nothing yet,
+        and the head knows nothing of what is right.
         """
         weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
-        missing, unknown = self.network.load_state_dict(weights, strict=False)
-        assert (missing, unknown) == (["score.weight"], []), "a head is all that a judge has more"
+        _, unknown = self.network.load_state_dict(weights, strict=False)
+        assert not unknown, "a judge has all that a chat model has"
+        for layer in self.network.model.layers[NUM_PREDICTING:]:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
         nn.init.zeros_(self.network.score.weight)
 
     def forward(self, ids: Tensor, selected: Tensor) -> Tensor:
         """Logits [N] at the N flat positions `selected` of ids [B, T], padded at their ends."""
-        hidden = self.network.model(input_ids=ids, use_cache=False).last_hidden_state
-        logits: Tensor = self.network.score(hidden.flatten(0, 1).index_select(0, selected))
+        logits: Tensor = self.network.score(self._hidden(ids)[0].index_select(0, selected))
         return logits.squeeze(-1)
+
+    def judged_and_predicted(self, ids: Tensor, selected: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and logits [M, V] of the tokens at the M flat positions `right`, from what is before them
+        and by the first layers alone.
+        """
+        hidden, expecting = self._hidden(ids)
+        judged = self.network.score(hidden.index_select(0, selected)).squeeze(-1)
+        # The chat model's head is its embedding.
+        embedding = self.network.model.embed_tokens.weight
+        return judged, expecting.index_select(0, right - 1) @ embedding.T
+
+    def _hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """States [B * T, E] behind all layers, and behind those that predict."""
+        found = self.network.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        expecting = self.network.model.norm(found.hidden_states[NUM_PREDICTING])
+        return found.last_hidden_state.flatten(0, 1), expecting.flatten(0, 1)
 
 
 def judge_config(shape: Shape) -> dict[str, Any]:
@@ -89,9 +114,9 @@ def export_judge(judge: StepJudge, tokenizer: Tokenizer, folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def open_judge(folder: Path, shape: Shape) -> StepJudge:
+def open_judge(folder: Path) -> StepJudge:
     """An exported judge, in float32."""
-    judge = StepJudge(shape)
+    judge = StepJudge()
     weights = load_file(folder / "model.safetensors")
     judge.network.load_state_dict({name: value.float() for name, value in weights.items()})
     return judge.eval()

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from os.path import commonprefix
 
 from models.corpus import CorpusDocument, Draw, arithmetic
 
@@ -108,8 +107,9 @@ def graded(problem: ArithmeticProblem, solution: str) -> GradedSolution:
         are_right.append(is_next and (not are_right or are_right[-1]))
     if len(steps) < len(problem.steps):
         are_right[-1] = False
-    common = len(commonprefix([text, wanted]))
-    return GradedSolution(problem.question, steps, tuple(are_right), common)
+    differs = (place for place, (one, other) in enumerate(zip(text, wanted, strict=False)) if one != other)
+    num_right = next(differs, min(len(text), len(wanted)))
+    return GradedSolution(problem.question, steps, tuple(are_right), num_right)
 
 
 def solved(problem: ArithmeticProblem) -> GradedSolution:

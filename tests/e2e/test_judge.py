@@ -1,4 +1,4 @@
-"""The bundled judge of steps over the real stack: it scores as any model, and samples and steps are kept by it."""
+"""The bundled judge of steps over the real stack: it scores as any model, and steps are kept by it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from sqlalchemy import select
 from gateway.ledger.tables import REQUESTS, open_ledger
 from models.judge.evaluate import JUDGE, area_within
 from models.judge.network import judging_tokenizer, open_judge, scores
-from models.judge.solutions import DELIMITER, ArithmeticProblem, graded, held_out
-from models.architecture import SHAPES
+from models.judge.solutions import ArithmeticProblem, graded, held_out
 from services.supervisor.config import BUNDLED_MODEL
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, running_stack
@@ -81,7 +80,7 @@ def each_of(asked: Any) -> list[Any]:
 def test_its_scores_are_those_of_its_weights_and_tell_right_from_wrong(judged: Stack) -> None:
     drawn = each_of(lambda problem: texts_of(ask(judged, problem, n=SAMPLES)))
     found = [score(judged, each.question, texts) for each, texts in zip(QUESTIONS, drawn, strict=True)]
-    judge, tokenizer = open_judge(JUDGE, SHAPES["draft"]), judging_tokenizer(BUNDLED_MODEL)
+    judge, tokenizer = open_judge(JUDGE), judging_tokenizer(BUNDLED_MODEL)
     groups: list[tuple[list[float], list[float]]] = []
     for problem, texts, given in zip(QUESTIONS, drawn, found, strict=True):
         own = scores(judge, tokenizer, [(problem.question, text) for text in texts])

@@ -4,6 +4,7 @@ transformers writes, and it tells right steps from wrong ones that it has not se
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -12,20 +13,19 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from models.architecture import SHAPES
 from models.corpus import Draw
 from models.judge.evaluate import BASE, JUDGE, area, area_within
 from models.judge.network import StepJudge, export_judge, judging_tokenizer, open_judge, scores
-from models.judge.sampling import read_solutions, write_solutions
+from models.judge.sampling import drawn
 from models.judge.solutions import (
     DELIMITER,
     NUM_HELD_OUT,
     ArithmeticProblem,
-    GradedSolution,
     graded,
     held_out,
     problems,
     slipped,
+    solved,
 )
 from models.judge.train import batch_of, lessons_of, train
 
@@ -33,16 +33,14 @@ SUM = ArithmeticProblem(
     "What is 47 + 85?",
     ("Ones: 7 + 5 = 12, write 2, carry 1.", "Tens: 4 + 8 + 1 = 13.", "The answer is 132."),
 )
+SUM_TEXT = DELIMITER.join(SUM.steps)
 MB = 1_000_000
-
-
-def solved(problem: ArithmeticProblem) -> GradedSolution:
-    return graded(problem, DELIMITER.join(problem.steps))
 
 
 def test_a_step_is_right_where_all_before_it_are() -> None:
     ones, tens, answer = SUM.steps
     wrong = "Tens: 4 + 8 + 1 = 12."
+    assert graded(SUM, f"{ones}\n{wrong}\n{answer}").num_right_characters == len(f"{ones}\n{wrong}") - 2
     assert graded(SUM, f"{ones}\n{tens}\n{answer}").are_right == (True, True, True)
     assert graded(SUM, f"{ones}\n{wrong}\n{answer}").are_right == (True, False, False)
     assert graded(SUM, f"{ones}\n{wrong}\nThe answer is 122.").are_right == (True, False, False)
@@ -82,16 +80,26 @@ def test_a_slip_is_never_right_and_often_followed() -> None:
     assert len(followed) > 100
 
 
-def test_a_batch_has_a_label_where_each_step_ends() -> None:
-    tokenizer, draw = judging_tokenizer(BASE), Draw(7)
-    lessons = [
-        each for problem in islice(problems(draw), 40) for each in (solved(problem), slipped(draw, problem))
-    ]
-    batch = batch_of(tokenizer, draw, lessons)
-    assert len(batch.selected) == len(batch.labels)
-    ends = [tokenizer.id_to_token(index) for index in batch.ids.flatten()[batch.selected].tolist()]
-    assert set(ends) == {".Ċ", "."}
-    assert 0.2 < batch.labels.mean() < 0.8
+def test_a_batch_has_a_label_for_each_token_from_the_first_wrong_one_on() -> None:
+    tokenizer = judging_tokenizer(BASE)
+    text = "Ones: 7 + 5 = 12, write 2, carry 1.\nTens: 4 + 8 + 1 = 12."
+    batch = batch_of(tokenizer, Draw(7), [graded(SUM, text), solved(SUM)] * 20)
+    assert batch.weights.sum() == pytest.approx(1.0)
+    flat = batch.ids.flatten()
+    labels = torch.full_like(flat, -1)
+    labels[batch.selected] = batch.labels.long()
+    seen = set()
+    for ids, row in zip(batch.ids.tolist(), labels.reshape(batch.ids.shape).tolist(), strict=True):
+        begin = row.index(next(label for label in row if label >= 0))
+        said = [index for index, label in zip(ids, row, strict=True) if label >= 0]
+        assert begin == len(tokenizer.encode(SUM.question, "").ids)
+        good = tokenizer.decode([index for index, label in zip(ids, row, strict=True) if label == 1])
+        whole = tokenizer.decode(said)
+        assert SUM_TEXT.startswith(good)
+        assert good == whole or not SUM_TEXT.startswith(whole)
+        seen.add((good == whole, whole.endswith("\n")))
+    # Some are whole, others end with a step, or behind it.
+    assert seen == {(True, True), (True, False), (False, False)}
 
 
 def test_a_pair_is_read_as_the_chat_that_it_is() -> None:
@@ -104,10 +112,13 @@ def test_a_pair_is_read_as_the_chat_that_it_is() -> None:
     assert tokenizer.to_str() == judging_tokenizer(BASE).to_str()
 
 
-def test_solutions_are_kept_as_they_were(tmp_path: Path) -> None:
-    solutions = [solved(SUM), slipped(Draw(8), SUM)]
-    write_solutions(tmp_path / "work" / "solutions.jsonl", solutions)
-    assert read_solutions(tmp_path / "work" / "solutions.jsonl") == solutions
+def test_solutions_that_are_kept_are_not_drawn_again(tmp_path: Path) -> None:
+    kept = tmp_path / "work" / "solutions.jsonl"
+    first = drawn([SUM], kept, each=2, seed=1)
+    assert [each.question for each in first] == [SUM.question] * 2
+    assert kept.read_text() == json.dumps([each.text for each in first]) + "\n"
+    kept.write_text(json.dumps([SUM.steps[0], "7!"]) + "\n")
+    assert drawn([SUM], kept, each=2, seed=1) == [graded(SUM, SUM.steps[0]), graded(SUM, "7!")]
 
 
 def test_areas_count_pairs_and_halves() -> None:
@@ -121,14 +132,14 @@ def test_areas_count_pairs_and_halves() -> None:
 
 def test_training_learns_and_what_is_exported_is_what_transformers_reads(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    judge, tokenizer = StepJudge(SHAPES["draft"]), judging_tokenizer(BASE)
+    judge, tokenizer = StepJudge(), judging_tokenizer(BASE)
     judge.begin_from(BASE.with_name("millrace-nano-draft"))
     right, wrong = solved(SUM), graded(SUM, "Ones: 7 + 5 = 13, write 3, carry 1.\nTens: 4 + 8 + 1 = 13.")
     pairs = [(each.question, DELIMITER.join(each.steps)) for each in (right, wrong)]
     assert scores(judge, tokenizer, pairs) == [0.5, 0.5]
     train(judge, tokenizer, (each for _ in range(10_000) for each in (right, wrong)), 12)
     export_judge(judge, tokenizer, tmp_path)
-    found = scores(open_judge(tmp_path, SHAPES["draft"]), tokenizer, pairs)
+    found = scores(open_judge(tmp_path), tokenizer, pairs)
     assert found[0] > found[1]
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
     for pair, score in zip(pairs, found, strict=True):
@@ -139,7 +150,7 @@ def test_training_learns_and_what_is_exported_is_what_transformers_reads(tmp_pat
 
 def test_the_committed_judge_is_small_and_knows_slips_in_questions_it_has_not_seen() -> None:
     assert sum(path.stat().st_size for path in JUDGE.iterdir()) <= 4 * MB
-    judge, tokenizer = open_judge(JUDGE, SHAPES["draft"]), judging_tokenizer(BASE)
+    judge, tokenizer = open_judge(JUDGE), judging_tokenizer(BASE)
     draw = Draw(9, "eval")
     asked = [held_out(number) for number in range(200)]
     lessons = [solved(each) for each in asked], [slipped(draw, each) for each in asked]
