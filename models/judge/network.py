@@ -4,9 +4,8 @@
 the last token says how likely all of these steps are right. The pair is joined by the tokenizer's own
 template, so that whoever serves the folder needs to know nothing of it.
 
-Its first layers are the draft model's, and go on to predict tokens in training. What they expect is compared
-with what is written by the layers on top, which need room for that: a token is compared in one layer, and
-what was found is gathered in the next.
+Its first layers are the draft model's, and learn to predict what is right. The layers on top need what these
+expect: a token is compared with it in one layer, and what was found is gathered in the next.
 """
 
 from __future__ import annotations
@@ -55,12 +54,14 @@ class StepJudge(nn.Module):
         self.network = Qwen3ForSequenceClassification(Qwen3Config(**judge_config(shape))).float()
 
     def begin_from(self, folder: Path) -> None:
-        """Takes over the layers of an exported chat model of the same width. Those on top change nothing yet,
-        and the head knows nothing of what is right.
+        """Takes over an exported judge, or the layers of a chat model of the same width: those on top change
+        nothing then, and the head knows nothing of what is right.
         """
         weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
         _, unknown = self.network.load_state_dict(weights, strict=False)
         assert not unknown, "a judge has all that a chat model has"
+        if "score.weight" in weights:
+            return
         for layer in self.network.model.layers[NUM_PREDICTING:]:
             nn.init.zeros_(layer.self_attn.o_proj.weight)
             nn.init.zeros_(layer.mlp.down_proj.weight)
@@ -68,24 +69,34 @@ class StepJudge(nn.Module):
 
     def forward(self, ids: Tensor, selected: Tensor) -> Tensor:
         """Logits [N] at the N flat positions `selected` of ids [B, T], padded at their ends."""
-        logits: Tensor = self.network.score(self._hidden(ids)[0].index_select(0, selected))
-        return logits.squeeze(-1)
+        return self.judged(ids, selected)[0]
 
-    def judged_and_predicted(self, ids: Tensor, selected: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, and logits [M, V] of the tokens at the M flat positions `right`, from what is before them
-        and by the first layers alone.
-        """
-        hidden, expecting = self._hidden(ids)
-        judged = self.network.score(hidden.index_select(0, selected)).squeeze(-1)
-        # The chat model's head is its embedding.
-        embedding = self.network.model.embed_tokens.weight
-        return judged, expecting.index_select(0, right - 1) @ embedding.T
-
-    def _hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """States [B * T, E] behind all layers, and behind those that predict."""
+    def judged(self, ids: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N] behind all layers, and behind the one that compares."""
         found = self.network.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        expecting = self.network.model.norm(found.hidden_states[NUM_PREDICTING])
-        return found.last_hidden_state.flatten(0, 1), expecting.flatten(0, 1)
+        compared = self.network.model.norm(found.hidden_states[NUM_PREDICTING + 1])
+        last, inner = (
+            self.network.score(states.flatten(0, 1).index_select(0, selected)).squeeze(-1)
+            for states in (found.last_hidden_state, compared)
+        )
+        return last, inner
+
+    def predicted(self, ids: Tensor, selected: Tensor) -> Tensor:
+        """Logits [N, V] of the tokens at the N flat positions `selected`, by the first layers alone."""
+        states = self.network.model.embed_tokens(ids)
+        places = torch.arange(ids.shape[1])[None]
+        rotary = self.network.model.rotary_emb(states, places)
+        for layer in self.network.model.layers[:NUM_PREDICTING]:
+            states = layer(states, attention_mask=None, position_ids=places, position_embeddings=rotary)
+        hidden = self.network.model.norm(states).flatten(0, 1).index_select(0, selected - 1)
+        # The chat model's head is its embedding.
+        logits: Tensor = hidden @ self.network.model.embed_tokens.weight.T
+        return logits
+
+    def keep_predicting(self) -> None:
+        """From now on only the layers on top learn."""
+        self.network.model.embed_tokens.requires_grad_(False)
+        self.network.model.layers[:NUM_PREDICTING].requires_grad_(False)
 
 
 def judge_config(shape: Shape) -> dict[str, Any]:

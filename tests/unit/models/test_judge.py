@@ -27,7 +27,7 @@ from models.judge.solutions import (
     slipped,
     solved,
 )
-from models.judge.train import batch_of, lessons_of, train
+from models.judge.train import batch_of, batches_of, guess_loss, label_loss, lessons_of, train
 
 SUM = ArithmeticProblem(
     "What is 47 + 85?",
@@ -137,7 +137,12 @@ def test_training_learns_and_what_is_exported_is_what_transformers_reads(tmp_pat
     right, wrong = solved(SUM), graded(SUM, "Ones: 7 + 5 = 13, write 3, carry 1.\nTens: 4 + 8 + 1 = 13.")
     pairs = [(each.question, DELIMITER.join(each.steps)) for each in (right, wrong)]
     assert scores(judge, tokenizer, pairs) == [0.5, 0.5]
-    train(judge, tokenizer, (each for _ in range(10_000) for each in (right, wrong)), 12)
+    batches = batches_of(tokenizer, Draw(10), (each for _ in range(10_000) for each in (right, wrong)))
+    train(judge, batches, guess_loss, 2)
+    judge.keep_predicting()
+    before = judge.network.model.embed_tokens.weight.clone()
+    train(judge, batches, label_loss, 12)
+    assert torch.equal(judge.network.model.embed_tokens.weight, before)
     export_judge(judge, tokenizer, tmp_path)
     found = scores(open_judge(tmp_path), tokenizer, pairs)
     assert found[0] > found[1]
