@@ -55,7 +55,6 @@ COMMANDS = {
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
     "quality_forms": "quality_forms",
     "test_time": "test_time",
-    "test_time_judge": "test_time --ways judge likelihood votes deepconf",
     "test_time_ways": "test_time --questions 250 --ways search verifier critiques draft",
     "tracing_overhead": "tracing_overhead",
     "training_forms": "training_forms --steps 300",
