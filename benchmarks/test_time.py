@@ -1,12 +1,13 @@
 """Accuracy against tokens on arithmetic: greedy, best of eight, votes, deepconf, a search over steps,
-critiques, and a draft model that escalates.
+critiques, and a draft model that escalates; best of eight and search under the bundled judge of steps, too.
 
 `python -m benchmarks.test_time [--model NAME] [--questions 1000] [--temperature 1.0] [--ways WORD ...]
 [--json OUT]`
 
 Starts the whole stack with a model, and asks additions of pairs that the bundled model was not trained on,
-and other sums, in turn. With the bundled model (`nano`) there is its draft model; another one, such as
-`smollm2-135m`, is asked the additions alone, by the ways that need no other model. The same seed makes the
+and other sums, in turn, none of which the judge was trained on but for closed tables. With the bundled model
+(`nano`) there are its draft model and its judge; another one, such as `smollm2-135m`, is asked the additions
+alone, by the ways that need no other model. The same seed makes the
 same samples, so that all ways are paired: eight full votes are the eight choices of `n`, the best of eight
 the likeliest of these; the other ways are asked for by `test_time`, and `--ways` leaves out those whose names
 have none of its words. An answer is right where its last number is.
@@ -51,17 +52,20 @@ sample_ratio = 0.0
 [tenants.development]
 tokens_per_minute = 1000000000
 """
-_BUNDLED = {NANO: "nano", "draft": "nano-draft"}
+_BUNDLED = {NANO: "nano", "draft": "nano-draft", "judge": "nano-judge"}
 FULL = "eight full votes"
 _VOTES: Mapping[str, Any] = {"samples": SAMPLES, "scorer": {"type": "number"}}
 _ASKED: Mapping[str, Any] = {"type": "verifier", "model": NANO}
+_JUDGED: Mapping[str, Any] = {"type": "model", "model": "judge"}
 # What is asked for by test_time.
 ASKED: Mapping[str, Mapping[str, Any]] = {
     "votes that stop (0.95)": {**_VOTES, "strategy": "self_consistency", "confidence": 0.95},
     "votes that stop (0.9)": {**_VOTES, "strategy": "self_consistency", "confidence": 0.9},
     "deepconf": {**_VOTES, "strategy": "deepconf", "confidence": 0.95},
     "best of eight (verifier)": {"strategy": "best_of", "samples": SAMPLES, "scorer": _ASKED},
+    "best of eight (judge)": {"strategy": "best_of", "samples": SAMPLES, "scorer": _JUDGED},
     "search (likelihood)": {"strategy": "search", "samples": SAMPLES},
+    "search (judge)": {"strategy": "search", "samples": SAMPLES, "scorer": _JUDGED},
     "critiques": {"strategy": "critique_revise", "samples": 2},
     "draft, escalates (0.9)": {"strategy": "escalate", "model": NANO, "confidence": 0.9},
     "draft, escalates (verifier)": {"strategy": "escalate", "model": NANO, "scorer": _ASKED},
