@@ -36,7 +36,7 @@ from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
 from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
-from engine.model.state_memory import StateRoom, state_room
+from engine.model.state_memory import StateRoom, draft_states_bytes, state_room
 from engine.model.weight_memory import (
     WeightCount,
     WeightForm,
@@ -287,6 +287,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     elif given.draft is not None:
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
         workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
+        workspace += draft_states_bytes(given.draft.spec, given.config)
     windows = window_room_of(given)
     in_windows = windows.bytes_per_token * cache.block_size
     per_block = per_token * cache.block_size - in_windows
@@ -396,16 +397,13 @@ def num_scratch_blocks(config: EngineConfig) -> int:
     return config.scheduler.max_num_seqs * per_sequence
 
 
-def _check_states(spec: ModelSpec, config: EngineConfig, device: str) -> None:
-    """Refuses drafts that states cannot go back behind: captured steps leave no copies on the way."""
-    method = config.speculation.method
-    if method == "off" or (method == "ngram" and device == "cpu"):
-        return
-    remedy = "set it to off" if device != "cpu" else "set it to ngram, or to off"
-    raise ConfigError(
-        f"engine.speculation.method = {method!r}: {spec.architecture} has layers that carry a state, which "
-        f"goes back behind rejected drafts on CPUs, where these are looked up; {remedy}"
-    )
+def _check_states(field: str, spec: ModelSpec, device: str, remedy: str) -> None:
+    """Refuses drafts where states cannot go back behind them: captured steps leave no copies on the way."""
+    if spec.state is not None and device != "cpu":
+        raise ConfigError(
+            f"{field}: {spec.architecture} has layers that carry a state, which goes back behind rejected "
+            f"drafts on CPUs alone; {remedy}"
+        )
 
 
 def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
@@ -417,10 +415,10 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
             f"engine.quantize = {config.quantize!r}: {folder} is quantized already "
             f"({spec.quantization.method}); set it to off, or give a dense checkpoint"
         )
-    if spec.state is not None:
-        _check_states(spec, config, device)
-    draft = None
-    if config.speculation.method in ("draft_model", "eagle3"):
+    draft, method = None, config.speculation.method
+    if method != "off":
+        _check_states(f"engine.speculation.method = {method!r}", spec, device, "set it to off")
+    if method in ("draft_model", "eagle3"):
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)
     shard = WHOLE
@@ -479,11 +477,8 @@ def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInp
         counted = count_weights(head, headers, plain, coded=packs_codes(config, device))
         return DraftInput(folder=str(folder), spec=head, weights=counted)
     draft = read_spec(folder)
-    if draft.state is not None:
-        raise ConfigError(
-            f"engine.speculation.draft_model = {path!r}: {draft.architecture} has layers that carry a "
-            "state, and a draft model goes back behind what was rejected; take one that only attends"
-        )
+    field = f"engine.speculation.draft_model = {path!r}"
+    _check_states(field, draft, device, "take one that only attends")
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"engine.speculation.draft_model = {path!r} has {draft.vocab_size} tokens, but the model has "

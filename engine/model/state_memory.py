@@ -15,6 +15,8 @@ LEAST_INTERVAL_BLOCKS = 4
 LARGEST_INTERVAL = 2048
 # Copies there are at least, beside the slots of sequences that run.
 LEAST_COPIES = 4
+# Slots of a draft model for each sequence: behind what is known, and behind drafts.
+DRAFT_SLOTS = 2
 
 
 class StateRoom(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,3 +55,13 @@ def state_room(spec: ModelSpec, config: EngineConfig, kv_bytes_per_token: int) -
         least=config.scheduler.max_num_seqs + LEAST_COPIES + drafts,
         interval=-(-tokens // block) * block,
     )
+
+
+def num_draft_states(draft: ModelSpec, config: EngineConfig) -> int:
+    """Slots of a draft model's states."""
+    return 0 if draft.state is None else DRAFT_SLOTS * config.scheduler.max_num_seqs
+
+
+def draft_states_bytes(draft: ModelSpec, config: EngineConfig) -> int:
+    """What they take."""
+    return 0 if draft.state is None else num_draft_states(draft, config) * draft.state.num_bytes

@@ -25,6 +25,7 @@ from engine.model.loader import load_here, load_in_subprocess
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import DraftInput, PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.model.spec import ModelSpec
+from engine.model.state_memory import num_draft_states
 from engine.model.work import work_of
 from engine.runner.base import Progress
 from engine.runner.executors.executor import Executor
@@ -371,7 +372,12 @@ def _draft_model(
     return DraftModel(
         model,
         attention,
-        KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **options),
+        KvStorage(
+            spec,
+            num_blocks=plan.num_blocks + num_scratch,
+            num_states=num_draft_states(spec, given.config),
+            **options,
+        ),
         num_scratch_blocks=num_scratch,
     )
 

@@ -237,7 +237,7 @@ class KvStorage:
         if plan.state_offloads:
             self._move_states(plan.state_offloads, ())
         if plan.state_copies:
-            _copy(self._states, plan.state_copies)
+            self.copy_states(plan.state_copies)
         # Behind the copies, which may be of what is filled here.
         if plan.state_restores:
             self._move_states((), plan.state_restores)
@@ -248,6 +248,10 @@ class KvStorage:
     def copy_blocks(self, pairs: _Pairs) -> None:
         """Blocks (source, destination), none of which is both."""
         _copy(self._tensors, pairs)
+
+    def copy_states(self, pairs: _Pairs) -> None:
+        """Slots of states (source, destination); all sources are read first."""
+        _copy(self._states, pairs)
 
     def _move_states(self, offloads: _Pairs, restores: _Pairs) -> None:
         assert self._state_transfers is not None, "the scheduler knows of no states on the host either"

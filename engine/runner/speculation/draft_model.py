@@ -4,7 +4,7 @@ It keeps keys and values of its own under the block ids of the target, and reads
 asked for drafts: the first forward of a proposal reads what is new since the last one together with the last
 token, so that `n` drafts take `n` forwards, and a sequence that does not speculate costs nothing. Contents of
 a block depend on its tokens alone, so sequences that share a prefix write the same. Positions that have no
-block yet use scratch blocks.
+block yet use scratch blocks. States, where its layers carry some, lie in slots of its own (draft_states).
 
 Shape letters: S sequences, T tokens.
 """
@@ -21,11 +21,13 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
+from engine.runner.speculation.draft_states import Copies, DraftStates
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.running_ahead import run_ahead
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import Device, Values, on_device
 from kernels.linear.rows import ROW_MULTIPLE
+from kernels.recurrent.rows import StateRows
 
 if TYPE_CHECKING:
     from kernels.attention.backends import AttentionBackend
@@ -47,6 +49,7 @@ class DraftModel(Drafter):
         self.storage = storage
         self.first_scratch = storage.num_blocks - num_scratch_blocks
         self.num_scratch_blocks = num_scratch_blocks
+        self.states = DraftStates.of(model.spec, storage)
 
     def propose(
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable
@@ -62,7 +65,15 @@ class DraftModel(Drafter):
 
     def num_unread(self, state: SequenceState, table: SequenceTable) -> int:
         """See Drafter."""
-        return int(table.num_tokens[state.slot]) - state.draft.num_read
+        if self.states is not None and state.slot >= self.states.num_rooms:
+            return 0
+        return int(table.num_tokens[state.slot]) - self.num_read(state)
+
+    def num_read(self, state: SequenceState) -> int:
+        """Leading tokens of a sequence that need not be read again. Of drafts that were right keys and values
+        are there, but no state behind each.
+        """
+        return state.draft.num_read if self.states is None else state.draft.num_in_state
 
     def ended(self, state: SequenceState, output: NDArray[np.int64]) -> None:
         """What was read of it lies under its blocks, and goes with them."""
@@ -95,6 +106,9 @@ class _Tails:
         self.owned = owned * block_size  # [S] positions in blocks of the sequence's own
         self.starts = np.zeros(len(states), np.int64)  # [S] first position of the next forward
         self.is_read = np.zeros(len(states), np.bool_)
+        # [S] of the next forward, where the model has states.
+        self.state_slots = np.zeros(len(states), np.int64)
+        self.copies: list[Copies] = [()] * len(states)
 
     def to_read(self, budget: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sequences whose new tokens are read now, and how many of each, up to `budget` in all. The last one
@@ -102,7 +116,7 @@ class _Tails:
         """
         live, spans = [], []
         for row, state in enumerate(self.states):
-            start = min(state.draft.num_read, int(self.lengths[row]) - 1)
+            start = min(self.drafter.num_read(state), int(self.lengths[row]) - 1)
             span = min(int(self.lengths[row]) - start, budget)
             if not span:
                 break
@@ -110,7 +124,11 @@ class _Tails:
             self.starts[row] = start
             self.is_read[row] = start + span == self.lengths[row]
             state.draft.num_known, state.draft.num_owned = start + span, int(self.owned[row])
-            state.draft.num_read = min(start + span, int(self.owned[row]))
+            state.draft.num_read = num_kept = min(start + span, int(self.owned[row]))
+            if self.drafter.states is not None:
+                state.draft.num_in_state = num_kept
+                begun = self.drafter.states.begin(state.slot, start, start + span, num_kept)
+                self.state_slots[row], self.copies[row] = begun
             live.append(row)
             spans.append(span)
         return np.array(live, np.int64), np.array(spans, np.int64)
@@ -145,6 +163,7 @@ class _Tails:
                 token_ids[start] = proposals[row][-1]
         slots = self.tables[owner, positions // self.block_size] * self.block_size
         slots = slots + positions % self.block_size
+        states = self._states(live, query_starts)
         self.starts[live] += spans
         padding = -owner.size % ROW_MULTIPLE
 
@@ -161,4 +180,16 @@ class _Tails:
                 block_tables=self.tables[live],
                 block_size=self.block_size,
             ),
+            states=states,
         )
+
+    def _states(self, live: NDArray[np.int64], query_starts: NDArray[np.int64]) -> StateRows | None:
+        """Where the states of live sequences lie; from the next forward on, where they run ahead."""
+        states = self.drafter.states
+        if states is None:
+            return None
+        copies = [self.copies[row] for row in live.tolist()]
+        rows = StateRows.of(self.state_slots[live], self.starts[live], query_starts, copies)
+        for row in live.tolist():
+            self.state_slots[row], self.copies[row] = states.ahead(int(self.slots[row])), ()
+        return rows

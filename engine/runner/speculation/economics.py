@@ -82,6 +82,8 @@ class DraftProgress:
     num_known_then: int = 0
     # Leading tokens whose keys and values the draft model has under the sequence's own blocks.
     num_read: int = 0
+    # Leading tokens behind which it has a state, where its layers carry one.
+    num_in_state: int = 0
     # Tokens that it, or a head, would have to read first.
     num_unread: int = 0
     # Tokens that were known when the latest drafts were made, and the position up to which blocks were its
