@@ -103,6 +103,7 @@ def _layers(reader: ConfigReader) -> tuple[int, ...]:
 def why_no_head(target: ModelSpec) -> str:
     """Why nothing can be drafted from a model's hidden states; empty where it can."""
     for is_so, why in (
+        (target.state is not None, "has layers that carry a state, which no head's drafts go back behind"),
         (target.pooling is not None, "pools what it reads, and draws no tokens"),
         (target.altup is not None, "has several streams"),
     ):

@@ -27,7 +27,6 @@ from engine.model.spec import ModelSpec
 from engine.runner.kv_storage import KvStorage
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import HOST
-from kernels.recurrent.rows import StateRows
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 
@@ -77,7 +76,6 @@ class DraftedModel:
             block_size=_BLOCK_SIZE,
             kv_dtype=request.dtype,
             device=HOST,
-            num_states=0 if self.spec.state is None else num_rows,
         )
 
     def embedding(self) -> Tensor:
@@ -104,14 +102,7 @@ class DraftedModel:
                 block_tables=firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1),
                 block_size=_BLOCK_SIZE,
             ),
-            states=None if self.spec.state is None else _states_of(starts),
         )
         hidden = self.model.forward(batch, self._storage.layers, None)
         states = np.concatenate([each[: hidden.shape[0]] for each in self.model.captured], axis=1)
         return torch.from_numpy(states), torch.from_numpy(self.model.logits_of(hidden, rows).copy())
-
-
-def _states_of(query_starts: NDArray[np.int64]) -> StateRows:
-    """Of lessons from their beginnings on; nobody goes on from there."""
-    count = query_starts.size - 1
-    return StateRows.of(np.arange(count), np.zeros(count, np.int64), query_starts, [()] * count)

@@ -264,6 +264,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"vocab_size": 201}, {}, "is for a vocabulary of 199 tokens, but the model's has 201"),
     ({"num_hidden_layers": 2}, {}, "reads hidden states around layers"),
     ({}, {"native": "off"}, "hidden states are captured by the native kernels"),
+    ({"model_type": "qwen3_next"}, {}, "has layers that carry a state"),
 ]
 
 

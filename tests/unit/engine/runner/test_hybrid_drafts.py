@@ -21,14 +21,7 @@ from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.model.hybrids import HYBRIDS
-from tests.unit.engine.runner.drafting import (
-    BUNDLED,
-    GRAMMAR,
-    learned_by_heart,
-    lessons_of,
-    poison_head,
-    speculating,
-)
+from tests.unit.engine.runner.drafting import BUNDLED, GRAMMAR
 from tests.unit.engine.runner.driver import poison_floats, prompt_of
 from tests.unit.engine.runner.test_states import engine
 
@@ -134,9 +127,13 @@ def _poison_draft(driver: Driver) -> None:
                 poison_floats(tensor)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("native", "overlap"), [("required", False), ("required", True), ("off", False)], ids=str
+    ("family", "native", "overlap"),
+    [
+        *((family, "required", False) for family in FAMILIES),
+        ("qwen3-next", "required", True),
+        ("granite-4", "off", False),
+    ],
 )
 def test_answers_are_those_without_drafts(family: str, native: str, overlap: bool, folders: Any) -> None:
     folder = folders(family)
@@ -205,29 +202,3 @@ def scarce(folder: Path, speculation: SpeculationConfig) -> int:
     given = plan_input(config, ModelConfig(path=str(folder)), device="cpu", available_bytes=8 << 30)
     plan, room = make_plan(given), state_room(given.spec, config, 1)
     return 10 * plan.block_size * plan.kv_bytes_per_token + room.least_bytes
-
-
-@pytest.mark.parametrize("family", ["qwen3-next", "granite-4", "lfm2"])
-def test_a_head_drafts_for_models_with_states(family: str, tmp_path: Path) -> None:
-    """Trained for one, too: a few steps are enough to know some of what the model says."""
-    model_type, changes = HYBRIDS[family]
-    folder, wide = tmp_path / "target", {"mamba_d_head": 16} if family == "granite-4" else {}
-    oracle = make_checkpoint(folder, model_type, **changes | {"hidden_size": 64} | wide)
-    lessons = lessons_of(oracle, 3)
-    head = learned_by_heart(folder, lessons, tmp_path / "head")
-    answers = []
-    for speculation in (SpeculationConfig(), speculating(head)):
-        with engine(folder, speculation=speculation) as driver:
-            if speculation.method == "eagle3":
-                poison_head(driver.runner)
-            requests = [
-                driver.submit(each.ids[: each.num_given], max_tokens=36, temperature=0.3 * seed, seed=seed)
-                for seed, each in enumerate(lessons)
-            ]
-            driver.run()
-            answers.append([driver.tokens(request) for request in requests])
-            events = [each for events in driver.events.values() for each in events]
-            ended = [each.statistics for each in events if each.statistics]
-    assert answers[0] == answers[1]
-    drafted, accepted = map(sum, zip(*(each.drafts["eagle3"] for each in ended), strict=True))
-    assert accepted > 0.1 * drafted > 0
