@@ -286,8 +286,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         workspace += _room_bytes(given, given.head)
     elif given.draft is not None:
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
-        workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
-        workspace += draft_states_bytes(given.draft.spec, given.config)
+        workspace += _draft_workspace(given, per_token)
     windows = window_room_of(given)
     in_windows = windows.bytes_per_token * cache.block_size
     per_block = per_token * cache.block_size - in_windows
@@ -389,6 +388,13 @@ def step_blocks(config: EngineConfig) -> int:
     """Blocks that the texts of one step write to at most."""
     scheduler = config.scheduler
     return -(-scheduler.max_num_batched_tokens // config.cache.block_size) + scheduler.max_num_seqs
+
+
+def _draft_workspace(given: PlanInput, per_token: int) -> int:
+    """Bytes of the blocks and states in which a draft model runs ahead."""
+    assert given.draft is not None, "it drafts"
+    scratch = num_scratch_blocks(given.config) * given.config.cache.block_size * per_token
+    return scratch + draft_states_bytes(given.draft.spec, given.config)
 
 
 def num_scratch_blocks(config: EngineConfig) -> int:
