@@ -112,15 +112,17 @@ class EvaluatedModel:
         )
         return str(text)
 
-    def replies(self, prompts: list[str], max_new_tokens: int) -> list[str]:
-        """Greedy continuations, markup kept, control tokens dropped."""
+    def replies(self, prompts: list[str], max_new_tokens: int, **drawing: Any) -> list[str]:
+        """Continuations, markup kept, control tokens dropped; greedy unless `drawing`, which are options of
+        `generate`, says otherwise. Several of one prompt follow each other.
+        """
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
         with torch.no_grad():
             ids = self.network.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
                 max_new_tokens=max_new_tokens,
-                do_sample=False,
+                **{"do_sample": False, **drawing},
             )
         return [
             str(text)

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,13 @@ def _ours_in_process(folder: Path, texts: list[list[int]], threads: int, answers
     answers.put({"embeddings": embeddings, "seconds": seconds, "peak_mib": peak_mib})
 
 
-def _ours(folder: Path, texts: list[list[int]], threads: int) -> dict[str, Any]:
+def _apart(target: Callable[..., None], *given: Any) -> Any:
+    """What a function puts into the queue that is its last argument, in a process of its own."""
     spawned = multiprocessing.get_context("spawn")
     answers = spawned.Queue()
-    process = spawned.Process(target=_ours_in_process, args=(folder, texts, threads, answers))
+    process = spawned.Process(target=target, args=(*given, answers))
     process.start()
-    found: dict[str, Any] = answers.get()
+    found = answers.get()
     process.join()
     return found
 
@@ -131,6 +133,7 @@ def products_flop(folder: Path, texts: list[list[int]]) -> float:
 
 
 def _best_rate(threads: int, answers: Any) -> None:
+    """Floating point operations a second of the fastest of torch's float32 products."""
     import torch
 
     torch.set_num_threads(threads)
@@ -147,17 +150,6 @@ def _best_rate(threads: int, answers: Any) -> None:
             torch.mm(one, other)
             rates.append(2 * rows * inner * columns / (time.monotonic() - started_s))
     answers.put(max(rates))
-
-
-def best_rate(threads: int) -> float:
-    """Floating point operations a second of the fastest of torch's float32 products."""
-    spawned = multiprocessing.get_context("spawn")
-    answers = spawned.Queue()
-    process = spawned.Process(target=_best_rate, args=(threads, answers))
-    process.start()
-    rate: float = answers.get()
-    process.join()
-    return rate
 
 
 def _theirs(name: str, python: str, asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -214,7 +206,7 @@ def main() -> int:
         "kind": pooling.kind,
         "normalized": pooling.normalized,
     }
-    found: dict[str, dict[str, Any]] = {"millrace": _ours(folder, texts, threads)}
+    found: dict[str, dict[str, Any]] = {"millrace": _apart(_ours_in_process, folder, texts, threads)}
     interpreters = _interpreters(options.python)
     for name, python in interpreters.items():
         other = _theirs(name, python, asked)
@@ -229,7 +221,7 @@ def main() -> int:
     for name, figures in results.items():
         print(f"{name:24} {figures['tokens_per_s']:10.0f} tokens/s {figures['seconds']:8.2f} s ", end="")
         print(f"{figures['peak_mib']:8.0f} MiB, cosine {figures['lowest_cosine']:.8f}")
-    seconds = products_flop(folder, texts) / best_rate(threads)
+    seconds = products_flop(folder, texts) / _apart(_best_rate, threads)
     print(f"{'products alone':24} {num_tokens / seconds:10.0f} tokens/s {seconds:8.2f} s ")
     results["products alone"] = {"seconds": seconds, "tokens_per_s": num_tokens / seconds}
     record = msgspec.json.encode({"texts": options.texts, "tokens": num_tokens, "sides": results})

@@ -57,7 +57,7 @@ class StepJudge(nn.Module):
         """Takes over an exported judge, or the layers of a chat model of the same width: those on top change
         nothing then, and the head knows nothing of what is right.
         """
-        weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+        weights = _weights_of(folder)
         _, unknown = self.network.load_state_dict(weights, strict=False)
         assert not unknown, "a judge has all that a chat model has"
         if "score.weight" in weights:
@@ -128,9 +128,18 @@ def export_judge(judge: StepJudge, tokenizer: Tokenizer, folder: Path) -> None:
 def open_judge(folder: Path) -> StepJudge:
     """An exported judge, in float32."""
     judge = StepJudge()
-    weights = load_file(folder / "model.safetensors")
-    judge.network.load_state_dict({name: value.float() for name, value in weights.items()})
+    judge.network.load_state_dict(_weights_of(folder))
     return judge.eval()
+
+
+def _weights_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+
+
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Ids [B, T] of texts side by side, with ends of text behind the shorter ones."""
+    length = max(map(len, rows))
+    return torch.tensor([[*row, *[END_OF_TEXT_ID] * (length - len(row))] for row in rows])
 
 
 def scores(judge: StepJudge, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -138,9 +147,8 @@ def scores(judge: StepJudge, tokenizer: Tokenizer, pairs: Sequence[tuple[str, st
     found: list[float] = []
     for start in range(0, len(pairs), 256):
         rows = [each.ids for each in tokenizer.encode_batch(list(pairs[start : start + 256]))]
-        length = max(map(len, rows))
-        ids = torch.tensor([row + [END_OF_TEXT_ID] * (length - len(row)) for row in rows])
-        last = torch.tensor([place * length + len(row) - 1 for place, row in enumerate(rows)])
+        ids = padded(rows)
+        last = torch.tensor([place * ids.shape[1] + len(row) - 1 for place, row in enumerate(rows)])
         with torch.no_grad():
             found += judge(ids, last).sigmoid().tolist()
     return found

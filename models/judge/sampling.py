@@ -35,18 +35,7 @@ def _texts(problems: Sequence[ArithmeticProblem], each: int, seed: int) -> list[
     for start in range(0, len(problems), _TOGETHER):
         part = problems[start : start + _TOGETHER]
         prompts = [model.prompt(({"role": "user", "content": problem.question},)) for problem in part]
-        inputs = model.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-        with torch.no_grad():
-            ids = model.network.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=MAX_TOKENS,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                num_return_sequences=each,
-            )
-        said = ids[:, inputs["input_ids"].shape[1] :]
-        texts = model.tokenizer.batch_decode(said, skip_special_tokens=True)
+        drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "num_return_sequences": each}
+        texts = model.replies(prompts, MAX_TOKENS, **drawing)
         found += [texts[begin : begin + each] for begin in range(0, len(texts), each)]
     return found

@@ -24,10 +24,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from models.architecture import END_OF_TEXT_ID
 from models.corpus import Draw
 from models.judge.evaluate import measured, table
-from models.judge.network import StepJudge, export_judge, judging_tokenizer
+from models.judge.network import StepJudge, export_judge, judging_tokenizer, padded
 from models.judge.sampling import BASE, drawn
 from models.judge.solutions import DELIMITER, GradedSolution, problems, slipped, solved
 
@@ -73,8 +72,8 @@ def _row(
 def batch_of(tokenizer: Tokenizer, draw: Draw, lessons: Sequence[GradedSolution]) -> JudgeBatch:
     """Lessons side by side. The ends of steps, which are what is asked for, weigh more than other tokens."""
     rows = [_row(tokenizer, draw, lesson) for lesson in lessons]
-    length = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([row + [END_OF_TEXT_ID] * (length - len(row)) for row, _ in rows])
+    ids = padded([row for row, _ in rows])
+    length = ids.shape[1]
     labelled = [(row * length + place, label) for row, (_, each) in enumerate(rows) for place, label in each]
     selected = torch.tensor([place for place, _ in labelled])
     ends = torch.tensor([tokenizer.token_to_id(token) for token in _ENDS])
