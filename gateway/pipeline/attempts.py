@@ -78,8 +78,10 @@ class Deliberates(Protocol):
         """The request with what its tier lets it have; raises why it may not."""
         ...
 
-    def of_a_sample(self, call: Call, sampling: SamplingParams) -> SamplingParams:
-        """The options of each sample."""
+    async def of_a_sample(
+        self, call: Call, served: ServedModel, sampling: SamplingParams, context: Any
+    ) -> SamplingParams:
+        """The options of each sample, after what scores them was asked whether it can."""
         ...
 
     def most_tokens(self, ask: Deliberation, sampling: SamplingParams) -> int:
@@ -171,7 +173,7 @@ class Attempts:
         if seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=seed)
         if self.deliberates is not None and request.test_time is not None:
-            sampling = self.deliberates.of_a_sample(call, sampling)
+            sampling = await self.deliberates.of_a_sample(call, served, sampling, context)
         reservation = await self._reserve(call, target, len(prepared.token_ids), sampling, is_limited)
         try:
             if reservation.is_short and (sampling.ranks_at_the_end or _deliberates(call)):

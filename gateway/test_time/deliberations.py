@@ -16,6 +16,7 @@ from contract.sampling import SamplingParams
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet
 from gateway.engines.types import Submission
+from gateway.models.catalog import ServedModel
 from gateway.pipeline.attempts import Attempts
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import AnswerReader
@@ -79,27 +80,25 @@ def _plainly(ask: Deliberation) -> Deliberated:
     )
 
 
+def _on_behalf(call: Call, model: str) -> dict[str, Any]:
+    """What requests to a model that scores take over from the one that they are made for."""
+    return {
+        "model": model,
+        "service_tier": call.request.service_tier,
+        "metadata": call.request.metadata,
+        "face": call.request.face,
+        "field_names": {"model": f"{_SCORER}.model"},
+    }
+
+
 def _form(call: Call, model: str) -> PooledForm:
     """What a model that scores is asked on behalf of a call."""
-    return PooledForm(
-        model=model,
-        service_tier=call.request.service_tier,
-        metadata=call.request.metadata,
-        face=call.request.face,
-        field_names={"model": f"{_SCORER}.model"},
-    )
+    return PooledForm(**_on_behalf(call, model))
 
 
 def _asking(call: Call, model: str) -> GenerationRequest:
     """What a model that chats is asked on behalf of a call."""
-    return GenerationRequest(
-        model=model,
-        prompt=call.request.prompt,
-        service_tier=call.request.service_tier,
-        metadata=call.request.metadata,
-        face=call.request.face,
-        field_names={"model": f"{_SCORER}.model"},
-    )
+    return GenerationRequest(prompt=call.request.prompt, **_on_behalf(call, model))
 
 
 class Deliberations:
@@ -122,7 +121,9 @@ class Deliberations:
             allowed = admission.failed(ask, error)
         return replace(request, test_time=allowed)
 
-    def of_a_sample(self, call: Call, sampling: SamplingParams) -> SamplingParams:
+    async def of_a_sample(
+        self, call: Call, served: ServedModel, sampling: SamplingParams, context: Any
+    ) -> SamplingParams:
         """The options of each sample of a call, which may have the plain answer from now on."""
         ask = call.request.test_time
         if ask is None or ask.failure:
@@ -131,6 +132,7 @@ class Deliberations:
         try:
             self._check_model(call, ask)
             self._check_judge(call, ask)
+            await self._check_schema(call, ask, served, context)
             return admission.of_a_sample(call.request, ask, sampling)
         except MillraceError as error:
             if error.field not in may_fail:
@@ -174,6 +176,19 @@ class Deliberations:
             check_task(asking, served)
         except MillraceError as error:
             raise unanswered(spec, call.request.field(_SCORER), error) from error
+
+    async def _check_schema(self, call: Call, ask: Deliberation, served: ServedModel, context: Any) -> None:
+        """Raises for a schema that cannot be compiled, which also is compiled from now on."""
+        spec = ask.scorer
+        if spec is None or not spec.schema_json:
+            return
+        try:
+            await self._attempts.tokenizer.validate(served.key, spec.schema_json, "null", context=context)
+        except MillraceError as error:
+            if error.mapping.http_status == 500 or error.retry_after_s is not None:
+                raise unanswered(spec, call.request.field(_SCORER), error) from error
+            field = f"{call.request.field(_SCORER)}.schema"
+            raise MillraceError(error.reason, f"{field}: {error.message}", field=field) from error
 
     def most_tokens(self, ask: Deliberation, sampling: SamplingParams) -> int:
         """See `admission.own_tokens`."""

@@ -12,9 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from millrace.common.v1 import context_pb2, grammar_pb2
+from millrace.common.v1 import context_pb2
 from millrace.engine.v1 import engine_pb2
-from millrace.tokenizer.v1 import tokenizer_pb2
 from sqlalchemy import select
 
 from contract.errors import MillraceError, Reason
@@ -166,22 +165,6 @@ async def test_a_check_chooses_the_first_that_passes(
     assert text == expected
     told = usage["test_time"]
     assert told["ended_by"] == ("all_samples" if expected == "a" else "decided")
-
-
-class SchemaTokenizer(ByteTokenizer):
-    """Finds valid what has an a."""
-
-    async def ValidateOutput(self, request: Any, context: Any) -> Any:
-        verdicts = [grammar_pb2.OutputVerdict(valid='"a"' in text) for text in request.texts]
-        return tokenizer_pb2.ValidateOutputResponse(verdicts=verdicts)
-
-
-async def test_a_schema_chooses() -> None:
-    engine = ScriptedEngine(reply=saying('{"b": 1}', '```json\n{"a": 1}\n```'))
-    async with deployed(engine, tokenizer=SchemaTokenizer(), tables=TIER) as stack:
-        scorer = {"type": "schema", "schema": {"required": ["a"]}}
-        text, _ = said(CHAT, await ask(stack, strategy="best_of", samples=4, scorer=scorer))
-    assert '"a"' in text
 
 
 class TwoModels(PoolingTokenizer):
