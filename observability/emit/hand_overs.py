@@ -1,8 +1,8 @@
-"""What engines count of prompts that one of them computes and another one answers."""
+"""What gateways and engines tell of prompts that one engine computes and another one answers."""
 
 from __future__ import annotations
 
-from observability.emit.names import counter, gauge
+from observability.emit.names import counter, gauge, span
 
 BLOCKS = counter(
     "millrace_engine_hand_over_blocks_total{direction=in|out}",
@@ -29,4 +29,14 @@ HELD = gauge(
     "{block}",
     "Blocks held for others, beyond their requests.",
 )
-ALL = (BLOCKS, BYTES, PULLS, SECONDS, FAILURES, HELD)
+SPLITS = counter(
+    "millrace_gateway_splits_total{outcome=handed_over|ended|late|lost|refused|cancelled}",
+    "{request}",
+    "Requests whose prompt was given to an engine that computes prompts: handed over to the one that answers "
+    "or ended by the first token; or answered by one engine, since the other was late, lost or refused.",
+)
+GATEWAY_HAND_OVER = span(
+    "gateway.hand_over",
+    "From the first token, on the engine that computed the prompt, to the next on another.",
+)
+ALL = (SPLITS, BLOCKS, BYTES, PULLS, SECONDS, FAILURES, HELD)
