@@ -2,8 +2,8 @@
 
 The first engine draws the first token, which is sent at once, and holds the prompt's blocks under a ticket.
 The answer then goes on as a continuation, on an engine that pulls them. Until the first token has come,
-whatever goes wrong there leads to one engine that does all; after it, the engine that pulls computes what does
-not come. Either way one prompt is counted, once. See engine/runner/prefix_peers/DESIGN.md.
+whatever goes wrong there leads to one engine that does all; after it, the engine that pulls computes what is
+lacking. Either way one prompt is counted, once. See engine/runner/prefix_peers/DESIGN.md.
 """
 
 from __future__ import annotations
