@@ -60,6 +60,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     unsupported: tuple[str, ...] = ()
     # Version of the model; "" where none is told apart.
     revision: str = ""
+    # "prefill" computes prompts for others, "decode" goes on with these; "" does both by itself.
+    role: str = ""
 
     @property
     def model_key(self) -> str:

@@ -249,6 +249,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tensor: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
 
 
+class HandOverConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.hand_over]`: prompts that one engine computes and another one answers; see engine.role."""
+
+    # How long an engine holds the blocks of a prompt for another one, in seconds, whatever happens to that.
+    hold_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    # What is left of a prompt is computed here when the other engine has been silent for so long, in seconds.
+    silence_limit_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine]`."""
 
@@ -257,6 +266,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_listen: str = ""
     # Label that gateways route by (tiers.<name>.pool, gateway.routing.long_lane); "" is none.
     pool: str = ""
+    # What gateways ask of it: "prefill" computes prompts, whose blocks "decode" engines pull and go on with;
+    # "both" does all by itself. Gateways decide for each request; none is lost where one kind is missing.
+    role: Literal["both", "prefill", "decode"] = "both"
     # Make of the core that computes: this suite's own, or vLLM's (see [engine.vllm]).
     make: Literal["millrace", "vllm"] = "millrace"
     # Serve deterministic tokens without weights.
@@ -296,6 +308,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapters: AdaptersConfig = AdaptersConfig()
     simulation: SimulatedConfig = SimulatedConfig()
     parallel: ParallelConfig = ParallelConfig()
+    hand_over: HandOverConfig = HandOverConfig()
     vllm: VllmConfig = VllmConfig()
 
     def validate(self) -> None:
@@ -328,6 +341,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "or host_bytes = 0"
             )
         self._check_disk()
+        self._check_role()
         self.adapters.validate()
         self.packed_weights.validate()
         simulation = self.simulation
@@ -357,6 +371,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if is_missing:
                 raise ConfigError(f'engine.cache.disk_path: set {needed}; or disk_path = ""')
+
+    def _check_role(self) -> None:
+        """Whoever hands prompts over has blocks that another engine can use."""
+        if self.role == "both":
+            return
+        for key, is_set, remedy in (
+            ("make", self.make == "vllm", "set engine.vllm.options.kv_transfer_config"),
+            ("simulated", self.simulated, "a simulated engine has no keys and values; set it to false"),
+            ("parallel.tensor", self.parallel.tensor > 1, "each rank has a part of a block; set it to 1"),
+            ("cache.prefix_caching", not self.cache.prefix_caching, "what is handed over are prefixes"),
+        ):
+            if is_set:
+                both = 'or set engine.role = "both"'
+                raise ConfigError(
+                    f"engine.{key}: does not go with engine.role = {self.role!r}; {remedy}, {both}"
+                )
 
     def _check_vllm(self) -> None:
         """Nothing that was asked of this suite's own core is ignored in silence by another one."""

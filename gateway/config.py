@@ -207,6 +207,9 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # An engine may hold this many more pending tokens than the least loaded one before a prefix hit on it
     # is no longer worth the wait.
     prefix_imbalance_tokens: Annotated[int, msgspec.Meta(ge=0)] = 4096
+    # Prompts of at least this many uncached tokens are computed by an engine of role = "prefill" and answered
+    # by one of role = "decode", where there are both and forecasts say that it pays; 0 is never.
+    split_tokens: Annotated[int, msgspec.Meta(ge=0)] = 1024
     # Gateways hear from engines of one in so many cached blocks: memory and messages of large fleets shrink
     # by as much, and a prefix is known up to the last block that was heard of. 1 is all.
     prefix_sample: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1

@@ -23,9 +23,10 @@ from engine.core.loop import EngineLoop
 from engine.core.memory import MemoryWatch
 from engine.core.messages import CoreSocket, PeerGone
 from engine.core.warm_up import WarmUp
-from engine.kv import BlockDisk
+from engine.kv import NO_TIERS, PrefixTiers
 from engine.runner.base import Builder
 from engine.runner.prefix_disk.build import check_disk, open_disk
+from engine.runner.prefix_peers.build import open_peers
 from engine.scheduler import Scheduler
 from engine.scheduler.adapters import AdapterLoader, AdapterSlots
 from engine.types import NOT_MEASURED, MeasuredSpeed, MemoryPlan, ModelFacts
@@ -83,7 +84,7 @@ def make_scheduler(
     facts: ModelFacts,
     speed: MeasuredSpeed = NOT_MEASURED,
     adapters: AdapterLoader | None = None,
-    disk: BlockDisk | None = None,
+    tiers: PrefixTiers = NO_TIERS,
 ) -> Scheduler:
     """The scheduler over the memory that the runner allocated."""
     return Scheduler(
@@ -98,7 +99,7 @@ def make_scheduler(
         shares_prefixes=facts.shares_prefixes,
         speed=speed,
         adapters=None if adapters is None else AdapterSlots(config.adapters.num_slots, adapters),
-        disk=disk,
+        tiers=tiers,
     )
 
 
@@ -130,8 +131,10 @@ class ProgressReport:
         self._since_s = now
 
 
-def serve_core(connection: CoreSocket) -> int:
-    """Loads and steps until a command stops it; the exit code. Raises PeerGone when the front ends."""
+def serve_core(connection: CoreSocket, for_blocks: socket.socket | None = None) -> int:
+    """Loads and steps until a command stops it; the exit code. Raises PeerGone when the front ends.
+    `for_blocks` leads to the front as well, where engines hand blocks to each other.
+    """
     (start,) = _first_messages(connection)
     config, model = start.config, start.model
     builder, keep = _builder(config)
@@ -153,11 +156,13 @@ def serve_core(connection: CoreSocket) -> int:
         return _EXIT_BROKEN
     keep()
     try:
+        peers = open_peers(config, model, memory, facts, runner.block_bytes(), for_blocks)
         disk = open_disk(config, model, memory, facts, runner.block_bytes())
+        tiers = PrefixTiers(disk=disk, peers=peers)
     except ConfigError as error:
         connection.send(messages.CoreRefused(str(error)))
         return _EXIT_CONFIG
-    scheduler = make_scheduler(config, model, memory, facts, speed, runner.adapters, disk)
+    scheduler = make_scheduler(config, model, memory, facts, speed, runner.adapters, tiers)
     loop = EngineLoop(
         scheduler,
         runner,
@@ -173,8 +178,9 @@ def serve_core(connection: CoreSocket) -> int:
     try:
         loop.run()
     finally:
-        if disk is not None:
-            disk.close()
+        for tier in (disk, peers):
+            if tier is not None:
+                tier.close()
         runner.close()
     return _EXIT_BROKEN if loop.broken else 0
 
@@ -199,6 +205,7 @@ def main() -> int:
     """Runs until the front closes the socket or asks to stop."""
     parser = argparse.ArgumentParser(prog="python -m engine.core", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front process")
+    parser.add_argument("--blocks-fd", type=int, help="another one, for blocks of other engines")
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args()
     # A terminal's Ctrl-C reaches the whole group; the front decides when the core ends.
@@ -206,8 +213,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     json_logging.configure("engine-core", arguments.log_level)
     connection = socket.socket(fileno=arguments.fd)
+    for_blocks = None if arguments.blocks_fd is None else socket.socket(fileno=arguments.blocks_fd)
     try:
-        return serve_core(CoreSocket(connection))
+        return serve_core(CoreSocket(connection), for_blocks)
     except PeerGone:
         _log.info("the front is gone; the core ends")
         return 0

@@ -222,6 +222,8 @@ class EngineLoop:
                 case messages.Fail(request_id, failure):
                     self._submit_early(request_id, now)
                     self._scheduler.fail_request(request_id, failure)
+                case messages.Release(ticket):
+                    self._scheduler.release(ticket)
                 case messages.AddAdapter() | messages.DropAdapter():
                     self._adapters.take(command)
                 case messages.Check(token):

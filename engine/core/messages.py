@@ -64,6 +64,12 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     failure: RequestFailure
 
 
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Lets go blocks that are held for another engine; see Request.hand_over."""
+
+    ticket: bytes
+
+
 class Check(msgspec.Struct, frozen=True, tag="check"):
     """Asks for the state of the books between two steps."""
 
@@ -88,7 +94,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Asks the core to end."""
 
 
-Command = Start | Submit | Cancel | Fail | Check | AddAdapter | DropAdapter | Stop
+Command = Start | Submit | Cancel | Fail | Release | Check | AddAdapter | DropAdapter | Stop
 
 # Core to front.
 

@@ -3,5 +3,16 @@
 from engine.kv.cache import KvCache, Prefix
 from engine.kv.disk import BlockDisk, DiskRead, state_name
 from engine.kv.division import Division
+from engine.kv.peers import NO_TIERS, BlockPeers, PrefixTiers
 
-__all__ = ["BlockDisk", "DiskRead", "Division", "KvCache", "Prefix", "state_name"]
+__all__ = [
+    "NO_TIERS",
+    "BlockDisk",
+    "BlockPeers",
+    "DiskRead",
+    "Division",
+    "KvCache",
+    "Prefix",
+    "PrefixTiers",
+    "state_name",
+]

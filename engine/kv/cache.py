@@ -16,6 +16,7 @@ from engine.kv.block_pool import BlockPool, BlockTable, HostTier
 from engine.kv.disk import BlockDisk, DiskRead
 from engine.kv.disk_reads import DiskReads
 from engine.kv.division import Division, SharedMemory
+from engine.kv.pins import Pins
 from engine.kv.sequence_states import SequenceStates
 from engine.kv.window_pool import WindowPool
 from engine.types import BlocksEvicted, BlocksStored, KvEvent
@@ -101,6 +102,8 @@ class KvCache:
             disk=self.disk,
             is_there=self._is_there,
         )
+        # Held for other engines.
+        self.pins = Pins(self._pool)
         self.reads = DiskReads(
             disk, self._pool, self.states.pool, offers=self._offer_read, is_there=self._is_there
         )
@@ -506,7 +509,9 @@ class KvCache:
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
         """Raises AssertionError unless the tables account for every reference and no block is lost."""
-        references = dict.fromkeys(self.reads.block_ids, 1)
+        references = dict(self.pins.references)
+        for block_id in self.reads.block_ids:
+            references[block_id] = references.get(block_id, 0) + 1
         tables = list(tables)
         self.states.check_invariants(tables, self.reads.state_slots)
         for table in tables:

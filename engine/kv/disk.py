@@ -12,6 +12,7 @@ from typing import Protocol
 
 from contract.prefix import BlockHash
 from engine.types import DiskCounters
+from engine.types.hand_over import BlockSource
 from engine.types.places import place_of
 
 _FLIPPED = bytes(255 - each for each in range(256))
@@ -52,7 +53,9 @@ class BlockDisk(Protocol):
 
 @dataclass(eq=False, slots=True)
 class DiskRead:
-    """Blocks that are set apart for what comes from disk; one of several sequences waits for them."""
+    """Blocks that are set apart for what comes from disk, or from another engine; one of several sequences
+    waits for them.
+    """
 
     token: int
     # In the order of their tokens; `parent` is the content before the first.
@@ -64,6 +67,9 @@ class DiskRead:
     state_slot: int
     # Begins when no step up to this one is in flight: an earlier one may still write to what was given up.
     after_step_id: int
+    # The engine that it comes from, and how long that may take, in seconds; None is the disk.
+    source: BlockSource | None = None
+    limit_s: float = 0.0
     is_begun: bool = False
     is_done: bool = False
 

@@ -79,6 +79,8 @@ def window_room(
         why_not = "engine.cache.host_bytes keeps whole blocks"
     elif cache.disk_path:
         why_not = "engine.cache.disk_path keeps whole blocks"
+    elif config.role != "both":
+        why_not = f"engine.role = {config.role!r} hands whole blocks over"
     elif longest <= each + chunk:
         # Nothing would ever be let go.
         return WindowRoom()

@@ -120,18 +120,22 @@ class Admitter:
         return True
 
     def _waits_for_disk(self, draft: PlanDraft, sequence: Sequence) -> bool:
-        """Whether a part of the sequence's prefix is being read from disk."""
+        """Whether a part of the sequence's prefix is being read from disk, or pulled from another engine."""
         state = self._state
-        if state.cache.disk is None or draft.under_way is None or sequence.is_beam:
+        if draft.under_way is None or sequence.is_beam or not self._may_read(sequence):
             return False
         _, prefix = self._starting_point(draft, sequence)
         if prefix is None or sequence.needs_every_position:
             return False
         if not state.disk_prefixes.awaits(sequence, draft.step_id, lambda: self._num_to_spare(sequence)):
             return False
-        sequence.waits_for("offload", draft.now)
+        is_handed_over = state.disk_prefixes.awaits_source(sequence)
+        sequence.waits_for("hand_over" if is_handed_over else "offload", draft.now)
         draft.num_cold += 1
         return True
+
+    def _may_read(self, sequence: Sequence) -> bool:
+        return sequence.disk_read is not None or self._state.disk_prefixes.can_wait(sequence)
 
     def _num_to_spare(self, sequence: Sequence) -> int:
         """Blocks that may be set apart for the sequence while it has no slot."""

@@ -121,7 +121,7 @@ class Prefixes:
         hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
         num_blocks, under_way = self.cached(sequence).num_blocks, BlocksUnderWay(running, cache.block_size)
         num_blocks += self._on_disk.num_found(
-            hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]
+            sequence, hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]
         )
         for block_hash in hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]:
             if block_hash not in under_way and not self._line.wants(block_hash):

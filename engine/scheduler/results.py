@@ -213,6 +213,8 @@ class ResultHandler:
         if reason is None:
             self._state.report(sequence.group, event)
         else:
+            if request.hand_over and reason is FinishReason.LENGTH:
+                self._state.hold(sequence, now)
             self._state.finish(sequence, reason, now, event)
 
     def _report_pooled(self, sequence: Sequence, pooled: bytes, prefill_end: float, now: float) -> None:

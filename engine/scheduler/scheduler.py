@@ -9,7 +9,7 @@ import msgspec
 
 from contract.prefix import PrefixHasher
 from engine.config import CacheConfig, SchedulerConfig
-from engine.kv import BlockDisk, Division, KvCache
+from engine.kv import NO_TIERS, Division, KvCache, PrefixTiers
 from engine.policy.door import Door, refuse_impossible, tokens_limit
 from engine.policy.forecast import Batch
 from engine.policy.isolation import FailureIsolation
@@ -70,7 +70,7 @@ class Scheduler:
         attention_balance: float = math.inf,
         whole_prompts: bool = False,
         shares_prefixes: bool = True,
-        disk: BlockDisk | None = None,
+        tiers: PrefixTiers = NO_TIERS,
     ) -> None:
         cache = KvCache(
             num_blocks=memory.num_block_ids or memory.num_blocks,
@@ -80,7 +80,7 @@ class Scheduler:
             window=memory.window if memory.num_window_blocks else window,
             num_window_blocks=memory.num_window_block_ids or memory.num_window_blocks,
             division=_division_of(memory),
-            disk=disk,
+            disk=tiers.disk,
             num_states=memory.num_states,
             max_num_seqs=config.max_num_seqs,
             state_interval=memory.state_interval,
@@ -90,7 +90,9 @@ class Scheduler:
         host_s_per_token = memory.kv_bytes_per_token / cache_config.host_bytes_per_s
         disk_s_per_token = memory.kv_bytes_per_token / cache_config.disk_bytes_per_s
         rate = StepRate.of(speed, attention_balance)
-        self._state = state = SchedulerState(config, cache, rate, host_s_per_token, disk_s_per_token)
+        self._state = state = SchedulerState(
+            config, cache, rate, host_s_per_token, disk_s_per_token, peers=tiers.peers
+        )
         state.whole_prompts = whole_prompts
         if adapters is not None:
             state.adapters = adapters
@@ -281,7 +283,12 @@ class Scheduler:
 
     def next_deadline_s(self) -> float | None:
         """Moment at which `schedule` must be called though nothing else happens."""
-        return self._deadlines[0][0] if self._deadlines else None
+        first, held = self._deadlines[0][0] if self._deadlines else None, self._state.cache.pins.next_end_s()
+        return min((each for each in (first, held) if each is not None), default=None)
+
+    def release(self, ticket: bytes) -> None:
+        """Lets go what is held for another engine under a ticket; nothing happens where nothing is."""
+        self._state.release(ticket)
 
     def drain_events(self) -> list[TokenEvent]:
         """What happened since the last call, in order."""
@@ -307,6 +314,8 @@ class Scheduler:
         oldest = state.line.oldest()
         if state.cache.disk is not None:
             state.totals.disk = state.cache.disk.counters()
+        if state.peers is not None:
+            state.totals.hand_over = state.peers.counters()
         return SchedulerLoad(
             num_running=len(state.running),
             num_waiting=len(state.waiting),
@@ -347,7 +356,13 @@ class Scheduler:
             group=group,
             choice_index=request.choice_index + index,
             sampling=sampling,
-            max_tokens_total=tokens_limit(request, self._memory),
+            # Of a prompt that is handed over the first token is drawn, under the options of the whole answer.
+            max_tokens_total=min(
+                tokens_limit(request, self._memory),
+                len(request.prompt_token_ids) + len(request.output_token_ids) + 1
+                if request.hand_over
+                else self._memory.max_model_len,
+            ),
             hasher=PrefixHasher(
                 model=self._model,
                 adapter=request.adapter,
@@ -385,6 +400,8 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             self.cancel(request_id, now, FinishReason.DEADLINE)
+        for ticket in self._state.cache.pins.ended(now):
+            self._state.release(ticket)
 
 
 def _division_of(memory: MemoryPlan) -> Division | None:

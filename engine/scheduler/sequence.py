@@ -203,7 +203,9 @@ class Sequence:
         self.fork_parent: Sequence | None = None
         # Whom it waits for, while it has no slot.
         self.awaited: Awaited | None = None
-        # What it waits for from disk, or did before; whether that was begun for it.
+        # Where its prompt was computed, until that is asked.
+        self.source = group.request.source
+        # What it waits for from disk or there, or did before; whether that was begun for it.
         self.disk_read: DiskRead | None = None
         self.owns_disk_read = False
         # Order of submission; the second number is the beam's within one request.

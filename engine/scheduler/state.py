@@ -10,7 +10,7 @@ from itertools import chain, count
 
 from contract.errors import Reason
 from engine.config import SchedulerConfig
-from engine.kv import KvCache
+from engine.kv import BlockPeers, KvCache
 from engine.policy.line import Line, Waiter
 from engine.policy.rates import StepRate, Traffic
 from engine.policy.shares import Shares
@@ -189,6 +189,8 @@ class SchedulerState:
     host_s_per_token: InitVar[float]
     # And for reading them from disk.
     disk_s_per_token: InitVar[float] = 0.0
+    # Other engines, which blocks go to and come from.
+    peers: BlockPeers | None = None
     adapters: AdapterSlots = field(default_factory=AdapterSlots)
     traffic: Traffic = field(default_factory=Traffic)
     # Prompts are computed in one step each: an encoder's.
@@ -225,7 +227,7 @@ class SchedulerState:
         self.shares = Shares(config.output_token_cost, config.fairness_band_tokens)
         self.line = Line(config, self.shares)
         self.promises = Promises(self.cache)
-        self.disk_prefixes = DiskPrefixes(self.cache, self.speed, disk_s_per_token)
+        self.disk_prefixes = DiskPrefixes(self.cache, self.speed, disk_s_per_token, self.peers)
         self.prefixes = Prefixes(self.cache, self.line, self.speed, host_s_per_token, self.disk_prefixes)
 
     def adapters_in_use(self) -> set[str]:
@@ -327,6 +329,24 @@ class SchedulerState:
         if self.cache.has_host_tier:
             # Copies of the failed plan may not have happened.
             self.cache.forget_contents()
+            for ticket in self.cache.pins.tickets:
+                self.release(ticket)
+
+    def hold(self, sequence: Sequence, now: float) -> None:
+        """Holds the blocks of a sequence's prompt for another engine, as it asked, beyond its end."""
+        peers, ticket = self.peers, sequence.group.request.hand_over
+        if peers is None or not peers.sends:
+            return
+        num_blocks = min(sequence.num_prompt_tokens // self.cache.block_size, sequence.table.num_registered)
+        block_ids = sequence.table.block_ids[:num_blocks]
+        if num_blocks and self.cache.pins.hold(ticket, block_ids, now + peers.hold_s):
+            peers.offer(ticket, tuple(zip(sequence.hasher.hashes, block_ids, strict=False)))
+
+    def release(self, ticket: bytes) -> None:
+        """Lets go what is held under a ticket, if anything still is."""
+        if self.peers is not None:
+            self.peers.withdraw(ticket)
+        self.cache.pins.release(ticket)
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, now: float, event: TokenEvent | None = None
@@ -387,6 +407,7 @@ class SchedulerState:
             self._stop_running(sequence)
             sequence.epoch += 1
         elif sequence.status is Status.WAITING:
+            self.disk_prefixes.leave(sequence)
             del self.waiting[sequence.sequence_id]
             self.line.remove(sequence.sequence_id)
         sequence.status = Status.FINISHED

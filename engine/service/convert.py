@@ -23,6 +23,7 @@ from contract.thinking import ThinkingTags
 from engine.config import EngineConfig
 from engine.service.adapters import ServedAdapters
 from engine.types import MemoryPlan, ModelFacts, Request, TokenEvent
+from engine.types.hand_over import TICKET_BYTES, BlockSource
 
 # A message's fields by their names. Messages inside messages are given so: protobuf copies a message into
 # another by writing and reading it.
@@ -37,6 +38,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_total: int
     simulated: bool
     adapters: ServedAdapters
+    # See engine.role.
+    role: str = "both"
 
 
 def to_request(
@@ -83,6 +86,8 @@ def to_request(
         thinking=thinking,
         pooling=pooling,
         retention=_retention(submit, sampling, limits),
+        hand_over=_ticket(submit, sampling, limits),
+        source=_source(submit),
         adapter=limits.adapters.version(submit.adapter, submit.adapter_version) if submit.adapter else "",
         tenant=context.tenant,
         tier=context.tier,
@@ -102,6 +107,28 @@ def to_request(
         traceparent=context.traceparent,
         tracestate=context.tracestate,
     )
+
+
+def _ticket(submit: engine_pb2.Submit, sampling: SamplingParams, limits: ModelLimits) -> bytes:
+    """Under which its blocks are held for another engine; empty where none are."""
+    if not submit.hand_over:
+        return b""
+    if limits.role != "prefill":
+        raise invalid("hand_over", 'this engine hands nothing over; ask one of engine.role = "prefill"')
+    if len(submit.hand_over) != TICKET_BYTES:
+        raise invalid("hand_over", f"it has {len(submit.hand_over)} bytes; give {TICKET_BYTES} of chance")
+    if sampling.best_of > 1 or sampling.beam_width or submit.HasField("kv") or submit.HasField("pooling"):
+        raise invalid("hand_over", "one choice that forgets nothing is handed over; leave it out")
+    return submit.hand_over
+
+
+def _source(submit: engine_pb2.Submit) -> BlockSource | None:
+    if not submit.HasField("source"):
+        return None
+    given = submit.source
+    if not given.address or len(given.ticket) != TICKET_BYTES:
+        raise invalid("source", f"give an address, and a ticket of {TICKET_BYTES} bytes")
+    return BlockSource(given.address, given.ticket)
 
 
 def _retention(submit: engine_pb2.Submit, sampling: SamplingParams, limits: ModelLimits) -> Retention | None:
@@ -228,6 +255,7 @@ def to_info(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         adapters=adapters,
         pool=config.pool,
+        role="" if config.role == "both" else config.role,
         unsupported=unsupported_options,
         dtype=facts.dtype,
         attention_backend=facts.attention_backend,

@@ -39,6 +39,8 @@ class CoreClient:
         self.end_cause = ""
         self._silence: ProcessSilence | None = None
         self._watcher: asyncio.Task[None] | None = None
+        # Carries blocks, where engines hand them to each other.
+        self.for_blocks: socket.socket | None = None
 
     @property
     def pid(self) -> int:
@@ -51,10 +53,17 @@ class CoreClient:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         arguments, environment = self.command(theirs.fileno())
+        given = [theirs]
+        if self._start.config.role != "both":
+            self.for_blocks, blocks_end = socket.socketpair()
+            given.append(blocks_end)
+            arguments += ("--blocks-fd", str(blocks_end.fileno()))
+        descriptors = [each.fileno() for each in given]
         self._process = await asyncio.create_subprocess_exec(
-            *arguments, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, env=environment
+            *arguments, pass_fds=descriptors, stdin=asyncio.subprocess.DEVNULL, env=environment
         )
-        theirs.close()
+        for each in given:
+            each.close()
         await self.connect(ours)
 
     def command(self, fd: int) -> tuple[tuple[str, ...], dict[str, str] | None]:

@@ -52,6 +52,8 @@ class GatewayStream:
         # their heir; and usage of this gateway's own, which others are sent if it goes.
         self.unclaimed: list[Fields] = []
         self.ended: deque[Fields] = deque(maxlen=MAX_ENDED)
+        # Under which blocks may be held for another engine; they are for a bounded time.
+        self.tickets: deque[bytes] = deque(maxlen=MAX_ENDED)
         self._max_backlog = max_backlog
         # A step's outputs are one message; steps that end while one is written go together.
         self._outbox: Outbox[engine_pb2.AttachResponse] = Outbox(
@@ -224,6 +226,9 @@ class Dispatcher:
         for request_id in list(chain.from_iterable(stream.requests.values())):
             self._send(messages.Cancel(request_id))
         stream.requests.clear()
+        for ticket in stream.tickets:
+            self._send(messages.Release(ticket))
+        stream.tickets.clear()
 
     def submit(
         self, stream: GatewayStream, handle: int, request: Request, entry_id: str = "", text_index: int = 0
@@ -232,6 +237,8 @@ class Dispatcher:
         that were submitted together have one handle, and an index each.
         """
         self._send(messages.Submit(request))
+        if request.hand_over:
+            stream.tickets.append(request.hand_over)
         opened = OpenRequest(request, stream, handle, request.sampling.n, entry_id, text_index)
         self.requests[request.request_id] = opened
         stream.requests.setdefault(handle, set()).add(request.request_id)
@@ -246,6 +253,12 @@ class Dispatcher:
         """Ends a request of this stream; unknown handles belong to requests that have ended."""
         for request_id in sorted(stream.requests.get(handle, ())):
             self._send(messages.Cancel(request_id, reason))
+
+    def release(self, stream: GatewayStream, ticket: bytes) -> None:
+        """Lets go what is held under a ticket of this stream; others do not concern it."""
+        if ticket in stream.tickets:
+            stream.tickets.remove(ticket)
+            self._send(messages.Release(ticket))
 
     def fail_rest(self, failure: RequestFailure) -> int:
         """Has the core end every open request with an error; returns how many."""

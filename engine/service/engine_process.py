@@ -22,6 +22,7 @@ from engine.service import convert
 from engine.service.adapters import ServedAdapters
 from engine.service.core_client import CoreClient
 from engine.service.dispatcher import Dispatcher
+from engine.service.hand_over import HandOver
 from engine.service.metrics import EngineMetrics
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
@@ -58,6 +59,8 @@ class EngineProcess:
         # Spans and counters of steps.
         self._deferred = Deferred()
         self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id, self._deferred)
+        # None where engines hand nothing over.
+        self.hand_over = None if config.role == "both" else HandOver(config.hand_over, self._send)
         self.metrics = EngineMetrics(Metrics(max_label_values=telemetry.config.max_tenant_labels))
         self.lost = asyncio.Event()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
@@ -87,6 +90,8 @@ class EngineProcess:
     async def start(self) -> None:
         """Starts the core and returns when it is ready; raises ConfigError when it cannot be."""
         await self.core.start()
+        if self.hand_over is not None and self.core.for_blocks is not None:
+            await self.hand_over.start(self.core.for_blocks)
         self._listener = asyncio.create_task(self._listen())
         await self._ready
         self._beating = asyncio.create_task(self._beat())
@@ -101,6 +106,8 @@ class EngineProcess:
         """Ends the core."""
         if self._beating is not None:
             self._beating.cancel()
+        if self.hand_over is not None:
+            await self.hand_over.stop()
         await self.core.stop()
         if self._listener is not None:
             await self._listener
@@ -153,6 +160,7 @@ class EngineProcess:
             max_tokens_total=min(ready.memory.max_model_len, ready.memory.capacity_tokens),
             simulated=self.config.simulated,
             adapters=self.adapters,
+            role=self.config.role,
         )
 
     def _report_adapters(self) -> None:

@@ -26,7 +26,8 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
-from observability.emit import drafts, names
+from engine.types.hand_over import HandOverCounters
+from observability.emit import drafts, hand_overs, names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import Metric, SpanName
 from observability.emit.tracing import RemoteSpan, RequestIdentity, Telemetry
@@ -198,6 +199,17 @@ _COUNTERS: tuple[tuple[Metric, dict[str, str], str], ...] = (
     (names.OFFLOADED, {"direction": "in"}, "restored_blocks"),
 )
 
+# The same where engines hand prompts over.
+_HAND_OVER: tuple[tuple[Metric, dict[str, str], str], ...] = (
+    (hand_overs.BLOCKS, {"direction": "out"}, "num_sent"),
+    (hand_overs.BLOCKS, {"direction": "in"}, "num_received"),
+    (hand_overs.BYTES, {"direction": "out"}, "sent_bytes"),
+    (hand_overs.BYTES, {"direction": "in"}, "received_bytes"),
+    (hand_overs.PULLS, {}, "num_pulls"),
+    (hand_overs.SECONDS, {}, "pull_s"),
+    (hand_overs.FAILURES, {"reason": "late"}, "num_late"),
+)
+
 
 def _resident_bytes(process: psutil.Process) -> float:
     try:
@@ -314,6 +326,8 @@ class EngineMetrics:
             more = getattr(counters, name) - getattr(before, name)
             if more:
                 self.metrics.add(metric, more, **labels)
+        if counters.hand_over is not None:
+            self._record_hand_over(counters.hand_over, before.hand_over or HandOverCounters())
         self.metrics.set(names.DISK_BYTES, 0 if counters.disk is None else counters.disk.num_bytes)
         if counters.disk is None:
             return
@@ -322,6 +336,13 @@ class EngineMetrics:
             more = getattr(counters.disk, f"num_{event}") - getattr(earlier, f"num_{event}")
             if more:
                 self.metrics.add(names.DISK_BLOCKS, more, event=event)
+
+    def _record_hand_over(self, now: HandOverCounters, before: HandOverCounters) -> None:
+        for metric, labels, name in _HAND_OVER:
+            self.metrics.add(metric, getattr(now, name) - getattr(before, name), **labels)
+        for reason, number in now.failures.items():
+            self.metrics.add(hand_overs.FAILURES, number - before.failures[reason], reason=reason)
+        self.metrics.set(hand_overs.HELD, now.num_held_blocks)
 
     def _record_event(self, event: TokenEvent, tier: str) -> None:
         if event.token_ids:

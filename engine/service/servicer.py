@@ -14,6 +14,7 @@ from contract.errors import MillraceError, Reason, RequestFailure
 from engine.service import convert
 from engine.service.dispatcher import Dispatcher, GatewayStream
 from engine.service.engine_process import EngineProcess
+from engine.service.hand_over import HandOver
 from engine.types import FinishReason
 from runtime import context as signed_context
 from runtime.interceptors import ServicerContext as Context
@@ -28,6 +29,10 @@ _FINISH_OF_CANCEL = {
 
 def _close(dispatcher: Dispatcher, stream: GatewayStream, _: Any) -> None:
     dispatcher.close(stream)
+
+
+def _end_read(hand_over: HandOver, read: int, ticket: bytes, _: Any) -> None:
+    hand_over.end_read(read, ticket)
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -99,12 +104,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         kind = message.WhichOneof("message")
         if kind == "submit":
             self._submit(stream, message.submit)
+        elif kind == "release":
+            self._engine.dispatcher.release(stream, message.release.ticket)
         elif kind == "cancel":
             reason = _FINISH_OF_CANCEL.get(message.cancel.reason, FinishReason.CANCELLED)
             self._engine.dispatcher.cancel(stream, message.cancel.handle, reason)
         else:
             raise MillraceError(
-                Reason.INVALID_ARGUMENT, "after hello, only submit, cancel and several of them may follow"
+                Reason.INVALID_ARGUMENT, "after hello, only submit, cancel, release and several may follow"
             )
 
     def _submit(self, stream: GatewayStream, submit: engine_pb2.Submit) -> None:
@@ -137,6 +144,21 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             return
         for index, text in texts:
             dispatcher.submit(stream, submit.handle, text, submit.entry_id, index)
+
+    async def PullBlocks(
+        self, request: engine_pb2.PullBlocksRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.PullBlocksResponse]:
+        """See engine.proto."""
+        hand_over = self._engine.hand_over
+        if hand_over is None:
+            yield engine_pb2.PullBlocksResponse(refusal=engine_pb2.PULL_REFUSAL_GONE)
+            return
+        read = hand_over.begin_read()
+        # The generator may be abandoned in the middle of a write; this runs in any case.
+        ending: Any = functools.partial(_end_read, hand_over, read, request.ticket)
+        context.add_done_callback(ending)
+        async for message in hand_over.blocks(read, request):
+            yield message
 
     async def CheckInvariants(
         self, request: engine_pb2.CheckInvariantsRequest, context: Context

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from contract.engines import EngineLoad
+from engine.types.hand_over import HandOverCounters
 
 # State of the engine between two steps: load for routers, counts for metrics.
 
@@ -39,8 +40,9 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     restored_blocks: int = 0
     # Cause (see observability.emit.names.Cause) to preemptions.
     preemptions: dict[str, int] = {}
-    # Where there is a disk.
+    # Where there is a disk, and where blocks go from engine to engine.
     disk: DiskCounters | None = None
+    hand_over: HandOverCounters | None = None
 
     @property
     def num_preemptions(self) -> int:

@@ -9,6 +9,7 @@ from contract.pooling import PoolingParams
 from contract.retention import Retention
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
+from engine.types.hand_over import BlockSource
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams | None = None
     # What the answer may forget of its keys and values; None: nothing.
     retention: Retention | None = None
+    # Its prompt and first token alone are computed, and its blocks held under this ticket; empty otherwise.
+    hand_over: bytes = b""
+    # Where its prompt was computed; None: nowhere yet.
+    source: BlockSource | None = None
     adapter: str = ""
     tenant: str = ""
     tier: str = ""

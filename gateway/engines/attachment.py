@@ -229,6 +229,16 @@ class Attachment:
             leg.worked = asyncio.get_running_loop().create_future()
             self._taken_back[handle] = leg
 
+    def release(self, ticket: bytes) -> None:
+        """Has the engine let go what it holds under a ticket, if it still does."""
+        if self.info is not None:
+            self._send(mailbox.release(ticket))
+
+    @property
+    def role(self) -> str:
+        """See EngineInfo."""
+        return "" if self.info is None else self.info.role
+
     def _send(self, message: engine_pb2.AttachRequest) -> None:
         try:
             self._outbox.put(message)

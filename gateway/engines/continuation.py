@@ -35,13 +35,15 @@ _ELSEWHERE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Stranded:
+class Stranded:
     """Choices without an engine."""
 
     leg: Leg
     # Engines lost under them, this one included.
     num_losses: int
     lost_s: float
+    # Nothing was lost: the engine has done its part.
+    is_planned: bool = False
 
 
 class ContinuousStream:
@@ -51,6 +53,10 @@ class ContinuousStream:
     for its age. `tell` puts an engine's refusal into the caller's terms.
     """
 
+    # What became of a prompt given to another engine, in a word (hand_overs.SPLITS); "" where none was.
+    # And the moments, in monotonic seconds, of its first token and of the answer's going on.
+    split = ""
+    handed_over_s: tuple[float, float] | None = None
     # What became of samples, where one was chosen among several.
     deliberated: Deliberated | None = None
     # What requests that were made for its answer have taken, all together.
@@ -80,7 +86,7 @@ class ContinuousStream:
         }
         # Something was told already, so that choices must be continued one by one.
         self._has_output = False
-        self._stranded: list[_Stranded] = []
+        self._stranded: list[Stranded] = []
         self._wait: asyncio.Task[None] | None = None
         # All legs there ever were.
         self._all_legs: list[Leg] = []
@@ -243,7 +249,7 @@ class ContinuousStream:
         num_losses = num_before + 1
         if num_losses > self._config.max_continuations:
             raise self._lost(f"{num_losses} engines were lost under it")
-        self._stranded.append(_Stranded(leg, num_losses, time.monotonic()))
+        self._stranded.append(Stranded(leg, num_losses, time.monotonic()))
 
     def _may_retry(self, error: MillraceError, num_losses: int) -> bool:
         takers = self._fleet.takers(self._submission)
@@ -253,6 +259,9 @@ class ContinuousStream:
     def _submit(self, submission: Submission, num_losses: int) -> Leg:
         last_lost = next(reversed(self.losses), None)
         route = self._fleet.pick(submission, avoid=() if last_lost is None else last_lost[:1])
+        return self._submit_to(route, submission, num_losses)
+
+    def _submit_to(self, route: Route, submission: Submission, num_losses: int) -> Leg:
         self.route = self.route or route
         self.engine = route.attachment.target
         info = route.attachment.info
@@ -276,7 +285,8 @@ class ContinuousStream:
             return
         stranded, self._stranded = self._stranded, []
         for each in stranded:
-            self.interruptions.append((each.lost_s, time.monotonic()))
+            if not each.is_planned:
+                self.interruptions.append((each.lost_s, time.monotonic()))
             for submission in self._continuations(each.leg):
                 self._submit(submission, each.num_losses)
 

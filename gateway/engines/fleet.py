@@ -25,7 +25,16 @@ from gateway.engines.adapters import AdapterNames
 from gateway.engines.attachment import Attachment
 from gateway.engines.demand import EngineDemand
 from gateway.engines.prefix import PrefixIndex, PromptHashes
-from gateway.engines.router import RouteCandidate, RouteReason, choose
+from gateway.engines.router import (
+    DECODE,
+    PREFILL,
+    RouteCandidate,
+    RouteReason,
+    can_be_split,
+    choose,
+    pays,
+    seconds_to_first,
+)
 from gateway.engines.types import EngineState, Submission
 from runtime.errors import ConfigError
 
@@ -41,6 +50,8 @@ _ADDRESS = re.compile(r"unix:\S+|(?:dns:/*)?(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]
 _SETTLED_S = 0.05
 # Kinds of submissions, by what engines they ask for, whose engines are remembered.
 _MOST_KINDS = 1024
+# Weight of the newest hand-over in what one takes.
+_HAND_OVER = 0.2
 # Odd factors that mix 64 bits well (Steele, Lea and Flood, "Fast splittable pseudorandom number generators").
 _MIXES, _WORD = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (1 << 64) - 1
 # All that stands in a file where it is meant that no engine runs: models may be loaded on demand.
@@ -134,6 +145,14 @@ class Route(msgspec.Struct, frozen=True):
     prefix_tokens: int = 0
 
 
+class Split(msgspec.Struct, frozen=True):
+    """Where the prompt of a submission is computed for another engine."""
+
+    route: Route
+    # Until its first token, as expected; 0 where nothing was measured.
+    first_s: float
+
+
 class Fleet:
     """Attachments by target. `set_targets` may be called at any time: new engines join, others leave.
 
@@ -174,6 +193,8 @@ class Fleet:
         self._changed = asyncio.Event()
         self._chance = random.Random(gateway)
         self._takers: dict[tuple[Any, ...], list[Attachment]] = {}
+        # What handing over a token of a prompt takes, as measured; 0 while nothing was.
+        self._hand_over_s_per_token = 0.0
         self._clock = clock
         self._demand = EngineDemand(autoscaling or AutoscalingConfig(), self._of_pool)
 
@@ -282,19 +303,57 @@ class Fleet:
             raise adapter or self._lacking(submission) or self.unavailable(submission)
         if avoid:
             ready = [each for each in ready if each.target not in avoid] or ready
+        # These have others' prompts to compute, as long as anybody else is there.
+        ready = [each for each in ready if each.role != PREFILL] or ready
         if len(ready) == 1 and len(self.of(submission.model)) == 1:
             return self._noted(submission, Route(ready[0], RouteReason.ONLY))
         hashes = self._hashes(submission, ready[0]) if self._use_prefixes else None
+        return self._taken(submission, self._best(ready, submission, hashes)[0], hashes)
+
+    def split(self, submission: Submission) -> Split | None:
+        """The engine that had better compute the prompt for another one; None where one engine does all."""
+        least = self.routing.split_tokens
+        if not least or len(submission.prompt_token_ids) < least or not can_be_split(submission):
+            return None
+        takers = self.takers(submission)
+        by_role = {role: [each for each in takers if each.role == role] for role in (PREFILL, DECODE)}
+        if not all(by_role.values()):
+            return None
+        hashes = self._hashes(submission, takers[0]) if self._use_prefixes else None
+        tokens = len(submission.prompt_token_ids)
+        first, ahead = self._best(by_role[PREFILL], submission, hashes)
+        alone, behind = self._best(by_role[DECODE], submission, hashes)
+        if tokens - behind.cached_tokens < least:
+            return None
+        first_s = seconds_to_first(ahead, first.attachment.load, tokens)
+        moves_s = self._hand_over_s_per_token * (tokens - behind.cached_tokens)
+        load = alone.attachment.load
+        if not pays(first_s, moves_s, seconds_to_first(behind, load, tokens), num_running=load.num_running):
+            return None
+        return Split(self._taken(submission, first, hashes), first_s)
+
+    def note_hand_over(self, num_tokens: int, seconds: float) -> None:
+        """An answer went on so long after its first token, where so much of its prompt was pulled."""
+        each, known = seconds / num_tokens, self._hand_over_s_per_token
+        self._hand_over_s_per_token = known + _HAND_OVER * (each - known) if known else each
+
+    def _best(
+        self, ready: list[Attachment], submission: Submission, hashes: PromptHashes | None
+    ) -> tuple[Route, RouteCandidate]:
         home = home_of(submission, ready)
         ready = self._shortlist(ready, submission, hashes, home)
         candidates = [self._candidate(each, hashes, submission, is_home=each is home) for each in ready]
         tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
         choice = choose(candidates, tokens, self.routing)
-        chosen = ready[choice.index]
-        self._last_chosen[chosen.target] = next(self._choices)
+        candidate = candidates[choice.index]
+        return Route(ready[choice.index], choice.reason, candidate.cached_tokens), candidate
+
+    def _taken(self, submission: Submission, route: Route, hashes: PromptHashes | None) -> Route:
+        target = route.attachment.target
+        self._last_chosen[target] = next(self._choices)
         if hashes is not None:
-            self._prefixes[chosen.target].expect(hashes)
-        return self._noted(submission, Route(chosen, choice.reason, candidates[choice.index].cached_tokens))
+            self._prefixes[target].expect(hashes)
+        return self._noted(submission, route)
 
     def _shortlist(
         self,
@@ -333,7 +392,8 @@ class Fleet:
     def _noted(self, submission: Submission, route: Route) -> Route:
         """The route, of which those who count engines have heard."""
         attachment = route.attachment
-        if attachment.info is not None:
+        # Of what is handed over they heard when its prompt was routed.
+        if attachment.info is not None and submission.source is None:
             demand = self._demand.of(submission.model, submission.pool)
             demand.routed(attachment.load, attachment.info, route.prefix_tokens)
         return route

@@ -48,6 +48,10 @@ def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
         "adapter": submission.adapter,
         "adapter_version": submission.adapter_version,
         "entry_id": submission.entry_id,
+        "hand_over": submission.hand_over,
+        "source": None
+        if submission.source is None
+        else dict(zip(("address", "ticket"), submission.source, strict=True)),
     }
     return engine_pb2.AttachRequest(submit=fields)
 
@@ -67,6 +71,11 @@ def cancel(handle: int, reason: CancelReason) -> engine_pb2.AttachRequest:
     return engine_pb2.AttachRequest(
         cancel=engine_pb2.Cancel(handle=handle, reason=engine_pb2.CancelReason.ValueType(reason.value))
     )
+
+
+def release(ticket: bytes) -> engine_pb2.AttachRequest:
+    """What is held under a ticket is wanted by nobody any more."""
+    return engine_pb2.AttachRequest(release=engine_pb2.Release(ticket=ticket))
 
 
 def several(messages: Iterable[engine_pb2.AttachRequest]) -> engine_pb2.AttachRequest:

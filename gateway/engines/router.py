@@ -7,7 +7,9 @@ from enum import StrEnum
 
 import msgspec
 
+from contract.engines import EngineLoad
 from gateway.config import RoutingConfig
+from gateway.engines.types import Submission
 
 
 class RouteReason(StrEnum):
@@ -101,3 +103,40 @@ def _lane(candidates: Sequence[RouteCandidate], prompt_tokens: int, config: Rout
     uncached = prompt_tokens - max(candidate.cached_tokens for candidate in candidates)
     is_long = uncached >= config.long_prompt_tokens
     return [index for index in everyone if candidates[index].long_lane is is_long] or everyone
+
+
+# Prompts that are computed by one engine and answered by another.
+
+PREFILL, DECODE = "prefill", "decode"
+# A first token may take so much longer elsewhere, where answers of others are spared by it: beside the prompt
+# they would be slower for as long as it is computed.
+_SPARED = 1.5
+
+
+def can_be_split(submission: Submission) -> bool:
+    """Whether one engine can go on with what another one has begun: one choice, of which more than a token is
+    wanted, and nothing that only the engine knows which computed the prompt.
+    """
+    sampling = submission.sampling
+    return (
+        sampling.n == 1
+        and not sampling.ranks_at_the_end
+        and sampling.prompt_logprobs is None
+        and sampling.max_tokens > 1
+        and submission.pooling is None
+        and not submission.output_token_ids
+        and (submission.retention is None or not submission.retention.forgets)
+    )
+
+
+def seconds_to_first(candidate: RouteCandidate, load: EngineLoad, prompt_tokens: int) -> float:
+    """Until an engine is through with a prompt, by what is ahead of it; 0 while its speed is not known."""
+    work = candidate.pending_tokens + prompt_tokens - candidate.cached_tokens
+    return work / load.prefill_tokens_per_s if load.prefill_tokens_per_s else 0.0
+
+
+def pays(first_s: float, moves_s: float, alone_s: float, *, num_running: int) -> bool:
+    """Whether a prompt had better be computed elsewhere: `first_s` until its first token there, `moves_s` for
+    handing it over, `alone_s` until its first token on the engine that answers `num_running` others.
+    """
+    return first_s + moves_s <= alone_s * (_SPARED if num_running else 1.0)

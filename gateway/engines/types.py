@@ -66,6 +66,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     entry_id: str = ""
     # Tokens that were generated already, on another engine.
     output_token_ids: tuple[int, ...] = ()
+    # The prompt and the first token alone are wanted, and its blocks held under this ticket; empty otherwise.
+    hand_over: bytes = b""
+    # (address, ticket) of the engine that has computed the prompt; None: none has.
+    source: tuple[str, bytes] | None = None
     # Choice that alone is submitted; the first one otherwise.
     choice_index: int = 0
     # Separates prefix caches; part of the routing hash.

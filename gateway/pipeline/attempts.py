@@ -24,6 +24,7 @@ from gateway.auth.verifier import CallerVerifier
 from gateway.config import EffortsConfig
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
+from gateway.engines.split import SplitStream
 from gateway.engines.text_stream import TextStream
 from gateway.engines.types import Submission
 from gateway.intake.intake import Intake
@@ -370,7 +371,7 @@ class Attempts:
         """What makes the stream of a call."""
         ask = call.request.test_time
         if self.deliberates is None or ask is None:
-            return ContinuousStream if call.request.pooling is None else TextStream
+            return SplitStream if call.request.pooling is None else TextStream
         budget = self.deliberates.most_tokens(ask, sampling)
         if reservation.is_short:
             budget = min(budget, reservation.charges.completion_tokens)

@@ -28,7 +28,7 @@ from gateway.pipeline.sharers import OwnRequest, OwnWork
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
 from gateway.types.request import Caller, GenerationRequest
-from observability.emit import genai, names
+from observability.emit import genai, hand_overs, names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import length_bucket
 from observability.emit.tracing import Telemetry
@@ -135,6 +135,8 @@ class Books:
         if attempt.stream.num_losses:
             # Seldom, and whoever looks for it looks at once.
             self._note_continuations(attempt, outcome)
+        if attempt.stream.split:
+            self._note_split(attempt)
         ended = Ended(
             attempt=attempt,
             outcome=outcome,
@@ -167,6 +169,14 @@ class Books:
         for start_s, end_s in attempt.stream.interruptions:
             self._telemetry.record(
                 names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=attempt.call.span
+            )
+
+    def _note_split(self, attempt: Attempt) -> None:
+        self.metrics.add(hand_overs.SPLITS, outcome=attempt.stream.split)
+        if attempt.stream.handed_over_s is not None:
+            start_s, end_s = attempt.stream.handed_over_s
+            self._telemetry.record(
+                hand_overs.GATEWAY_HAND_OVER, start_s=start_s, end_s=end_s, parent=attempt.call.span
             )
 
     def refused(

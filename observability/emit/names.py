@@ -173,6 +173,7 @@ class Cause(_Meant):
     RATE_LIMIT = "rate_limit", "its tenant's limits made it wait"
     COLD_ADAPTER = "cold_adapter", "its adapter had to be loaded"
     OFFLOAD = "offload", "its blocks were brought back from host memory or disk"
+    HAND_OVER = "hand_over", "the blocks of its prompt came from the engine that had computed it"
     ANSWER_PACE = "answer_pace", "answers of others had to keep their pace, so that its prompt was held back"
     ENGINE_LOST = "engine_lost", "its engine was lost and another one continued"
 

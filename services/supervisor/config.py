@@ -36,6 +36,8 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """`[supervisor]`: how many processes `millrace up` starts, and how patient it is with them."""
 
     engines: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    # Of each model's engines so many compute prompts, and the others answer (engine.role); 0: each does both.
+    prefill_engines: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
     gateways: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # What engines of models with load = "on demand" may take together, by their memory plans; 0 is
     # engine.cache.memory_fraction of the memory that is free at the start. And how many such models may be

@@ -140,7 +140,11 @@ class _Planner:
     def plan(self) -> Layout:
         require_free(self.options.host, self.options.port)
         models = self._plan_models()
-        engines_of = [model for model in models.models.values() for _ in range(self._num_engines(model))]
+        engines_of = [
+            (model, self._role(number, model))
+            for model in models.models.values()
+            for number in range(self._num_engines(model))
+        ]
         # Of models that are loaded on demand, one computes beside those that are always there.
         num_busy = len(engines_of) + any(each.is_on_demand for each in models.models.values())
         self._num_threads = max(1, num_cores() // max(1, num_busy))
@@ -153,7 +157,9 @@ class _Planner:
         api_key = self._plan_security()
         collector = self._plan_collector(ports)
         tokenizer = self._plan_tokenizer(ports)
-        engines = tuple(self._plan_engine(each, model, ports) for each, model in enumerate(engines_of))
+        engines = tuple(
+            self._plan_engine(index, model, ports, role) for index, (model, role) in enumerate(engines_of)
+        )
         self._plan_discovery(engines)
         loader = self._plan_loader()
         gateways = tuple(self._plan_gateway(index, ports) for index in range(self._num_gateways))
@@ -189,6 +195,18 @@ class _Planner:
         if model.is_on_demand:
             return 0
         return model.engines or self._usual_engines
+
+    def _role(self, number: int, model: ModelConfig) -> str:
+        """Of one of a model's engines; "" where the configuration says it. Raises ConfigError."""
+        num_prefill, num_engines = self._settings.prefill_engines, self._num_engines(model)
+        if not num_prefill:
+            return ""
+        if num_prefill >= num_engines:
+            raise ConfigError(
+                f"supervisor.prefill_engines = {num_prefill}: {model.served_name!r} has {num_engines} engines"
+                ", one must answer; raise supervisor.engines, or lower it"
+            )
+        return "prefill" if number < num_prefill else "decode"
 
     def _plan_further_engine(self, index: int, model: ModelConfig) -> ProcessSpec:
         return self._plan_engine(index, model, iter(free_ports(2, _LOOPBACK)))
@@ -298,7 +316,9 @@ class _Planner:
             settings["tokenizer.simulated"] = True
         return self._spec("tokenizer", "tokenizer_svc", settings, health=listen)
 
-    def _plan_engine(self, index: int, model: ModelConfig, ports: Iterator[int]) -> ProcessSpec:
+    def _plan_engine(
+        self, index: int, model: ModelConfig, ports: Iterator[int], role: str = ""
+    ) -> ProcessSpec:
         name = f"engine-{index}"
         listen = f"{_LOOPBACK}:{next(ports)}"
         metrics = self._metrics_address(ports)
@@ -309,6 +329,8 @@ class _Planner:
             "engine.drain_limit_s": self._settings.drain_limit_s,
             **self._settings_of(model),
         }
+        if role:
+            settings["engine.role"] = role
         return self._spec(name, "engine", settings, health=listen, num_threads=self._num_threads)
 
     def _variables_of(self, model: ModelConfig) -> dict[str, str]:

@@ -45,7 +45,7 @@ def open_disk(
     sizes = blocks()
     files = EntryFiles(
         Path(cache.disk_path),
-        _fingerprint(config, model, memory, facts, key),
+        fingerprint(config, model, memory, facts, _of_this_disk, key).hex(),
         entry_bytes=sizes.num_bytes,
         state_bytes=sizes.num_state_bytes,
         max_bytes=cache.disk_bytes,
@@ -100,11 +100,17 @@ def _key(cache: CacheConfig) -> bytes:
     return HKDF(SHA256(), 32, salt=None, info=b"millrace prefix cache").derive(text.encode())
 
 
-def _fingerprint(
-    config: EngineConfig, model: ModelConfig, memory: MemoryPlan, facts: ModelFacts, key: bytes
-) -> str:
-    """Digest of everything that a block depends on beside its hash: the checkpoint, how it is computed, how
-    blocks lie in memory, and the key. Engines with the same one may read each other's blocks.
+def fingerprint(
+    config: EngineConfig,
+    model: ModelConfig,
+    memory: MemoryPlan,
+    facts: ModelFacts,
+    told_by: Callable[[Path], bytes],
+    key: bytes = b"",
+) -> bytes:
+    """Digest, 16 bytes, of everything that a block depends on beside its hash: the checkpoint, how it is
+    computed, how blocks lie in memory, and the key. Engines with the same one may read each other's blocks.
+    `told_by` gives what a file of the checkpoint is known by.
     """
     digest = blake2b(digest_size=16, person=b"millrace-kvdisk")
     computed_by = {
@@ -121,11 +127,16 @@ def _fingerprint(
     }
     digest.update(msgspec.json.encode(computed_by))
     for path in _files(find(model.path)):
-        status = path.stat()
-        with path.open("rb") as file:
-            head = blake2b(file.read(_HEAD_BYTES)).digest()
-        digest.update(msgspec.json.encode((path.name, status.st_size, status.st_mtime_ns)) + head)
-    return digest.hexdigest()
+        digest.update(told_by(path))
+    return digest.digest()
+
+
+def _of_this_disk(path: Path) -> bytes:
+    """A file of this machine: it is another one once it was written to."""
+    status = path.stat()
+    with path.open("rb") as file:
+        head = blake2b(file.read(_HEAD_BYTES)).digest()
+    return msgspec.json.encode((path.name, status.st_size, status.st_mtime_ns)) + head
 
 
 def _files(checkpoint: Path) -> list[Path]:

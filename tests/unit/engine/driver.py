@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from engine.config import CacheConfig, SchedulerConfig
+from engine.kv import PrefixTiers
 from engine.scheduler import Scheduler
 from engine.types import EngineTime, FinishReason, MemoryPlan, Request, SamplingParams, StepResult, TokenEvent
 from tests.unit.engine.checked_runner import CheckedRunner, expected_token
-from tests.unit.engine.pretend_disk import PretendDisk
+from tests.unit.engine.pretend_disk import PretendDisk, PretendPeers
 
 
 def memory_plan(
@@ -66,6 +67,7 @@ class Driver:
         attention_balance: float = math.inf,
         host_bytes_per_s: float = 8e9,
         disk: PretendDisk | None = None,
+        peers: PretendPeers | None = None,
         check: bool = True,
         step_s: float = 0.01,
         **config: object,
@@ -86,7 +88,7 @@ class Driver:
             window=window,
             attention_balance=attention_balance,
             whole_prompts=whole_prompts,
-            disk=disk,
+            tiers=PrefixTiers(disk=disk, peers=peers),
         )
         self.runner = CheckedRunner(
             memory.num_block_ids or memory.num_blocks,
@@ -97,7 +99,8 @@ class Driver:
             num_window_blocks=memory.num_window_block_ids or memory.num_window_blocks,
             partial_window=memory.window,
         )
-        self.disk = disk
+        # One of both at a time.
+        self.disk = disk = disk or peers
         if disk is not None:
             disk.runner = self.runner
         self.memory = memory
@@ -229,9 +232,10 @@ class Driver:
         """What the choice yields when nothing stops it but max_tokens, continuation left out."""
         request = self.requests[request_id]
         given = len(request.output_token_ids)
+        end = given + 1 if request.hand_over else request.sampling.max_tokens
         return [
             expected_token(request.prompt_token_ids, request.sampling.seed, choice, position)
-            for position in range(given, request.sampling.max_tokens)
+            for position in range(given, end)
         ]
 
     def check_costs(self) -> None:

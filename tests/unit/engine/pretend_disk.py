@@ -1,4 +1,6 @@
-"""A disk behind the checked runner: it takes its time, loses entries, and reads blocks when it likes."""
+"""A disk, and other engines, behind the checked runner: they take their time, lose entries, and read blocks
+when they like.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from engine.types import DiskCounters
+from engine.types.hand_over import BlockSource, HandOverCounters
 from engine.types.places import slot_of
 from tests.unit.engine.checked_runner import CheckedRunner
 
@@ -85,3 +88,45 @@ class PretendDisk:
                 runner.device[block_id][:] = self.entries[block_hash]
             self.num_read += 1
         return len(blocks)
+
+
+class PretendPeers(PretendDisk):
+    """Implements engine.kv.BlockPeers: `entries` are what other engines hold, and what this one offers."""
+
+    receives = sends = True
+    hold_s = 1.0
+
+    def __init__(self, seed: int = 0, entries: Entries | None = None) -> None:
+        super().__init__(seed, entries)
+        self.offered: dict[bytes, list[tuple[bytes, int]]] = {}
+
+    def offer(self, ticket: bytes, blocks: Sequence[tuple[bytes, int]]) -> None:
+        assert ticket not in self.offered
+        self.offered[ticket] = list(blocks)
+
+    def withdraw(self, ticket: bytes) -> None:
+        self.offered.pop(ticket, None)
+
+    def pull_later(
+        self, token: int, blocks: Sequence[tuple[bytes, int]], source: BlockSource, limit_s: float
+    ) -> None:
+        self.read_later(token, blocks)
+
+    def stop(self, token: int) -> None:
+        if any(each == token for each, _ in self._asked):
+            self._asked = [asked for asked in self._asked if asked[0] != token]
+            self._finished.append((token, 0))
+
+    def counters(self) -> HandOverCounters:  # type: ignore[override]
+        return HandOverCounters()
+
+    def work(self, share: float = 1.0) -> None:
+        super().work(share)
+        runner = self.runner
+        assert runner is not None
+        for blocks in self.offered.values():
+            for block_hash, block_id in blocks:
+                # Held blocks keep their contents, and these are whole.
+                content = list(runner.device[block_id])
+                assert None not in content
+                assert self.entries.setdefault(block_hash, content) == content

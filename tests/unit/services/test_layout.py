@@ -76,6 +76,16 @@ def test_numbers_of_processes_come_from_the_file_unless_given(tmp_path: Path, mo
     assert len(plan(tmp_path, model, config).gateways) == 2
 
 
+def test_of_a_model_s_engines_some_compute_prompts(tmp_path: Path, model: Path) -> None:
+    layout = plan(tmp_path, model, "[supervisor]\nengines = 3\nprefill_engines = 1\n")
+    tables = [
+        read_tables(layout.config, {**layout.environment, **each.environment}) for each in layout.engines
+    ]
+    assert [each["engine"]["role"] for each in tables] == ["prefill", "decode", "decode"]
+    with pytest.raises(ConfigError, match=r"supervisor\.prefill_engines = 1: .* has 1 engines"):
+        plan(tmp_path, model, "[supervisor]\nprefill_engines = 1\n")
+
+
 def test_configured_values_are_left_alone(tmp_path: Path, model: Path) -> None:
     config = """
     [security]

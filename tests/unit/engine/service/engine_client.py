@@ -136,6 +136,8 @@ class Gateway:
         version: str = "",
         entry_id: str = "",
         kv: retention_pb2.Retention | None = None,
+        hand_over: bytes = b"",
+        source: engine_pb2.BlockSource | None = None,
         **sampling: object,
     ) -> None:
         options = sampling_pb2.SamplingOptions(**{"seed": 1, "max_tokens": 4, **sampling})  # type: ignore[arg-type]
@@ -149,8 +151,13 @@ class Gateway:
             adapter_version=version,
             entry_id=entry_id,
             kv=kv,
+            hand_over=hand_over,
+            source=source,
         )
         await self.call.write(engine_pb2.AttachRequest(submit=submit))
+
+    async def release(self, ticket: bytes) -> None:
+        await self.call.write(engine_pb2.AttachRequest(release=engine_pb2.Release(ticket=ticket)))
 
     async def cancel(self, handle: int, reason: int = engine_pb2.CANCEL_REASON_CLIENT) -> None:
         cancel = engine_pb2.Cancel(handle=handle, reason=reason)  # type: ignore[arg-type]

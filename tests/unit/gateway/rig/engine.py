@@ -52,6 +52,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     telling: asyncio.Task[None] | None = None
     streams: set[asyncio.Queue[Any]] = field(default_factory=set)
     pool: str = ""
+    role: str = ""
+    # Tickets under which it may let go what it holds.
+    released: list[bytes] = field(default_factory=list)
     # Sampling options that it refuses, by name.
     unsupported: tuple[str, ...] = ()
     # Refuses every submission with this error.
@@ -172,6 +175,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             self.submissions.append(submit)
             tasks[submit.handle] = asyncio.create_task(self._serve(submit, outputs))
             return
+        if message.HasField("release"):
+            self.released.append(message.release.ticket)
+            self.changed.set()
+            return
         self.cancels.append(message.cancel)
         task = tasks.pop(message.cancel.handle, None)
         if task is not None:
@@ -215,7 +222,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     async def _serve_choice(self, submit: engine_pb2.Submit, choice: int, outputs: Any) -> None:
         tokens = self.reply(submit, choice)
         done = len(submit.output_token_ids)
-        limit = submit.sampling.max_tokens
+        limit = 1 if submit.hand_over else submit.sampling.max_tokens
         # The first output of a request tells about its prompt; choices come one after another.
         any_told = choice != submit.choice_index
         while True:
@@ -282,6 +289,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             model=self.model,
             revision=self.revision,
             pool=self.pool,
+            role=self.role,
             unsupported=self.unsupported,
             vocabulary_fingerprint=self.fingerprint,
             max_model_len=self.max_model_len,

@@ -46,6 +46,27 @@ CANCEL_REASON_STOP_STRING: CancelReason.ValueType  # 3
 CANCEL_REASON_BUDGET: CancelReason.ValueType  # 4
 Global___CancelReason: _TypeAlias = CancelReason  # noqa: Y015
 
+class _PullRefusal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PullRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PullRefusal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PULL_REFUSAL_UNSPECIFIED: _PullRefusal.ValueType  # 0
+    PULL_REFUSAL_GONE: _PullRefusal.ValueType  # 1
+    """Nothing is held under the ticket, or not this block: it was let go, or never was."""
+    PULL_REFUSAL_FORM: _PullRefusal.ValueType  # 2
+    """The engines' blocks are not alike."""
+
+class PullRefusal(_PullRefusal, metaclass=_PullRefusalEnumTypeWrapper): ...
+
+PULL_REFUSAL_UNSPECIFIED: PullRefusal.ValueType  # 0
+PULL_REFUSAL_GONE: PullRefusal.ValueType  # 1
+"""Nothing is held under the ticket, or not this block: it was let go, or never was."""
+PULL_REFUSAL_FORM: PullRefusal.ValueType  # 2
+"""The engines' blocks are not alike."""
+Global___PullRefusal: _TypeAlias = PullRefusal  # noqa: Y015
+
 @_typing.final
 class AttachRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -54,6 +75,7 @@ class AttachRequest(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     SEVERAL_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -64,6 +86,10 @@ class AttachRequest(_message.Message):
     def several(self) -> Global___Several:
         """What came up in the same moment, in order: one message costs less than several."""
 
+    @_builtins.property
+    def release(self) -> Global___Release:
+        """Lets go what is held under a ticket of Submit.hand_over, if anything still is."""
+
     def __init__(
         self,
         *,
@@ -71,12 +97,13 @@ class AttachRequest(_message.Message):
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
         several: Global___Several | None = ...,
+        release: Global___Release | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "several", b"several", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "release", b"release", "several", b"several", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "several", b"several", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "release", b"release", "several", b"several", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "several"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "several", "release"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -155,6 +182,8 @@ class Submit(_message.Message):
     THINKING_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Handle chosen by the gateway, unique on this stream; the context's request_id is what people see."""
     adapter: _builtins.str
@@ -165,6 +194,11 @@ class Submit(_message.Message):
     """Row of the gateway's ledger; comes back in UnclaimedTokens if the gateway goes. Empty where no books are kept."""
     adapter_version: _builtins.str
     """Version of the adapter that computes this and no other; empty takes the one that the name stands for."""
+    hand_over: _builtins.bytes
+    """The prompt and the first token are all that is computed, and the choice ends with FINISH_REASON_LENGTH. Its blocks
+    are then held under this ticket for another engine: 16 bytes of chance, which whoever shows them may read the blocks
+    with. Refused by engines whose role is not "prefill".
+    """
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     @_builtins.property
@@ -193,6 +227,12 @@ class Submit(_message.Message):
     def kv(self) -> _retention_pb2.Retention:
         """What the answer may forget; unset: nothing."""
 
+    @_builtins.property
+    def source(self) -> Global___BlockSource:
+        """Where the prompt was computed; what is not found there is computed here. Not looked at by engines whose role is not
+        "decode".
+        """
+
     def __init__(
         self,
         *,
@@ -209,10 +249,12 @@ class Submit(_message.Message):
         thinking: Global___ThinkingTags | None = ...,
         pooling: Global___Pooling | None = ...,
         kv: _retention_pb2.Retention | None = ...,
+        hand_over: _builtins.bytes = ...,
+        source: Global___BlockSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_thinking", b"_thinking", "context", b"context", "grammar", b"grammar", "kv", b"kv", "pooling", b"pooling", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_source", b"_source", "_thinking", b"_thinking", "context", b"context", "grammar", b"grammar", "kv", b"kv", "pooling", b"pooling", "sampling", b"sampling", "source", b"source", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "kv", b"kv", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_source", b"_source", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "hand_over", b"hand_over", "handle", b"handle", "kv", b"kv", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "source", b"source", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -220,6 +262,8 @@ class Submit(_message.Message):
     _WhichOneofArgType__kv: _TypeAlias = _typing.Literal["_kv", b"_kv"]  # noqa: Y015
     _WhichOneofReturnType__pooling: _TypeAlias = _typing.Literal["pooling"]  # noqa: Y015
     _WhichOneofArgType__pooling: _TypeAlias = _typing.Literal["_pooling", b"_pooling"]  # noqa: Y015
+    _WhichOneofReturnType__source: _TypeAlias = _typing.Literal["source"]  # noqa: Y015
+    _WhichOneofArgType__source: _TypeAlias = _typing.Literal["_source", b"_source"]  # noqa: Y015
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
     @_typing.overload
@@ -229,9 +273,56 @@ class Submit(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pooling) -> _WhichOneofReturnType__pooling | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__source) -> _WhichOneofReturnType__source | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class BlockSource(_message.Message):
+    """BlockSource is the engine that holds blocks of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port, as this engine reaches it."""
+    ticket: _builtins.bytes
+    """See Submit.hand_over."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockSource: _TypeAlias = BlockSource  # noqa: Y015
+
+@_typing.final
+class Release(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class Pooling(_message.Message):
@@ -494,6 +585,7 @@ class EngineInfo(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Unique name of this engine process."""
     model: _builtins.str
@@ -512,6 +604,8 @@ class EngineInfo(_message.Message):
     """Label for routing, given by the operator: requests may be kept to the engines of one pool."""
     revision: _builtins.str
     """Version of the model; empty where none is told apart."""
+    role: _builtins.str
+    """"prefill" computes prompts for others, "decode" takes them from there; "" does both by itself."""
     @_builtins.property
     def memory(self) -> Global___MemoryPlan: ...
     @_builtins.property
@@ -541,10 +635,11 @@ class EngineInfo(_message.Message):
         pool: _builtins.str = ...,
         revision: _builtins.str = ...,
         unsupported: _abc.Iterable[_builtins.str] | None = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine_id", b"engine_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "memory", b"memory", "model", b"model", "num_blocks", b"num_blocks", "pool", b"pool", "revision", b"revision", "unsupported", b"unsupported", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine_id", b"engine_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "memory", b"memory", "model", b"model", "num_blocks", b"num_blocks", "pool", b"pool", "revision", b"revision", "role", b"role", "unsupported", b"unsupported", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1263,3 +1358,85 @@ class Adapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class PullBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    form: _builtins.bytes
+    """What a block's bytes depend on beside its hash: checkpoint, how it is computed, how blocks lie in memory."""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Content hashes, 16 bytes each, first to last."""
+
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+        form: _builtins.bytes = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "form", b"form", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullBlocksRequest: _TypeAlias = PullBlocksRequest  # noqa: Y015
+
+@_typing.final
+class PullBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    refusal: Global___PullRefusal.ValueType
+    """Nothing follows."""
+    @_builtins.property
+    def block(self) -> Global___PulledBlock: ...
+    def __init__(
+        self,
+        *,
+        block: Global___PulledBlock | None = ...,
+        refusal: Global___PullRefusal.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "message", b"message", "refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "message", b"message", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["block", "refusal"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___PullBlocksResponse: _TypeAlias = PullBlocksResponse  # noqa: Y015
+
+@_typing.final
+class PulledBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Of the block in the request, beginning with 0."""
+    checksum: _builtins.bytes
+    """Of the bytes, under form and hash."""
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        checksum: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PulledBlock: _TypeAlias = PulledBlock  # noqa: Y015

@@ -64,6 +64,11 @@ class EngineServiceStub:
                 request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.PullBlocks = channel.unary_stream(
+                '/millrace.engine.v1.EngineService/PullBlocks',
+                request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.PullBlocksRequest.SerializeToString,
+                response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.PullBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -113,6 +118,14 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullBlocks(self, request, context):
+        """PullBlocks gives another engine blocks that are held for it under a ticket, in the order in which it asks. The end
+        of the call, however it comes, lets them go: a ticket is good for one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +158,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.FromString,
                     response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'PullBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullBlocks,
+                    request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.PullBlocksRequest.FromString,
+                    response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.PullBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +327,33 @@ class EngineService:
             '/millrace.engine.v1.EngineService/ListAdapters',
             millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
             millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.engine.v1.EngineService/PullBlocks',
+            millrace_dot_engine_dot_v1_dot_engine__pb2.PullBlocksRequest.SerializeToString,
+            millrace_dot_engine_dot_v1_dot_engine__pb2.PullBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,10 @@ class EngineServiceStub:
     """RemoveAdapter lets a name stand for nothing; requests that were accepted are served."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]
     """ListAdapters says what every name stands for."""
+    PullBlocks: _grpc.UnaryStreamMultiCallable[_engine_pb2.PullBlocksRequest, _engine_pb2.PullBlocksResponse]
+    """PullBlocks gives another engine blocks that are held for it under a ticket, in the order in which it asks. The end
+    of the call, however it comes, lets them go: a ticket is good for one.
+    """
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -67,6 +71,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """RemoveAdapter lets a name stand for nothing; requests that were accepted are served."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters says what every name stands for."""
+    PullBlocks: _aio.UnaryStreamMultiCallable[_engine_pb2.PullBlocksRequest, _engine_pb2.PullBlocksResponse]  # type: ignore[assignment]
+    """PullBlocks gives another engine blocks that are held for it under a ticket, in the order in which it asks. The end
+    of the call, however it comes, lets them go: a ticket is good for one.
+    """
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -120,5 +128,15 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ListAdaptersResponse, _abc.Awaitable[_engine_pb2.ListAdaptersResponse]]:
         """ListAdapters says what every name stands for."""
+
+    @_abc_1.abstractmethod
+    def PullBlocks(
+        self,
+        request: _engine_pb2.PullBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.PullBlocksResponse], _abc.AsyncIterator[_engine_pb2.PullBlocksResponse]]:
+        """PullBlocks gives another engine blocks that are held for it under a ticket, in the order in which it asks. The end
+        of the call, however it comes, lets them go: a ticket is good for one.
+        """
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,193 @@
+"""Other engines behind the prefix cache, as the scheduler sees them: a thread moves blocks beside the steps.
+
+Guarantees
+- No method waits for another engine.
+- A block is written only while its pull is under way, in the order in which it was asked for, and only what
+  its checksum says. A block is sent only if it was held from the first to the last byte that was read.
+- What fails is counted by its reason, and costs what would be computed anyway.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+
+import msgspec
+
+from contract.frames import framed, read_frame
+from contract.prefix import BlockHash
+from engine.config import HandOverConfig
+from engine.runner.prefix_disk.blocks import BlockBytes
+from engine.runner.prefix_peers.books import Blocks, Held, Pulls
+from engine.types.hand_over import (
+    BlockSource,
+    FromCore,
+    HandOverCounters,
+    HeldBlock,
+    NotHeld,
+    Pull,
+    PulledBlock,
+    PullEnded,
+    ReadHeld,
+    StopPull,
+    ToCore,
+)
+
+_log = logging.getLogger(__name__)
+
+_CHECKSUM_BYTES = 16
+
+
+class PeerTier:
+    """One engine's side of hand-overs. Its methods are called in one thread; the work is done in another."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        blocks: Callable[[], BlockBytes],
+        form: bytes,
+        config: HandOverConfig,
+        *,
+        role: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`connection` leads to the front; `form` (16 bytes) stands for what blocks depend on beside their
+        hashes, and `blocks` makes what reads and writes them.
+        """
+        self.sends, self.receives = role == "prefill", role == "decode"
+        self.hold_s = config.hold_s
+        self._silence_limit_s = config.silence_limit_s
+        self._connection = connection
+        self._form = form
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._pulls = Pulls()
+        self._held = Held()
+        self._counters = HandOverCounters()
+        self._decoder = msgspec.msgpack.Decoder(ToCore)
+        self._thread = threading.Thread(target=self._serve, args=(blocks(),), name="hand-over", daemon=True)
+        self._thread.start()
+
+    # See engine.kv.BlockPeers.
+
+    def offer(self, ticket: bytes, blocks: Blocks) -> None:
+        """The blocks hold these contents until `withdraw`."""
+        with self._lock:
+            self._held.offer(ticket, blocks)
+
+    def withdraw(self, ticket: bytes) -> None:
+        """The blocks may get other content."""
+        with self._lock:
+            self._held.withdraw(ticket)
+
+    def pull_later(self, token: int, blocks: Blocks, source: BlockSource, limit_s: float) -> None:
+        """Begins to pull contents into blocks that nobody reads or writes until `finished` has the token."""
+        with self._lock:
+            self._pulls.begin(token, blocks, self._clock())
+        hashes = tuple(block_hash for block_hash, _ in blocks)
+        self._send(Pull(token, source, self._form, hashes, limit_s + self._silence_limit_s))
+
+    def stop(self, token: int) -> None:
+        """Nobody waits for a pull any more; `finished` has its token when nothing is written any more."""
+        with self._lock:
+            was_under_way = self._pulls.end(token, self._clock())
+        if was_under_way:
+            self._send(StopPull(token))
+
+    def finished(self) -> list[tuple[int, int]]:
+        """Tokens of pulls that have ended since the last call, each with how many first blocks are filled."""
+        with self._lock:
+            return self._pulls.finished()
+
+    def counters(self) -> HandOverCounters:
+        """What happened since the start."""
+        with self._lock:
+            counters = self._counters
+            counters.num_pulls, counters.pull_s = self._pulls.num_ended, self._pulls.seconds
+            counters.num_held_blocks = self._held.num_blocks
+            return msgspec.structs.replace(counters, failures=dict(counters.failures))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._connection.close()
+
+    # The thread.
+
+    def _serve(self, blocks: BlockBytes) -> None:
+        with self._connection.makefile("rb") as stream:
+            try:
+                while (frame := read_frame(stream)) is not None:
+                    match self._decoder.decode(frame):
+                        case PulledBlock() as pulled:
+                            self._take(blocks, pulled)
+                        case PullEnded(token, reason):
+                            self._end(token, reason)
+                        case ReadHeld() as asked:
+                            self._read(blocks, asked)
+            except OSError:
+                # The front is gone, and the core ends with it.
+                _log.info("the socket for blocks is closed")
+
+    def _take(self, blocks: BlockBytes, pulled: PulledBlock) -> None:
+        with self._lock:
+            found = self._pulls.next_block(pulled.token, pulled.index)
+            if found is None:
+                self._counters.num_late += 1
+                return
+        block_hash, block_id = found
+        checksum = checksum_of(self._form, block_hash, pulled.data)
+        is_whole = len(pulled.data) == blocks.num_bytes and hmac.compare_digest(checksum, pulled.checksum)
+        if is_whole:
+            blocks.write(block_id, pulled.data)
+        with self._lock:
+            self._pulls.written(pulled.token, self._clock(), is_whole=is_whole)
+            if is_whole:
+                self._counters.num_received += 1
+                self._counters.received_bytes += len(pulled.data)
+            else:
+                self._counters.failures["checksum"] += 1
+        if not is_whole:
+            self._send(StopPull(pulled.token))
+
+    def _end(self, token: int, reason: str) -> None:
+        with self._lock:
+            if self._pulls.end(token, self._clock()) and reason:
+                self._counters.failures[reason] += 1
+
+    def _read(self, blocks: BlockBytes, asked: ReadHeld) -> None:
+        if asked.form != self._form:
+            self._send(NotHeld(asked.read, "form"))
+            return
+        for block_hash in asked.hashes:
+            with self._lock:
+                block_id = self._held.find(asked.ticket, block_hash)
+            data = b"" if block_id is None else bytes(blocks.read(block_id))
+            with self._lock:
+                is_held = block_id is not None and self._held.find(asked.ticket, block_hash) == block_id
+                self._counters.num_sent += is_held
+                self._counters.sent_bytes += len(data) * is_held
+            if not is_held:
+                self._send(NotHeld(asked.read, "gone"))
+                return
+            self._send(HeldBlock(asked.read, checksum_of(self._form, block_hash, data), data))
+
+    def _send(self, message: FromCore) -> None:
+        with self._sending:
+            try:
+                self._connection.sendall(framed(msgspec.msgpack.encode(message)))
+            except OSError:
+                # The front is gone; who serves commands notices.
+                _log.info("the socket for blocks is closed")
+
+
+def checksum_of(form: bytes, block_hash: BlockHash, data: bytes | memoryview) -> bytes:
+    """Of a block's bytes, for this form and this content."""
+    return blake2b(data, digest_size=_CHECKSUM_BYTES, key=form + block_hash).digest()

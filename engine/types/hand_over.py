@@ -1,0 +1,110 @@
+"""What an engine's core and its front say to each other of blocks that go from one engine to another.
+
+They have a socket of their own for it (contract.frames), so that tokens never wait behind blocks. See
+engine/runner/prefix_peers/DESIGN.md.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from contract.prefix import BlockHash
+
+TICKET_BYTES = 16
+
+
+class BlockSource(msgspec.Struct, frozen=True):
+    """The engine that computed a prompt: where it is, and what its blocks are held under."""
+
+    address: str
+    ticket: bytes
+
+
+# Core to front.
+
+
+class Pull(msgspec.Struct, frozen=True, tag="pull"):
+    """Begins to pull blocks, first to last; answered by PulledBlock of each, and by PullEnded."""
+
+    token: int
+    source: BlockSource
+    form: bytes
+    hashes: tuple[BlockHash, ...]
+    # Seconds after which nobody waits for more.
+    limit_s: float
+
+
+class StopPull(msgspec.Struct, frozen=True, tag="stop_pull"):
+    """Nobody wants the blocks any more."""
+
+    token: int
+
+
+class HeldBlock(msgspec.Struct, frozen=True, tag="held_block"):
+    """A block that another engine has asked for."""
+
+    read: int
+    checksum: bytes
+    data: bytes
+
+
+class NotHeld(msgspec.Struct, frozen=True, tag="not_held"):
+    """Ends a read: "gone" or "form"."""
+
+    read: int
+    reason: str
+
+
+FromCore: TypeAlias = Pull | StopPull | HeldBlock | NotHeld
+
+# Front to core.
+
+
+class ReadHeld(msgspec.Struct, frozen=True, tag="read_held"):
+    """Asks for blocks that are held under a ticket; answered by HeldBlock of each, or by NotHeld."""
+
+    read: int
+    ticket: bytes
+    form: bytes
+    hashes: tuple[BlockHash, ...]
+
+
+class PulledBlock(msgspec.Struct, frozen=True, tag="pulled_block"):
+    """A block of a pull, by its place there."""
+
+    token: int
+    index: int
+    checksum: bytes
+    data: bytes
+
+
+class PullEnded(msgspec.Struct, frozen=True, tag="pull_ended"):
+    """Nothing more comes; `reason` is empty where all has."""
+
+    token: int
+    reason: str = ""
+
+
+ToCore: TypeAlias = ReadHeld | PulledBlock | PullEnded
+
+# Why a pull brought less than was asked for.
+PULL_FAILURES = ("lost", "silence", "gone", "form", "checksum", "slow")
+
+
+class HandOverCounters(msgspec.Struct, kw_only=True):
+    """Of an engine that takes part in hand-overs, since it started."""
+
+    num_sent: int = 0
+    num_received: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    # Pulls that ended, cancelled ones included, and the seconds from their beginning.
+    num_pulls: int = 0
+    pull_s: float = 0.0
+    # Blocks of no pull that is under way, or not its next one; they were dropped.
+    num_late: int = 0
+    failures: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PULL_FAILURES, 0))
+    # Held now, under tickets.
+    num_held_blocks: int = 0

@@ -1,0 +1,150 @@
+"""The tier of other engines: what comes is written where it belongs, or dropped and counted."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from contract.frames import framed, read_frame
+from engine.config import HandOverConfig
+from engine.runner.prefix_disk.blocks import BlockBytes
+from engine.runner.prefix_peers.tier import PeerTier
+from engine.types.hand_over import (
+    BlockSource,
+    FromCore,
+    HeldBlock,
+    NotHeld,
+    Pull,
+    PulledBlock,
+    PullEnded,
+    ReadHeld,
+    StopPull,
+    ToCore,
+)
+
+FORM, TICKET = b"f" * 16, b"t" * 16
+HASHES = tuple(bytes([each]) * 16 for each in range(1, 4))
+SOURCE = BlockSource("elsewhere:1", TICKET)
+
+
+class Side:
+    """One engine's tier over blocks [N, 8] of its own, and the front's end of its socket."""
+
+    def __init__(self, role: str, form: bytes = FORM) -> None:
+        self.blocks = np.zeros((6, 8), np.uint8)
+        self.front, core = socket.socketpair()
+        self.front.settimeout(10)
+        self.tier = PeerTier(core, lambda: BlockBytes([self.blocks]), form, HandOverConfig(), role=role)
+        self._stream = self.front.makefile("rb")
+
+    def say(self, message: ToCore) -> None:
+        self.front.sendall(framed(msgspec.msgpack.encode(message)))
+
+    def hear(self) -> FromCore:
+        frame = read_frame(self._stream)
+        assert frame is not None
+        return msgspec.msgpack.decode(frame, type=FromCore)
+
+    def settle(self) -> None:
+        """What was said before is done."""
+        self.say(ReadHeld(0, b"", b"another form", HASHES[:1]))
+        assert self.hear() == NotHeld(0, "form")
+
+    def close(self) -> None:
+        self.tier.close()
+        self._stream.close()
+        self.front.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[Side]:
+    side = Side("prefill")
+    side.blocks[:] = np.arange(48).reshape(6, 8)
+    side.tier.offer(TICKET, list(zip(HASHES, (4, 2, 3), strict=True)))
+    yield side
+    side.close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Side]:
+    side = Side("decode")
+    side.tier.pull_later(7, list(zip(HASHES, (1, 0, 5), strict=True)), SOURCE, 1.0)
+    asked = side.hear()
+    assert isinstance(asked, Pull)
+    assert (asked.token, asked.source, asked.hashes, asked.limit_s) == (7, SOURCE, HASHES, 3.0)
+    yield side
+    side.close()
+
+
+def held(sender: Side) -> list[HeldBlock]:
+    sender.say(ReadHeld(1, TICKET, FORM, HASHES))
+    found = [sender.hear() for _ in HASHES]
+    assert all(isinstance(each, HeldBlock) for each in found)
+    return found  # type: ignore[return-value]
+
+
+def pulled(index: int, block: HeldBlock, token: int = 7) -> PulledBlock:
+    return PulledBlock(token, index, block.checksum, block.data)
+
+
+def test_blocks_arrive_as_they_were(sender: Side, receiver: Side) -> None:
+    for index, block in enumerate(held(sender)):
+        receiver.say(pulled(index, block))
+    receiver.settle()
+    assert receiver.tier.finished() == [(7, 3)]
+    assert receiver.blocks[[1, 0, 5]].tolist() == sender.blocks[[4, 2, 3]].tolist()
+    assert not receiver.blocks[2:5].any()
+    counters = receiver.tier.counters()
+    assert (counters.num_received, counters.received_bytes, counters.num_pulls) == (3, 24, 1)
+    assert (sender.tier.counters().num_sent, sender.tier.counters().num_held_blocks) == (3, 3)
+
+
+def test_damaged_bytes_end_the_pull_before_them(sender: Side, receiver: Side) -> None:
+    first, second, third = held(sender)
+    receiver.say(pulled(0, first))
+    receiver.say(pulled(1, HeldBlock(1, second.checksum, second.data[::-1])))
+    assert receiver.hear() == StopPull(7)
+    receiver.say(pulled(2, third))
+    receiver.say(PullEnded(7, "lost"))
+    receiver.settle()
+    assert receiver.tier.finished() == [(7, 1)]
+    counters = receiver.tier.counters()
+    assert counters.num_late == 1
+    assert {reason: number for reason, number in counters.failures.items() if number} == {"checksum": 1}
+    assert not receiver.blocks[[0, 2, 3, 4, 5]].any()
+
+
+def test_what_comes_twice_or_late_touches_nothing(sender: Side, receiver: Side) -> None:
+    first, second, _ = held(sender)
+    receiver.say(pulled(1, second))
+    receiver.say(pulled(0, first))
+    receiver.say(pulled(0, first))
+    receiver.settle()
+    receiver.tier.stop(7)
+    assert receiver.hear() == StopPull(7)
+    assert receiver.tier.finished() == [(7, 1)]
+    # Its blocks are somebody else's now.
+    receiver.blocks[:] = 99
+    receiver.say(pulled(1, second))
+    receiver.say(pulled(0, first, token=8))
+    receiver.settle()
+    assert (receiver.blocks == 99).all()
+    assert receiver.tier.counters().num_late == 4
+    receiver.tier.stop(7)
+    assert receiver.tier.finished() == []
+
+
+def test_what_was_let_go_or_is_of_another_form_is_not_sent(sender: Side) -> None:
+    sender.say(ReadHeld(2, TICKET, b"g" * 16, HASHES))
+    assert sender.hear() == NotHeld(2, "form")
+    sender.say(ReadHeld(3, TICKET, FORM, (HASHES[0], b"unknown" * 2)))
+    assert isinstance(sender.hear(), HeldBlock)
+    assert sender.hear() == NotHeld(3, "gone")
+    sender.tier.withdraw(TICKET)
+    sender.say(ReadHeld(4, TICKET, FORM, HASHES))
+    assert sender.hear() == NotHeld(4, "gone")
+    assert sender.tier.counters().num_sent == 1
