@@ -31,8 +31,9 @@ def asked(stack: Deployment) -> list[Retention | None]:
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_api_says_it(path: str) -> None:
     window = {"policy": "window+sinks", "window_tokens": 4096, "if_possible": True}
+    bounded = {**QUARTER, "max_lost": 0.2}
     async with deployed() as stack:
-        for kv in (None, QUARTER, window, {"policy": "full"}):
+        for kv in (None, QUARTER, window, {"policy": "full"}, bounded):
             body = {"model": "tiny", **BODIES[path], **({} if kv is None else {"kv": kv})}
             served = await stack.http.post(path, json=body)
             assert served.status_code == 200, served.text
@@ -41,7 +42,19 @@ async def test_every_api_says_it(path: str) -> None:
             Retention(policy="window+sinks", keep=0.25),
             Retention(policy="window+sinks", window_tokens=4096, if_possible=True),
             Retention(policy="full"),
+            Retention(policy="window+sinks", keep=0.25, max_lost=0.2),
         ]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_asks_for_a_bound_is_told_what_was_lost(path: str) -> None:
+    engine = ScriptedEngine(lost_share=0.125)
+    async with deployed(engine) as stack:
+        said = []
+        for kv in (None, QUARTER, {**QUARTER, "max_lost": 1.0}):
+            body = {"model": "tiny", **BODIES[path], **({} if kv is None else {"kv": kv})}
+            said.append((await stack.http.post(path, json=body)).json()["usage"].get("kv"))
+        assert said == [None, None, {"lost": 0.125}]
 
 
 async def test_grpc_has_it_too() -> None:
@@ -53,6 +66,9 @@ async def test_grpc_has_it_too() -> None:
         generate = inference_pb2.GenerateRequest(model="tiny", text="hi", kv=kv)
         assert [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
         assert asked(stack) == [Retention(**QUARTER)] * 2
+        generate.kv.max_lost = 1.0
+        *_, last = [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
+        assert last.usage.HasField("kv_lost")
         generate.kv.keep = 0.0
         with pytest.raises(grpc.aio.AioRpcError, match=r"kv\.keep.*above 0 and at most 1"):
             [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
@@ -65,6 +81,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"policy": "window+sinks"}, "kv.keep", "exactly one of keep and window_tokens"),
     ({**QUARTER, "window_tokens": 9}, "kv.keep", "exactly one of keep and window_tokens"),
     ({"policy": "full", "keep": 0.5}, "kv.keep", "keeps everything; leave it out"),
+    ({**QUARTER, "max_lost": 0}, "kv.max_lost", "above 0 and at most 1"),
+    ({**QUARTER, "max_lost": 1.5}, "kv.max_lost", "above 0 and at most 1"),
+    ({"policy": "full", "max_lost": 0.5}, "kv.max_lost", "keeps everything; leave it out"),
     ({"policy": "window+sinks", "window_tokens": 0}, "kv.window_tokens", "between 1 and"),
 ]
 
@@ -95,6 +114,12 @@ async def test_what_no_engine_can_follow_is_refused(
             "kv.window_tokens",
             "less than the 512 that tier 'standard' keeps",
         ),
+        (
+            {"max_lost": 0.1},
+            {**QUARTER, "max_lost": 0.2},
+            "kv.max_lost",
+            "more than the 0.1 that tier 'standard' lets answers lose",
+        ),
     ],
 )
 async def test_a_tier_has_bounds(tier: dict[str, Any], kv: dict[str, Any], field: str, problem: str) -> None:
@@ -113,6 +138,15 @@ async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None
         assert asked(stack) == [Retention(**QUARTER, if_possible=True), Retention(policy="full"), None]
 
 
+async def test_a_tiers_bound_and_what_is_beyond_hold_for_who_forgets() -> None:
+    own = {**QUARTER, "max_lost": 0.1, "beyond": "refuse"}
+    async with deployed(tables={"tier": {"kv": own}}) as stack:
+        for kv in (None, QUARTER, {**QUARTER, "max_lost": 0.05}, {"policy": "full"}):
+            assert (await stack.chat(**({} if kv is None else {"kv": kv}))).status_code == 200
+        found = [each and (each.max_lost, each.beyond) for each in asked(stack)]
+        assert found == [(0.1, "refuse"), (0.1, "refuse"), (0.05, "refuse"), (None, "recompute")]
+
+
 @pytest.mark.parametrize(
     ("kv", "problem"),
     [
@@ -121,6 +155,8 @@ async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None
         ({"keep": 0.5}, "tiers.standard.kv.keep"),
         ({"keep": 0.0, "policy": "window+sinks"}, "tiers.standard.kv.keep"),
         ({**QUARTER, "min_keep": 0.5}, "tiers.standard.kv.keep"),
+        ({**QUARTER, "max_lost": 0.0}, "tiers.standard.kv.max_lost"),
+        ({**QUARTER, "beyond": "ignore"}, "tiers.standard.kv.beyond"),
     ],
 )
 def test_a_tier_that_cannot_be_meant_is_told(kv: dict[str, Any], problem: str) -> None:
