@@ -375,7 +375,8 @@ class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     min_keep: _Share | None = None
     min_window_tokens: PositiveInt | None = None
     # Share of its attention that an answer may lose by that, on average over its tokens: that of requests
-    # that name none, and the most that they may name. What it lost at most is measured then, and reported.
+    # that name none, and the most that they may name. What it lost at most is measured then, and reported;
+    # steps take longer for all by that, so without it no request may ask for it.
     max_lost: _Share | None = None
     # What becomes of an answer that would lose more: "recompute" computes it anew with all of its keys and
     # values, and it goes on so; "refuse" ends it with an error.

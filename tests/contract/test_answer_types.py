@@ -90,6 +90,7 @@ async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
     tokenizer = JudgingTokenizer()
     tokenizer.generation_config = '{"temperature": 0.8}'
     tables = {"gateway": {"admin_tenants": ["acme"], "max_body_bytes": 8192}, "tier": {"test_time": {}}}
+    tables["tier"]["kv"] = {"max_lost": 0.5}
     async with deployed(engine, tokenizer=tokenizer, tables=tables) as stack:
         stack.tokenizer.assistant_prefix = "<think>\n"
         seen = Seen(stack)

@@ -19,6 +19,7 @@ from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_conte
 from tests.unit.gateway.rig.engine import ScriptedEngine
 
 METADATA = ((CONTEXT_HEADER, signed_context()),)
+MEASURES = {"tier": {"kv": {"max_lost": 1.0}}}
 QUARTER: dict[str, Any] = {"policy": "window+sinks", "keep": 0.25}
 
 
@@ -31,9 +32,8 @@ def asked(stack: Deployment) -> list[Retention | None]:
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_api_says_it(path: str) -> None:
     window = {"policy": "window+sinks", "window_tokens": 4096, "if_possible": True}
-    bounded = {**QUARTER, "max_lost": 0.2}
     async with deployed() as stack:
-        for kv in (None, QUARTER, window, {"policy": "full"}, bounded):
+        for kv in (None, QUARTER, window, {"policy": "full"}):
             body = {"model": "tiny", **BODIES[path], **({} if kv is None else {"kv": kv})}
             served = await stack.http.post(path, json=body)
             assert served.status_code == 200, served.text
@@ -42,19 +42,19 @@ async def test_every_api_says_it(path: str) -> None:
             Retention(policy="window+sinks", keep=0.25),
             Retention(policy="window+sinks", window_tokens=4096, if_possible=True),
             Retention(policy="full"),
-            Retention(policy="window+sinks", keep=0.25, max_lost=0.2),
         ]
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_who_asks_for_a_bound_is_told_what_was_lost(path: str) -> None:
     engine = ScriptedEngine(lost_share=0.125)
-    async with deployed(engine) as stack:
+    async with deployed(engine, tables=MEASURES) as stack:
         said = []
-        for kv in (None, QUARTER, {**QUARTER, "max_lost": 1.0}):
+        for kv in (None, QUARTER, {**QUARTER, "max_lost": 0.5}):
             body = {"model": "tiny", **BODIES[path], **({} if kv is None else {"kv": kv})}
             said.append((await stack.http.post(path, json=body)).json()["usage"].get("kv"))
-        assert said == [None, None, {"lost": 0.125}]
+        assert said == [None, {"lost": 0.125}, {"lost": 0.125}]
+        assert [each and each.max_lost for each in asked(stack)] == [None, 1.0, 0.5]
 
 
 async def test_grpc_has_it_too() -> None:
@@ -66,12 +66,17 @@ async def test_grpc_has_it_too() -> None:
         generate = inference_pb2.GenerateRequest(model="tiny", text="hi", kv=kv)
         assert [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
         assert asked(stack) == [Retention(**QUARTER)] * 2
-        generate.kv.max_lost = 1.0
-        *_, last = [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
-        assert last.usage.HasField("kv_lost")
         generate.kv.keep = 0.0
         with pytest.raises(grpc.aio.AioRpcError, match=r"kv\.keep.*above 0 and at most 1"):
             [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
+
+
+async def test_grpc_tells_it_too() -> None:
+    kv = retention_pb2.Retention(**QUARTER, max_lost=0.5)
+    async with deployed(ScriptedEngine(lost_share=0.125), tables=MEASURES) as stack:
+        generate = inference_pb2.GenerateRequest(model="tiny", text="hi", kv=kv)
+        *_, last = [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
+        assert last.usage.kv_lost == 0.125
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
@@ -115,6 +120,12 @@ async def test_what_no_engine_can_follow_is_refused(
             "less than the 512 that tier 'standard' keeps",
         ),
         (
+            {},
+            {**QUARTER, "max_lost": 0.2},
+            "kv.max_lost",
+            "tier 'standard' does not measure what answers lose; leave it out",
+        ),
+        (
             {"max_lost": 0.1},
             {**QUARTER, "max_lost": 0.2},
             "kv.max_lost",
@@ -128,7 +139,8 @@ async def test_a_tier_has_bounds(tier: dict[str, Any], kv: dict[str, Any], field
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == field
         assert problem in refused.json()["error"]["message"]
-        assert (await stack.chat(kv=kv, service_tier="fast")).status_code == 200
+        kept = {name: value for name, value in kv.items() if name != "max_lost"}
+        assert (await stack.chat(kv=kept, service_tier="fast")).status_code == 200
 
 
 async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None:
