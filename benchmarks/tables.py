@@ -35,6 +35,7 @@ COMMANDS = {
     "engine_steps": "engine.steps",
     "first_paint": "first_paint --loads 15",
     "fleet": "fleet --model smollm2-135m --requests 40",
+    "forgotten": "forgotten",
     "full_disk": "full_disk",
     "gateway": "gateway_overhead",
     "gate": "gate",

@@ -82,6 +82,8 @@ class ChoiceStatistics(msgspec.Struct):
     grammar_s: float = 0.0
     # Tokens of candidates and beams, which are computed and not returned; reported with the first choice.
     candidate_tokens: int = 0
+    # Shares of attention that its tokens lost at most by what was forgotten, summed; where that is measured.
+    lost_tokens: float = 0.0
     # The whole request's, since the last choice before this one ended.
     engine_time: EngineTime = msgspec.field(default_factory=EngineTime)
     # Named cause to seconds lost.

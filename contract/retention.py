@@ -13,6 +13,10 @@ RetentionPolicy: TypeAlias = Literal["full", "window+sinks"]
 
 FULL: RetentionPolicy = "full"
 POLICIES: tuple[RetentionPolicy, ...] = get_args(RetentionPolicy)
+# It is computed anew with all of its keys and values, and goes on so; or it ends with an error.
+Beyond: TypeAlias = Literal["recompute", "refuse"]
+RECOMPUTE: Beyond = "recompute"
+BEYOND: tuple[Beyond, ...] = get_args(Beyond)
 MOST_WINDOW_TOKENS = 2**31 - 1
 
 
@@ -24,6 +28,11 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     keep: float | None = None
     # The same as a number of tokens, for answers that are longer than their prompts.
     window_tokens: int | None = None
+    # Share of its attention that the answer may lose by that; what it lost at most is reported then. None:
+    # nobody looks at what it loses.
+    max_lost: float | None = None
+    # What becomes of an answer that would lose more.
+    beyond: str = RECOMPUTE
     # A tier's own, which nobody asked for: where a model can forget nothing, it forgets nothing.
     if_possible: bool = False
 
@@ -49,10 +58,16 @@ def check(asked: Retention, refuse: Refuse, field: str = "kv") -> None:
     if asked.window_tokens is not None and not 1 <= asked.window_tokens <= MOST_WINDOW_TOKENS:
         problem = f"{asked.window_tokens} is not between 1 and {MOST_WINDOW_TOKENS}"
         raise refuse(f"{field}.window_tokens", problem)
-    given = [name for name in ("keep", "window_tokens") if getattr(asked, name) is not None]
+    if asked.max_lost is not None and not 0 < asked.max_lost <= 1:
+        problem = f"{asked.max_lost} is not above 0 and at most 1: give the share of attention that may be "
+        raise refuse(f"{field}.max_lost", problem + "lost; policy full loses none")
+    if asked.beyond not in BEYOND:
+        raise refuse(f"{field}.beyond", f"{asked.beyond[:80]!r} is not one of {', '.join(BEYOND)}")
+    given = [name for name in ("keep", "window_tokens", "max_lost") if getattr(asked, name) is not None]
     if not asked.forgets and given:
         problem = f"policy {FULL} keeps everything; leave it out, or ask for {POLICIES[1]}"
         raise refuse(f"{field}.{given[0]}", problem)
+    given = [name for name in given if name != "max_lost"]
     if asked.forgets and len(given) != 1:
         problem = (
             f"policy {asked.policy} takes exactly one of keep and window_tokens, and {len(given)} are given"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
-from contract.retention import FULL, POLICIES, Retention, RetentionPolicy
+from contract.retention import FULL, POLICIES, RECOMPUTE, Beyond, Retention, RetentionPolicy
 from runtime.errors import ConfigError
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -377,12 +377,24 @@ class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # The least that requests may ask for.
     min_keep: _Share | None = None
     min_window_tokens: PositiveInt | None = None
+    # Share of its attention that an answer may lose by that, on average over its tokens: that of requests
+    # that name none, and the most that they may name. What it lost at most is measured then, and reported;
+    # steps take longer for all by that, so without it no request may ask for it.
+    max_lost: _Share | None = None
+    # What becomes of an answer that would lose more: "recompute" computes it anew with all of its keys and
+    # values, and it goes on so; "refuse" ends it with an error.
+    beyond: Beyond = RECOMPUTE
 
     @property
     def default(self) -> Retention:
         """What holds for requests that ask for nothing."""
         return Retention(
-            policy=self.policy, keep=self.keep, window_tokens=self.window_tokens, if_possible=True
+            policy=self.policy,
+            keep=self.keep,
+            window_tokens=self.window_tokens,
+            max_lost=None if self.policy == FULL else self.max_lost,
+            beyond=self.beyond,
+            if_possible=True,
         )
 
 

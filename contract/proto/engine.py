@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 
 from contract.engines import AdapterInfo, BlocksEvicted, BlocksStored, EngineInfo, EngineLoad, KvEvent
 from contract.outputs import NUMBERS, ChoiceStatistics, EngineTime, FirstToken, TokenLogprobs
-from contract.retention import Retention
+from contract.retention import RECOMPUTE, Retention
 from contract.sampling import OPTIONS, SCALARS, SamplingOptions, SamplingParams, scalars_of
 from contract.thinking import ThinkingTags
 
@@ -67,6 +67,8 @@ def retention(message: retention_pb2.Retention) -> Retention:
         keep=message.keep if has("keep") else None,
         window_tokens=message.window_tokens if has("window_tokens") else None,
         if_possible=message.if_possible,
+        max_lost=message.max_lost if has("max_lost") else None,
+        beyond=message.beyond or RECOMPUTE,
     )
 
 

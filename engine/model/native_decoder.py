@@ -10,14 +10,15 @@ Shape letters: T tokens, R rows whose logits are wanted, E hidden size, V vocabu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
 from engine.model.program_builder import ProgramBuilder
-from engine.model.records import Floats, Linear, ModelRecord
+from engine.model.records import Attention, Floats, Linear, ModelRecord
 from engine.model.spec import ModelSpec
 from kernels.activation.native import SoftCapArgs
 from kernels.adapters.rows import AdapterRows
@@ -56,6 +57,8 @@ class NativeDecoder:
 
     # Rows of a step are padded to a multiple of this.
     row_multiple = 1
+    # A body, and the same in pieces.
+    _pieces: tuple[Program, list[Program]] | None = None
 
     def __init__(
         self,
@@ -103,7 +106,8 @@ class NativeDecoder:
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Storage], attention: object) -> Floats:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`, which are the
-        same in every call. They stay valid until the next step. (The attention is the program's own.)
+        same in every call. They stay valid until the next step. (The attention is the program's own; one
+        that has `watch` is told each layer's queries.)
         """
         ragged = batch.ragged
         num_tokens = int(ragged.query_starts[-1])
@@ -111,8 +115,27 @@ class NativeDecoder:
             self._build_body(caches, max(self._max_tokens, num_tokens))
         if batch is not self._batch:
             self._point_to(batch, num_tokens)
-        self._body_of_step().run(self.pool)
+        watch = getattr(attention, "watch", None)
+        if watch is None:
+            self._body_of_step().run(self.pool)
+        else:
+            self._run_watched(watch, num_tokens)
         return self._hidden[:num_tokens]
+
+    def _run_watched(self, watch: Callable[..., None], num_tokens: int) -> None:
+        """The body in pieces, each of which ends where a layer's attention begins."""
+        body = self._body_of_step()
+        if self._pieces is None or self._pieces[0] is not body:
+            cuts = [index for index, op in enumerate(body.ops) if op.name == "attention"]
+            pairs = zip([0, *cuts], [*cuts, len(body.ops)], strict=True)
+            self._pieces = body, [Program(self.library, body.ops[first:end]) for first, end in pairs]
+        for piece in self._pieces[1]:
+            op = piece.ops[0]
+            if op.name == "attention":
+                attention, cache, q, _ = cast("tuple[Attention, Storage, Floats, Floats]", op.keep)
+                queries = q[:num_tokens, : attention.sizes[0]].reshape(num_tokens, attention.num_heads, -1)
+                watch(queries, cache, attention.options)
+            piece.run(self.pool)
 
     def _body_of_step(self) -> Program:
         """The body for the step's rows: adapters cost those nothing that have none."""
@@ -259,6 +282,7 @@ class NativeDecoder:
         plain = [op for op in builder.ops if not op.name.startswith("adapter_")]
         self._body, self._hidden = Program(self.library, plain), builder.stream
         self._adapted = Program(self.library, builder.ops)
+        self._pieces = None
         self._caches, self._max_tokens, self.captured = caches, max_tokens, captured
 
 

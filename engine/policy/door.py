@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from contract.errors import context_length
+from contract.retention import RECOMPUTE
 from engine.config import SchedulerConfig
 from engine.policy.forecast import Batch, Forecast, WaitForecast
 from engine.policy.line import Line, account_of, slots_of
@@ -68,11 +69,8 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
         )
     # The last token is never fed back, so it needs no slot.
     num_tokens = tokens_limit(request, memory) - least
-    num_blocks = -(-num_tokens // memory.block_size)
+    num_blocks = _most_blocks(request, memory, num_tokens)
     width = max(1, request.sampling.beam_width)
-    kept = KeptBlocks.of(request.retention, num_prompt, memory.block_size)
-    if kept is not None and not request.sampling.beam_width:
-        num_blocks = kept.most_blocks(num_tokens)
     if num_blocks * width > memory.num_blocks or width > max_num_seqs:
         return _never_fits(request, memory, num_blocks * width)
     in_windows = width * min(num_blocks, memory.most_window_blocks)
@@ -81,7 +79,23 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
     return None
 
 
+def _most_blocks(request: Request, memory: MemoryPlan, num_tokens: int) -> int:
+    """Blocks that one sequence of so many tokens may come to hold at a time."""
+    kept = KeptBlocks.of(request.retention, len(request.prompt_token_ids), memory.block_size)
+    if kept is None or request.sampling.beam_width or _may_remember(request):
+        return -(-num_tokens // memory.block_size)
+    return kept.most_blocks(num_tokens)
+
+
+def _may_remember(request: Request) -> bool:
+    """Whether an answer that forgets is computed anew where that loses too much."""
+    asked = request.retention
+    return asked is not None and (asked.max_lost or 1) < 1 and asked.beyond == RECOMPUTE
+
+
 def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> RequestFailure:
+    if _may_remember(request):
+        return _never_remembers(request, memory, num_blocks)
     needed = num_blocks * memory.block_size * memory.kv_bytes_per_token
     return RequestFailure(
         reason="NEVER_FITS",
@@ -97,6 +111,17 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
             "needed_bytes": str(needed),
             "kv_cache_bytes": str(memory.kv_cache_bytes),
         },
+    )
+
+
+def _never_remembers(request: Request, memory: MemoryPlan, num_blocks: int) -> RequestFailure:
+    return RequestFailure(
+        reason="NEVER_FITS",
+        field="kv.max_lost",
+        message=f"kv.max_lost: an answer that may be computed anew with all of its keys and values needs "
+        f"{num_blocks} KV blocks of {memory.block_size} tokens; the engine has {memory.num_blocks} in all; "
+        "lower max_tokens, shorten the prompt, or leave max_lost out",
+        metadata={"needed_blocks": str(num_blocks), "total_blocks": str(memory.num_blocks)},
     )
 
 

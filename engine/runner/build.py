@@ -173,6 +173,7 @@ def _facts(
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
         remembers_because=_remembers_because(spec, has_draft=has_draft),
+        unmeasured_because="its heads are shared among several ranks" if given.num_ranks > 1 else "",
         drafter=given.config.speculation.method,
     )
 

@@ -186,6 +186,8 @@ class Sampled:
     # Log-probabilities of prompts, by index in the step.
     scores: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     arrival: StepArrival | None = None
+    # What positions of rows have lost at most, by index in the step, where that is measured.
+    lost: dict[int, tuple[float, ...]] = field(default_factory=dict)
     # Outputs of a model that pools, which draws nothing.
     pooled: list[SequenceResult] = field(default_factory=list)
     # All draws succeeded, and none is under a grammar or after drafts.

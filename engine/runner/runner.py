@@ -324,13 +324,14 @@ class ModelRunner:
             sampled.arrival.wait()
         outcomes = conclude(sampled, self.table)
         drafts = self._drafts(sampled, outcomes)
-        scores = sampled.scores
-        if scores or drafts:
+        scores, lost = sampled.scores, sampled.lost
+        if scores or drafts or lost:
             members = zip(sampled.rows.members, outcomes, strict=True)
             outcomes = [
                 msgspec.structs.replace(
                     outcome,
                     prompt_logprobs=scores.get(member, ()),
+                    lost=lost.get(member, ()),
                     next_draft_token_ids=found,
                     next_drafter=self.proposer.drafter_of(sampled.inputs.states[member]) if found else "",
                 )
@@ -339,8 +340,13 @@ class ModelRunner:
             ]
         scheduled = sampled.inputs.scheduled
         scored = [
-            SequenceResult(scheduled[index].sequence_id, (), prompt_logprobs=found)
-            for index, found in scores.items()
+            SequenceResult(
+                scheduled[index].sequence_id,
+                (),
+                prompt_logprobs=scores.get(index, ()),
+                lost=lost.get(index, ()),
+            )
+            for index in sorted({*scores, *lost})
             if not scheduled[index].samples
         ]
         if sampled.pooled:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from contract.pooling import PoolingParams
 from contract.thinking import Thought
+from engine.runner.forgotten import ForgottenKeys
 from engine.runner.speculation.economics import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
@@ -46,6 +48,8 @@ class SequenceState:
     pooled: NDArray[np.float32] | None = None
     # The blocks that its positions look at, where some are forgotten.
     kept: KeptBlocks | None = None
+    # The others' keys, where it is measured what that loses.
+    forgotten: ForgottenKeys | None = None
     # Why the sequence cannot go on; it takes no further part in forwards.
     failure: str = ""
 
@@ -90,6 +94,7 @@ class SequenceTable:
             owner=(new.tenant, new.cache_salt),
             pooling=new.pooling,
             kept=new.kept,
+            forgotten=ForgottenKeys() if new.kept is not None and new.kept.is_measured else None,
         )
         self.states[new.sequence_id] = state
         self.tokens[slot, : ids.size] = ids
@@ -184,7 +189,7 @@ class SequenceTable:
                 )
             )
             child = self.states[child_id]
-            child.failure = child.failure or parent.failure
+            child.failure, child.forgotten = child.failure or parent.failure, deepcopy(parent.forgotten)
             if parent.thought is not None:
                 child.thought, child.num_read = parent.thought.copy(), parent.num_read
                 self.thinking[child_id] = child

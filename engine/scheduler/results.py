@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from contract.retention import RECOMPUTE
 from engine.policy.rates import StepRate
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.sequence import Sequence, Status
@@ -109,13 +110,15 @@ class ResultHandler:
             if sequence.status is Status.FINISHED:
                 continue
             outcome = results.get(sequence_id, _NOTHING)
-            if not long_share and self._apply_next(row, outcome):
+            if not (long_share or outcome.lost) and self._apply_next(row, outcome):
                 continue
             failure = outcome.failure
             if not failure and row.samples and not (outcome.token_ids or outcome.pooled):
                 failure = "the runner returned no token"
             if failure:
                 self._state.fail_group(sequence.group, _refusal(failure, outcome.failure_field))
+                continue
+            if self._loses_too_much(row, outcome, now):
                 continue
             sequence.took.num_steps += 1
             sequence.took.grammar_s += outcome.grammar_s
@@ -124,6 +127,32 @@ class ResultHandler:
             elif long_share:
                 sequence.blames("long_prefill", (now - started) * long_share)
             self._apply_row(row, outcome, prefill_end, now)
+
+    def _loses_too_much(self, row: Row, outcome: SequenceResult, now: float) -> bool:
+        """Books what the row's positions have lost of their attention. True where the outcome is void, since
+        the answer, its token included, would have lost more than it may, or had before.
+        """
+        sequence = row.sequence
+        asked = sequence.group.request.retention
+        if asked is None or asked.max_lost is None:
+            return False
+        is_void = row.epoch < sequence.whole_from
+        for position, share in enumerate(() if is_void else outcome.lost, row.start):
+            if position < sequence.num_measured:
+                continue
+            lost = sequence.took.lost_tokens + share
+            num_tokens = position + 2 - sequence.num_prompt_tokens
+            if lost > asked.max_lost * num_tokens:
+                is_void = True
+                if asked.beyond != RECOMPUTE:
+                    self._state.fail_group(sequence.group, _lost(lost / num_tokens, asked.max_lost))
+                else:
+                    self._state.remember(sequence, now)
+                break
+            sequence.took.lost_tokens, sequence.num_measured = lost, position + 1
+        if is_void and row.samples:
+            sequence.num_pending -= 1 + len(row.draft_token_ids)
+        return is_void
 
     def _apply_next(self, row: Row, outcome: SequenceResult) -> bool:
         """Most rows: the next token of a sequence that decodes, with no end, full block or report.
@@ -306,6 +335,16 @@ class ResultHandler:
         taken = tuple(sequence.prompt_logprobs)
         sequence.prompt_logprobs.clear()
         return taken
+
+
+def _lost(share: float, most: float) -> RequestFailure:
+    """The error of an answer that may not be computed anew."""
+    return RequestFailure(
+        reason="INVALID_ARGUMENT",
+        field="kv.max_lost",
+        message=f"kv.max_lost: the answer may have lost {share:.3g} of its attention, more than {most:g}; "
+        "keep more of the prompt, or ask for policy full",
+    )
 
 
 def _refusal(cause: str, field: str) -> RequestFailure:

@@ -182,6 +182,9 @@ class Sequence:
         # The blocks that its answer looks at, where it may forget some.
         self.kept = kept
         self.table = BlockTable(kept)
+        # Positions below it have their share in `took.lost_tokens`, or lose nothing. Rows of an epoch before
+        # `whole_from` count for nothing: since then it forgets nothing.
+        self.num_measured = self.whole_from = 0
         self.hasher = hasher
         self.num_computed = 0
         self.num_confirmed = 0

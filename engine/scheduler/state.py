@@ -317,6 +317,15 @@ class SchedulerState:
                 sequence.awaits_promise = True
         self.wait(sequence)
 
+    def remember(self, sequence: Sequence, now: float) -> None:
+        """Lets a sequence forget nothing any more: it is computed anew from its tokens, and what steps in
+        flight draw for it is void.
+        """
+        if sequence.status is Status.RUNNING:
+            self.preempt(sequence, "forgotten", now, shares=True)
+        sequence.kept = sequence.table.kept = None
+        sequence.whole_from = sequence.epoch
+
     def reset_running(self, now: float) -> None:
         """A step failed: everything that ran goes back to the queue."""
         for step in self.in_flight:

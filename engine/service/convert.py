@@ -143,6 +143,14 @@ def _retention(submit: engine_pb2.Submit, sampling: SamplingParams, limits: Mode
             return None
         problem = f"{asked.policy} is not for this model: {because}"
         raise unsupported("kv.policy", "leave kv out, or ask for full", problem)
+    if asked.max_lost is not None:
+        because = limits.facts.unmeasured_because
+        if limits.simulated:
+            because = "the simulated engine has no attention"
+        if sampling.beam_width:
+            because = "beams share what they forget"
+        if because:
+            raise unsupported("kv.max_lost", "leave it out", f"no bound can be told: {because}")
     return asked
 
 

@@ -34,6 +34,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     shares_prefixes: bool = True
     # Why no answer may forget keys and values; empty where it may.
     remembers_because: str = ""
+    # Why it cannot be told what that loses; empty where it can.
+    unmeasured_because: str = ""
     # Elements of what it makes of a text; 0 where it generates.
     num_pooled: int = 0
     work: ModelWork = UNKNOWN_WORK

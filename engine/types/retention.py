@@ -27,6 +27,8 @@ class KeptBlocks(msgspec.Struct, frozen=True, array_like=True):
     # Before it nothing is hidden: behind the prompt, and where more blocks are there than are kept.
     start: int
     block_size: int
+    # Whether it is said what that loses.
+    is_measured: bool = False
 
     @classmethod
     def of(cls, asked: Retention | None, num_prompt_tokens: int, block_size: int) -> KeptBlocks | None:
@@ -36,7 +38,7 @@ class KeptBlocks(msgspec.Struct, frozen=True, array_like=True):
         num_blocks = -(-asked.tokens_of(num_prompt_tokens) // block_size)
         num_recent = max(_LEAST_RECENT, num_blocks - _NUM_SINKS)
         start = max(num_prompt_tokens, (_NUM_SINKS + num_recent) * block_size)
-        return cls(_NUM_SINKS, num_recent, start, block_size)
+        return cls(_NUM_SINKS, num_recent, start, block_size, asked.max_lost is not None)
 
     def num_hidden(self, position: int) -> int:
         """Blocks behind the sinks that a position does not look at."""

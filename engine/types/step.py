@@ -208,6 +208,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     pooled: bytes = b""
     # Who proposed the next drafts: the method of speculation, or `GRAMMAR_DRAFTS`.
     next_drafter: str = ""
+    # Of each position of the row the share of attention that was forgotten at most, where that is measured.
+    lost: tuple[float, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from contract.retention import MOST_WINDOW_TOKENS, POLICIES, Retention
 from gateway.faces.schemas import or_null
+from gateway.pipeline.delta import Usage
 
 
 class RetentionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,6 +19,18 @@ class RetentionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: float | None = None
     window_tokens: int | None = None
     if_possible: bool | None = None
+    max_lost: float | None = None
+
+
+class KvUsage(msgspec.Struct, frozen=True):
+    """`kv` of `usage`: the share of its attention that the answer lost at most by what it forgot."""
+
+    lost: Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+def kv_usage(usage: Usage) -> KvUsage | msgspec.UnsetType:
+    """UNSET where it was not measured."""
+    return msgspec.UNSET if usage.kv_lost is None else KvUsage(usage.kv_lost)
 
 
 def retention(body: RetentionBody | None) -> Retention | None:
@@ -29,6 +42,7 @@ def retention(body: RetentionBody | None) -> Retention | None:
         keep=body.keep,
         window_tokens=body.window_tokens,
         if_possible=bool(body.if_possible),
+        max_lost=body.max_lost,
     )
 
 
@@ -40,6 +54,8 @@ ACCEPTED: Mapping[str, str] = {
     "the first block of tokens and the last ones, three blocks at least",
     "kv.keep": "part of the prompt's tokens that are kept at a time; or `window_tokens`, their number",
     "kv.if_possible": "true: a model that can forget nothing forgets nothing, instead of a refusal",
+    "kv.max_lost": "share of its attention that the answer may lose by what it forgets; usage.kv.lost tells "
+    "what it lost at most. Beyond, it goes on with all of it, or ends with an error, as the tier says",
 }
 # Rules that no schema can state, by the field of the error.
 BEYOND: Mapping[str, str] = {
@@ -51,6 +67,7 @@ SCHEMAS: Mapping[type[msgspec.Struct], Mapping[str, Any]] = {
     RetentionBody: {
         "policy": {"enum": list(POLICIES)},
         "keep": or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+        "max_lost": or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "window_tokens": or_null({"type": "integer", "minimum": 1, "maximum": MOST_WINDOW_TOKENS}),
     },
 }

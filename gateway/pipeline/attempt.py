@@ -243,7 +243,14 @@ class Attempt:
             delayed_by_s=dict(meter.statistics.delayed_by_s),
             shared_with=self._books.shared_with(self) if meter.statistics.delayed_by_s else (),
             deliberated=self.stream.deliberated,
+            kv_lost=self._kv_lost(),
         )
+
+    def _kv_lost(self) -> float | None:
+        asked, meter = self.call.request.retention, self.meter
+        if asked is None or asked.max_lost is None:
+            return None
+        return min(1.0, meter.statistics.lost_tokens / max(1, meter.completion_tokens))
 
     def tool_calls(self) -> list[tuple[str, str]]:
         """(name, arguments' JSON text) of every call in the answers so far, as it came."""

@@ -105,6 +105,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     delayed_by_s: Mapping[str, float] = {}
     # Which of the tenant's own requests had to do with that.
     shared_with: tuple[SharedTime, ...] = ()
+    # Share of attention that the answers lost at most by what they forgot; None where that was not measured.
+    kv_lost: float | None = None
     # What was spent on which sample, where `test_time` was asked for.
     deliberated: Deliberated | None = None
 

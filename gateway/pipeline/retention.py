@@ -25,7 +25,10 @@ def retained(request: GenerationRequest, tier: Tier) -> GenerationRequest:
         problem = f"tier {tier.name!r} does not have {asked.policy}"
         raise unsupported(request.field("kv.policy"), f"ask for {allowed}, or for another tier", problem)
     _check_bounds(request, asked, tier)
-    return request
+    if not asked.forgets:
+        return request
+    max_lost = own.max_lost if asked.max_lost is None else asked.max_lost
+    return replace(request, retention=replace(asked, max_lost=max_lost, beyond=own.beyond))
 
 
 def _check_bounds(request: GenerationRequest, asked: Retention, tier: Tier) -> None:
@@ -38,3 +41,12 @@ def _check_bounds(request: GenerationRequest, asked: Retention, tier: Tier) -> N
         if value is not None and least is not None and value < least:
             problem = f"{value} is less than the {least} that tier {tier.name!r} keeps at least; ask for more"
             raise refuse(request, f"kv.{name}", problem)
+    if asked.max_lost is None:
+        return
+    name = "kv.max_lost"
+    if own.max_lost is None:
+        problem = f"tier {tier.name!r} does not measure what answers lose"
+        raise unsupported(request.field(name), "leave it out, or ask for another tier", problem)
+    if asked.max_lost > own.max_lost:
+        most = f"the {own.max_lost} that tier {tier.name!r} lets answers lose"
+        raise refuse(request, name, f"{asked.max_lost} is more than {most}; ask for less, or leave it out")

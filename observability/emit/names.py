@@ -102,6 +102,7 @@ NUM_CHUNKS = attribute("millrace.num_prefill_chunks", "{chunk}", "Chunks the pro
 NUM_STEPS = attribute("millrace.num_steps", "{step}", "Engine steps the choice took part in.")
 NUM_PREEMPTIONS = attribute("millrace.num_preemptions", "{preemption}", "Times the request was preempted.")
 RECOMPUTED_TOKENS = attribute("millrace.recomputed_tokens", "{token}", "Tokens computed a second time.")
+LOST_TOKENS = attribute("millrace.lost_tokens", "{token}", "Shares of attention lost at most, summed.")
 RESTORED_TOKENS = attribute("millrace.restored_tokens", "{token}", "Tokens brought back from host memory.")
 LINK_CAUSE = attribute("millrace.link.cause", "", "On links: the delay that the linked request had part in.")
 LINK_OVERLAP_MS = attribute("millrace.link.overlap_ms", "ms", "On links: its work during the time lost.")
@@ -175,6 +176,10 @@ class Cause(_Meant):
     OFFLOAD = "offload", "its blocks were brought back from host memory or disk"
     HAND_OVER = "hand_over", "the blocks of its prompt came from the engine that had computed it"
     ANSWER_PACE = "answer_pace", "answers of others had to keep their pace, so that its prompt was held back"
+    FORGOTTEN = (
+        "forgotten",
+        "it lost more of its attention than it may, and was computed again with all",
+    )
     ENGINE_LOST = "engine_lost", "its engine was lost and another one continued"
 
 

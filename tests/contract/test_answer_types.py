@@ -90,6 +90,7 @@ async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
     tokenizer = JudgingTokenizer()
     tokenizer.generation_config = '{"temperature": 0.8}'
     tables = {"gateway": {"admin_tenants": ["acme"], "max_body_bytes": 8192}, "tier": {"test_time": {}}}
+    tables["tier"]["kv"] = {"max_lost": 0.5}
     async with deployed(engine, tokenizer=tokenizer, tables=tables) as stack:
         stack.tokenizer.assistant_prefix = "<think>\n"
         seen = Seen(stack)
@@ -102,6 +103,8 @@ async def test_every_answer_is_of_its_type_and_every_field_comes() -> None:
         for strategy in ("self_consistency", "critique_revise"):
             test_time = {"strategy": strategy, "samples": 2}
             await seen.post(answers.ChatCompletion, CHAT, messages=MESSAGES, **asked, test_time=test_time)
+        kv = {"policy": "window+sinks", "keep": 0.5, "max_lost": 0.5}
+        await seen.post(answers.ChatCompletion, CHAT, messages=MESSAGES, **asked, kv=kv)
         for extra in ({"logprobs": 2, "echo": True}, {"response_format": SCHEMA}, {"stop": "sure"}):
             await seen.post(answers.Completion, COMPLETIONS, **continued, **asked, **extra)
             await seen.stream(answers.CompletionChunk, COMPLETIONS, **continued, **COUNTED, **extra)

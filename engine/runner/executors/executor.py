@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
+from engine.runner.forgotten import WatchedAttention, meter_of, take_forgotten
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import LogitRows, Sampled, logit_rows, no_rows, prompt_logprobs, sampling_rows
@@ -135,18 +136,39 @@ def compute_step(
     """The step of any model; the attention is that of a decoder of torch."""
     assert inputs.batch is not None, "prepared as a whole"
     began_s = time.monotonic()
+    _take_forgotten(inputs, table, storage, inputs.starts)
+    meter = meter_of(
+        [(state.kept, state.forgotten) for state in inputs.states],
+        inputs.starts,
+        inputs.batch,
+        storage.layers,
+    )
+    if meter is not None:
+        attention = WatchedAttention(attention, meter)
     hidden = model.forward(inputs.batch, storage.layers, attention)
+    # Before the blocks can be another's.
+    _take_forgotten(inputs, table, storage, inputs.ends)
     if table.pool is not None:
         step = Sampled(inputs=inputs, rows=no_rows(), began_s=began_s, forwarded_s=time.monotonic())
         step.pooled = table.pool(inputs, hidden)
         return step
     step = Sampled(inputs=inputs, rows=logit_rows(inputs), began_s=began_s, forwarded_s=time.monotonic())
+    step.lost = {} if meter is None else meter.shares()
     step.scores = prompt_logprobs(inputs, hidden, model, table)
     step.masks = inputs.masks()
     if step.rows.members:
         step.logits = model.logits_of(hidden, step.rows.tokens)
         step.drawn = sample(step.logits, table.sampling, sampling_rows(inputs, step.rows, step.masks))
     return step
+
+
+def _take_forgotten(
+    inputs: StepInputs, table: SequenceTable, storage: KvStorage, positions: NDArray[np.int64]
+) -> None:
+    for state, position in zip(inputs.states, positions.tolist(), strict=True):
+        if state.kept is not None and state.forgotten is not None:
+            blocks = table.blocks[state.slot]
+            take_forgotten(state.forgotten, state.kept, position, blocks, storage.layers, storage.num_blocks)
 
 
 class StepTooLargeError(Exception):

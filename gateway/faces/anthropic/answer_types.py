@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from contract.chat import LeftOut
+from gateway.faces.retention import KvUsage
 from gateway.faces.timings import Timings
 from gateway.types.deliberation import Deliberated
 
@@ -35,8 +36,9 @@ class MessageUsage(Struct, frozen=True, kw_only=True):
     output_tokens_details: ThoughtTokens
     # The tier that serves; "standard" for the one that others call default.
     service_tier: str
-    # Extension: where it was asked for, at the end.
+    # Extensions: where they were asked for, at the end.
     test_time: Deliberated | UnsetType = UNSET
+    kv: KvUsage | UnsetType = UNSET
 
 
 class TextAnswer(Struct, frozen=True, tag_field="type", tag="text"):

@@ -17,6 +17,7 @@ from contract.outputs import FinishReason
 from gateway.faces.anthropic import answer_types as answers
 from gateway.faces.anthropic.thoughts import Thoughts
 from gateway.faces.anthropic.turns import TOOL_ID
+from gateway.faces.retention import kv_usage
 from gateway.faces.timings import timings
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import TextDelta, TextPart, ThoughtPart, ToolCallDelta
@@ -151,6 +152,7 @@ class MessageWriter:
             output_tokens_details=answers.ThoughtTokens(usage.reasoning_tokens),
             service_tier="standard" if self._tier == "default" else self._tier,
             test_time=usage.deliberated or msgspec.UNSET,
+            kv=kv_usage(usage),
         )
 
     def _stopped(self, end: ChoiceDelta, usage: Usage) -> tuple[answers.StopReason, str | None]:

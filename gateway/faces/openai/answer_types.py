@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from contract.chat import LeftOut
 from contract.errors import Reason
 from contract.grammar import KeywordStatus, Verdict
+from gateway.faces.retention import KvUsage
 from gateway.faces.timings import Timings
 from gateway.types.deliberation import Deliberated
 
@@ -57,6 +58,7 @@ class UsageBody(Struct, frozen=True):
     time_to_first_token: dict[str, float] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     test_time: Deliberated | UnsetType = UNSET
+    kv: KvUsage | UnsetType = UNSET
 
 
 class ChatToken(Struct, frozen=True):

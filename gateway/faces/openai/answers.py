@@ -19,6 +19,7 @@ from gateway.faces.openai.answer_types import (
     ReasoningTokens,
     UsageBody,
 )
+from gateway.faces.retention import kv_usage
 from gateway.faces.timings import timings
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
@@ -304,6 +305,7 @@ def usage_body(usages: Sequence[Usage], *, timing: bool) -> UsageBody:
         time_to_first_token=times,
         timings=timings(usages[0], asked=timing),
         test_time=usages[0].deliberated or msgspec.UNSET,
+        kv=kv_usage(usages[0]) if len(usages) == 1 else msgspec.UNSET,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from contract.chat import LeftOut
+from gateway.faces.retention import KvUsage
 from gateway.faces.timings import Timings
 from gateway.types.deliberation import Deliberated
 
@@ -109,8 +110,9 @@ class ResponseUsage(Struct, frozen=True):
     total_tokens: Count
     input_tokens_details: InputTokensDetails
     output_tokens_details: OutputTokensDetails
-    # Extension: where it was asked for.
+    # Extensions: where they were asked for.
     test_time: Deliberated | UnsetType = UNSET
+    kv: KvUsage | UnsetType = UNSET
 
 
 class Response(Struct, frozen=True, kw_only=True):

@@ -40,6 +40,7 @@ from gateway.faces.responses.answer_types import (
 )
 from gateway.faces.responses.custom_input import CustomInput
 from gateway.faces.responses.tools import Toolbox
+from gateway.faces.retention import kv_usage
 from gateway.faces.timings import timings
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.text.delta import TextPart, ThoughtPart, ToolCallDelta
@@ -67,6 +68,7 @@ def response_usage(usage: Usage) -> ResponseUsage:
         input_tokens_details=InputTokensDetails(usage.cached_prompt_tokens),
         output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
         test_time=usage.deliberated or msgspec.UNSET,
+        kv=kv_usage(usage),
     )
 
 

@@ -73,11 +73,14 @@ def mask_of(num_tokens: int, num_prompt: int, keep: Retention | None) -> torch.T
 
 
 def masked_greedy(
-    model: transformers.PreTrainedModel, prompt: list[int], keep: Retention | None
+    model: transformers.PreTrainedModel,
+    prompt: list[int],
+    keep: Retention | None,
+    num_tokens: int = NUM_TOKENS,
 ) -> list[int]:
     """Greedy continuation, every step computed from scratch."""
     ids = list(prompt)
-    for _ in range(NUM_TOKENS):
+    for _ in range(num_tokens):
         with torch.no_grad():
             logits = model(
                 torch.tensor([ids]), attention_mask=mask_of(len(ids), len(prompt), keep), use_cache=False

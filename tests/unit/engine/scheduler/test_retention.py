@@ -87,6 +87,19 @@ def test_more_than_the_cache_is_refused_though_it_forgets() -> None:
     assert driver.failure(request) == "NEVER_FITS"
 
 
+@pytest.mark.parametrize(("beyond", "fits"), [("recompute", False), ("refuse", True)])
+def test_who_may_come_to_need_everything_must_fit_with_everything(beyond: str, fits: bool) -> None:
+    driver = Driver(memory=memory_plan(24, BLOCK, 400))
+    asked = Retention(policy="window+sinks", window_tokens=32, max_lost=0.5, beyond=beyond)
+    request = driver.submit(range(10), max_tokens=300, retention=asked)
+    if fits:
+        driver.run()
+        assert driver.finish(request) is FinishReason.LENGTH
+    else:
+        assert driver.failure(request) == "NEVER_FITS"
+        assert driver.events[request][0].failure.field == "kv.max_lost"
+
+
 @pytest.mark.parametrize("first", [share(0.25), None])
 def test_prompts_are_shared_and_answers_that_forget_are_not(first: Retention | None) -> None:
     driver = Driver(memory=memory_plan(64, BLOCK, 128))

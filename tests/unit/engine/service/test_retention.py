@@ -22,12 +22,14 @@ from tests.unit.engine.service.test_promises import FACTS
 HALF = Retention(policy="window+sinks", keep=0.5)
 
 
-def taken(asked: Retention | None, remembers_because: str = "") -> Retention | None:
-    facts = msgspec.structs.replace(FACTS, remembers_because=remembers_because)
+def taken(
+    asked: Retention | None, simulated: bool = True, beams: int = 0, **facts_of: Any
+) -> Retention | None:
+    facts = msgspec.structs.replace(FACTS, **facts_of)
     adapters = ServedAdapters(AdaptersConfig(), lambda command: None, lambda: None)
-    options = sampling_pb2.SamplingOptions(seed=1, max_tokens=4)
+    options = sampling_pb2.SamplingOptions(seed=1, max_tokens=4, beam_width=beams or None)
     submit = engine_pb2.Submit(prompt_token_ids=[1], sampling=options, kv=retention_fields(asked))
-    limits = ModelLimits(facts=facts, max_tokens_total=1024, simulated=True, adapters=adapters)
+    limits = ModelLimits(facts=facts, max_tokens_total=1024, simulated=simulated, adapters=adapters)
     context = context_pb2.RequestContext(request_id="r")
     return to_request(submit, context, limits, request_id=1, now_s=0.0, now_unix_ms=0).retention
 
@@ -43,9 +45,24 @@ def test_a_model_that_can_forget_nothing_says_why() -> None:
     with pytest.raises(
         MillraceError, match=r"^kv\.policy: window\+sinks is not for this model: it is latent"
     ):
-        taken(HALF, "it is latent")
-    assert taken(msgspec.structs.replace(HALF, if_possible=True), "it is latent") is None
-    assert taken(Retention(), "it is latent") is None
+        taken(HALF, remembers_because="it is latent")
+    assert taken(msgspec.structs.replace(HALF, if_possible=True), remembers_because="it is latent") is None
+    assert taken(Retention(), remembers_because="it is latent") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "because"),
+    [
+        ({"simulated": True}, "the simulated engine has no attention"),
+        ({"unmeasured_because": "of two ranks"}, "of two ranks"),
+        ({"beams": 2}, "beams share what they forget"),
+    ],
+)
+def test_where_no_bound_can_be_told_it_is_said_why(given: dict[str, Any], because: str) -> None:
+    bounded = msgspec.structs.replace(HALF, max_lost=0.1)
+    assert taken(bounded, simulated=False) == bounded
+    with pytest.raises(MillraceError, match=rf"^kv\.max_lost: no bound can be told: {because}"):
+        taken(bounded, **({"simulated": False} | given))
 
 
 def test_the_engine_checks_for_itself() -> None:

@@ -19,6 +19,7 @@ from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_conte
 from tests.unit.gateway.rig.engine import ScriptedEngine
 
 METADATA = ((CONTEXT_HEADER, signed_context()),)
+MEASURES = {"tier": {"kv": {"max_lost": 1.0}}}
 QUARTER: dict[str, Any] = {"policy": "window+sinks", "keep": 0.25}
 
 
@@ -44,6 +45,18 @@ async def test_every_api_says_it(path: str) -> None:
         ]
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_asks_for_a_bound_is_told_what_was_lost(path: str) -> None:
+    engine = ScriptedEngine(lost_share=0.125)
+    async with deployed(engine, tables=MEASURES) as stack:
+        said = []
+        for kv in (None, QUARTER, {**QUARTER, "max_lost": 0.5}):
+            body = {"model": "tiny", **BODIES[path], **({} if kv is None else {"kv": kv})}
+            said.append((await stack.http.post(path, json=body)).json()["usage"].get("kv"))
+        assert said == [None, {"lost": 0.125}, {"lost": 0.125}]
+        assert [each and each.max_lost for each in asked(stack)] == [None, 1.0, 0.5]
+
+
 async def test_grpc_has_it_too() -> None:
     kv = retention_pb2.Retention(**QUARTER)
     said = chat_pb2.Conversation(messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content="hi")])
@@ -58,6 +71,14 @@ async def test_grpc_has_it_too() -> None:
             [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
 
 
+async def test_grpc_tells_it_too() -> None:
+    kv = retention_pb2.Retention(**QUARTER, max_lost=0.5)
+    async with deployed(ScriptedEngine(lost_share=0.125), tables=MEASURES) as stack:
+        generate = inference_pb2.GenerateRequest(model="tiny", text="hi", kv=kv)
+        *_, last = [each async for each in stack.inference.Generate(generate, metadata=METADATA)]
+        assert last.usage.kv_lost == 0.125
+
+
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"policy": "window+sinks", "keep": 0}, "kv.keep", "above 0 and at most 1"),
     ({"policy": "window+sinks", "keep": 1.5}, "kv.keep", "above 0 and at most 1"),
@@ -65,6 +86,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"policy": "window+sinks"}, "kv.keep", "exactly one of keep and window_tokens"),
     ({**QUARTER, "window_tokens": 9}, "kv.keep", "exactly one of keep and window_tokens"),
     ({"policy": "full", "keep": 0.5}, "kv.keep", "keeps everything; leave it out"),
+    ({**QUARTER, "max_lost": 0}, "kv.max_lost", "above 0 and at most 1"),
+    ({**QUARTER, "max_lost": 1.5}, "kv.max_lost", "above 0 and at most 1"),
+    ({"policy": "full", "max_lost": 0.5}, "kv.max_lost", "keeps everything; leave it out"),
     ({"policy": "window+sinks", "window_tokens": 0}, "kv.window_tokens", "between 1 and"),
 ]
 
@@ -95,6 +119,18 @@ async def test_what_no_engine_can_follow_is_refused(
             "kv.window_tokens",
             "less than the 512 that tier 'standard' keeps",
         ),
+        (
+            {},
+            {**QUARTER, "max_lost": 0.2},
+            "kv.max_lost",
+            "tier 'standard' does not measure what answers lose; leave it out",
+        ),
+        (
+            {"max_lost": 0.1},
+            {**QUARTER, "max_lost": 0.2},
+            "kv.max_lost",
+            "more than the 0.1 that tier 'standard' lets answers lose",
+        ),
     ],
 )
 async def test_a_tier_has_bounds(tier: dict[str, Any], kv: dict[str, Any], field: str, problem: str) -> None:
@@ -103,7 +139,8 @@ async def test_a_tier_has_bounds(tier: dict[str, Any], kv: dict[str, Any], field
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == field
         assert problem in refused.json()["error"]["message"]
-        assert (await stack.chat(kv=kv, service_tier="fast")).status_code == 200
+        kept = {name: value for name, value in kv.items() if name != "max_lost"}
+        assert (await stack.chat(kv=kept, service_tier="fast")).status_code == 200
 
 
 async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None:
@@ -111,6 +148,15 @@ async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None
         for more in ({}, {"kv": {"policy": "full"}}, {"service_tier": "fast"}):
             assert (await stack.chat(**more)).status_code == 200
         assert asked(stack) == [Retention(**QUARTER, if_possible=True), Retention(policy="full"), None]
+
+
+async def test_a_tiers_bound_and_what_is_beyond_hold_for_who_forgets() -> None:
+    own = {**QUARTER, "max_lost": 0.1, "beyond": "refuse"}
+    async with deployed(tables={"tier": {"kv": own}}) as stack:
+        for kv in (None, QUARTER, {**QUARTER, "max_lost": 0.05}, {"policy": "full"}):
+            assert (await stack.chat(**({} if kv is None else {"kv": kv}))).status_code == 200
+        found = [each and (each.max_lost, each.beyond) for each in asked(stack)]
+        assert found == [(0.1, "refuse"), (0.1, "refuse"), (0.05, "refuse"), (None, "recompute")]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +167,8 @@ async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None
         ({"keep": 0.5}, "tiers.standard.kv.keep"),
         ({"keep": 0.0, "policy": "window+sinks"}, "tiers.standard.kv.keep"),
         ({**QUARTER, "min_keep": 0.5}, "tiers.standard.kv.keep"),
+        ({**QUARTER, "max_lost": 0.0}, "tiers.standard.kv.max_lost"),
+        ({**QUARTER, "beyond": "ignore"}, "tiers.standard.kv.beyond"),
     ],
 )
 def test_a_tier_that_cannot_be_meant_is_told(kv: dict[str, Any], problem: str) -> None:

@@ -76,6 +76,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     surety: Callable[[int, int], float] = lambda choice, place: 0.5
     # What every end of a choice tells to have taken.
     engine_s: float = 0.0
+    # Share of its attention that every token tells to have lost.
+    lost_share: float = 0.0
     # Causes that every end of a choice tells to have held it back.
     delayed_by_s: dict[str, float] = field(default_factory=dict)
     # Ends the stream of every gateway after this many tokens in all; -1 never does.
@@ -263,6 +265,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 output.statistics.num_steps = done
                 output.statistics.engine_time.decode_s = self.engine_s
                 output.statistics.delayed_by_s.update(self.delayed_by_s)
+                output.statistics.lost_tokens = self.lost_share * done
                 if choice == submit.choice_index:
                     output.statistics.candidate_tokens = self.candidate_tokens
             if self._dies(len(piece)):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmillrace/common/v1/output.proto\x12\x12millrace.common.v1\"\xaa\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\x12\x37\n\x04ttft\x18\x05 \x01(\x0b\x32$.millrace.common.v1.TimeToFirstTokenH\x00\x88\x01\x01\x12\x18\n\x10\x63\x61ndidate_tokens\x18\x06 \x01(\r\x12\x19\n\x0ctokens_per_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0e\x64rafted_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\rB\x07\n\x05_ttftB\x0f\n\r_tokens_per_s\"\x9d\x01\n\x10TimeToFirstToken\x12\x0f\n\x07total_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x14\n\x0cpreprocess_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x05 \x01(\x01\x12\x13\n\x0bserialize_s\x18\x06 \x01(\x01\x12\x11\n\tnetwork_s\x18\x07 \x01(\x01\"\x83\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x13\n\x0btoken_bytes\x18\x04 \x01(\x0c\x12-\n\x03top\x18\x05 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob*\xe9\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x06\x12\x18\n\x14\x46INISH_REASON_BUDGET\x10\x07\x42\x33\n\x12millrace.common.v1P\x01Z\x1bmillrace/common/v1;commonv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmillrace/common/v1/output.proto\x12\x12millrace.common.v1\"\xcc\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\x12\x37\n\x04ttft\x18\x05 \x01(\x0b\x32$.millrace.common.v1.TimeToFirstTokenH\x00\x88\x01\x01\x12\x18\n\x10\x63\x61ndidate_tokens\x18\x06 \x01(\r\x12\x19\n\x0ctokens_per_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0e\x64rafted_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\x12\x14\n\x07kv_lost\x18\n \x01(\x01H\x02\x88\x01\x01\x42\x07\n\x05_ttftB\x0f\n\r_tokens_per_sB\n\n\x08_kv_lost\"\x9d\x01\n\x10TimeToFirstToken\x12\x0f\n\x07total_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x14\n\x0cpreprocess_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x05 \x01(\x01\x12\x13\n\x0bserialize_s\x18\x06 \x01(\x01\x12\x11\n\tnetwork_s\x18\x07 \x01(\x01\"\x83\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x13\n\x0btoken_bytes\x18\x04 \x01(\x0c\x12-\n\x03top\x18\x05 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob*\xe9\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x06\x12\x18\n\x14\x46INISH_REASON_BUDGET\x10\x07\x42\x33\n\x12millrace.common.v1P\x01Z\x1bmillrace/common/v1;commonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,12 +32,12 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.common.v1.output_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022millrace.common.v1P\001Z\033millrace/common/v1;commonv1'
-  _globals['_FINISHREASON']._serialized_start=651
-  _globals['_FINISHREASON']._serialized_end=884
+  _globals['_FINISHREASON']._serialized_start=685
+  _globals['_FINISHREASON']._serialized_end=918
   _globals['_USAGE']._serialized_start=56
-  _globals['_USAGE']._serialized_end=354
-  _globals['_TIMETOFIRSTTOKEN']._serialized_start=357
-  _globals['_TIMETOFIRSTTOKEN']._serialized_end=514
-  _globals['_TOKENLOGPROB']._serialized_start=517
-  _globals['_TOKENLOGPROB']._serialized_end=648
+  _globals['_USAGE']._serialized_end=388
+  _globals['_TIMETOFIRSTTOKEN']._serialized_start=391
+  _globals['_TIMETOFIRSTTOKEN']._serialized_end=548
+  _globals['_TOKENLOGPROB']._serialized_start=551
+  _globals['_TOKENLOGPROB']._serialized_end=682
 # @@protoc_insertion_point(module_scope)

@@ -78,6 +78,7 @@ class Usage(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_LOST_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
@@ -90,6 +91,8 @@ class Usage(_message.Message):
     drafted_tokens: _builtins.int
     """Tokens that speculation or a grammar proposed, and those of them that were kept."""
     accepted_tokens: _builtins.int
+    kv_lost: _builtins.float
+    """Share of attention that the answers lost at most by what they forgot; with kv.max_lost."""
     @_builtins.property
     def ttft(self) -> Global___TimeToFirstToken:
         """Where the time to the first token went; present when asked for."""
@@ -106,15 +109,20 @@ class Usage(_message.Message):
         tokens_per_s: _builtins.float | None = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        kv_lost: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s", "_ttft", b"_ttft", "tokens_per_s", b"tokens_per_s", "ttft", b"ttft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_lost", b"_kv_lost", "_tokens_per_s", b"_tokens_per_s", "_ttft", b"_ttft", "kv_lost", b"kv_lost", "tokens_per_s", b"tokens_per_s", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s", "_ttft", b"_ttft", "accepted_tokens", b"accepted_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "candidate_tokens", b"candidate_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "tokens_per_s", b"tokens_per_s", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_lost", b"_kv_lost", "_tokens_per_s", b"_tokens_per_s", "_ttft", b"_ttft", "accepted_tokens", b"accepted_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "candidate_tokens", b"candidate_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "kv_lost", b"kv_lost", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "tokens_per_s", b"tokens_per_s", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__kv_lost: _TypeAlias = _typing.Literal["kv_lost"]  # noqa: Y015
+    _WhichOneofArgType__kv_lost: _TypeAlias = _typing.Literal["_kv_lost", b"_kv_lost"]  # noqa: Y015
     _WhichOneofReturnType__tokens_per_s: _TypeAlias = _typing.Literal["tokens_per_s"]  # noqa: Y015
     _WhichOneofArgType__tokens_per_s: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft: _TypeAlias = _typing.Literal["ttft"]  # noqa: Y015
     _WhichOneofArgType__ttft: _TypeAlias = _typing.Literal["_ttft", b"_ttft"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_lost) -> _WhichOneofReturnType__kv_lost | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_s) -> _WhichOneofReturnType__tokens_per_s | None: ...
     @_typing.overload

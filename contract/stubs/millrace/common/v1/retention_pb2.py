@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"millrace/common/v1/retention.proto\x12\x12millrace.common.v1\"z\n\tRetention\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x11\n\x04keep\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rwindow_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bif_possible\x18\x04 \x01(\x08\x42\x07\n\x05_keepB\x10\n\x0e_window_tokensB3\n\x12millrace.common.v1P\x01Z\x1bmillrace/common/v1;commonv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"millrace/common/v1/retention.proto\x12\x12millrace.common.v1\"\xae\x01\n\tRetention\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x11\n\x04keep\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rwindow_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bif_possible\x18\x04 \x01(\x08\x12\x15\n\x08max_lost\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x0e\n\x06\x62\x65yond\x18\x06 \x01(\tB\x07\n\x05_keepB\x10\n\x0e_window_tokensB\x0b\n\t_max_lostB3\n\x12millrace.common.v1P\x01Z\x1bmillrace/common/v1;commonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,6 +32,6 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.common.v1.retentio
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022millrace.common.v1P\001Z\033millrace/common/v1;commonv1'
-  _globals['_RETENTION']._serialized_start=58
-  _globals['_RETENTION']._serialized_end=180
+  _globals['_RETENTION']._serialized_start=59
+  _globals['_RETENTION']._serialized_end=233
 # @@protoc_insertion_point(module_scope)

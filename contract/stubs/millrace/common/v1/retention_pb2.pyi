@@ -28,6 +28,8 @@ class Retention(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     IF_POSSIBLE_FIELD_NUMBER: _builtins.int
+    MAX_LOST_FIELD_NUMBER: _builtins.int
+    BEYOND_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """"full", which forgets nothing, or "window+sinks", with exactly one of the numbers."""
     keep: _builtins.float
@@ -36,6 +38,14 @@ class Retention(_message.Message):
     """The same as a number of tokens."""
     if_possible: _builtins.bool
     """Where a model can forget nothing, nothing is forgotten, instead of a refusal."""
+    max_lost: _builtins.float
+    """Share of its attention that the answer may lose by what it forgets, above 0 and at most 1: what it lost at
+    most is measured and reported.
+    """
+    beyond: _builtins.str
+    """What becomes of an answer that would lose more: "recompute" (or nothing), by which it is computed anew with
+    all of its keys and values, and goes on so; or "refuse".
+    """
     def __init__(
         self,
         *,
@@ -43,17 +53,23 @@ class Retention(_message.Message):
         keep: _builtins.float | None = ...,
         window_tokens: _builtins.int | None = ...,
         if_possible: _builtins.bool = ...,
+        max_lost: _builtins.float | None = ...,
+        beyond: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_window_tokens", b"_window_tokens", "keep", b"keep", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_max_lost", b"_max_lost", "_window_tokens", b"_window_tokens", "keep", b"keep", "max_lost", b"max_lost", "window_tokens", b"window_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_window_tokens", b"_window_tokens", "if_possible", b"if_possible", "keep", b"keep", "policy", b"policy", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_max_lost", b"_max_lost", "_window_tokens", b"_window_tokens", "beyond", b"beyond", "if_possible", b"if_possible", "keep", b"keep", "max_lost", b"max_lost", "policy", b"policy", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep: _TypeAlias = _typing.Literal["keep"]  # noqa: Y015
     _WhichOneofArgType__keep: _TypeAlias = _typing.Literal["_keep", b"_keep"]  # noqa: Y015
+    _WhichOneofReturnType__max_lost: _TypeAlias = _typing.Literal["max_lost"]  # noqa: Y015
+    _WhichOneofArgType__max_lost: _TypeAlias = _typing.Literal["_max_lost", b"_max_lost"]  # noqa: Y015
     _WhichOneofReturnType__window_tokens: _TypeAlias = _typing.Literal["window_tokens"]  # noqa: Y015
     _WhichOneofArgType__window_tokens: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep) -> _WhichOneofReturnType__keep | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_lost) -> _WhichOneofReturnType__max_lost | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window_tokens) -> _WhichOneofReturnType__window_tokens | None: ...
 

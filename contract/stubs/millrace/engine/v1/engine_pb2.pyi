@@ -920,6 +920,7 @@ class ChoiceStatistics(_message.Message):
     DELAYED_BY_S_FIELD_NUMBER: _builtins.int
     CANDIDATE_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_TIME_FIELD_NUMBER: _builtins.int
+    LOST_TOKENS_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
     num_preemptions: _builtins.int
     recomputed_tokens: _builtins.int
@@ -929,6 +930,8 @@ class ChoiceStatistics(_message.Message):
     grammar_s: _builtins.float
     candidate_tokens: _builtins.int
     """Tokens of candidates and beams that were computed and are not returned; on a request's first choice."""
+    lost_tokens: _builtins.float
+    """Shares of attention that the choice's tokens lost at most by what was forgotten, summed; with kv.max_lost."""
     @_builtins.property
     def delayed_by_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Time lost to each named cause, in seconds (long_prefill, kv_pressure, preemption, ...)."""
@@ -950,10 +953,11 @@ class ChoiceStatistics(_message.Message):
         delayed_by_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         candidate_tokens: _builtins.int = ...,
         engine_time: Global___EngineTime | None = ...,
+        lost_tokens: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine_time", b"engine_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "candidate_tokens", b"candidate_tokens", "decode_s", b"decode_s", "delayed_by_s", b"delayed_by_s", "drafted_tokens", b"drafted_tokens", "engine_time", b"engine_time", "grammar_s", b"grammar_s", "num_preemptions", b"num_preemptions", "num_steps", b"num_steps", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "candidate_tokens", b"candidate_tokens", "decode_s", b"decode_s", "delayed_by_s", b"delayed_by_s", "drafted_tokens", b"drafted_tokens", "engine_time", b"engine_time", "grammar_s", b"grammar_s", "lost_tokens", b"lost_tokens", "num_preemptions", b"num_preemptions", "num_steps", b"num_steps", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

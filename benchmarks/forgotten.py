@@ -1,0 +1,138 @@
+"""What answers that forget (`kv`) say they lost of their attention, beside what they did.
+
+    python -m benchmarks.forgotten [--models bundled smollm2-135m] [--keeps 0.5 0.25 0.1] [--tokens 1024]
+        [--answers 4] [--output 64] [--json OUT]
+
+A prompt is a text that the model wrote itself, at temperature 1, of so many tokens, to which it answers
+greedily. What is lost is measured over the same answers: as it is served, from keys in eight bits
+(`engine/runner/forgotten.py`); and from the keys as they were, in float64, which nobody could keep. Beside
+them is what the boxes of blocks alone would say, a third of the memory. A share is that of all attention of
+an answer, on average over its tokens, layers and heads. Nothing here is a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.engine.report import Row, options, publish
+from checkpoint.files import find
+from contract.retention import Retention
+from engine.config import CacheConfig, EngineConfig
+from engine.runner.build import build_here
+from engine.runner.forgotten import Floats, LayerKeys
+from engine.scheduler import Scheduler
+from engine.types import Request, SamplingParams
+from runtime.config import ModelConfig
+from services.supervisor.config import BUNDLED_MODEL
+
+Texts = list[tuple[int, ...]]
+_START_TOKENS = 8
+
+
+class KeysAsTheyWere(LayerKeys):
+    """The oracle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: list[Floats] = []
+
+    def add(self, keys: Floats) -> None:
+        """See LayerKeys."""
+        self._keys.append(keys.reshape(keys.shape[0], -1, keys.shape[3]))
+
+    def log_mass(self, q: Floats, log_seen: Floats, soft_cap: float | None) -> np.ndarray:
+        """The logarithm itself."""
+        scores = q.astype(np.float64) @ np.concatenate(self._keys, 1).swapaxes(1, 2).astype(np.float64)
+        assert soft_cap is None, "neither model has one"
+        most = scores.max(-1)
+        return np.log(np.exp(scores - most[..., None]).sum(-1)) + most
+
+
+def answered(
+    folder: Path, prompts: Texts, num_tokens: int, retention: Retention | None, temperature: float
+) -> tuple[Texts, list[float]]:
+    """Each prompt's answer, and what it says it lost, in tokens."""
+    config = EngineConfig(num_threads=2, cache=CacheConfig(kv_cache_bytes=1 << 29))
+    runner, memory, _ = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
+    scheduler = Scheduler(config.scheduler, config.cache, memory, model="m")
+    sampling = partial(SamplingParams, max_tokens=num_tokens, ignore_eos=True, temperature=temperature)
+    tokens: Texts = [() for _ in prompts]
+    lost = [0.0 for _ in prompts]
+    with closing(runner):
+        for number, prompt in enumerate(prompts):
+            request = Request(
+                request_id=number,
+                external_id="",
+                prompt_token_ids=prompt,
+                sampling=sampling(seed=number),
+                retention=retention,
+            )
+            scheduler.submit(request, 0.0)
+        while scheduler.has_work:
+            scheduler.update(runner.launch(scheduler.schedule(1.0)).wait(), 1.0)
+            for event in scheduler.drain_events():
+                assert event.failure is None, event.failure
+                tokens[event.request_id] += event.token_ids
+                if event.statistics is not None:
+                    lost[event.request_id] = event.statistics.lost_tokens
+    return tokens, lost
+
+
+def compared(name: str, keep: float, prompts: Texts, num_tokens: int) -> Row:
+    """One row: what answers with `keep` say they lost, and did."""
+    retention = Retention(policy="window+sinks", keep=keep, max_lost=1.0)
+    served, said = answered(_folder(name), prompts, num_tokens, retention, 0.0)
+    with mock.patch("engine.runner.forgotten.LayerKeys", KeysAsTheyWere):
+        again, true = answered(_folder(name), prompts, num_tokens, retention, 0.0)
+    with mock.patch.multiple("engine.runner.forgotten", MOST_WHOLE_BLOCKS=1, MOST_BOXES=1 << 20):
+        once_more, by_boxes = answered(_folder(name), prompts, num_tokens, retention, 0.0)
+    assert served == again == once_more, "measuring changes no answer"
+    ratios = [ours / theirs for ours, theirs in zip(said, true, strict=True)]
+    return {
+        "model": name,
+        "keep": keep,
+        "share reported": float(np.mean(said)) / num_tokens,
+        "true share": float(np.mean(true)) / num_tokens,
+        "by boxes alone": float(np.mean(by_boxes)) / num_tokens,
+        "least reported / true": min(ratios),
+        "most": max(ratios),
+    }
+
+
+def _folder(name: str) -> Path:
+    return BUNDLED_MODEL if name == "bundled" else find(name)
+
+
+def written(name: str, num_texts: int, num_tokens: int) -> Texts:
+    """Texts that the model wrote, each behind other random tokens."""
+    random = np.random.default_rng(0)
+    starts: Sequence[tuple[int, ...]] = [
+        tuple(random.integers(300, 2000, _START_TOKENS).tolist()) for _ in range(num_texts)
+    ]
+    return answered(_folder(name), list(starts), num_tokens, None, 1.0)[0]
+
+
+def main() -> None:
+    """Prints one row for each model and keep."""
+    parser = options(__doc__)
+    parser.add_argument("--models", nargs="+", default=("bundled", "smollm2-135m"))
+    parser.add_argument("--keeps", type=float, nargs="+", default=(0.5, 0.25, 0.1))
+    for name, value in (("tokens", 1024), ("answers", 4), ("output", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.models:
+        prompts = written(name, arguments.answers, arguments.tokens)
+        rows += [compared(name, keep, prompts, arguments.output) for keep in arguments.keeps]
+    notes = f"{arguments.answers} answers of {arguments.output} tokens to {arguments.tokens} tokens each."
+    publish("What answers that forget lost of their attention", rows, arguments.json, notes)
+
+
+if __name__ == "__main__":
+    main()
