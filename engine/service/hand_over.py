@@ -21,10 +21,10 @@ from engine.config import HandOverConfig
 from engine.core import messages
 from engine.types.hand_over import (
     FromCore,
-    HeldBlock,
+    HeldBlocks,
     NotHeld,
     Pull,
-    PulledBlock,
+    PulledBlocks,
     PullEnded,
     ReadHeld,
     StopPull,
@@ -32,8 +32,8 @@ from engine.types.hand_over import (
 )
 from runtime.channels import connect, trace_metadata
 
-# Blocks that are asked of the core at a time: so many are in this process at most, for each other engine.
-_AT_A_TIME = 4
+# Of blocks that are asked of the core at a time: so much is in this process at most, for each other engine.
+_AT_A_TIME_BYTES = 4 << 20
 # Channels to other engines that are kept.
 _MOST_CHANNELS = 64
 _REFUSALS = {"gone": engine_pb2.PULL_REFUSAL_GONE, "form": engine_pb2.PULL_REFUSAL_FORM}
@@ -49,7 +49,7 @@ class HandOver:
         self._writer: asyncio.StreamWriter | None = None
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._pulls: dict[int, asyncio.Task[None]] = {}
-        self._reads: dict[int, asyncio.Queue[HeldBlock | NotHeld]] = {}
+        self._reads: dict[int, asyncio.Queue[HeldBlocks | NotHeld]] = {}
         self._numbers = count(1)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._listener: asyncio.Task[None] | None = None
@@ -85,7 +85,7 @@ class HandOver:
             case StopPull(token):
                 if token in self._pulls:
                     self._pulls[token].cancel()
-            case HeldBlock() | NotHeld():
+            case HeldBlocks() | NotHeld():
                 queue = self._reads.get(message.read)
                 if queue is not None:
                     queue.put_nowait(message)
@@ -122,11 +122,13 @@ class HandOver:
                     message = await _within(anext(arriving), self._config.silence_limit_s)
                 except TimeoutError:
                     return "silence"
-                if message.WhichOneof("message") != "block":
+                if message.WhichOneof("message") != "blocks":
                     return _REASONS.get(message.refusal, "lost")
-                block = message.block
-                await self._tell(PulledBlock(pull.token, block.index, block.checksum, block.data))
-                num_pulled += 1
+                blocks = message.blocks
+                # As many of the one as of the other, or what is lacking counts as lost.
+                checked = tuple(zip(blocks.checksums, blocks.data, strict=False))
+                await self._tell(PulledBlocks(pull.token, blocks.first_index, checked))
+                num_pulled += len(checked)
         except StopAsyncIteration:
             return "" if num_pulled == len(pull.hashes) else "lost"
         except grpc.aio.AioRpcError:
@@ -160,17 +162,22 @@ class HandOver:
         self, read: int, request: engine_pb2.PullBlocksRequest
     ) -> AsyncIterator[engine_pb2.PullBlocksResponse]:
         """What is held under the ticket, as far as it is."""
-        queue, index = self._reads[read], count()
-        for first in range(0, len(request.block_hashes), _AT_A_TIME):
-            hashes = tuple(request.block_hashes[first : first + _AT_A_TIME])
-            await self._tell(ReadHeld(read, request.ticket, request.form, hashes))
-            for _ in hashes:
-                held = await queue.get()
-                if isinstance(held, NotHeld):
-                    yield engine_pb2.PullBlocksResponse(refusal=_REFUSALS[held.reason])
-                    return
-                block = engine_pb2.PulledBlock(index=next(index), checksum=held.checksum, data=held.data)
-                yield engine_pb2.PullBlocksResponse(block=block)
+        queue, hashes = self._reads[read], tuple(request.block_hashes)
+        num_sent, num_asked, at_a_time = 0, 0, 1
+        while num_sent < len(hashes):
+            if num_sent == num_asked:
+                num_asked = min(num_sent + at_a_time, len(hashes))
+                asked = hashes[num_sent:num_asked]
+                await self._tell(ReadHeld(read, request.ticket, request.form, asked))
+            held = await queue.get()
+            if isinstance(held, NotHeld):
+                yield engine_pb2.PullBlocksResponse(refusal=_REFUSALS[held.reason])
+                return
+            checksums, data = zip(*held.blocks, strict=True)
+            at_a_time = max(1, _AT_A_TIME_BYTES // len(data[0]))
+            blocks = engine_pb2.PulledBlocks(first_index=num_sent, checksums=checksums, data=data)
+            num_sent += len(data)
+            yield engine_pb2.PullBlocksResponse(blocks=blocks)
 
 
 async def _within(work: Awaitable[Any], limit_s: float) -> Any:

@@ -26,7 +26,7 @@ class BlockSource(msgspec.Struct, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Begins to pull blocks, first to last; answered by PulledBlock of each, and by PullEnded."""
+    """Begins to pull blocks, first to last; answered by PulledBlocks and PullEnded."""
 
     token: int
     source: BlockSource
@@ -42,12 +42,15 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop_pull"):
     token: int
 
 
-class HeldBlock(msgspec.Struct, frozen=True, tag="held_block"):
-    """A block that another engine has asked for."""
+# A block's checksum, and its bytes.
+Checked: TypeAlias = tuple[bytes, bytes]
+
+
+class HeldBlocks(msgspec.Struct, frozen=True, tag="held_blocks"):
+    """Blocks that another engine has asked for, in the order in which it did."""
 
     read: int
-    checksum: bytes
-    data: bytes
+    blocks: tuple[Checked, ...]
 
 
 class NotHeld(msgspec.Struct, frozen=True, tag="not_held"):
@@ -57,13 +60,13 @@ class NotHeld(msgspec.Struct, frozen=True, tag="not_held"):
     reason: str
 
 
-FromCore: TypeAlias = Pull | StopPull | HeldBlock | NotHeld
+FromCore: TypeAlias = Pull | StopPull | HeldBlocks | NotHeld
 
 # Front to core.
 
 
 class ReadHeld(msgspec.Struct, frozen=True, tag="read_held"):
-    """Asks for blocks that are held under a ticket; answered by HeldBlock of each, or by NotHeld."""
+    """Asks for blocks that are held under a ticket; answered by HeldBlocks, or by NotHeld."""
 
     read: int
     ticket: bytes
@@ -71,13 +74,12 @@ class ReadHeld(msgspec.Struct, frozen=True, tag="read_held"):
     hashes: tuple[BlockHash, ...]
 
 
-class PulledBlock(msgspec.Struct, frozen=True, tag="pulled_block"):
-    """A block of a pull, by its place there."""
+class PulledBlocks(msgspec.Struct, frozen=True, tag="pulled_blocks"):
+    """Blocks of a pull, by the place of the first one there."""
 
     token: int
-    index: int
-    checksum: bytes
-    data: bytes
+    first_index: int
+    blocks: tuple[Checked, ...]
 
 
 class PullEnded(msgspec.Struct, frozen=True, tag="pull_ended"):
@@ -87,7 +89,7 @@ class PullEnded(msgspec.Struct, frozen=True, tag="pull_ended"):
     reason: str = ""
 
 
-ToCore: TypeAlias = ReadHeld | PulledBlock | PullEnded
+ToCore: TypeAlias = ReadHeld | PulledBlocks | PullEnded
 
 # Why a pull brought less than was asked for.
 PULL_FAILURES = ("lost", "silence", "gone", "form", "checksum", "slow")

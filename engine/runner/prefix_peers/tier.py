@@ -26,12 +26,13 @@ from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.runner.prefix_peers.books import Blocks, Held, Pulls
 from engine.types.hand_over import (
     BlockSource,
+    Checked,
     FromCore,
     HandOverCounters,
-    HeldBlock,
+    HeldBlocks,
     NotHeld,
     Pull,
-    PulledBlock,
+    PulledBlocks,
     PullEnded,
     ReadHeld,
     StopPull,
@@ -41,6 +42,8 @@ from engine.types.hand_over import (
 _log = logging.getLogger(__name__)
 
 _CHECKSUM_BYTES = 16
+# Blocks go together up to this size: a message takes a millisecond where processors are busy.
+_TOGETHER_BYTES = 1 << 20
 
 
 class PeerTier:
@@ -126,8 +129,9 @@ class PeerTier:
             try:
                 while (frame := read_frame(stream)) is not None:
                     match self._decoder.decode(frame):
-                        case PulledBlock() as pulled:
-                            self._take(blocks, pulled)
+                        case PulledBlocks(token, first, pulled):
+                            for index, (checksum, data) in enumerate(pulled, start=first):
+                                self._take(blocks, token, index, checksum, data)
                         case PullEnded(token, reason):
                             self._end(token, reason)
                         case ReadHeld() as asked:
@@ -136,26 +140,26 @@ class PeerTier:
                 # The front is gone, and the core ends with it.
                 _log.info("the socket for blocks is closed")
 
-    def _take(self, blocks: BlockBytes, pulled: PulledBlock) -> None:
+    def _take(self, blocks: BlockBytes, token: int, index: int, checksum: bytes, data: bytes) -> None:
         with self._lock:
-            found = self._pulls.next_block(pulled.token, pulled.index)
+            found = self._pulls.next_block(token, index)
             if found is None:
                 self._counters.num_late += 1
                 return
         block_hash, block_id = found
-        checksum = checksum_of(self._form, block_hash, pulled.data)
-        is_whole = len(pulled.data) == blocks.num_bytes and hmac.compare_digest(checksum, pulled.checksum)
+        expected = checksum_of(self._form, block_hash, data)
+        is_whole = len(data) == blocks.num_bytes and hmac.compare_digest(checksum, expected)
         if is_whole:
-            blocks.write(block_id, pulled.data)
+            blocks.write(block_id, data)
         with self._lock:
-            self._pulls.written(pulled.token, self._clock(), is_whole=is_whole)
+            self._pulls.written(token, self._clock(), is_whole=is_whole)
             if is_whole:
                 self._counters.num_received += 1
-                self._counters.received_bytes += len(pulled.data)
+                self._counters.received_bytes += len(data)
             else:
                 self._counters.failures["checksum"] += 1
         if not is_whole:
-            self._send(StopPull(pulled.token))
+            self._send(StopPull(token))
 
     def _end(self, token: int, reason: str) -> None:
         with self._lock:
@@ -166,18 +170,34 @@ class PeerTier:
         if asked.form != self._form:
             self._send(NotHeld(asked.read, "form"))
             return
+        found: list[Checked] = []
+        data: bytes | None = b""
         for block_hash in asked.hashes:
-            with self._lock:
-                block_id = self._held.find(asked.ticket, block_hash)
-            data = b"" if block_id is None else bytes(blocks.read(block_id))
-            with self._lock:
-                is_held = block_id is not None and self._held.find(asked.ticket, block_hash) == block_id
-                self._counters.num_sent += is_held
-                self._counters.sent_bytes += len(data) * is_held
-            if not is_held:
-                self._send(NotHeld(asked.read, "gone"))
-                return
-            self._send(HeldBlock(asked.read, checksum_of(self._form, block_hash, data), data))
+            data = self._held_bytes(blocks, asked.ticket, block_hash)
+            if data is None:
+                break
+            found.append((checksum_of(self._form, block_hash, data), data))
+            if len(found) * len(data) >= _TOGETHER_BYTES:
+                self._send(HeldBlocks(asked.read, tuple(found)))
+                found.clear()
+        if found:
+            self._send(HeldBlocks(asked.read, tuple(found)))
+        if data is None:
+            self._send(NotHeld(asked.read, "gone"))
+
+    def _held_bytes(self, blocks: BlockBytes, ticket: bytes, block_hash: BlockHash) -> bytes | None:
+        """A block's bytes, if it was held from the first to the last of them."""
+        with self._lock:
+            block_id = self._held.find(ticket, block_hash)
+        if block_id is None:
+            return None
+        data = bytes(blocks.read(block_id))
+        with self._lock:
+            if self._held.find(ticket, block_hash) != block_id:
+                return None
+            self._counters.num_sent += 1
+            self._counters.sent_bytes += len(data)
+        return data
 
     def _send(self, message: FromCore) -> None:
         with self._sending:

@@ -15,11 +15,12 @@ from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.runner.prefix_peers.tier import PeerTier
 from engine.types.hand_over import (
     BlockSource,
+    Checked,
     FromCore,
-    HeldBlock,
+    HeldBlocks,
     NotHeld,
     Pull,
-    PulledBlock,
+    PulledBlocks,
     PullEnded,
     ReadHeld,
     StopPull,
@@ -80,20 +81,21 @@ def receiver() -> Iterator[Side]:
     side.close()
 
 
-def held(sender: Side) -> list[HeldBlock]:
+def held(sender: Side) -> tuple[Checked, ...]:
     sender.say(ReadHeld(1, TICKET, FORM, HASHES))
-    found = [sender.hear() for _ in HASHES]
-    assert all(isinstance(each, HeldBlock) for each in found)
-    return found  # type: ignore[return-value]
+    found = sender.hear()
+    assert isinstance(found, HeldBlocks)
+    return found.blocks
 
 
-def pulled(index: int, block: HeldBlock, token: int = 7) -> PulledBlock:
-    return PulledBlock(token, index, block.checksum, block.data)
+def pulled(index: int, *blocks: Checked, token: int = 7) -> PulledBlocks:
+    return PulledBlocks(token, index, blocks)
 
 
 def test_blocks_arrive_as_they_were(sender: Side, receiver: Side) -> None:
-    for index, block in enumerate(held(sender)):
-        receiver.say(pulled(index, block))
+    first, *others = held(sender)
+    receiver.say(pulled(0, first))
+    receiver.say(pulled(1, *others))
     receiver.settle()
     assert receiver.tier.finished() == [(7, 3)]
     assert receiver.blocks[[1, 0, 5]].tolist() == sender.blocks[[4, 2, 3]].tolist()
@@ -106,9 +108,8 @@ def test_blocks_arrive_as_they_were(sender: Side, receiver: Side) -> None:
 def test_damaged_bytes_end_the_pull_before_them(sender: Side, receiver: Side) -> None:
     first, second, third = held(sender)
     receiver.say(pulled(0, first))
-    receiver.say(pulled(1, HeldBlock(1, second.checksum, second.data[::-1])))
+    receiver.say(pulled(1, (second[0], second[1][::-1]), third))
     assert receiver.hear() == StopPull(7)
-    receiver.say(pulled(2, third))
     receiver.say(PullEnded(7, "lost"))
     receiver.settle()
     assert receiver.tier.finished() == [(7, 1)]
@@ -142,7 +143,7 @@ def test_what_was_let_go_or_is_of_another_form_is_not_sent(sender: Side) -> None
     sender.say(ReadHeld(2, TICKET, b"g" * 16, HASHES))
     assert sender.hear() == NotHeld(2, "form")
     sender.say(ReadHeld(3, TICKET, FORM, (HASHES[0], b"unknown" * 2)))
-    assert isinstance(sender.hear(), HeldBlock)
+    assert isinstance(sender.hear(), HeldBlocks)
     assert sender.hear() == NotHeld(3, "gone")
     sender.tier.withdraw(TICKET)
     sender.say(ReadHeld(4, TICKET, FORM, HASHES))

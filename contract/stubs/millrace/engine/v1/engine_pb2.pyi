@@ -1396,51 +1396,56 @@ Global___PullBlocksRequest: _TypeAlias = PullBlocksRequest  # noqa: Y015
 class PullBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    BLOCK_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     refusal: Global___PullRefusal.ValueType
     """Nothing follows."""
     @_builtins.property
-    def block(self) -> Global___PulledBlock: ...
+    def blocks(self) -> Global___PulledBlocks: ...
     def __init__(
         self,
         *,
-        block: Global___PulledBlock | None = ...,
+        blocks: Global___PulledBlocks | None = ...,
         refusal: Global___PullRefusal.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "message", b"message", "refusal", b"refusal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "message", b"message", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "message", b"message", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "message", b"message", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["block", "refusal"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["blocks", "refusal"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___PullBlocksResponse: _TypeAlias = PullBlocksResponse  # noqa: Y015
 
 @_typing.final
-class PulledBlock(_message.Message):
+class PulledBlocks(_message.Message):
+    """PulledBlocks are some that follow one another: small ones go together."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    """Of the block in the request, beginning with 0."""
-    checksum: _builtins.bytes
-    """Of the bytes, under form and hash."""
-    data: _builtins.bytes
+    first_index: _builtins.int
+    """Of the first one in the request, beginning with 0."""
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of the bytes of each, under form and hash."""
+
+    @_builtins.property
+    def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        checksum: _builtins.bytes = ...,
-        data: _builtins.bytes = ...,
+        first_index: _builtins.int = ...,
+        checksums: _abc.Iterable[_builtins.bytes] | None = ...,
+        data: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data", "index", b"index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "data", b"data", "first_index", b"first_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PulledBlock: _TypeAlias = PulledBlock  # noqa: Y015
+Global___PulledBlocks: _TypeAlias = PulledBlocks  # noqa: Y015
