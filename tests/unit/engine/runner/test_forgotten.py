@@ -15,11 +15,11 @@ import pytest
 import torch
 import transformers
 
-import engine.runner.forgotten as module
+import engine.runner.forgotten.keys as module
 from contract.retention import Retention
 from engine.config import CacheConfig, SchedulerConfig
 from engine.runner.base import PendingStep
-from engine.runner.forgotten import LayerKeys
+from engine.runner.forgotten.keys import LayerKeys
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams, TokenEvent
