@@ -183,7 +183,7 @@ def test_what_choices_took_adds_up_and_the_causes_are_no_ones_else() -> None:
     )
     one.add(other)
     assert one == ChoiceStatistics(
-        5, 0, 0, 4, 0, 0.5, 0.0, 0, 0.0, EngineTime(0.5, 1.25), {"a": 2.0, "b": 2.0}
+        5, 0, 0, 4, 0, 0.5, 0.0, 0, 0.75, EngineTime(0.5, 1.25), {"a": 2.0, "b": 2.0}
     )
     assert other.delayed_by_s == {"a": 1.0, "b": 2.0}
 
