@@ -5,7 +5,7 @@
 
 A prompt is a text that the model wrote itself, at temperature 1, of so many tokens, to which it answers
 greedily. What is lost is measured over the same answers: as it is served, from keys in eight bits
-(`engine/runner/forgotten.py`); and from the keys as they were, in float64, which nobody could keep. Beside
+(`engine/runner/forgotten`); and from the keys as they were, in float64, which nobody could keep. Beside
 them is what the boxes of blocks alone would say, a third of the memory. A share is that of all attention of
 an answer, on average over its tokens, layers and heads. Nothing here is a time.
 """
@@ -25,7 +25,7 @@ from checkpoint.files import find
 from contract.retention import Retention
 from engine.config import CacheConfig, EngineConfig
 from engine.runner.build import build_here
-from engine.runner.forgotten import Floats, LayerKeys
+from engine.runner.forgotten.keys import Floats, LayerKeys
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
 from runtime.config import ModelConfig
@@ -88,9 +88,9 @@ def compared(name: str, keep: float, prompts: Texts, num_tokens: int) -> Row:
     """One row: what answers with `keep` say they lost, and did."""
     retention = Retention(policy="window+sinks", keep=keep, max_lost=1.0)
     served, said = answered(_folder(name), prompts, num_tokens, retention, 0.0)
-    with mock.patch("engine.runner.forgotten.LayerKeys", KeysAsTheyWere):
+    with mock.patch("engine.runner.forgotten.meter.LayerKeys", KeysAsTheyWere):
         again, true = answered(_folder(name), prompts, num_tokens, retention, 0.0)
-    with mock.patch.multiple("engine.runner.forgotten", MOST_WHOLE_BLOCKS=1, MOST_BOXES=1 << 20):
+    with mock.patch.multiple("engine.runner.forgotten.keys", MOST_WHOLE_BLOCKS=1, MOST_BOXES=1 << 20):
         once_more, by_boxes = answered(_folder(name), prompts, num_tokens, retention, 0.0)
     assert served == again == once_more, "measuring changes no answer"
     ratios = [ours / theirs for ours, theirs in zip(said, true, strict=True)]

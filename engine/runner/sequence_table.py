@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from contract.pooling import PoolingParams
 from contract.thinking import Thought
-from engine.runner.forgotten import ForgottenKeys
+from engine.runner.forgotten.meter import ForgottenKeys
 from engine.runner.speculation.economics import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with

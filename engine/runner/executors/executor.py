@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
-from engine.runner.forgotten import WatchedAttention, meter_of, take_forgotten
+from engine.runner.forgotten.meter import WatchedAttention, meter_of, take_forgotten
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import LogitRows, Sampled, logit_rows, no_rows, prompt_logprobs, sampling_rows

@@ -144,7 +144,7 @@ def test_what_an_engine_reports() -> None:
     first = FirstToken(0.1, 0.2, 0.3, 4, 5)
     assert engine.first_token(engine_pb2.FirstTokenTimings(**engine.first_token_fields(first))) == first
     took = ChoiceStatistics(
-        1, 2, 3, 4, 5, 0.5, 0.25, 6, EngineTime(1.0, 2.0, 3.0, 4.0), {"kv_pressure": 0.125}
+        1, 2, 3, 4, 5, 0.5, 0.25, 6, 7.5, EngineTime(1.0, 2.0, 3.0, 4.0), {"kv_pressure": 0.125}
     )
     assert engine.statistics(engine_pb2.ChoiceStatistics(**engine.statistics_fields(took))) == took
     load = EngineLoad(1, 2, 3, 4, 5, 6.0, 7.0, 8.0)
@@ -168,13 +168,23 @@ def test_a_failure_in_plain_data_is_the_error_that_it_was_made_of() -> None:
 
 def test_what_choices_took_adds_up_and_the_causes_are_no_ones_else() -> None:
     one = ChoiceStatistics(
-        num_steps=2, drafted_tokens=4, engine_time=EngineTime(decode_s=1.0), delayed_by_s={"a": 1.0}
+        num_steps=2,
+        drafted_tokens=4,
+        lost_tokens=0.25,
+        engine_time=EngineTime(decode_s=1.0),
+        delayed_by_s={"a": 1.0},
     )
     other = ChoiceStatistics(
-        num_steps=3, decode_s=0.5, engine_time=EngineTime(0.5, 0.25), delayed_by_s={"a": 1.0, "b": 2.0}
+        num_steps=3,
+        decode_s=0.5,
+        lost_tokens=0.5,
+        engine_time=EngineTime(0.5, 0.25),
+        delayed_by_s={"a": 1.0, "b": 2.0},
     )
     one.add(other)
-    assert one == ChoiceStatistics(5, 0, 0, 4, 0, 0.5, 0.0, 0, EngineTime(0.5, 1.25), {"a": 2.0, "b": 2.0})
+    assert one == ChoiceStatistics(
+        5, 0, 0, 4, 0, 0.5, 0.0, 0, 0.75, EngineTime(0.5, 1.25), {"a": 2.0, "b": 2.0}
+    )
     assert other.delayed_by_s == {"a": 1.0, "b": 2.0}
 
 

@@ -1,14 +1,7 @@
-"""How much of attention an answer's forgotten keys would have had: a bound that is never below it.
+"""Measures what steps lose by what their sequences have forgotten: a bound that is never below it.
 
-Of every block that an answer forgets (`engine.types.retention`) its keys stay here in eight bits, a step for
-each channel of each block, with the length of what rounding took of each key, in steps: a score is then known
-up to that length times the length of the query in steps (Cauchy-Schwarz), and so is the weight that the key
-would have had. Beyond
-MOST_WHOLE_BLOCKS blocks the oldest leave their boxes alone, the least and the most of each channel; of boxes
-beyond MOST_BOXES, neighbours become one. So an endless answer has constant memory, and a bound that grows
-loose. Keys are as the cache holds them, and the sum of what was attended to is computed beside attention,
-from the same queries. Used by the executors for requests that have a bound (`kv.max_lost`); others cost
-nothing.
+Keys are as the cache holds them, and the sum of what was attended to is computed beside attention, from the
+same queries. Used by the executors for requests that have a bound (`kv.max_lost`); others cost nothing.
 
 Shape letters: T tokens, H query heads, K kv heads, G queries of a kv head, D key dim, B blocks, P block size,
 C tokens of a history.
@@ -24,105 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
+from engine.runner.forgotten.keys import Floats, LayerKeys, capped, log_sum
 from engine.types import KeptBlocks
 from kernels.attention.ragged import AttentionOptions
 from kernels.paged_cache.host import HostCache
-
-Floats = NDArray[np.float32]
-
-MOST_WHOLE_BLOCKS = 512
-MOST_BOXES = 256
-_LEVELS = 255.0
-# Part of all that is attended to which blocks may have too much, together, by being told from their boxes.
-_FROM_BOXES = 1e-3
-# Of the lengths of a key and a query, for each of their elements: what float32 may take of a score.
-_ROUNDING = 2.0**-22
-
-
-class LayerKeys:
-    """The forgotten keys of one layer."""
-
-    def __init__(self) -> None:
-        self.num_blocks = 0
-        # Of blocks that are here whole, for each channel [K, B, D]: the least, and the step between two
-        # levels; for each key the levels [K, B, P, D] and the length that rounding took [K, B, P]; for each
-        # block what scores may be off by float32 arithmetic, as a part of the query's length [K, B].
-        self._low = self._step = self._lengths = np.zeros((0, 0, 0), np.float32)
-        self._off = np.zeros((0, 0), np.float32)
-        self._levels = np.zeros((0, 0, 0, 0), np.uint8)
-        # Boxes of others, with the keys in each [B].
-        self._boxes: list[Floats] = []
-        self._counts = np.zeros(0, np.int64)
-
-    def add(self, keys: Floats) -> None:
-        """Keys [K, B, P, D] of blocks that follow those before."""
-        for first in range(0, keys.shape[1], MOST_WHOLE_BLOCKS):
-            self._add(keys[:, first : first + MOST_WHOLE_BLOCKS])
-
-    def _add(self, keys: Floats) -> None:
-        count = keys.shape[1]
-        low, high = keys.min(2), keys.max(2)
-        step = np.maximum((high - low) / _LEVELS, np.float32(1e-30))
-        levels = np.rint((keys - low[:, :, None]) / step[:, :, None])
-        taken = (keys - (low[:, :, None] + levels * step[:, :, None])) / step[:, :, None]
-        lengths = np.linalg.norm(taken, axis=3) * np.float32(1.0001)
-        off = np.linalg.norm(keys, axis=3).max(2) * np.float32(_ROUNDING * keys.shape[3])
-        whole: tuple[Any, ...] = (low, step, levels.astype(np.uint8), lengths, off)
-        held: tuple[Any, ...] = (self._low, self._step, self._levels, self._lengths, self._off)
-        if self.num_blocks:
-            excess = max(0, self._low.shape[1] + count - MOST_WHOLE_BLOCKS)
-            self._leave_boxes(excess)
-            whole = tuple(
-                np.concatenate((old[:, excess:], new), 1) for old, new in zip(held, whole, strict=True)
-            )
-        self._low, self._step, self._levels, self._lengths, self._off = whole
-        self.num_blocks += count
-
-    def _leave_boxes(self, count: int) -> None:
-        if not count:
-            return
-        low, wide = self._low[:, :count], _LEVELS * self._step[:, :count]
-        boxes = [low, low + wide + 1e-6 * (np.abs(low) + wide)]
-        counts = np.full(count, self._levels.shape[2])
-        if self._boxes:
-            boxes = [np.concatenate(pair, 1) for pair in zip(self._boxes, boxes, strict=True)]
-            counts = np.concatenate((self._counts, counts))
-        while counts.size > MOST_BOXES:
-            even = counts.size // 2 * 2
-            merged = [
-                np.concatenate((pick(box[:, 0:even:2], box[:, 1:even:2]), box[:, even:]), 1)
-                for pick, box in zip((np.minimum, np.maximum), boxes, strict=True)
-            ]
-            counts = np.concatenate((counts[0:even:2] + counts[1:even:2], counts[even:]))
-            boxes = merged
-        self._boxes, self._counts = boxes, counts
-
-    def log_mass(self, q: Floats, log_seen: Floats, soft_cap: float | None) -> NDArray[np.float64]:
-        """At least the logarithm of the weights' sum [K, G] that scaled queries [K, G, D] would have given to
-        the forgotten keys, where what they look at has the sum exp(`log_seen`).
-        """
-        sums: list[Floats] = []
-        if self._boxes:
-            low, high = self._boxes
-            scores = np.maximum(q, 0) @ high.swapaxes(1, 2) + np.minimum(q, 0) @ low.swapaxes(1, 2)
-            reach = np.maximum(np.abs(low), np.abs(high)).swapaxes(1, 2)
-            scores += np.float32(_ROUNDING * q.shape[2]) * (np.abs(q) @ reach)
-            sums.append(_capped(scores, soft_cap) + np.log(self._counts, dtype=np.float32))
-        num_whole, block_size = self._levels.shape[1:3]
-        at_low = q @ self._low.swapaxes(1, 2) + np.linalg.norm(q, axis=2)[..., None] * self._off[:, None]
-        most = at_low + np.maximum(q, 0) @ (_LEVELS * self._step).swapaxes(1, 2)
-        most = _capped(most, soft_cap) + np.float32(np.log(block_size))
-        least = log_seen[..., None] + np.log(_FROM_BOXES / num_whole)
-        for head in range(q.shape[0]):
-            read = np.flatnonzero((most[head] > least[head]).any(0))
-            if read.size:
-                steps = q[head][None] * self._step[head, read][:, None]  # [B, G, D]
-                scores = steps @ self._levels[head, read].astype(np.float32).swapaxes(1, 2)  # [B, G, P]
-                scores += at_low[head][:, read].T[..., None]
-                scores += np.linalg.norm(steps, axis=2)[..., None] * self._lengths[head, read][:, None]
-                most[head][:, read] = _log_sum(_capped(scores, soft_cap)).T
-        sums.append(most)
-        return _log_sum(np.concatenate(sums, 2))
 
 
 @dataclass(kw_only=True)
@@ -136,7 +34,7 @@ class ForgottenKeys:
 
 
 @dataclass(kw_only=True)
-class _Row:
+class MeasuredRow:
     """A row of the step that does not look at everything."""
 
     member: int
@@ -150,7 +48,7 @@ class _Row:
 class LossMeter:
     """Measures a step's rows while it is computed: `watch` is called by every layer before its attention."""
 
-    def __init__(self, rows: Sequence[_Row], caches: Sequence[Any]) -> None:
+    def __init__(self, rows: Sequence[MeasuredRow], caches: Sequence[Any]) -> None:
         self._rows = rows
         self._layers = {id(cache): index for index, cache in enumerate(caches)}
         self._num_heads = 0
@@ -169,12 +67,12 @@ class LossMeter:
             num_tokens, num_kv = own.shape[0], keys.shape[0]
             own = own.reshape(num_tokens, num_kv, -1, own.shape[2]).swapaxes(0, 1)
             own = np.ascontiguousarray(own.reshape(num_kv, -1, own.shape[3]))  # [K, T * G, D]
-            scores = _capped(own @ keys.swapaxes(1, 2), options.soft_cap)
+            scores = capped(own @ keys.swapaxes(1, 2), options.soft_cap)
             ends = row.num_seen - num_tokens + np.arange(num_tokens)
             hidden = np.arange(row.num_seen) > np.repeat(ends, own.shape[1] // num_tokens)[:, None]
             # What was rounded of the scores that are seen comes off their sum.
             slack = 1e-5 * (1.0 + np.abs(scores).max(2))
-            log_seen = _log_sum(np.where(hidden, np.float32(-np.inf), scores)) - slack
+            log_seen = log_sum(np.where(hidden, np.float32(-np.inf), scores)) - slack
             layer = row.forgotten.layers[self._layers[id(cache)]]
             log_lost = layer.log_mass(own, log_seen.astype(np.float32), options.soft_cap)
             shares = 1.0 / (1.0 + np.exp(np.minimum(log_seen - log_lost, 700.0)))
@@ -222,7 +120,7 @@ def meter_of(
             num_seen = int(ragged.context_lens[member])
             blocks = ragged.block_tables[member, : -(-num_seen // ragged.block_size)]
             rows.append(
-                _Row(
+                MeasuredRow(
                     member=member,
                     forgotten=forgotten,
                     tokens=slice(first, end),
@@ -297,16 +195,4 @@ def _gathered(cache: Any, blocks: NDArray[np.int64]) -> Floats:
             cache = QuantizedCache(keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn), scales)
     where = torch.from_numpy(np.ascontiguousarray(blocks))[None].to(cache.tensors()[0].device)
     found: Floats = cache.gather(where)[0][0].cpu().numpy()
-    return found
-
-
-def _capped(scores: Any, soft_cap: float | None) -> Any:
-    return scores if soft_cap is None else np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
-
-
-def _log_sum(scores: Floats) -> NDArray[np.float64]:
-    """Logarithm of the exponentials' sum over the last axis."""
-    most = scores.max(-1, keepdims=True)
-    total = np.exp(scores - most).sum(-1, dtype=np.float64)
-    found: NDArray[np.float64] = np.log(total) + most[..., 0]
     return found

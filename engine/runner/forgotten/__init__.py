@@ -1,0 +1,1 @@
+"""How much of attention an answer's forgotten keys would have had."""
