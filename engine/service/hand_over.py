@@ -7,6 +7,8 @@ apart or damaged the core knows (engine/runner/prefix_peers/DESIGN.md).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
@@ -31,6 +33,8 @@ from engine.types.hand_over import (
     ToCore,
 )
 from runtime.channels import connect, trace_metadata
+
+_log = logging.getLogger(__name__)
 
 # Of blocks that are asked of the core at a time: so much is in this process at most, for each other engine.
 _AT_A_TIME_BYTES = 4 << 20
@@ -92,8 +96,11 @@ class HandOver:
 
     async def _tell(self, message: ToCore) -> None:
         """Waits until the core has taken most of what was written."""
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(framed(msgspec.msgpack.encode(message)))
+        if self._writer is None or self._writer.is_closing():
+            return
+        self._writer.write(framed(msgspec.msgpack.encode(message)))
+        # Without a core nobody waits for anything.
+        with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
     # Blocks from other engines.
@@ -104,6 +111,10 @@ class HandOver:
                 reason = await self._pull_all(pull)
         except TimeoutError:
             reason = "slow"
+        except Exception:
+            # Whatever it is, somebody waits for the end.
+            _log.exception("pulling blocks from %s failed", pull.source.address)
+            reason = "lost"
         finally:
             del self._pulls[pull.token]
         await self._tell(PullEnded(pull.token, reason))

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from hashlib import blake2b
+from hashlib import sha256
 
 import msgspec
 
@@ -209,5 +209,7 @@ class PeerTier:
 
 
 def checksum_of(form: bytes, block_hash: BlockHash, data: bytes | memoryview) -> bytes:
-    """Of a block's bytes, for this form and this content."""
-    return blake2b(data, digest_size=_CHECKSUM_BYTES, key=form + block_hash).digest()
+    """Of a block's bytes, for this form and this content. Processors have instructions for this digest."""
+    digest = sha256(form + block_hash)
+    digest.update(data)
+    return digest.digest()[:_CHECKSUM_BYTES]
