@@ -23,12 +23,12 @@ from engine.config import HandOverConfig
 from engine.core import messages
 from engine.types.hand_over import (
     FromCore,
-    HeldBlocks,
     NotHeld,
     Pull,
     PulledBlocks,
     PullEnded,
     ReadHeld,
+    SentBlocks,
     StopPull,
     ToCore,
 )
@@ -53,7 +53,7 @@ class HandOver:
         self._writer: asyncio.StreamWriter | None = None
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._pulls: dict[int, asyncio.Task[None]] = {}
-        self._reads: dict[int, asyncio.Queue[HeldBlocks | NotHeld]] = {}
+        self._reads: dict[int, asyncio.Queue[SentBlocks | NotHeld]] = {}
         self._numbers = count(1)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._listener: asyncio.Task[None] | None = None
@@ -85,11 +85,14 @@ class HandOver:
     def _take(self, message: FromCore) -> None:
         match message:
             case Pull():
-                self._pulls[message.token] = asyncio.create_task(self._pull(message), name="pull")
+                task = asyncio.create_task(self._pull(message), name="pull")
+                self._pulls[message.token] = task
+                # Also of one that is cancelled before it has begun.
+                task.add_done_callback(lambda _: self._pulls.pop(message.token))
             case StopPull(token):
                 if token in self._pulls:
                     self._pulls[token].cancel()
-            case HeldBlocks() | NotHeld():
+            case SentBlocks() | NotHeld():
                 queue = self._reads.get(message.read)
                 if queue is not None:
                     queue.put_nowait(message)
@@ -115,8 +118,6 @@ class HandOver:
             # Whatever it is, somebody waits for the end.
             _log.exception("pulling blocks from %s failed", pull.source.address)
             reason = "lost"
-        finally:
-            del self._pulls[pull.token]
         await self._tell(PullEnded(pull.token, reason))
 
     async def _pull_all(self, pull: Pull) -> str:

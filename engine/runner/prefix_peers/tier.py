@@ -29,12 +29,12 @@ from engine.types.hand_over import (
     Checked,
     FromCore,
     HandOverCounters,
-    HeldBlocks,
     NotHeld,
     Pull,
     PulledBlocks,
     PullEnded,
     ReadHeld,
+    SentBlocks,
     StopPull,
     ToCore,
 )
@@ -178,10 +178,10 @@ class PeerTier:
                 break
             found.append((checksum_of(self._form, block_hash, data), data))
             if len(found) * len(data) >= _TOGETHER_BYTES:
-                self._send(HeldBlocks(asked.read, tuple(found)))
+                self._send(SentBlocks(asked.read, tuple(found)))
                 found.clear()
         if found:
-            self._send(HeldBlocks(asked.read, tuple(found)))
+            self._send(SentBlocks(asked.read, tuple(found)))
         if data is None:
             self._send(NotHeld(asked.read, "gone"))
 
