@@ -7,6 +7,8 @@ apart or damaged the core knows (engine/runner/prefix_peers/DESIGN.md).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
@@ -21,16 +23,18 @@ from engine.config import HandOverConfig
 from engine.core import messages
 from engine.types.hand_over import (
     FromCore,
-    HeldBlocks,
     NotHeld,
     Pull,
     PulledBlocks,
     PullEnded,
     ReadHeld,
+    SentBlocks,
     StopPull,
     ToCore,
 )
 from runtime.channels import connect, trace_metadata
+
+_log = logging.getLogger(__name__)
 
 # Of blocks that are asked of the core at a time: so much is in this process at most, for each other engine.
 _AT_A_TIME_BYTES = 4 << 20
@@ -49,7 +53,7 @@ class HandOver:
         self._writer: asyncio.StreamWriter | None = None
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._pulls: dict[int, asyncio.Task[None]] = {}
-        self._reads: dict[int, asyncio.Queue[HeldBlocks | NotHeld]] = {}
+        self._reads: dict[int, asyncio.Queue[SentBlocks | NotHeld]] = {}
         self._numbers = count(1)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._listener: asyncio.Task[None] | None = None
@@ -81,19 +85,25 @@ class HandOver:
     def _take(self, message: FromCore) -> None:
         match message:
             case Pull():
-                self._pulls[message.token] = asyncio.create_task(self._pull(message), name="pull")
+                task = asyncio.create_task(self._pull(message), name="pull")
+                self._pulls[message.token] = task
+                # Also of one that is cancelled before it has begun.
+                task.add_done_callback(lambda _: self._pulls.pop(message.token))
             case StopPull(token):
                 if token in self._pulls:
                     self._pulls[token].cancel()
-            case HeldBlocks() | NotHeld():
+            case SentBlocks() | NotHeld():
                 queue = self._reads.get(message.read)
                 if queue is not None:
                     queue.put_nowait(message)
 
     async def _tell(self, message: ToCore) -> None:
         """Waits until the core has taken most of what was written."""
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(framed(msgspec.msgpack.encode(message)))
+        if self._writer is None or self._writer.is_closing():
+            return
+        self._writer.write(framed(msgspec.msgpack.encode(message)))
+        # Without a core nobody waits for anything.
+        with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
     # Blocks from other engines.
@@ -104,8 +114,10 @@ class HandOver:
                 reason = await self._pull_all(pull)
         except TimeoutError:
             reason = "slow"
-        finally:
-            del self._pulls[pull.token]
+        except Exception:
+            # Whatever it is, somebody waits for the end.
+            _log.exception("pulling blocks from %s failed", pull.source.address)
+            reason = "lost"
         await self._tell(PullEnded(pull.token, reason))
 
     async def _pull_all(self, pull: Pull) -> str:

@@ -46,7 +46,7 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop_pull"):
 Checked: TypeAlias = tuple[bytes, bytes]
 
 
-class HeldBlocks(msgspec.Struct, frozen=True, tag="held_blocks"):
+class SentBlocks(msgspec.Struct, frozen=True, tag="sent_blocks"):
     """Blocks that another engine has asked for, in the order in which it did."""
 
     read: int
@@ -60,13 +60,13 @@ class NotHeld(msgspec.Struct, frozen=True, tag="not_held"):
     reason: str
 
 
-FromCore: TypeAlias = Pull | StopPull | HeldBlocks | NotHeld
+FromCore: TypeAlias = Pull | StopPull | SentBlocks | NotHeld
 
 # Front to core.
 
 
 class ReadHeld(msgspec.Struct, frozen=True, tag="read_held"):
-    """Asks for blocks that are held under a ticket; answered by HeldBlocks, or by NotHeld."""
+    """Asks for blocks that are held under a ticket; answered by SentBlocks, or by NotHeld."""
 
     read: int
     ticket: bytes

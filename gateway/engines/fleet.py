@@ -50,8 +50,9 @@ _ADDRESS = re.compile(r"unix:\S+|(?:dns:/*)?(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]
 _SETTLED_S = 0.05
 # Kinds of submissions, by what engines they ask for, whose engines are remembered.
 _MOST_KINDS = 1024
-# Weight of the newest hand-over in what one takes.
-_HAND_OVER = 0.2
+# Weight of the newest hand-over in what one takes, and what is left of that after each prompt that was not
+# handed over for it.
+_HAND_OVER, _FORGOTTEN = 0.2, 0.95
 # Odd factors that mix 64 bits well (Steele, Lea and Flood, "Fast splittable pseudorandom number generators").
 _MIXES, _WORD = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (1 << 64) - 1
 # All that stands in a file where it is meant that no engine runs: models may be loaded on demand.
@@ -193,7 +194,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._chance = random.Random(gateway)
         self._takers: dict[tuple[Any, ...], list[Attachment]] = {}
-        # What handing over a token of a prompt takes, as measured; 0 while nothing was.
+        # What handing over a token of a prompt takes, as measured.
         self._hand_over_s_per_token = 0.0
         self._clock = clock
         self._demand = EngineDemand(autoscaling or AutoscalingConfig(), self._of_pool)
@@ -329,13 +330,14 @@ class Fleet:
         moves_s = self._hand_over_s_per_token * (tokens - behind.cached_tokens)
         load = alone.attachment.load
         if not pays(first_s, moves_s, seconds_to_first(behind, load, tokens), num_running=load.num_running):
+            # What is not tried is not measured: after a while it is tried again.
+            self._hand_over_s_per_token *= _FORGOTTEN
             return None
         return Split(self._taken(submission, first, hashes), first_s)
 
     def note_hand_over(self, num_tokens: int, seconds: float) -> None:
         """An answer went on so long after its first token, where so much of its prompt was pulled."""
-        each, known = seconds / num_tokens, self._hand_over_s_per_token
-        self._hand_over_s_per_token = known + _HAND_OVER * (each - known) if known else each
+        self._hand_over_s_per_token += _HAND_OVER * (seconds / num_tokens - self._hand_over_s_per_token)
 
     def _best(
         self, ready: list[Attachment], submission: Submission, hashes: PromptHashes | None

@@ -17,12 +17,12 @@ from engine.types.hand_over import (
     BlockSource,
     Checked,
     FromCore,
-    HeldBlocks,
     NotHeld,
     Pull,
     PulledBlocks,
     PullEnded,
     ReadHeld,
+    SentBlocks,
     StopPull,
     ToCore,
 )
@@ -84,7 +84,7 @@ def receiver() -> Iterator[Side]:
 def held(sender: Side) -> tuple[Checked, ...]:
     sender.say(ReadHeld(1, TICKET, FORM, HASHES))
     found = sender.hear()
-    assert isinstance(found, HeldBlocks)
+    assert isinstance(found, SentBlocks)
     return found.blocks
 
 
@@ -143,7 +143,7 @@ def test_what_was_let_go_or_is_of_another_form_is_not_sent(sender: Side) -> None
     sender.say(ReadHeld(2, TICKET, b"g" * 16, HASHES))
     assert sender.hear() == NotHeld(2, "form")
     sender.say(ReadHeld(3, TICKET, FORM, (HASHES[0], b"unknown" * 2)))
-    assert isinstance(sender.hear(), HeldBlocks)
+    assert isinstance(sender.hear(), SentBlocks)
     assert sender.hear() == NotHeld(3, "gone")
     sender.tier.withdraw(TICKET)
     sender.say(ReadHeld(4, TICKET, FORM, HASHES))
