@@ -1,4 +1,4 @@
-"""The head that comes with the bundled model: its drafts hold, and change nothing."""
+"""The heads that come with the bundled model: their drafts hold, and change nothing."""
 
 from __future__ import annotations
 
