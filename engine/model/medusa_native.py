@@ -18,7 +18,6 @@ from engine.model.records import Floats, Linear, MedusaHeads, ModelRecord, Norm
 from kernels.activation.native import KINDS, ActivationArgs
 from kernels.host import address_of
 from kernels.native.library import Op, Program, StepStruct
-from kernels.norm.native import NormArgs, norm_op
 
 
 def final_norm(target: ModelRecord) -> Norm:
@@ -78,16 +77,7 @@ class NativeMedusaHeads:
                 plain=1,
             )
             builder.add("activation", activation, change)
-            # No norm, but the sum of both.
-            joined = NormArgs(
-                step=builder.step,
-                x=address_of(x),
-                change=address_of(change),
-                residual=address_of(total),
-                width=width,
-                gain=1.0,
-            )
-            builder.ops.append(norm_op(builder.library, joined, x, change, total))
+            builder.add_rows(x, change, total)
             x = total
         builder.product(projection, x, self._logits, False)
         return self._taken(builder)

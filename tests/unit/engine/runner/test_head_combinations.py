@@ -374,7 +374,7 @@ def test_rows_with_adapters_draft_beside_those_without(
     assert totals(found)[1] > 0
 
 
-@pytest.mark.parametrize("method", ["eagle3"])
+@pytest.mark.parametrize("method", METHODS)
 def test_drafts_of_a_head_and_tokens_that_a_grammar_forces_take_turns(method: str) -> None:
     """Of one answer some are forced and some are drafted; beside thoughts that are held to a budget, in steps
     that are overlapped, and where an answer goes on in its middle. The heads are those of the bundled model.
