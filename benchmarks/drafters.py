@@ -1,4 +1,4 @@
-"""What each way to draft gains and costs: no drafts, look-ups, a draft model and a trained head, in turns.
+"""What each way to draft gains and costs: no drafts, look-ups, a draft model and trained heads, in turns.
 
     python -m benchmarks.drafters --draft-model models/millrace-nano-draft --head FOLDER
     python -m benchmarks.drafters --model smollm2-135m --head FOLDER --streams 1 8
@@ -86,6 +86,7 @@ def methods_of(arguments: argparse.Namespace) -> dict[str, SpeculationConfig]:
     num_drafts = arguments.drafts
     found = {OFF: SpeculationConfig()}
     folders = {"ngram": "", "suffix": "", "draft_model": arguments.draft_model, "eagle3": arguments.head}
+    folders["medusa"] = arguments.medusa
     for name, folder in folders.items():
         if folder or name in ("ngram", "suffix"):
             values = {"method": name, "draft_model": folder, "num_draft_tokens": num_drafts}
@@ -190,6 +191,7 @@ def main() -> None:
     parser.add_argument("--model", default="bundled", help="bundled, a folder, or a known name")
     parser.add_argument("--draft-model", default="", help="folder of a draft model of the same vocabulary")
     parser.add_argument("--head", default="", help="folder of a head of EAGLE-3")
+    parser.add_argument("--medusa", default="", help="folder of heads of Medusa")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--rounds", type=int, default=5, help="that are counted")
     parser.add_argument("--answers", type=int, default=16, help="of a round; at least one for each stream")

@@ -114,9 +114,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """`[engine.speculation]`: tokens proposed cheaply and verified in one step. Never changes the output."""
 
     # ngram looks a sequence's end up in its own text; suffix also in the tenant's own recent answers.
-    # draft_model runs a small model ahead; eagle3 a trained head over hidden states of the model itself.
-    method: Literal["off", "ngram", "suffix", "draft_model", "eagle3"] = "off"
-    # Directory of the draft model, of the same vocabulary; of the head where the method is eagle3.
+    # draft_model runs a small model ahead; eagle3 a trained head over hidden states of the model itself;
+    # medusa has a head for each draft, all over the last hidden state.
+    method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "medusa"] = "off"
+    # Directory of the draft model, of the same vocabulary; of the heads where the method is eagle3 or medusa.
     draft_model: str = ""
     num_draft_tokens: int = 4
     # Tokens that a head of eagle3 looks back on, of those that were computed since the sequence came in.

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig
 from engine.model.checkpoint import LoadRequest
-from engine.model.eagle3 import MAX_READ_TOKENS
-from engine.model.eagle3_native import NativeDraftHead
 from engine.model.forward_batch import ForwardBatch
 from engine.model.loader import Progress, load_here
 from engine.model.native_decoder import NativeDecoder, why_not_lowered
@@ -94,20 +92,6 @@ def _why_not_native(config: EngineConfig, spec: ModelSpec, device: str) -> str:
             "int4, or engine.native to off to have torch compute it"
         )
     return why_not_lowered(spec, block_size=config.cache.block_size)
-
-
-def load_head(
-    request: LoadRequest, library: NativeLibrary, progress: Progress, load: Load = load_here
-) -> NativeDraftHead:
-    """Reads a head that drafts (`eagle3`). Raises CheckpointError."""
-    config = request.config
-    return NativeDraftHead(
-        load(request, library, progress),
-        library,
-        num_threads=config.num_threads,
-        max_tokens=MAX_READ_TOKENS,
-        max_rows=config.scheduler.max_num_seqs,
-    )
 
 
 def load_model(

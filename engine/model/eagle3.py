@@ -18,17 +18,16 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.model.config_reader import ConfigReader
+from engine.model.draft_heads import FLOAT_BYTES, KEY, REMEDY, check_target
 from engine.model.families.base import attention_biases, decoder_spec
 from engine.model.layer_spec import DraftHeadSpec
 from engine.model.spec import CheckpointError, ModelSpec, TensorHeader, TensorNames
 from runtime.errors import ConfigError
 
-KEY = "engine.speculation.draft_model"
 EMBEDDING = "model.embed_tokens.weight"
 NUM_STATES = 3
 # Features that all sequences together may keep before they are read, and tokens of each at least.
 _FEATURE_BYTES, _FEWEST_FEATURES = 64 << 20, 16
-FLOAT_BYTES = 4
 # Features that are read in one forward, so that a long prompt does not hold up everybody's next step.
 MAX_READ_TOKENS = 512
 # What is in front of names varies.
@@ -100,53 +99,23 @@ def _layers(reader: ConfigReader) -> tuple[int, ...]:
     return found or ()
 
 
-def why_no_head(target: ModelSpec) -> str:
-    """Why nothing can be drafted from a model's hidden states; empty where it can."""
-    for is_so, why in (
-        (target.state is not None, "has layers that carry a state, which no head's drafts go back behind"),
-        (target.pooling is not None, "pools what it reads, and draws no tokens"),
-        (target.altup is not None, "has several streams"),
-    ):
-        if is_so:
-            return why
-    return ""
-
-
 def check_head(
     head: ModelSpec, headers: dict[str, TensorHeader], target: ModelSpec, config: EngineConfig, device: str
 ) -> None:
     """Raises ConfigError for a head that does not go with a model, or where there is none of its kind."""
-    method = "engine.speculation.method = 'eagle3'"
-    if device != "cpu":
-        raise ConfigError(
-            f"{method}: hidden states are captured on CPUs alone, and the steps of {device} are recorded "
-            "without them; set it to ngram, suffix or draft_model, or engine.device to cpu"
-        )
-    if because := why_no_head(target):
-        raise ConfigError(f"{method}: {target.architecture} {because}; set it to off")
+    check_target(head, target, config, device)
     spec, given = head.draft_head, f"{KEY} = {config.speculation.draft_model!r}"
     assert spec is not None, "read as a head"
-    remedy = "take the head that was trained with this model, or train one (millrace train-drafter)"
-    if spec.target_size != target.hidden_size:
-        raise ConfigError(
-            f"{given} reads hidden states of {spec.target_size} elements, but the model's have "
-            f"{target.hidden_size}; {remedy}"
-        )
-    if head.num_embeddings != target.num_embeddings:
-        raise ConfigError(
-            f"{given} is for a vocabulary of {head.num_embeddings} tokens, but the model's has "
-            f"{target.num_embeddings}; {remedy}"
-        )
     layers = spec.layers_of(target.num_layers)
     if not all(0 <= layer <= target.num_layers for layer in layers):
         raise ConfigError(
             f"{given} reads hidden states around layers {list(layers)}, but the model has "
-            f"{target.num_layers} layers; {remedy}"
+            f"{target.num_layers} layers; {REMEDY}"
         )
     if EMBEDDING not in headers and head.hidden_size != target.hidden_size:
         raise ConfigError(
             f"{given} has no embed_tokens of its own, and embeddings of {head.hidden_size} elements, but the "
-            f"model's have {target.hidden_size}; {remedy}"
+            f"model's have {target.hidden_size}; {REMEDY}"
         )
 
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.model.forward_batch import ForwardBatch
+from engine.model.layer_spec import DraftHeadSpec
 from engine.model.native_decoder import NativeDecoder
 from engine.model.program_builder import ProgramBuilder
-from engine.model.records import Attention, FeedForward, Floats, ModelRecord
+from engine.model.records import Attention, DraftHead, FeedForward, Floats, ModelRecord
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from kernels.host import address_of, empty
 from kernels.native.library import NativeLibrary, Program
@@ -32,7 +33,7 @@ class NativeDraftHead(NativeDecoder):
         max_rows: int,
     ) -> None:
         super().__init__(model, library, num_threads=num_threads, max_tokens=max_tokens, max_rows=max_rows)
-        assert model.draft_head is not None, "read as a head"
+        assert isinstance(model.draft_head, DraftHead), "read as a head"
         # What `read` begins with, [T, F] of each layer that is read.
         self.features = [empty((max_tokens, linear.inputs)) for linear in model.draft_head.fusion]
         self._reading = Program(library, [])
@@ -67,7 +68,7 @@ class NativeDraftHead(NativeDecoder):
     def _build_body(self, caches: Sequence[Storage], max_tokens: int) -> None:
         builder = ProgramBuilder(self.model, self.library, self._step, max_tokens, self.num_threads)
         head = self.model.draft_head
-        assert head is not None, "read as a head"
+        assert isinstance(head, DraftHead), "read as a head"
         for number, (linear, rows) in enumerate(zip(head.fusion, self.features, strict=True)):
             builder.product(linear, rows, builder.stream, number > 0)
         num_fused = len(builder.ops)
@@ -79,8 +80,8 @@ class NativeDraftHead(NativeDecoder):
     def _add_layer(self, builder: ProgramBuilder, cache: Any) -> None:
         """From the hidden states in the stream, and the step's tokens, to those of the head."""
         head, layer, spec = self.model.draft_head, self.model.layers[0], self.spec
-        assert head is not None, "read as a head"
-        assert spec.draft_head is not None, "as above"
+        assert isinstance(head, DraftHead), "read as a head"
+        assert isinstance(spec.draft_head, DraftHeadSpec), "as above"
         attention, fed = layer.attention, layer.feed_forward
         assert isinstance(attention, Attention), "of a decoder's layer"
         assert isinstance(fed, FeedForward), "as above"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.model.eagle3 import EMBEDDING, NUM_STATES
+from engine.model.layer_spec import DraftHeadSpec
 from engine.model.layers import read_feed_forward, read_linear, read_norm
 from engine.model.records import Attention, DraftHead, Layer, Linear, ModelRecord
 from engine.model.rope import rope_table
@@ -24,7 +25,7 @@ _LAYER = "model.layers.0"
 
 def read_draft_head(weights: WeightReader, spec: ModelSpec, *, max_model_len: int) -> ModelRecord:
     """The head, whose linear layers are not packed yet."""
-    assert spec.draft_head is not None, "read as a head"
+    assert isinstance(spec.draft_head, DraftHeadSpec), "read as a head"
     embedding = torch.empty((0, spec.hidden_size), dtype=weights.dtype)
     if weights.has(EMBEDDING):
         embedding = weights.keep(EMBEDDING, (spec.num_embeddings, spec.hidden_size))
@@ -102,9 +103,16 @@ def _read_ids(weights: WeightReader, spec: ModelSpec) -> NDArray[np.int64] | Non
             )
         return None
     ids = weights.stored("model.d2t", (spec.vocab_size,)).to(torch.int64) + torch.arange(spec.vocab_size)
+    return checked_ids(weights, ids, spec, "d2t")
+
+
+def checked_ids(weights: WeightReader, ids: Tensor, spec: ModelSpec, name: str) -> NDArray[np.int64] | None:
+    """The target's ids [V] that a tensor names, as an array; None where they are all, in order. Raises
+    CheckpointError for what are none.
+    """
     if not bool(((ids >= 0) & (ids < spec.num_embeddings)).all()):
         raise CheckpointError(
-            f"{weights.folder}: tensor d2t leads beyond the {spec.num_embeddings} tokens of vocab_size"
+            f"{weights.folder}: tensor {name} leads beyond the {spec.num_embeddings} tokens of vocab_size"
         )
     if spec.vocab_size == spec.num_embeddings and bool((ids == torch.arange(ids.numel())).all()):
         return None

@@ -59,6 +59,23 @@ class DraftHeadSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers or (2, num_layers // 2, num_layers - 3)
 
 
+class MedusaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes heads that draft for another model of one that has no layers (Medusa, arXiv 2401.10774)."""
+
+    # Hidden size of that model, which is theirs.
+    target_size: int
+    num_heads: int
+    # Products of each head in front of the one that makes logits.
+    num_blocks: int
+    block_bias: bool
+    # Whether all heads make logits by the same weight.
+    shares_projection: bool
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """As of DraftHeadSpec: what the last layer leaves."""
+        return (num_layers,)
+
+
 # What a layer reads of a token is the sum of two numbers of the same spread.
 SUM_SCALE = 2.0**-0.5
 

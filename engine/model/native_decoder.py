@@ -263,7 +263,12 @@ class NativeDecoder:
             ranks=self.ranks,
         )
         builder.ops += self._handed_over(self._step, FORWARD)
-        captured = [empty((max_tokens, self.spec.hidden_size)) for _ in self.captured_layers]
+        num_layers = len(self.model.layers)
+        # What the last layer leaves stays in the stream.
+        captured = [
+            builder.stream if layer == num_layers else empty((max_tokens, self.spec.hidden_size))
+            for layer in self.captured_layers
+        ]
 
         def capture(index: int) -> None:
             for wanted, out in zip(self.captured_layers, captured, strict=True):
@@ -274,7 +279,6 @@ class NativeDecoder:
         for index, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
             capture(index)
             builder.layer(layer, cache)
-        capture(len(self.model.layers))
         builder.finish()
         if self.spec.pooling is not None and self.model.norm is not None:
             builder.norm_stream(self.model.norm)

@@ -34,6 +34,8 @@ from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
+from engine.model.layer_spec import MedusaSpec
+from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
 from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
 from engine.model.state_memory import StateRoom, draft_states_bytes, state_room
@@ -66,6 +68,8 @@ NATIVE_FLOAT32_LIMIT_BYTES = 64 << 20
 ATTENTION_CHUNK_TOKENS = 256
 # Attention walks over histories in pieces that begin at multiples of this.
 LARGEST_BLOCK = 64
+# Methods of speculation by heads: what reads them, and what refuses those that do not go with a model.
+_HEADS = {"eagle3": (read_head_spec, check_head), "medusa": (read_medusa_spec, check_medusa)}
 
 
 class DraftInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,7 +352,9 @@ def make_plan(given: PlanInput) -> MemoryPlan:
 
 
 def _room_bytes(given: PlanInput, head: ModelSpec) -> int:
-    """What a head keeps of sequences."""
+    """What a head keeps of sequences, or heads compute with."""
+    if isinstance(head.draft_head, MedusaSpec):
+        return medusa_bytes(head, given.config)
     per_token = kv_bytes_per_token(head, given.kv_dtype)
     return HeadRooms.of(head, given.config).num_bytes(head, given.config, per_token)
 
@@ -424,7 +430,7 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     draft, method = None, config.speculation.method
     if method != "off":
         _check_states(f"engine.speculation.method = {method!r}", spec, device, "set it to off")
-    if method in ("draft_model", "eagle3"):
+    if method in ("draft_model", *_HEADS):
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)
     shard = WHOLE
@@ -476,10 +482,11 @@ def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInp
     folder = find(path, "engine.speculation.draft_model")
     # What drafts is small, and is not quantized.
     plain = msgspec.structs.replace(config, quantize="off")
-    if method == "eagle3":
-        head = read_head_spec(folder)
+    if method in _HEADS:
+        read, check = _HEADS[method]
+        head = read(folder)
         headers = _headers(head, folder)
-        check_head(head, headers, spec, config, device)
+        check(head, headers, spec, config, device)
         counted = count_weights(head, headers, plain, coded=packs_codes(config, device))
         return DraftInput(folder=str(folder), spec=head, weights=counted)
     draft = read_spec(folder)

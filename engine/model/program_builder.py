@@ -268,6 +268,18 @@ class ProgramBuilder:
         )
         self.ops.append(norm_op(self.library, args, norm, rows))
 
+    def add_rows(self, x: Floats, change: Floats, out: Floats) -> None:
+        """out [T, E] = x + change, without any norm; out may be x."""
+        args = NormArgs(
+            step=self.step,
+            x=address_of(x),
+            change=address_of(change),
+            residual=address_of(out),
+            gain=1.0,
+            width=self.spec.hidden_size,
+        )
+        self.ops.append(norm_op(self.library, args, x, change, out))
+
     def finish(self) -> None:
         """Lets the last change join the stream, and makes one of several."""
         self.enter(None)

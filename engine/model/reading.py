@@ -13,7 +13,9 @@ from engine.model.calibration import Calibration
 from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder, read_layer
 from engine.model.eagle3_reading import read_draft_head
+from engine.model.layer_spec import MedusaSpec
 from engine.model.layers import embedding_scale, read_norm
+from engine.model.medusa_reading import read_medusa
 from engine.model.per_layer import read_table
 from engine.model.pooled_heads import read_heads
 from engine.model.records import Linear, ModelRecord, Norm
@@ -60,11 +62,13 @@ def _pack(linear: Linear, *, weights: WeightReader, packing: Packing | None) -> 
 def _read_head_model(
     weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing | None
 ) -> ModelRecord:
-    """A head that drafts."""
-    record = read_draft_head(weights, spec, max_model_len=max_model_len)
-    assert record.head is not None, "it draws"
-    for linear in (*record.linears(), record.head):
+    """A head that drafts, or heads."""
+    read = read_medusa if isinstance(spec.draft_head, MedusaSpec) else read_draft_head
+    record = read(weights, spec, max_model_len=max_model_len)
+    for linear in record.linears():
         _pack(linear, weights=weights, packing=packing)
+    if record.head is not None:
+        _pack(record.head, weights=weights, packing=packing)
     return record
 
 

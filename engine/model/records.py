@@ -421,6 +421,24 @@ class DraftHead:
 
 
 @dataclass(kw_only=True)
+class MedusaHeads:
+    """Heads that draft, and have no layers; see `medusa`."""
+
+    # Products by head.
+    blocks: Sequence[Sequence[Linear]]
+    # What makes logits, by head; or one for all of them.
+    projections: Sequence[Linear]
+    # As in DraftHead.
+    target_ids: NDArray[np.int64] | None
+
+    def linears(self) -> Iterator[Linear]:
+        """All products."""
+        for blocks in self.blocks:
+            yield from blocks
+        yield from self.projections
+
+
+@dataclass(kw_only=True)
 class ModelRecord:
     """A loaded model."""
 
@@ -443,8 +461,8 @@ class ModelRecord:
     stream_ends: StreamEnds | None = None
     embedding_norm: Norm | None = None
     heads: Sequence[PooledHead] = ()
-    # Where it is a head that drafts: its embedding is empty where it reads the target's.
-    draft_head: DraftHead | None = None
+    # Where it is a head that drafts: its embedding is empty where it reads the target's, or none.
+    draft_head: DraftHead | MedusaHeads | None = None
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer that all tokens pass, the head of logits left out."""
@@ -457,7 +475,7 @@ class ModelRecord:
 _RECORDS = (
     *(Linear, Norm, Attention, LatentAttention, ShortConvolution, Recurrence, RecurrentUnit, JointMixer),
     *(FeedForward, SparseFeedForward, JoinedFeedForward, Indexer, PerLayerInput, PerLayerTable),
-    *(AltUp, StreamEnds, Layer, PooledHead, DraftHead, ModelRecord),
+    *(AltUp, StreamEnds, Layer, PooledHead, DraftHead, MedusaHeads, ModelRecord),
 )
 
 

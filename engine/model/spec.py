@@ -21,6 +21,7 @@ from engine.model.layer_spec import (
     DraftHeadSpec,
     IndexerSpec,
     LayerHeads,
+    MedusaSpec,
     PerLayerSpec,
 )
 from engine.quantization.scheme import Scheme
@@ -349,8 +350,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # "modernbert" (see
     # `pooled_heads`) or "score".
     classifier: Literal["bert", "roberta", "modernbert", "score"] = "score"
-    # Where it is no model but a head that drafts for one.
-    draft_head: DraftHeadSpec | None = None
+    # Where it is no model but a head, or some, that draft for one.
+    draft_head: DraftHeadSpec | MedusaSpec | None = None
 
     @property
     def norms_all_heads(self) -> bool:

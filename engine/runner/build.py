@@ -17,11 +17,14 @@ import msgspec
 from checkpoint.files import find
 from engine.adapters.build import make_store
 from engine.config import EngineConfig, num_threads
-from engine.model.back_end import Load, Model, load_head, load_model, native_library
+from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import LoadRequest
 from engine.model.device import choose_device
-from engine.model.eagle3 import HeadRooms
+from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
+from engine.model.eagle3_native import NativeDraftHead
+from engine.model.layer_spec import MedusaSpec
 from engine.model.loader import load_here, load_in_subprocess
+from engine.model.medusa_native import NativeMedusaHeads
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import DraftInput, PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.model.spec import ModelSpec
@@ -37,6 +40,7 @@ from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.draft_model import DraftModel
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.head import HeadDrafter
+from engine.runner.speculation.medusa import MedusaDrafter
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan, ModelFacts
@@ -218,9 +222,9 @@ def _load(
     library = native_library(given.config, spec, given.device)
     if library is None and given.head is not None:
         raise ConfigError(
-            "engine.speculation.method = 'eagle3': hidden states are captured by the native kernels of CPUs, "
-            "and torch serves this model here; set engine.native to required to be told why, or the method "
-            "to ngram, suffix or draft_model"
+            f"engine.speculation.method = {given.config.speculation.method!r}: hidden states are captured by "
+            "the native kernels of CPUs, and torch serves this model here; set engine.native to required to "
+            "be told why, or the method to ngram, suffix or draft_model"
         )
     attention: AttentionBackend | None = None
     device: Device = HOST
@@ -335,18 +339,27 @@ def _head(
     target: NativeDecoder,
     storage_options: dict[str, Any],
     progress: Progress,
-) -> HeadDrafter:
-    """A head. From here on the target captures what it reads."""
+) -> Drafter:
+    """A head, or heads. From here on the target captures what is read of it."""
+    spec, request = draft.spec.draft_head, _draft_request(given, draft, plan)
+    assert spec is not None, "read as a head"
+    target.captured_layers = spec.layers_of(target.spec.num_layers)
+    load_record = functools.partial(
+        load, request, target.library, lambda phase, part: progress("load draft head", part)
+    )
+    num_rooms = given.config.scheduler.max_num_seqs
+    if isinstance(spec, MedusaSpec):
+        heads = NativeMedusaHeads(load_record(), target, max_rows=num_rooms)
+        return MedusaDrafter(heads, target, num_rooms=num_rooms)
     rooms = HeadRooms.of(draft.spec, given.config)
-    head = load_head(
-        _draft_request(given, draft, plan),
+    head = NativeDraftHead(
+        load_record(),
         target.library,
-        lambda phase, part: progress("load draft head", part),
-        load,
+        num_threads=given.config.num_threads,
+        max_tokens=MAX_READ_TOKENS,
+        max_rows=num_rooms,
     )
     head.share_embedding(target.record)
-    assert draft.spec.draft_head is not None, "read as a head"
-    target.captured_layers = draft.spec.draft_head.layers_of(target.spec.num_layers)
     options = {**storage_options, "host_blocks": 0}
     storage = KvStorage(draft.spec, num_blocks=rooms.num_rooms * rooms.num_blocks, **options)
     return HeadDrafter(head, target, storage, rooms)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,18 +15,12 @@ from checkpoint.known import known_models
 from runtime.errors import ConfigError
 from services.cli.options import flattened
 from services.cli.verdicts import judging
-from services.drafter.options import CourseOptions
+from services.drafter.options import CourseOptions, DrafterMethod
 from services.supervisor import checkpoint
 from services.supervisor.config import BUNDLED_MODEL
 
 _notes = Console(stderr=True, highlight=False)
 _BUNDLED = "bundled"
-
-
-class DrafterMethod(StrEnum):
-    """What is trained."""
-
-    EAGLE3 = "eagle3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +51,7 @@ class DrafterOptions:
 def train_drafter(options: DrafterOptions, course: CourseOptions) -> None:
     """Train a head that drafts for a model, with the model's own hidden states.
 
-    The folder goes into engine.speculation.draft_model, with method = "eagle3"; vLLM loads it, too.
+    The folder goes into engine.speculation.draft_model, beside the method; vLLM loads it, too.
     Interrupted, the same command goes on.
     """
     with judging(_notes):
@@ -82,7 +75,13 @@ def _train(options: DrafterOptions, course: CourseOptions) -> None:
     lessons = read_lessons(options.data, model, course.max_tokens)
     longest = max(len(lesson.ids) for lesson in lessons)
     _notes.print(f"{len(lessons)} lessons of up to {longest} tokens", markup=False)
-    target = DraftedModel(model, num_rows=course.rows, max_tokens=longest, num_threads=options.threads)
+    target = DraftedModel(
+        model,
+        num_rows=course.rows,
+        max_tokens=longest,
+        num_threads=options.threads,
+        method=options.method,
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from runtime.errors import ConfigError
-from services.drafter.head import Head, HeadShape, kept_ids, write_head
+from services.drafter.head import TrainedHead, eagle_head, kept_ids, write_head
 from services.drafter.lessons import Lesson, batches, digest
-from services.drafter.options import CourseOptions
+from services.drafter.medusa import TrainedMedusa
+from services.drafter.options import CourseOptions, DrafterMethod
 from services.drafter.target import DraftedModel
 
 STATE = "training.pt"
@@ -29,6 +30,11 @@ _WARM_UP_STEPS, _LARGEST_GRADIENT = 50, 1.0
 _SAVE_EVERY_S = 60.0
 # How fast the running figures fade.
 _FADING = 0.98
+# A head for a target, by the target's name, the ids that it draws, and how many drafts it learns.
+_MAKERS: dict[DrafterMethod, Callable[[DraftedModel, str, Tensor, int], TrainedHead]] = {
+    DrafterMethod.EAGLE3: eagle_head,
+    DrafterMethod.MEDUSA: TrainedMedusa,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,26 +46,6 @@ class CourseProgress:
     held: tuple[float, ...]
 
 
-def shape_of(target: DraftedModel, model: str, num_drawn: int) -> HeadShape:
-    """A head of the sizes of its target's layers, which draws so many ids."""
-    spec = target.spec
-    heads = spec.num_heads if spec.latent is None else max(1, spec.hidden_size // 64)
-    return HeadShape(
-        target=model,
-        architecture=spec.architecture,
-        layers=target.layers,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_heads=heads,
-        num_kv_heads=spec.num_kv_heads if spec.latent is None else heads,
-        head_dim=spec.head_dim if spec.latent is None else 64,
-        vocab_size=spec.num_embeddings,
-        draft_vocab_size=num_drawn,
-        rope_theta=spec.ropes[0].theta,
-        max_positions=spec.max_positions,
-    )
-
-
 def train_head(
     target: DraftedModel,
     lessons: Sequence[Lesson],
@@ -67,18 +53,16 @@ def train_head(
     model: str,
     options: CourseOptions,
     tell: Callable[[CourseProgress], None],
-) -> Head:
-    """Trains a head and writes its files to `out`. Interrupted, the same call goes on after the last state
-    that was kept there. Raises ConfigError for a state of another course.
+) -> TrainedHead:
+    """Trains a head of the target's method and writes its files to `out`. Interrupted, the same call goes on
+    after the last state that was kept there. Raises ConfigError for a state of another course.
     """
     torch.manual_seed(options.seed)
     answers = [lesson.ids[lesson.num_given :] for lesson in lessons]
     kept = kept_ids(answers, target.spec.vocab_size, options.draft_vocab)
-    shape = shape_of(target, model, kept.numel())
-    head = Head(shape, target.embedding(), kept, tied=target.spec.tied_embeddings)
-    course = _Course(
-        head, options, out, f"{digest(lessons)} {msgspec.json.encode((shape, options)).decode()}"
-    )
+    head = _MAKERS[target.method](target, model, kept, options.rounds)
+    identity = msgspec.json.encode((head.config(), options)).decode()
+    course = _Course(head, options, out, f"{digest(lessons)} {identity}")
     course.go_on()
     saved_s = time.monotonic()
     for batch in batches(lessons, options.rows, course.step):
@@ -96,7 +80,7 @@ def train_head(
 class _Course:
     """A head in training."""
 
-    def __init__(self, head: Head, options: CourseOptions, out: Path, identity: str) -> None:
+    def __init__(self, head: TrainedHead, options: CourseOptions, out: Path, identity: str) -> None:
         self.head, self.options, self.out, self.identity = head, options, out, identity
         self.step, self.loss = 0, 0.0
         self.held = [0.0] * options.rounds
@@ -160,7 +144,6 @@ class _Course:
         states, logits = target.read([lesson.ids for lesson in batch], starts[whose.numpy()] + places.numpy())
         ids = nn.utils.rnn.pad_sequence([torch.tensor(lesson.ids) for lesson in batch], batch_first=True)
         parts = nn.utils.rnn.pad_sequence(list(torch.split(states, lengths)), batch_first=True)
-        assert isinstance(self.head.kept_ids, Tensor), "a buffer"
         best = logits.argmax(-1)
         drawn = torch.isin(best, self.head.kept_ids)
         wanted = logits[:, self.head.kept_ids].softmax(-1)
@@ -168,7 +151,7 @@ class _Course:
         for number, hidden in enumerate(self.head.rounds(parts, ids, self.options.rounds)):
             # What follows token p was foreseen at p - 1 - number.
             there = drawn & (places >= 1 + number)
-            said = self.head.logits(hidden[whose[there], places[there] - 1 - number])
+            said = self.head.logits(hidden[whose[there], places[there] - 1 - number], number)
             each = nn.functional.kl_div(said.log_softmax(-1), wanted[there], reduction="batchmean")
             total = total + _DISCOUNT**number * each
             right = self.head.kept_ids[said.argmax(-1)] == best[there]

@@ -1,5 +1,5 @@
-"""The head as torch trains it (EAGLE-3, arXiv 2503.01840), and its files in the `speculators` format, which
-Millrace and vLLM load; `engine/model/eagle3` says what it computes.
+"""Heads as torch trains them, and their files, which Millrace and vLLM load. Here that of EAGLE-3 (arXiv
+2503.01840) in the `speculators` format; `engine/model/eagle3` says what it computes.
 
 Trained as it drafts ("training-time test"): in each further round its own outputs take the place of the
 target's hidden states, and every position attends to what came before it in the first round, and to its own
@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from engine.model.families.base import NORM_EPS_KEY
+from services.drafter.target import DraftedModel
 
 EPS = 1e-6
 
@@ -30,7 +31,7 @@ class HeadShape(msgspec.Struct, frozen=True, kw_only=True):
 
     target: str
     architecture: str
-    layers: tuple[int, int, int]
+    layers: tuple[int, ...]
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -119,7 +120,32 @@ class _Layer(nn.Module):
         return out
 
 
-class Head(nn.Module):
+class TrainedHead(nn.Module):
+    """What drafts, in training: the course and its files know no more of it."""
+
+    # The ids that it draws [V].
+    kept_ids: Tensor
+
+    def rounds(self, states: Tensor, ids: Tensor, num_rounds: int) -> list[Tensor]:
+        """What was read of the target [B, T, ...] of tokens ids [B, T] -> hidden states [B, T, E] of each
+        draft: those of draft r at t say what follows token t + 1 + r.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor, number: int) -> Tensor:
+        """Hidden states [R, E] of the draft of that number -> [R, V]."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What its file holds beside its parameters."""
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        raise NotImplementedError
+
+
+class Head(TrainedHead):
     """One layer over three hidden states of the target; its parameters are named as their tensors."""
 
     def __init__(self, shape: HeadShape, embedding: Tensor, kept_ids: Tensor, *, tied: bool) -> None:
@@ -144,9 +170,7 @@ class Head(nn.Module):
                 self.lm_head.weight.copy_(embedding[kept_ids])
 
     def rounds(self, states: Tensor, ids: Tensor, num_rounds: int) -> list[Tensor]:
-        """states [B, T, 3 E] of tokens ids [B, T] -> hidden states [B, T, E] of each round: those of round r
-        at t say what follows token t + 1 + r.
-        """
+        """See TrainedHead; states [B, T, 3 E]."""
         assert isinstance(self.embedding, Tensor), "a buffer"
         hidden, found = self.fc(states), []
         earlier: list[tuple[Tensor, Tensor]] = []
@@ -156,23 +180,48 @@ class Head(nn.Module):
             found.append(hidden)
         return found
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> [R, V]."""
+    def logits(self, hidden: Tensor, number: int) -> Tensor:
+        """See TrainedHead; all rounds have the same."""
         out: Tensor = self.lm_head(self.norm(hidden))
         return out
 
+    def tensors(self) -> dict[str, Tensor]:
+        """See TrainedHead."""
+        drawn = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
+        drawn[self.kept_ids] = True
+        return {"d2t": self.kept_ids - torch.arange(self.kept_ids.numel()), "t2d": drawn}
 
-def write_head(head: Head, folder: Path) -> None:
+    def config(self) -> dict[str, Any]:
+        """See TrainedHead."""
+        return _config(self.shape)
+
+
+def eagle_head(target: DraftedModel, model: str, kept: Tensor, num_rounds: int) -> Head:
+    """A head of the sizes of its target's layers, which draws some ids; further rounds need nothing more."""
+    spec = target.spec
+    heads = spec.num_heads if spec.latent is None else max(1, spec.hidden_size // 64)
+    shape = HeadShape(
+        target=model,
+        architecture=spec.architecture,
+        layers=target.layers,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=spec.num_kv_heads if spec.latent is None else heads,
+        head_dim=spec.head_dim if spec.latent is None else 64,
+        vocab_size=spec.num_embeddings,
+        draft_vocab_size=kept.numel(),
+        rope_theta=spec.ropes[0].theta,
+        max_positions=spec.max_positions,
+    )
+    return Head(shape, target.embedding(), kept, tied=spec.tied_embeddings)
+
+
+def write_head(head: TrainedHead, folder: Path) -> None:
     """The head's files, its configuration last."""
-    shape = head.shape
     weights = {name: each.to(torch.bfloat16).contiguous() for name, each in head.state_dict().items()}
-    assert isinstance(head.kept_ids, Tensor), "a buffer"
-    kept = head.kept_ids
-    drawn = torch.zeros(shape.vocab_size, dtype=torch.bool)
-    drawn[kept] = True
-    weights |= {"d2t": kept - torch.arange(kept.numel()), "t2d": drawn}
-    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
-    text = json.dumps(_config(shape), indent=2) + "\n"
+    (folder / "model.safetensors").write_bytes(save(weights | head.tensors(), metadata={"format": "pt"}))
+    text = json.dumps(head.config(), indent=2) + "\n"
     unfinished = folder / "config.json.new"
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(folder / "config.json")

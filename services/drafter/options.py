@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated
 
 import typer
+
+
+class DrafterMethod(StrEnum):
+    """What is trained."""
+
+    EAGLE3 = "eagle3"
+    MEDUSA = "medusa"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +23,9 @@ class CourseOptions:
     steps: Annotated[int, typer.Option(min=1, help="Batches to learn from.")] = 2000
     rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Learning rate.")] = 1e-3
     rows: Annotated[int, typer.Option(min=1, max=1024, help="Lines of a batch.")] = 8
-    rounds: Annotated[int, typer.Option(min=1, max=16, help="Drafts one after another that are learned.")] = 4
+    rounds: Annotated[
+        int, typer.Option(min=1, max=16, help="Drafts one after another that are learned; heads of Medusa.")
+    ] = 4
     max_tokens: Annotated[int, typer.Option(min=3, max=131_072, help="Longer lines are left out.")] = 512
     draft_vocab: Annotated[
         int, typer.Option(min=0, help="Draw only so many ids, the answers' most frequent; 0 draws all.")

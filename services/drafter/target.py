@@ -6,7 +6,8 @@ Shape letters: T tokens of all lessons of a batch, E hidden size, R rows, V voca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +19,21 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.config import num_threads as usual_threads
 from engine.model.back_end import load_model, native_library
 from engine.model.checkpoint import LoadRequest
-from engine.model.eagle3 import why_no_head
+from engine.model.draft_heads import why_no_head
 from engine.model.forward_batch import ForwardBatch
+from engine.model.layers import normed
 from engine.model.loader import load_here
+from engine.model.medusa_native import final_norm
 from engine.model.native_decoder import NativeDecoder
-from engine.model.plan import plan_input
+from engine.model.plan import PlanInput, plan_input
 from engine.model.spec import ModelSpec
 from engine.runner.kv_storage import KvStorage
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import HOST
+from kernels.selection import torch_kernels
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
+from services.drafter.options import DrafterMethod
 
 _BLOCK_SIZE = 64
 # Layers of which the third from the end is none of the first ones.
@@ -38,7 +43,15 @@ _DEEP = 10
 class DraftedModel:
     """Computes up to `num_rows` lessons of up to `max_tokens` tokens each."""
 
-    def __init__(self, model: Path, *, num_rows: int, max_tokens: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        num_rows: int,
+        max_tokens: int,
+        num_threads: int,
+        method: DrafterMethod = DrafterMethod.EAGLE3,
+    ) -> None:
         """Raises ConfigError (CheckpointError) for a model that the native kernels do not serve."""
         config = EngineConfig(
             num_threads=num_threads or usual_threads(),
@@ -48,33 +61,14 @@ class DraftedModel:
         self.spec: ModelSpec = given.spec
         if because := why_no_head(self.spec):
             raise ConfigError(f"{self.spec.architecture} {because}; no head is trained for it")
-        library = native_library(config, self.spec, "cpu")
-        if library is None:
-            raise ConfigError(
-                f"{self.spec.architecture}: heads are trained, and served, with hidden states of the native "
-                "kernels, which do not compute this model here; see engine.native"
-            )
-        request = LoadRequest(
-            folder=model,
-            spec=self.spec,
-            dtype=given.dtype,
-            max_model_len=max_tokens,
-            config=config,
-        )
-        loaded = load_model(
-            request, device="cpu", library=library, progress=lambda stage, part: None, load=load_here
-        )
-        assert isinstance(loaded, NativeDecoder), "of the native library"
-        self.model = loaded
-        # As EAGLE has them; of few layers the last one is read later.
-        count = self.spec.num_layers
-        self.layers = (min(2, count), count // 2, count - 3 if count >= _DEEP else count - 1)
-        loaded.captured_layers = self.layers
+        self.model = _loaded(model, given, max_tokens)
+        self.method = method
+        self.layers = self.model.captured_layers = _LAYERS[method](self.spec.num_layers)
         self._storage = KvStorage(
             self.spec,
             num_blocks=num_rows * -(-max_tokens // _BLOCK_SIZE),
             block_size=_BLOCK_SIZE,
-            kv_dtype=request.dtype,
+            kv_dtype=given.dtype,
             device=HOST,
         )
 
@@ -85,7 +79,9 @@ class DraftedModel:
         return (found.view(torch.bfloat16) if kind == "bfloat16" else found).float()
 
     def read(self, lessons: Sequence[Sequence[int]], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, 3 E] of lessons one after another, and logits [R, V] behind some tokens."""
+        """Hidden states [T, 3 E] of lessons one after another, or [T, E] as the target's head reads them, and
+        logits [R, V] behind some tokens.
+        """
         lengths = np.array([len(ids) for ids in lessons], np.int64)
         starts = np.concatenate(([0], np.cumsum(lengths)))
         within = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
@@ -105,4 +101,44 @@ class DraftedModel:
         )
         hidden = self.model.forward(batch, self._storage.layers, None)
         states = np.concatenate([each[: hidden.shape[0]] for each in self.model.captured], axis=1)
-        return torch.from_numpy(states), torch.from_numpy(self.model.logits_of(hidden, rows).copy())
+        logits = torch.from_numpy(self.model.logits_of(hidden, rows).copy())
+        found = torch.from_numpy(states)
+        return self._normed(found) if self.method is DrafterMethod.MEDUSA else found, logits
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """The final norm of hidden [T, E]."""
+        norm = final_norm(self.model.record)
+        bias = None if norm.bias is None else torch.from_numpy(norm.bias)
+        held = replace(norm, weight=torch.from_numpy(norm.weight), bias=bias)
+        return normed(held, hidden, torch_kernels())
+
+
+def _loaded(folder: Path, given: PlanInput, max_tokens: int) -> NativeDecoder:
+    """The model, by the native kernels. Raises ConfigError (CheckpointError)."""
+    spec, config = given.spec, given.config
+    library = native_library(config, spec, "cpu")
+    if library is None:
+        raise ConfigError(
+            f"{spec.architecture}: heads are trained, and served, with hidden states of the native kernels, "
+            "which do not compute this model here; see engine.native"
+        )
+    request = LoadRequest(
+        folder=folder, spec=spec, dtype=given.dtype, max_model_len=max_tokens, config=config
+    )
+    loaded = load_model(
+        request, device="cpu", library=library, progress=lambda stage, part: None, load=load_here
+    )
+    assert isinstance(loaded, NativeDecoder), "of the native library"
+    return loaded
+
+
+def _around(count: int) -> tuple[int, ...]:
+    """The layers that EAGLE reads; of few layers the last one is read later."""
+    return (min(2, count), count // 2, count - 3 if count >= _DEEP else count - 1)
+
+
+_LAYERS: dict[DrafterMethod, Callable[[int], tuple[int, ...]]] = {
+    DrafterMethod.EAGLE3: _around,
+    DrafterMethod.MEDUSA: lambda count: (count,),
+}
+"""The layers of so many whose inputs a head reads; beyond the last one is what that leaves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from services.drafter import course
 from services.drafter.course import STATE, CourseProgress, train_head
 from services.drafter.head import kept_ids
 from services.drafter.lessons import Lesson, batches, read_lessons
-from services.drafter.options import CourseOptions
+from services.drafter.options import CourseOptions, DrafterMethod
 from services.drafter.target import DraftedModel
 from services.supervisor.config import BUNDLED_MODEL
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -26,11 +27,11 @@ from tests.unit.engine.runner.driver import prompt_of
 OPTIONS = CourseOptions(steps=8, rate=2e-3, rows=4, rounds=2, max_tokens=64, draft_vocab=0)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> DraftedModel:
+@pytest.fixture(scope="module", params=list(DrafterMethod))
+def target(request: Any, tmp_path_factory: pytest.TempPathFactory) -> DraftedModel:
     folder = tmp_path_factory.mktemp("llama")
     make_checkpoint(folder, "llama")
-    return DraftedModel(folder, num_rows=4, max_tokens=64, num_threads=1)
+    return DraftedModel(folder, num_rows=4, max_tokens=64, num_threads=1, method=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -139,18 +140,27 @@ def test_a_course_of_other_lessons_is_not_taken_up(
         train_head(target, lessons[1:], tmp_path, "tiny", OPTIONS, lambda done: None)
 
 
-def test_the_command_trains_and_says_what_it_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "wrote"),
+    [
+        ("eagle3", {"speculators_model_type": "eagle3", "draft_vocab_size": 300}),
+        ("medusa", {"model_type": "medusa", "vocab_size": 2048, "truncated_vocab_size": 300}),
+    ],
+)
+def test_the_command_trains_and_says_what_it_wrote(
+    method: str, wrote: dict[str, Any], tmp_path: Path
+) -> None:
     data, out = tmp_path / "lines.jsonl", tmp_path / "head"
     data.write_text(
         "".join(json.dumps({"text": f"The number {number} is here."}) + "\n" for number in range(9))
     )
     arguments = ["train-drafter", "bundled", "--data", str(data), "--out", str(out), "--steps", "2"]
+    arguments += ["--method", method, "--draft-vocab", "300"]
     done = CliRunner().invoke(app, [*arguments, "--rows", "2", "--threads", "1"])
     assert done.exit_code == 0, done.output
     assert f"{out}: " in done.output
     config = json.loads((out / "config.json").read_text())
-    assert config["speculators_model_type"] == "eagle3"
-    assert config["transformer_layer_config"]["vocab_size"] == 2048
+    assert config.items() >= wrote.items()
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2
     assert "there is a head already; name another folder" in again.output

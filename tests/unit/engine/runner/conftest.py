@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import transformers
 
 from services.drafter.lessons import Lesson
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.runner.drafting import HEAD_DIM, NUM_LAYERS, lessons_of
+from tests.unit.engine.runner.drafting import HEAD_DIM, NUM_LAYERS, learned_by_heart, lessons_of
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,17 @@ def target_oracle(target_folder: Path) -> transformers.PreTrainedModel:
 @pytest.fixture(scope="session")
 def lessons(target_oracle: transformers.PreTrainedModel) -> list[Lesson]:
     return lessons_of(target_oracle)
+
+
+@pytest.fixture(scope="session")
+def trained_head(
+    target_folder: Path, lessons: list[Lesson], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """The head of a method that has learned the lessons, and draws so many ids (0 is all)."""
+
+    @functools.cache
+    def train(method: str, draft_vocab: int = 0) -> Path:
+        out = tmp_path_factory.mktemp("head")
+        return learned_by_heart(target_folder, lessons, out, draft_vocab=draft_vocab, method=method)
+
+    return train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import transformers
 
 from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
+from engine.runner.speculation.features import FeatureDrafter
 from engine.runner.speculation.head import HeadDrafter
 from engine.types import GrammarSpec, SamplingParams
 from services.drafter.course import train_head
 from services.drafter.lessons import Lesson
-from services.drafter.options import CourseOptions
+from services.drafter.options import CourseOptions, DrafterMethod
 from services.drafter.target import DraftedModel
 from tests.unit.engine.checkpoints import reference_greedy
 from tests.unit.engine.runner.driver import GREEDY, Job, prompt_of
@@ -49,18 +51,18 @@ GRAMMAR = guided_by(
 
 
 def speculating(head: Path, **changes: Any) -> SpeculationConfig:
-    """Drafts by a head whether they pay or not."""
-    return SpeculationConfig(method="eagle3", draft_model=str(head), min_acceptance=0.0, **changes)
+    """Drafts by a head of either kind whether they pay or not."""
+    is_eagle = "speculators_model_type" in json.loads((head / "config.json").read_text())
+    values = {"draft_model": str(head), "min_acceptance": 0.0} | changes
+    return SpeculationConfig(method="eagle3" if is_eagle else "medusa", **values)
 
 
 def poison_head(runner: ModelRunner) -> None:
     """What a head reads before it was written shows."""
     drafter = runner.proposer.drafter
-    assert isinstance(drafter, HeadDrafter)
-    for values in (
-        *drafter.features,
-        *(each for layer in drafter.storage.layers for each in layer.tensors()),
-    ):
+    assert isinstance(drafter, FeatureDrafter)
+    layers = drafter.storage.layers if isinstance(drafter, HeadDrafter) else []
+    for values in (*drafter.features, *(each for layer in layers for each in layer.tensors())):
         if np.issubdtype(values.dtype, np.floating):
             values.fill(np.nan)
 
@@ -72,13 +74,27 @@ def lessons_of(oracle: transformers.PreTrainedModel, count: int = 6) -> list[Les
 
 
 def learned_by_heart(
-    folder: Path, lessons: list[Lesson], out: Path, *, draft_vocab: int = 0, steps: int = 150
+    folder: Path,
+    lessons: list[Lesson],
+    out: Path,
+    *,
+    draft_vocab: int = 0,
+    steps: int = 150,
+    method: str = "eagle3",
 ) -> Path:
     """A head that has learned these lessons, as far as it draws all of their ids."""
     longest = max(len(lesson.ids) for lesson in lessons)
-    target = DraftedModel(folder, num_rows=len(lessons), max_tokens=longest, num_threads=1)
+    target = DraftedModel(
+        folder, num_rows=len(lessons), max_tokens=longest, num_threads=1, method=DrafterMethod(method)
+    )
     options = CourseOptions(
-        steps=steps, rate=5e-3, rows=len(lessons), rounds=3, max_tokens=longest, draft_vocab=draft_vocab
+        steps=steps,
+        rate=5e-3,
+        rows=len(lessons),
+        # Heads of Medusa draft no further than they learned.
+        rounds=SpeculationConfig().num_draft_tokens if method == "medusa" else 3,
+        max_tokens=longest,
+        draft_vocab=draft_vocab,
     )
     out.mkdir(exist_ok=True)
     train_head(target, lessons, out, "tiny", options, lambda done: None)

@@ -5,7 +5,7 @@ scheduler and runner, in one batch of greedy and sampled requests.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,6 @@ from tests.unit.engine.runner.drafting import (
     GRAMMAR,
     SAMPLINGS,
     guided_by,
-    learned_by_heart,
     poison_head,
     speculating,
     totals,
@@ -151,9 +150,12 @@ def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> 
     return target_folder
 
 
-@pytest.fixture(scope="module")
-def head(folder: Path, lessons: list[Lesson], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return learned_by_heart(folder, lessons, tmp_path_factory.mktemp("head"))
+METHODS = ["eagle3", "medusa"]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def head(request: Any, trained_head: Callable[..., Path]) -> Path:
+    return trained_head(request.param)
 
 
 def opened(folder: Path, head: Path | None, *, cache: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -218,9 +220,10 @@ def test_the_span_of_an_answer_says_who_drafted_and_what_held(
 ) -> None:
     served = serve(drafting, requests_of(lessons))
     said = [drafts_on_span(served, number) for number in range(len(lessons))]
-    assert {who for each in said for who in each} == {"eagle3"}
-    assert sum(each["eagle3"][0] for each in said) == served.num_drafted
-    assert sum(each["eagle3"][1] for each in said) == served.num_accepted > 0
+    method = drafting.proposer.config.method
+    assert {who for each in said for who in each} == {method}
+    assert sum(each[method][0] for each in said) == served.num_drafted
+    assert sum(each[method][1] for each in said) == served.num_accepted > 0
     assert drafts_on_span(serve(plain, requests_of(lessons[:1])), 0) == {}
 
 
@@ -326,9 +329,10 @@ def test_answers_that_forget_look_at_the_same_blocks(
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_keys_and_values_of_few_bits_are_those_without_drafts(
-    folder: Path, head: Path, lessons: list[Lesson], kind: str
+    folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson], kind: str
 ) -> None:
-    cache = {"kv_dtype": kind}
+    """Also those of a head itself."""
+    cache, head = {"kv_dtype": kind}, trained_head("eagle3")
     with opened(folder, None, cache=cache) as plain, opened(folder, head, cache=cache) as drafting:
         assert_equal(drafting, plain, requests_of(lessons))
 
@@ -370,9 +374,10 @@ def test_rows_with_adapters_draft_beside_those_without(
     assert totals(found)[1] > 0
 
 
-def test_drafts_of_a_head_and_tokens_that_a_grammar_forces_take_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_of_a_head_and_tokens_that_a_grammar_forces_take_turns(method: str) -> None:
     """Of one answer some are forced and some are drafted; beside thoughts that are held to a budget, in steps
-    that are overlapped, and where an answer goes on in its middle.
+    that are overlapped, and where an answer goes on in its middle. The heads are those of the bundled model.
     """
     prompts = [prompt_of(10, 2000, seed=index) for index in range(6)]
     grammars = [GRAMMAR, guided_by(CHOOSING)]
@@ -389,24 +394,22 @@ def test_drafts_of_a_head_and_tokens_that_a_grammar_forces_take_turns(tmp_path: 
             for number, prompt in enumerate(prompts)
         ]
 
-    with opened(BUNDLED, None, max_model_len=1024) as plain:
-        said = serve(plain, requests(sampled=False)).answers
-        lessons = [
-            Lesson([*prompt, *said[number, 0].tokens], len(prompt)) for number, prompt in enumerate(prompts)
+    head = BUNDLED.with_name(f"millrace-nano-{method}")
+    with (
+        opened(BUNDLED, None, max_model_len=1024) as plain,
+        opened(BUNDLED, head, max_model_len=1024) as drafting,
+    ):
+        late = [thinking(number) for number in range(30, 42)]
+        found = [
+            assert_drafts_beside_forced_tokens(drafting, plain, requests(sampled=sampled), late)
+            for sampled in (True, False)
         ]
-        head = learned_by_heart(BUNDLED, lessons, tmp_path / "head", steps=24)
-        with opened(BUNDLED, head, max_model_len=1024) as drafting:
-            late = [thinking(number) for number in range(30, 42)]
-            found = [
-                assert_drafts_beside_forced_tokens(drafting, plain, requests(sampled=sampled), late)
-                for sampled in (True, False)
-            ]
-            whole = serve(plain, requests()).answers
-            rest = [
-                msgspec.structs.replace(each, output_token_ids=tuple(whole[each.request_id, 0].tokens[:9]))
-                for each in requests()
-            ]
-            assert serve(drafting, rest).answers == serve(plain, rest).answers
+        whole = serve(plain, requests()).answers
+        rest = [
+            msgspec.structs.replace(each, output_token_ids=tuple(whole[each.request_id, 0].tokens[:9]))
+            for each in requests()
+        ]
+        assert serve(drafting, rest).answers == serve(plain, rest).answers
     assert all(found)
 
 
@@ -419,8 +422,11 @@ def assert_drafts_beside_forced_tokens(
     assert found.answers == expected.answers
     assert serve(drafting, requests, late, overlap=True).answers == expected.answers
     assert expected.num_accepted == expected.num_drafted > 0
-    said = [drafts_on_span(found, each.request_id) for each in requests]
-    assert {who for each in said for who in each} == {"grammar", "eagle3"}
+    said, method = (
+        [drafts_on_span(found, each.request_id) for each in requests],
+        drafting.proposer.config.method,
+    )
+    assert {who for each in said for who in each} == {"grammar", method}
     forced = [drafts_on_span(expected, each.request_id) for each in requests]
     assert {who for each in forced for who in each} == {"grammar"}
-    return sum(each.get("eagle3", (0, 0))[1] for each in said) > 0
+    return sum(each.get(method, (0, 0))[1] for each in said) > 0

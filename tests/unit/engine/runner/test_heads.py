@@ -5,7 +5,7 @@ changes by it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from tests.unit.engine.runner.drafting import (
     HEAD_DIM,
     NUM_LAYERS,
     SAMPLINGS,
-    learned_by_heart,
     poison_head,
     speculating,
     totals,
@@ -49,8 +48,8 @@ def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> 
 
 
 @pytest.fixture(scope="module", params=[0, 120], ids=["all ids", "some ids"])
-def head(request: pytest.FixtureRequest, folder: Path, lessons: list[Lesson], tmp_path_factory: Any) -> Path:
-    return learned_by_heart(folder, lessons, tmp_path_factory.mktemp("head"), draft_vocab=request.param)
+def head(request: Any, trained_head: Callable[..., Path]) -> Path:
+    return trained_head("eagle3", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +144,7 @@ def test_the_native_head_computes_what_was_trained(
     states, _ = target.read([ids], np.array([0]))
     with torch.no_grad():
         rounds = head.rounds(states[None], torch.tensor([ids]), num_rounds)
-        expected = [(each[0], head.logits(each[0])) for each in rounds]
+        expected = [(each[0], head.logits(each[0], number)) for number, each in enumerate(rounds)]
     with closing(open_runner(folder, speculation=speculating(tmp_path))) as runner:
         drafter = runner.proposer.drafter
         assert isinstance(drafter, HeadDrafter)

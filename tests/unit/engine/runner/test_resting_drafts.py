@@ -4,7 +4,7 @@ others, and they are computed as they are without it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from engine.runner.inputs import StepInputs
 from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.economics import Economics, StepCost
-from engine.runner.speculation.head import HeadDrafter
+from engine.runner.speculation.features import FeatureDrafter
 from engine.types import ScheduledSequence
 from services.drafter.lessons import Lesson
-from tests.unit.engine.runner.drafting import learned_by_heart, poison_head, totals
+from tests.unit.engine.runner.drafting import poison_head, speculating, totals
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+
+HEADS = ["eagle3", "medusa"]
 
 
 class Steps:
@@ -135,19 +137,14 @@ def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> 
     return target_folder
 
 
-@pytest.fixture(scope="module")
-def head(folder: Path, lessons: list[Lesson], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return learned_by_heart(folder, lessons, tmp_path_factory.mktemp("head"))
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3", "medusa"])
 def test_while_nobody_looks_steps_follow_each_other_and_no_drafter_is_asked(
-    method: str, folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, folder: Path, trained_head: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a step takes on this machine: that there is nothing in the purse is said beforehand."""
     speculation = SpeculationConfig(
         method=method,  # type: ignore[arg-type]
-        draft_model=str({"draft_model": folder, "eagle3": head}.get(method, "")),
+        draft_model=str(trained_head(method) if method in HEADS else folder),
     )
     jobs = [Job(prompt_of(9, 199, seed=seed) * 3, num_tokens=40, speculate=True) for seed in range(4)]
     with closing(open_runner(folder, speculation=speculation)) as runner:
@@ -161,11 +158,12 @@ def test_while_nobody_looks_steps_follow_each_other_and_no_drafter_is_asked(
         assert 0 < watch.prepared <= 3
 
 
+@pytest.mark.parametrize("method", HEADS)
 def test_a_head_that_missed_steps_drafts_on_from_what_it_knows_and_nothing_changes(
-    folder: Path, head: Path, lessons: list[Lesson]
+    method: str, folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson]
 ) -> None:
     """Rests of different lengths in the middle of answers."""
-    speculation = SpeculationConfig(method="eagle3", draft_model=str(head), min_acceptance=0.0)
+    speculation = speculating(trained_head(method))
 
     def jobs_of(*, speculate: bool) -> list[Job]:
         return [Job(list(each.ids[: each.num_given]), num_tokens=40, speculate=speculate) for each in lessons]
@@ -188,7 +186,7 @@ def test_a_head_that_missed_steps_drafts_on_from_what_it_knows_and_nothing_chang
         driver = Interrupted(runner, seed=1)
         found = [driver.run(jobs_of(speculate=True)) for _ in range(6)]
         drafter = runner.proposer.drafter
-        assert isinstance(drafter, HeadDrafter)
+        assert isinstance(drafter, FeatureDrafter)
         assert (drafter.read <= drafter.seen).all()
     for jobs in found:
         assert [job.output[:40] for job in jobs] == [job.output for job in plain]

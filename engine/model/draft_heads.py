@@ -1,0 +1,50 @@
+"""What heads that draft have in common: the models that they go with. No torch.
+
+The engine's plan and the training of heads ask here; `eagle3` and `medusa` say what a head of each kind is.
+"""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.model.spec import ModelSpec
+from runtime.errors import ConfigError
+
+KEY = "engine.speculation.draft_model"
+REMEDY = "take the head that was trained with this model, or train one (millrace train-drafter)"
+FLOAT_BYTES = 4
+
+
+def why_no_head(target: ModelSpec) -> str:
+    """Why nothing can be drafted from a model's hidden states; empty where it can."""
+    for is_so, why in (
+        (target.state is not None, "has layers that carry a state, which no head's drafts go back behind"),
+        (target.pooling is not None, "pools what it reads, and draws no tokens"),
+        (target.altup is not None, "has several streams"),
+    ):
+        if is_so:
+            return why
+    return ""
+
+
+def check_target(head: ModelSpec, target: ModelSpec, config: EngineConfig, device: str) -> None:
+    """Raises ConfigError where there are no heads, or for one of another model's sizes."""
+    method = f"engine.speculation.method = {config.speculation.method!r}"
+    if device != "cpu":
+        raise ConfigError(
+            f"{method}: hidden states are captured on CPUs alone, and the steps of {device} are recorded "
+            "without them; set it to ngram, suffix or draft_model, or engine.device to cpu"
+        )
+    if because := why_no_head(target):
+        raise ConfigError(f"{method}: {target.architecture} {because}; set it to off")
+    spec, given = head.draft_head, f"{KEY} = {config.speculation.draft_model!r}"
+    assert spec is not None, "read as a head"
+    if spec.target_size != target.hidden_size:
+        raise ConfigError(
+            f"{given} reads hidden states of {spec.target_size} elements, but the model's have "
+            f"{target.hidden_size}; {REMEDY}"
+        )
+    if head.num_embeddings != target.num_embeddings:
+        raise ConfigError(
+            f"{given} is for a vocabulary of {head.num_embeddings} tokens, but the model's has "
+            f"{target.num_embeddings}; {REMEDY}"
+        )
