@@ -1,4 +1,4 @@
-"""What tests of speculation share, made once: a model of a few layers, and what it says."""
+"""What tests share: a small model; for those of speculation, made once, one of a few layers and its words."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ import transformers
 from services.drafter.lessons import Lesson
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.drafting import HEAD_DIM, NUM_LAYERS, learned_by_heart, lessons_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model, which `oracle` writes."""
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> transformers.PreTrainedModel:
+    """The model as transformers has it, each module's own, because some change how it attends."""
+    return make_checkpoint(folder, "llama")
 
 
 @pytest.fixture(scope="session")

@@ -40,16 +40,6 @@ from tests.unit.engine.runner.test_window import native_or_skip, poison_free_blo
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> transformers.PreTrainedModel:
-    return make_checkpoint(folder, "llama")
-
-
-@pytest.fixture(scope="module")
 def forgetful(oracle: transformers.PreTrainedModel) -> list[list[int]]:
     return [masked_greedy(oracle, prompt, keep) for prompt, keep in zip(prompts(), KEEPS, strict=True)]
 

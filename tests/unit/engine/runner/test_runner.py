@@ -16,7 +16,7 @@ from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
-from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy, reference_logits
+from tests.unit.engine.checkpoints import reference_greedy, reference_logits
 from tests.unit.engine.runner.driver import (
     Driver,
     Job,
@@ -27,16 +27,6 @@ from tests.unit.engine.runner.driver import (
 )
 
 BUNDLED = Path("models/millrace-nano")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> transformers.PreTrainedModel:
-    return make_checkpoint(folder, "llama")
 
 
 @pytest.fixture
