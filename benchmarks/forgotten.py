@@ -58,7 +58,7 @@ def answered(
     folder: Path, prompts: Texts, num_tokens: int, retention: Retention | None, temperature: float
 ) -> tuple[Texts, list[float]]:
     """Each prompt's answer, and what it says it lost, in tokens."""
-    config = EngineConfig(num_threads=2, cache=CacheConfig(kv_cache_bytes=1 << 29))
+    config = EngineConfig(num_threads=2, cache=CacheConfig(kv_cache_bytes=1 << 29, forgotten_bytes=1 << 30))
     runner, memory, _ = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
     scheduler = Scheduler(config.scheduler, config.cache, memory, model="m")
     sampling = partial(SamplingParams, max_tokens=num_tokens, ignore_eos=True, temperature=temperature)

@@ -78,6 +78,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefix_caching: bool = True
     # Host memory for KV blocks of preempted sequences and evicted prefixes; 0 turns the tier off.
     host_bytes: int = 0
+    # Memory for the forgotten keys of answers that have a bound on what they lose (`kv.max_lost`): on a CPU a
+    # part of the plan, else the host's. 0 refuses such bounds.
+    forgotten_bytes: int = 0
     # Speed of copies from the host. A block is brought back when that is faster than computing it again.
     host_bytes_per_s: float = 8e9
     # Folder for blocks of keys and values that outlive the engine; engines of the same machine may share it.
@@ -398,6 +401,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("speculation.method", self.speculation.method != "off", f"set {theirs}.speculative_config"),
             ("cache.host_bytes", self.cache.host_bytes, f"set {theirs}.kv_transfer_config"),
             ("cache.disk_path", self.cache.disk_path, f"set {theirs}.kv_transfer_config"),
+            ("cache.forgotten_bytes", self.cache.forgotten_bytes, "set it to 0: its answers forget nothing"),
             ("cache.kv_dtype", self.cache.kv_dtype != "auto", f"set {theirs}.kv_cache_dtype"),
         ):
             if is_set:
@@ -421,6 +425,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("adapters", bool(self.adapters.num_slots), "serve adapters from an engine without ranks"),
             ("cache.host_bytes", bool(self.cache.host_bytes), "set it to 0"),
             ("cache.disk_path", bool(self.cache.disk_path), 'set it to ""'),
+            ("cache.forgotten_bytes", bool(self.cache.forgotten_bytes), "set it to 0"),
         ):
             if is_set:
                 asked = f"engine.parallel.tensor = {self.parallel.tensor}"
@@ -459,6 +464,7 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "cache.kv_cache_bytes",
     "cache.host_bytes",
+    "cache.forgotten_bytes",
     "scheduler.step_target_ms",
     "scheduler.neighbour_step_ms",
     "max_model_len",

@@ -19,6 +19,7 @@ the plan is made again with the numbers found.
   CPU_CACHE_LIMIT_BYTES, and at least one sequence of max_model_len.
 - states: a part of the cache's bytes, where layers carry a state from token to token (state_memory.py).
 - window blocks: another part, where only some layers have a window (window_memory.py).
+- forgotten keys: `engine.cache.forgotten_bytes`, on a CPU; beside a GPU they lie in the host's memory.
 """
 
 from __future__ import annotations
@@ -299,6 +300,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     sequence_bytes = sequence_blocks * per_block + windows.least * in_windows
     least = sequence_bytes + room.least_bytes
     left = int(given.available_bytes * cache.memory_fraction) - weights - adapters - workspace - headroom
+    left -= cache.forgotten_bytes if given.device == "cpu" else 0
     wanted = cache.kv_cache_bytes or left
     if spec.bidirectional:
         # No text keeps keys and values: there is room for those of a step, and of the one that is planned.
@@ -307,11 +309,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         modest = min(CPU_CACHE_LIMIT_BYTES, given.available_bytes // 4)
         wanted = min(left, max(modest, sequence_bytes) + room.least_bytes)
     if cache.kv_cache_bytes > left >= least:
-        raise ConfigError(
-            f"engine.cache.kv_cache_bytes = {cache.kv_cache_bytes} ({human(cache.kv_cache_bytes)}) is more "
-            f"than the {human(left)} that are left of {human(given.available_bytes)}; "
-            "lower it, or set it to 0 to have it chosen"
-        )
+        raise ConfigError(_too_much(given, left))
     num_states = room.num_states(wanted - sequence_bytes)
     kept_bytes = wanted - num_states * room.bytes_per_state
     num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
@@ -322,7 +320,8 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
             f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, slots for "
-            f"adapters {human(adapters)}, workspace {human(workspace)}, headroom {human(headroom)}, which "
+            f"adapters {human(adapters)}, workspace {human(workspace)}, headroom {human(headroom)}"
+            f"{_forgotten(given)}, which "
             f"leaves {human(max(left, 0))} for the KV cache; {human(max(wanted, 0))} hold "
             f"{max(num_blocks, 0) * cache.block_size} tokens, but one "
             f"sequence of engine.max_model_len = {given.max_model_len} needs "
@@ -348,7 +347,32 @@ def make_plan(given: PlanInput) -> MemoryPlan:
         window_bytes_per_token=windows.bytes_per_token,
         num_block_ids=num_ids,
         num_window_block_ids=num_window_ids,
+        forgotten_bytes=cache.forgotten_bytes,
+        forgotten_block_bytes=forgotten_block_bytes(spec, cache.block_size),
     )
+
+
+def _too_much(given: PlanInput, left: int) -> str:
+    asked = given.config.cache.kv_cache_bytes
+    return (
+        f"engine.cache.kv_cache_bytes = {asked} ({human(asked)}) is more than the {human(left)} that are "
+        f"left of {human(given.available_bytes)}; lower it, or set it to 0 to have it chosen"
+    )
+
+
+def forgotten_block_bytes(spec: ModelSpec, block_size: int) -> int:
+    """What stays of the keys of a forgotten block (engine/runner/forgotten/keys): of each a byte an element
+    and a float32, of each channel two, of each head one.
+    """
+    if spec.latent is not None:
+        return 0
+    heads = (shape for shape in map(spec.cache_shape, range(spec.num_layers)) if shape is not None)
+    return sum(each.num_heads * (block_size * (each.key_dim + 4) + 8 * each.key_dim + 4) for each in heads)
+
+
+def _forgotten(given: PlanInput) -> str:
+    size = given.config.cache.forgotten_bytes
+    return f", forgotten keys {human(size)} (engine.cache.forgotten_bytes)" if size else ""
 
 
 def _room_bytes(given: PlanInput, head: ModelSpec) -> int:

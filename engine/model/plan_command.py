@@ -221,6 +221,14 @@ def _states(given: PlanInput, plan: MemoryPlan) -> str:
     )
 
 
+def _forgotten(given: PlanInput, plan: MemoryPlan) -> str:
+    if not plan.forgotten_bytes:
+        return "engine.cache.forgotten_bytes is 0: no answer says what it lost (kv.max_lost)"
+    tokens = plan.forgotten_bytes // max(1, plan.forgotten_block_bytes) * plan.block_size
+    whose = "" if given.device == "cpu" else ", in the host's memory"
+    return f"of {tokens} tokens, for answers that say what they lost (kv.max_lost){whose}"
+
+
 def quantization_of(given: PlanInput) -> str:
     """How weights are stored: the checkpoint's method, or what is made at load; empty when dense."""
     stored = given.spec.quantization
@@ -252,7 +260,8 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
     table.add_column("size", justify="right")
     table.add_column("what", overflow="fold")
     used = plan.weights_bytes + plan.workspace_bytes + plan.headroom_bytes + plan.kv_cache_bytes
-    used += plan.adapter_bytes + plan.state_bytes
+    on_device = plan.forgotten_bytes if given.device == "cpu" else 0
+    used += plan.adapter_bytes + plan.state_bytes + on_device
     adapters = given.config.adapters
     rows = [
         (
@@ -277,6 +286,7 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
             + _in_other_forms(given),
         ),
         ("states", plan.state_bytes, _states(given, plan)),
+        ("forgotten keys", plan.forgotten_bytes, _forgotten(given, plan)),
         ("unused", plan.total_bytes - used, "left to the machine"),
     ]
     for name, size, what in rows:

@@ -73,6 +73,10 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
     width = max(1, request.sampling.beam_width)
     if num_blocks * width > memory.num_blocks or width > max_num_seqs:
         return _never_fits(request, memory, num_blocks * width)
+    kept = KeptBlocks.of(request.retention, num_prompt, memory.block_size)
+    num_measured = 0 if kept is None else kept.num_measured(num_tokens)
+    if num_measured * memory.forgotten_block_bytes > memory.forgotten_bytes:
+        return _never_measured(num_measured, memory)
     in_windows = width * min(num_blocks, memory.most_window_blocks)
     if in_windows > memory.num_window_blocks:
         return _never_fits_windows(request, memory, in_windows)
@@ -122,6 +126,18 @@ def _never_remembers(request: Request, memory: MemoryPlan, num_blocks: int) -> R
         f"{num_blocks} KV blocks of {memory.block_size} tokens; the engine has {memory.num_blocks} in all; "
         "lower max_tokens, shorten the prompt, or leave max_lost out",
         metadata={"needed_blocks": str(num_blocks), "total_blocks": str(memory.num_blocks)},
+    )
+
+
+def _never_measured(num_blocks: int, memory: MemoryPlan) -> RequestFailure:
+    needed = num_blocks * memory.forgotten_block_bytes
+    return RequestFailure(
+        reason="NEVER_FITS",
+        field="kv.max_lost",
+        message=f"kv.max_lost: to say what the answer loses, keys of {num_blocks} forgotten blocks take "
+        f"{needed} bytes; the engine has {memory.forgotten_bytes} (engine.cache.forgotten_bytes); lower "
+        "max_tokens, keep more, or leave max_lost out",
+        metadata={"needed_bytes": str(needed), "forgotten_bytes": str(memory.forgotten_bytes)},
     )
 
 

@@ -53,6 +53,7 @@ class Admitter:
             # Displaced a moment ago while a step runs that samples its next token.
             sequence.num_pending
             or self._waits_for_prefix(draft, sequence)
+            or self._waits_to_be_measured(draft, sequence)
             or self._waits_for_adapter(draft, sequence)
             or self._waits_for_disk(draft, sequence)
         ):
@@ -116,6 +117,19 @@ class Admitter:
         if self._state.admits_adapter(sequence):
             return False
         sequence.waits_for("cold_adapter", draft.now)
+        draft.num_cold += 1
+        return True
+
+    def _waits_to_be_measured(self, draft: PlanDraft, sequence: Sequence) -> bool:
+        """Whether there is no room for the keys that the sequence will forget. Those that need some go in the
+        order of the line.
+        """
+        if not sequence.num_measured_blocks:
+            return False
+        if not draft.lacks_forgotten_room and self._state.forgotten.admits(sequence, self._state.running):
+            return False
+        draft.lacks_forgotten_room = True
+        sequence.waits_for("kv_pressure", draft.now)
         draft.num_cold += 1
         return True
 

@@ -42,8 +42,10 @@ class PlanDraft:
     someone_blocked: bool = False
     # A due request found no slot: until one comes free, higher tiers go on.
     due_blocked: bool = False
-    # Sequences that were passed over because their adapters are not there.
+    # Sequences that were passed over because their adapters are not there, or what else holds up nobody.
     num_cold: int = 0
+    # No room was left for the keys that a candidate will forget.
+    lacks_forgotten_room: bool = False
 
     def __post_init__(self) -> None:
         self.whole_budget = self.budget

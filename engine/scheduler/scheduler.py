@@ -20,7 +20,7 @@ from engine.scheduler.plain_steps import PlainSteps
 from engine.scheduler.planner import Planner
 from engine.scheduler.results import ResultHandler, poisoned
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
-from engine.scheduler.state import SchedulerState
+from engine.scheduler.state import ForgottenRoom, SchedulerState
 from engine.types import (
     NOT_MEASURED,
     ChoiceHistory,
@@ -94,6 +94,7 @@ class Scheduler:
             config, cache, rate, host_s_per_token, disk_s_per_token, peers=tiers.peers
         )
         state.whole_prompts = whole_prompts
+        state.forgotten = ForgottenRoom.of(memory)
         if adapters is not None:
             state.adapters = adapters
         self._planner = Planner(self._state)

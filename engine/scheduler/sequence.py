@@ -312,6 +312,11 @@ class Sequence:
         kept = self.kept
         return self.num_known if kept is None else min(self.num_known, kept.start + kept.block_size)
 
+    @property
+    def num_measured_blocks(self) -> int:
+        """Forgotten blocks of which it may come to have keys, because it says what it lost."""
+        return 0 if self.kept is None else self.kept.num_measured(self.max_tokens_total - 1)
+
     def end_of_row(self, start: int, end: int) -> int:
         """Where a row of positions from `start` up to `end` ends, whose positions look at the same blocks."""
         return end if self.kept is None else min(end, self.kept.alike_until(start))

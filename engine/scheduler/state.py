@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import chain, count
 
@@ -23,6 +23,7 @@ from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.types import (
     ChoiceHistory,
     FinishReason,
+    MemoryPlan,
     RequestFailure,
     SchedulerCounters,
     TokenEvent,
@@ -176,6 +177,25 @@ class Promises:
         return None
 
 
+@dataclass(frozen=True)
+class ForgottenRoom:
+    """Memory for keys of forgotten blocks, in blocks: a sequence that is measured has its part from its
+    admission until it leaves the batch.
+    """
+
+    num_blocks: int = 0
+
+    @classmethod
+    def of(cls, memory: MemoryPlan) -> ForgottenRoom:
+        """That of the plan."""
+        return cls(memory.forgotten_bytes // max(1, memory.forgotten_block_bytes))
+
+    def admits(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether there is room for it beside those that run."""
+        needed = sequence.num_measured_blocks
+        return not needed or needed + sum(each.num_measured_blocks for each in running) <= self.num_blocks
+
+
 @dataclass
 class SchedulerState:
     """The sequences, and the books that are kept of them. Methods keep these whole; each is one move of one
@@ -196,6 +216,7 @@ class SchedulerState:
     # Prompts are computed in one step each: an encoder's.
     whole_prompts: bool = False
     held_back: HeldBack = field(default_factory=HeldBack)
+    forgotten: ForgottenRoom = field(default_factory=ForgottenRoom)
     shares: Shares = field(init=False)
     line: Line = field(init=False)
     promises: Promises = field(init=False)

@@ -93,6 +93,9 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     # than there is memory for at a time. 0 where the division stays.
     num_block_ids: int = 0
     num_window_block_ids: int = 0
+    # For the keys of forgotten blocks, and what those of one block take: of answers that say what they lost.
+    forgotten_bytes: int = 0
+    forgotten_block_bytes: int = 0
 
     @classmethod
     def of_counts(cls, num_blocks: int, block_size: int, max_model_len: int) -> MemoryPlan:

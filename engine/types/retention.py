@@ -15,6 +15,10 @@ from contract.retention import Retention
 _NUM_SINKS = 1
 # The one that is written to, and one that is whole.
 _LEAST_RECENT = 2
+# Of an answer that is measured: blocks whose keys stay in eight bits, and boxes around those of earlier ones,
+# none of which is larger than such a block (engine/runner/forgotten/keys).
+MOST_WHOLE_BLOCKS = 512
+MOST_BOXES = 256
 # Blocks that two steps may take before the first of them gives any back.
 _IN_FLIGHT = 2
 
@@ -45,6 +49,12 @@ class KeptBlocks(msgspec.Struct, frozen=True, array_like=True):
         if position < self.start:
             return 0
         return position // self.block_size + 1 - self.num_recent - self.num_sinks
+
+    def num_measured(self, num_tokens: int) -> int:
+        """Forgotten blocks of a sequence of so many tokens of which keys stay, at most."""
+        if not self.is_measured:
+            return 0
+        return min(max(0, self.num_hidden(num_tokens - 1)), MOST_WHOLE_BLOCKS + MOST_BOXES)
 
     def first_recent(self, position: int) -> int:
         """The first block behind those."""

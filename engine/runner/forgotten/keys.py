@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.types.retention import MOST_BOXES, MOST_WHOLE_BLOCKS
+
 Floats = NDArray[np.float32]
 
-MOST_WHOLE_BLOCKS = 512
-MOST_BOXES = 256
 _LEVELS = 255.0
 # Part of all that is attended to which blocks may have too much, together, by being told from their boxes.
 _FROM_BOXES = 1e-3

@@ -26,6 +26,7 @@ def memory_plan(
     window: int = 0,
     num_window_blocks: int = 0,
     moves: bool = False,
+    num_forgotten_blocks: int = 1024,
 ) -> MemoryPlan:
     """A plan in which only the counts matter. `moves`: memory goes from blocks to window blocks, which take
     half as much more, and back.
@@ -49,6 +50,8 @@ def memory_plan(
         window_bytes_per_token=each[1],
         num_block_ids=num_blocks + num_window_blocks if moves else 0,
         num_window_block_ids=num_window_blocks + num_blocks // 2 if moves else 0,
+        forgotten_bytes=num_forgotten_blocks,
+        forgotten_block_bytes=1,
     )
 
 

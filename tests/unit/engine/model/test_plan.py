@@ -141,6 +141,17 @@ def test_what_four_bits_cannot_hold_is_refused_by_name(family: str, words: str, 
     assert "set it to int8, fp8 or auto" in str(refused.value)
 
 
+def test_forgotten_keys_are_planned_where_they_lie() -> None:
+    """On a CPU beside keys and values, else in the host's memory."""
+    config = EngineConfig(cache=CacheConfig(forgotten_bytes=7 * GIB))
+    with pytest.raises(ConfigError, match=r"forgotten keys 7\.0 GiB \(engine\.cache\.forgotten_bytes\)"):
+        make_plan(given(config))
+    plan = make_plan(given(config, device="cuda"))
+    assert plan.kv_cache_bytes == make_plan(given(device="cuda")).kv_cache_bytes
+    assert plan.forgotten_bytes == 7 * GIB
+    assert plan.forgotten_block_bytes > 0
+
+
 def test_configured_size_is_taken() -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=100 << 20))
     plan = make_plan(given(config))

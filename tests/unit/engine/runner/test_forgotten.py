@@ -261,6 +261,11 @@ def test_summaries_stay_above_however_little_is_kept(
             assert (said >= true).all()
             if most_whole == 512:
                 assert (said <= true + np.log(1.15)).all()
+            arrays = (layer._low, layer._step, layer._levels, layer._lengths, layer._off)
+            boxes = (*layer._boxes, layer._counts) if layer._boxes else ()
+            planned = num_kv * (size * (dim + 4) + 8 * dim + 4)  # bytes of a block: forgotten_block_bytes
+            held = sum(each.nbytes for each in (*arrays, *boxes))
+            assert held <= planned * min(layer.num_blocks, most_whole + most_boxes)
     assert layer._levels.shape[1] <= max(most_whole, 1)
     assert layer._counts.size <= most_boxes
 

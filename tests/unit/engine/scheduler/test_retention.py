@@ -100,6 +100,34 @@ def test_who_may_come_to_need_everything_must_fit_with_everything(beyond: str, f
         assert driver.events[request][0].failure.field == "kv.max_lost"
 
 
+MEASURED = Retention(policy="window+sinks", window_tokens=32, max_lost=1.0, beyond="refuse")
+
+
+@pytest.mark.parametrize(("num_blocks", "together"), [(140, 2), (139, 1), (69, 0)])
+def test_forgotten_keys_have_their_part_of_the_memory(num_blocks: int, together: int) -> None:
+    """Each of these answers forgets 70 blocks: of 309 tokens 8 blocks are kept."""
+    driver = Driver(memory=memory_plan(256, BLOCK, 400, num_forgotten_blocks=num_blocks))
+    asked = [driver.submit(range(k, k + 10), max_tokens=300, retention=MEASURED) for k in (0, 20, 40)]
+    plain = driver.submit(range(60, 70), max_tokens=300)
+    most = 0
+    while driver.scheduler.has_work:
+        driver.step()
+        running = [each for each in driver.scheduler._state.running if each.num_measured_blocks]
+        most = max(most, len(running))
+        assert sum(each.num_measured_blocks for each in running) <= num_blocks
+    assert most == together
+    assert driver.finish(plain) is FinishReason.LENGTH
+    for request in asked:
+        if together:
+            assert driver.finish(request) is FinishReason.LENGTH
+        else:
+            assert driver.failure(request) == "NEVER_FITS"
+            failure = driver.events[request][0].failure
+            assert failure is not None
+            assert failure.field == "kv.max_lost"
+            assert "engine.cache.forgotten_bytes" in failure.message
+
+
 @pytest.mark.parametrize("first", [share(0.25), None])
 def test_prompts_are_shared_and_answers_that_forget_are_not(first: Retention | None) -> None:
     driver = Driver(memory=memory_plan(64, BLOCK, 128))

@@ -74,7 +74,9 @@ async def test_an_engine_forgets_for_who_asks_and_goes_on_where_another_one_ende
     """The bundled model in a process of its own, whose prefix cache all requests share."""
     prompt, asked = [5 + each % 90 for each in range(100)], {"temperature": 0.0, "max_tokens": 90}
     kv = retention_pb2.Retention(policy="window+sinks", window_tokens=1)
-    async with start_engine(BASE, simulated="false", num_threads="1", dtype="float32") as engine:
+    options = {"simulated": "false", "num_threads": "1", "dtype": "float32"}
+    options["cache__forgotten_bytes"] = "100000000"
+    async with start_engine(BASE, **options) as engine:
         gateway = Gateway(engine, "")
         await gateway.hello()
 
