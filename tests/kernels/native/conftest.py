@@ -8,6 +8,7 @@ from kernels.native.build import EMULATED, machine_levels
 from kernels.native.library import NativeLibrary, NativeUnavailableError, load_level
 
 LEVELS = machine_levels()
+PRODUCT_LEVELS = [*LEVELS, *(name for name, (level, _) in EMULATED.items() if level in LEVELS)] or ["none"]
 
 
 @pytest.fixture(scope="session", params=LEVELS or ["none"])
@@ -19,10 +20,7 @@ def native(request: pytest.FixtureRequest) -> NativeLibrary:
         pytest.skip(f"no native library: {error}")
 
 
-@pytest.fixture(
-    scope="session",
-    params=[*LEVELS, *(name for name, (level, _) in EMULATED.items() if level in LEVELS)] or ["none"],
-)
+@pytest.fixture(scope="session", params=PRODUCT_LEVELS)
 def product_level(request: pytest.FixtureRequest) -> NativeLibrary:
     """As `native`, and what few processors have in plain instructions besides."""
     try:

