@@ -27,6 +27,7 @@ from engine.types.hand_over import (
     Pull,
     PulledBlocks,
     PullEnded,
+    ReadEnded,
     ReadHeld,
     SentBlocks,
     StopPull,
@@ -60,7 +61,7 @@ class HandOver:
 
     async def start(self, for_blocks: socket.socket) -> None:
         """Takes this side's end of the core's socket for blocks."""
-        reader, self._writer = await asyncio.open_connection(sock=for_blocks)
+        reader, self._writer = await asyncio.open_connection(sock=for_blocks, limit=_AT_A_TIME_BYTES)
         self._listener = asyncio.create_task(self._listen(reader), name="blocks of the core")
 
     async def stop(self) -> None:
@@ -99,12 +100,17 @@ class HandOver:
 
     async def _tell(self, message: ToCore) -> None:
         """Waits until the core has taken most of what was written."""
-        if self._writer is None or self._writer.is_closing():
-            return
-        self._writer.write(framed(msgspec.msgpack.encode(message)))
+        writer = self._write(message)
         # Without a core nobody waits for anything.
-        with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
+        if writer is not None:
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+
+    def _write(self, message: ToCore) -> asyncio.StreamWriter | None:
+        if self._writer is None or self._writer.is_closing():
+            return None
+        self._writer.write(framed(msgspec.msgpack.encode(message)))
+        return self._writer
 
     # Blocks from other engines.
 
@@ -124,7 +130,9 @@ class HandOver:
         """Passes the blocks to the core as they come; returns why that ended early."""
         stub = engine_pb2_grpc.EngineServiceStub(self._channel(pull.source.address))
         call = stub.PullBlocks(
-            engine_pb2.PullBlocksRequest(ticket=pull.source.ticket, form=pull.form, block_hashes=pull.hashes),
+            engine_pb2.PullBlocksRequest(
+                ticket=pull.source.ticket, form=pull.form, block_hashes=pull.hashes, staging=pull.staging
+            ),
             metadata=trace_metadata(),
         )
         arriving, num_pulled = aiter(call), 0
@@ -169,6 +177,7 @@ class HandOver:
         """The call has ended, in whatever way: what is held under its ticket is let go."""
         del self._reads[read]
         self._send(messages.Release(ticket))
+        self._write(ReadEnded(read))
 
     async def blocks(
         self, read: int, request: engine_pb2.PullBlocksRequest
@@ -180,13 +189,15 @@ class HandOver:
             if num_sent == num_asked:
                 num_asked = min(num_sent + at_a_time, len(hashes))
                 asked = hashes[num_sent:num_asked]
-                await self._tell(ReadHeld(read, request.ticket, request.form, asked))
+                await self._tell(
+                    ReadHeld(read, request.ticket, request.form, num_sent, asked, request.staging)
+                )
             held = await queue.get()
             if isinstance(held, NotHeld):
                 yield engine_pb2.PullBlocksResponse(refusal=_REFUSALS[held.reason])
                 return
             checksums, data = zip(*held.blocks, strict=True)
-            at_a_time = max(1, _AT_A_TIME_BYTES // len(data[0]))
+            at_a_time = max(1, _AT_A_TIME_BYTES // held.num_bytes)
             blocks = engine_pb2.PulledBlocks(first_index=num_sent, checksums=checksums, data=data)
             num_sent += len(data)
             yield engine_pb2.PullBlocksResponse(blocks=blocks)

@@ -34,6 +34,8 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     hashes: tuple[BlockHash, ...]
     # Seconds after which nobody waits for more.
     limit_s: float
+    # Memory in which an engine of this machine may leave them (engine/runner/prefix_peers/staging); or empty.
+    staging: str = ""
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop_pull"):
@@ -42,7 +44,7 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop_pull"):
     token: int
 
 
-# A block's checksum, and its bytes.
+# A block's checksum, and its bytes; none where they lie in the staging memory.
 Checked: TypeAlias = tuple[bytes, bytes]
 
 
@@ -51,6 +53,8 @@ class SentBlocks(msgspec.Struct, frozen=True, tag="sent_blocks"):
 
     read: int
     blocks: tuple[Checked, ...]
+    # Of each block.
+    num_bytes: int
 
 
 class NotHeld(msgspec.Struct, frozen=True, tag="not_held"):
@@ -71,7 +75,16 @@ class ReadHeld(msgspec.Struct, frozen=True, tag="read_held"):
     read: int
     ticket: bytes
     form: bytes
+    # The place of the first one in all that is read.
+    first_index: int
     hashes: tuple[BlockHash, ...]
+    staging: str = ""
+
+
+class ReadEnded(msgspec.Struct, frozen=True, tag="read_ended"):
+    """Nothing more is asked for."""
+
+    read: int
 
 
 class PulledBlocks(msgspec.Struct, frozen=True, tag="pulled_blocks"):
@@ -89,7 +102,7 @@ class PullEnded(msgspec.Struct, frozen=True, tag="pull_ended"):
     reason: str = ""
 
 
-ToCore: TypeAlias = ReadHeld | PulledBlocks | PullEnded
+ToCore: TypeAlias = ReadHeld | ReadEnded | PulledBlocks | PullEnded
 
 # Why a pull brought less than was asked for.
 PULL_FAILURES = ("lost", "silence", "gone", "form", "checksum", "slow")

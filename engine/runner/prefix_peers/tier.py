@@ -24,6 +24,13 @@ from contract.prefix import BlockHash
 from engine.config import HandOverConfig
 from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.runner.prefix_peers.books import Blocks, Held, Pulls
+from engine.runner.prefix_peers.staging import (
+    MOST_BYTES,
+    MOST_BYTES_TOGETHER,
+    StagedBlocks,
+    Staging,
+    remove_leftovers,
+)
 from engine.types.hand_over import (
     BlockSource,
     Checked,
@@ -33,6 +40,7 @@ from engine.types.hand_over import (
     Pull,
     PulledBlocks,
     PullEnded,
+    ReadEnded,
     ReadHeld,
     SentBlocks,
     StopPull,
@@ -73,8 +81,15 @@ class PeerTier:
         self._pulls = Pulls()
         self._held = Held()
         self._counters = HandOverCounters()
+        # Memory in common with other engines of this machine: of pulls by token, with `_lock`, and of reads
+        # that the thread alone knows.
+        self._stagings: dict[int, Staging] = {}
+        self._staged: dict[int, StagedBlocks | None] = {}
         self._decoder = msgspec.msgpack.Decoder(ToCore)
-        self._thread = threading.Thread(target=self._serve, args=(blocks(),), name="hand-over", daemon=True)
+        ways = blocks()
+        self._block_bytes = ways.num_bytes
+        remove_leftovers()
+        self._thread = threading.Thread(target=self._serve, args=(ways,), name="hand-over", daemon=True)
         self._thread.start()
 
     # See engine.kv.BlockPeers.
@@ -93,8 +108,18 @@ class PeerTier:
         """Begins to pull contents into blocks that nobody reads or writes until `finished` has the token."""
         with self._lock:
             self._pulls.begin(token, blocks, self._clock())
+            staging = self._make_staging(token, len(blocks))
         hashes = tuple(block_hash for block_hash, _ in blocks)
-        self._send(Pull(token, source, self._form, hashes, limit_s + self._silence_limit_s))
+        self._send(Pull(token, source, self._form, hashes, limit_s + self._silence_limit_s, staging))
+
+    def _make_staging(self, token: int, num_blocks: int) -> str:
+        if sum(each.total_bytes for each in self._stagings.values()) + MOST_BYTES > MOST_BYTES_TOGETHER:
+            return ""
+        made = Staging.make(num_blocks, self._block_bytes)
+        if made is None:
+            return ""
+        self._stagings[token] = made
+        return made.name
 
     def stop(self, token: int) -> None:
         """Nobody waits for a pull any more; `finished` has its token when nothing is written any more."""
@@ -106,7 +131,12 @@ class PeerTier:
     def finished(self) -> list[tuple[int, int]]:
         """Tokens of pulls that have ended since the last call, each with how many first blocks are filled."""
         with self._lock:
-            return self._pulls.finished()
+            found = self._pulls.finished()
+            for token, _ in found:
+                # Nobody reads it any more: a pull whose block is being taken has not ended.
+                if (staging := self._stagings.pop(token, None)) is not None:
+                    staging.close()
+            return found
 
     def counters(self) -> HandOverCounters:
         """What happened since the start."""
@@ -121,6 +151,8 @@ class PeerTier:
         self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._connection.close()
+        for staging in self._stagings.values():
+            staging.close()
 
     # The thread.
 
@@ -129,6 +161,9 @@ class PeerTier:
             try:
                 while (frame := read_frame(stream)) is not None:
                     match self._decoder.decode(frame):
+                        case ReadEnded(read):
+                            if (staged := self._staged.pop(read, None)) is not None:
+                                staged.close()
                         case PulledBlocks(token, first, pulled):
                             for index, (checksum, data) in enumerate(pulled, start=first):
                                 self._take(blocks, token, index, checksum, data)
@@ -146,7 +181,12 @@ class PeerTier:
             if found is None:
                 self._counters.num_late += 1
                 return
+            staging = self._stagings.get(token)
         block_hash, block_id = found
+        if staging is not None and data:
+            staging.skip(index)
+        elif staging is not None:
+            data = staging.take(index)
         expected = checksum_of(self._form, block_hash, data)
         is_whole = len(data) == blocks.num_bytes and hmac.compare_digest(checksum, expected)
         if is_whole:
@@ -170,18 +210,23 @@ class PeerTier:
         if asked.form != self._form:
             self._send(NotHeld(asked.read, "form"))
             return
+        if asked.staging and asked.read not in self._staged:
+            self._staged[asked.read] = StagedBlocks.open(asked.staging, blocks.num_bytes)
+        staged = self._staged.get(asked.read)
         found: list[Checked] = []
         data: bytes | None = b""
-        for block_hash in asked.hashes:
+        for index, block_hash in enumerate(asked.hashes, start=asked.first_index):
             data = self._held_bytes(blocks, asked.ticket, block_hash)
             if data is None:
                 break
-            found.append((checksum_of(self._form, block_hash, data), data))
+            checksum = checksum_of(self._form, block_hash, data)
+            is_there = staged is not None and staged.put(index, data)
+            found.append((checksum, b"" if is_there else data))
             if len(found) * len(data) >= _TOGETHER_BYTES:
-                self._send(SentBlocks(asked.read, tuple(found)))
+                self._send(SentBlocks(asked.read, tuple(found), blocks.num_bytes))
                 found.clear()
         if found:
-            self._send(SentBlocks(asked.read, tuple(found)))
+            self._send(SentBlocks(asked.read, tuple(found), blocks.num_bytes))
         if data is None:
             self._send(NotHeld(asked.read, "gone"))
 

@@ -1370,9 +1370,12 @@ class PullBlocksRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     FORM_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     ticket: _builtins.bytes
     form: _builtins.bytes
     """What a block's bytes depend on beside its hash: checkpoint, how it is computed, how blocks lie in memory."""
+    staging: _builtins.str
+    """Name of memory in which an engine of the same machine may leave blocks; empty where there is none."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Content hashes, 16 bytes each, first to last."""
@@ -1383,10 +1386,11 @@ class PullBlocksRequest(_message.Message):
         ticket: _builtins.bytes = ...,
         form: _builtins.bytes = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        staging: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "form", b"form", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "form", b"form", "staging", b"staging", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1434,7 +1438,9 @@ class PulledBlocks(_message.Message):
         """Of the bytes of each, under form and hash."""
 
     @_builtins.property
-    def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Empty for a block that lies in the memory that the request named."""
+
     def __init__(
         self,
         *,
