@@ -1,5 +1,5 @@
 """Accuracy against tokens on arithmetic: greedy, best of eight, votes, deepconf, a search over steps,
-critiques, and a draft model that escalates; best of eight and search under the bundled judge of steps, too.
+critiques, and a draft model that escalates; best of eight, votes and search under the bundled judge of steps, too.
 
 `python -m benchmarks.test_time [--model NAME] [--questions 1000] [--temperature 1.0] [--ways WORD ...]
 [--json OUT]`
@@ -62,6 +62,11 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "votes that stop (0.95)": {**_VOTES, "strategy": "self_consistency", "confidence": 0.95},
     "votes that stop (0.9)": {**_VOTES, "strategy": "self_consistency", "confidence": 0.9},
     "deepconf": {**_VOTES, "strategy": "deepconf", "confidence": 0.95},
+    "votes that a judge weighs": {
+        "strategy": "self_consistency",
+        "samples": SAMPLES,
+        "scorer": {"type": "number", "model": "judge"},
+    },
     "best of eight (verifier)": {"strategy": "best_of", "samples": SAMPLES, "scorer": _ASKED},
     "best of eight (judge)": {"strategy": "best_of", "samples": SAMPLES, "scorer": _JUDGED},
     "search (likelihood)": {"strategy": "search", "samples": SAMPLES},

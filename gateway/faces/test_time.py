@@ -77,7 +77,8 @@ ACCEPTED: Mapping[str, str] = {
     "test_time.strategy": "`best_of` by `scorer` (likelihood, number, regex, schema, model, "
     "verifier); "
     "`self_consistency` and `deepconf` vote on what `scorer` finds in answers (auto, boxed, number, json, "
-    "regex); `escalate` asks `model` where the first model, or `scorer`, gives less than `confidence`; "
+    "regex), which a served `scorer.model` may weigh in `self_consistency`; `escalate` asks `model` where "
+    "the first model, or `scorer`, gives less than `confidence`; "
     "`critique_revise` has up to `samples` drafts, until a critique says that nothing is wrong, or has what "
     "`scorer` (regex) names; `search` keeps a quarter of `samples` steps, each up to `delimiter` (a line), "
     "by `scorer` (likelihood, model, verifier)",

@@ -46,6 +46,7 @@ _SCORERS: Mapping[str, tuple[str, ...]] = {
 }
 _FIELD = "test_time"
 # What scorers of a type must have, and no others.
+# But for votes, which a model may weigh.
 _PARTS = {"pattern": ("regex",), "schema_json": ("schema",), "model": ("model", "verifier")}
 
 
@@ -64,6 +65,9 @@ def checked(request: GenerationRequest, ask: Deliberation) -> None:
         _check_confidence(request, ask.strategy, ask.confidence)
     if ask.scorer is not None:
         _check_scorer(request, ask.strategy, ask.scorer)
+        if ask.strategy == "self_consistency" and ask.scorer.model and ask.confidence is not None:
+            problem = "a model weighs all samples, when all have ended; leave confidence or scorer.model out"
+            raise refuse(request, f"{_FIELD}.confidence", problem)
     _check_model(request, ask)
     if ask.delimiter:
         _check_delimiter(request, ask)
@@ -126,7 +130,8 @@ def _check_scorer(request: GenerationRequest, strategy: str, scorer: ScorerSpec)
         part, told = getattr(scorer, name), name.removesuffix("_json")
         if scorer.type in with_it and not part:
             raise refuse(request, f"{field}.{told}", f"it is required with type {scorer.type!r}")
-        if scorer.type not in with_it and part:
+        weighs = name == "model" and strategy == "self_consistency"
+        if scorer.type not in with_it and part and not weighs:
             raise refuse(request, f"{field}.{told}", f"type {scorer.type!r} has none; leave it out")
     _check_bounds(request, scorer, has_bounds=types is not BALLOTS and scorer.type in ("number", "verifier"))
     if len(scorer.pattern) > MAX_PATTERN:

@@ -37,7 +37,7 @@ from gateway.test_time.scorers import (
     unanswered,
 )
 from gateway.test_time.search import StepSearch
-from gateway.test_time.strategies import BestSample, DeepConf, SelfConsistency, Strategy
+from gateway.test_time.strategies import BestSample, DeepConf, RatedVotes, SelfConsistency, Strategy
 from gateway.test_time.stream import DeliberateStream, Plan
 from gateway.test_time.verifier import VerifierScorer
 from gateway.tiers import Tier
@@ -59,7 +59,7 @@ def strategy_of(ask: Deliberation, scorer: AnswerScorer | None) -> Strategy:
     enough = None if scorer is None else scorer.enough
     make: Mapping[str, Callable[[], Strategy]] = {
         "best_of": lambda: BestSample(number, rates=rates, enough=math.inf if enough is None else enough),
-        "self_consistency": lambda: SelfConsistency(number, confidence),
+        "self_consistency": lambda: RatedVotes(number) if rates else SelfConsistency(number, confidence),
         "deepconf": lambda: DeepConf(number, confidence),
         "escalate": lambda: Escalate(ask.confidence or admission.DEFAULT_BELIEF, rates=rates),
         "critique_revise": lambda: CritiqueRevise(ask.samples or 1),
@@ -169,10 +169,10 @@ class Deliberations:
         assert self.pipeline is not None, "as whoever builds it sets"
         try:
             served = self.pipeline.model(call.caller, spec.model)
-            if spec.type == "model":
-                asking = scored_request(_form(call, spec.model), served, [_ANY_PAIR], (_SCORER, _SCORER))
-            else:
+            if spec.type == "verifier":
                 asking = _asking(call, spec.model)
+            else:
+                asking = scored_request(_form(call, spec.model), served, [_ANY_PAIR], (_SCORER, _SCORER))
             check_task(asking, served)
         except MillraceError as error:
             raise unanswered(spec, call.request.field(_SCORER), error) from error
@@ -253,10 +253,10 @@ class Deliberations:
     def _scorer(self, call: Call, submission: Submission) -> AnswerScorer | None:
         request = call.request
         ask = request.test_time
-        if ask is None or ask.scorer is None or ask.strategy not in _RATES:
+        spec = None if ask is None else ask.scorer
+        if ask is None or spec is None or not (ask.strategy in _RATES or spec.model):
             return None
-        spec = ask.scorer
-        match spec.type:
+        match "model" if ask.strategy in _VOTES else spec.type:
             case "likelihood":
                 return None
             case "schema":

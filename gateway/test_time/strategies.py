@@ -248,6 +248,46 @@ class SelfConsistency(Samples):
         return self._likeliest(each for each in self._ended.values() if each.vote == answer)
 
 
+class RatedVotes(Samples):
+    """The answer whose samples score most together (Li et al., arXiv 2206.02336): an unsure judge says more
+    of several that agree than of one. All begin, and all that voted are rated when all have ended.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self._scores: Mapping[int, float] = {}
+
+    def begin(self) -> Decision:
+        """See Strategy."""
+        return self._begin(self._num_samples)
+
+    def votes(self) -> Mapping[str, float]:
+        """See Strategy. What scores less than 0 has no weight; without scores all weigh alike."""
+        votes: dict[str, float] = {}
+        for index, sample in sorted(self._ended.items()):
+            if sample.vote is not None:
+                weight = max(0.0, self._scores.get(index, 0.0)) if self._scores else 1.0
+                votes[sample.vote] = votes.get(sample.vote, 0.0) + weight
+        return votes
+
+    def _after(self, sample: Sample) -> Decision:
+        if self._num_open:
+            return NOTHING
+        voters = tuple(index for index, each in sorted(self._ended.items()) if each.vote is not None)
+        return Decision(rate=voters) if voters else self._conclude("all_samples")
+
+    def _rated(self, scores: Mapping[int, float]) -> Decision:
+        self._scores = scores
+        return self._conclude("all_samples")
+
+    def _best(self) -> int | None:
+        answer = leader(self.votes())
+        if answer is None:
+            return self._any()
+        among = [each for each in self._ended.values() if each.vote == answer]
+        return max(among, key=lambda each: (self._scores.get(each.index, 0.0), -each.index)).index
+
+
 class DeepConf(Samples):
     """Votes that weigh as much as the weakest group of their trace (arXiv 2508.15260, online). Half of the
     traces warm up, and all of those vote; of the others one that falls below their threshold ends at once. It

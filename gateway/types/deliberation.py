@@ -29,7 +29,8 @@ class ScorerSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Of type number, where it ranks: bounds of the answer's last number. Of type verifier: of its grades.
     minimum: float | None = None
     maximum: float | None = None
-    # Of type model: who scores pairs of question and answer. Of type verifier: who is asked.
+    # Of type model: who scores pairs of question and answer. Of type verifier: who is asked. Of the votes of
+    # self_consistency: who scores what they weigh.
     model: str = ""
 
 

@@ -1,6 +1,6 @@
 """Train the judge of steps: `python -m models.judge.train --out build/judge`.
 
-A fixed number of steps from fixed seeds, on one core in some twenty minutes. Of the lessons a third are
+A fixed number of steps from fixed seeds, on one core in some forty minutes. Of the lessons a third are
 right solutions as the corpus writes them, a third the same with a slip, a third what the bundled model drew.
 Process reward models learn from labels of steps, which people (Lightman et al., arXiv 2305.20050) or
 roll-outs (Wang et al., arXiv 2312.08935) give. Here the corpus does, which knows at which character a
@@ -32,7 +32,7 @@ from models.judge.solutions import DELIMITER, GradedSolution, problems, slipped,
 
 # Whose layers it begins with.
 START = BASE.with_name("millrace-nano-draft")
-NUM_PREDICTING, NUM_JUDGING, NUM_ROWS, RATE, SEED = 1_400, 3_000, 32, 3e-3, 1
+NUM_PREDICTING, NUM_JUDGING, NUM_ROWS, RATE, SEED = 4_000, 6_000, 32, 3e-3, 1
 NUM_PROBLEMS, SOLUTIONS_EACH = 2_000, 4
 # Batches whose lessons are drawn together.
 _GROUPED = 8
