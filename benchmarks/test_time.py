@@ -1,5 +1,6 @@
 """Accuracy against tokens on arithmetic: greedy, best of eight, votes, deepconf, a search over steps,
-critiques, and a draft model that escalates; best of eight, votes and search under the bundled judge of steps, too.
+critiques, and a draft model that escalates; best of eight, votes and search under the bundled judge of
+steps, too.
 
 `python -m benchmarks.test_time [--model NAME] [--questions 1000] [--temperature 1.0] [--ways WORD ...]
 [--json OUT]`
