@@ -40,6 +40,7 @@ from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
 from engine.model.state_memory import StateRoom, draft_states_bytes, state_room
 from engine.model.weight_memory import (
+    HEAD,
     WeightCount,
     WeightForm,
     count_weights,
@@ -47,6 +48,7 @@ from engine.model.weight_memory import (
     weight_forms,
 )
 from engine.model.window_memory import WindowRoom, window_room
+from engine.quantization.scheme import FLOAT_TYPES
 from engine.types import MemoryPlan
 from kernels.linear.packed import FLOAT12_LEVELS
 from kernels.native.library import likely_level
@@ -444,7 +446,7 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     headers, coded = _headers(spec, folder), packs_codes(config, device)
     shard, whole = WHOLE, 0
     if config.parallel.degrees.size > 1:
-        _check_ranks(spec, config, folder, device)
+        _check_ranks(spec, config, folder, device, headers)
         whole = count_weights(spec, headers, config, coded=coded).num_weights
         shard = Shard.of(spec, 0, config.parallel.degrees)
         headers, spec = shard.headers(headers, spec), shard.model(spec)
@@ -462,7 +464,9 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     )
 
 
-def _check_ranks(spec: ModelSpec, config: EngineConfig, folder: Path, device: str) -> None:
+def _check_ranks(
+    spec: ModelSpec, config: EngineConfig, folder: Path, device: str, headers: dict[str, TensorHeader]
+) -> None:
     """Raises ConfigError where a model cannot be shared among ranks, or not here."""
     asked, degrees = config.parallel.asked, config.parallel.degrees
     if device != "cpu":
@@ -479,6 +483,12 @@ def _check_ranks(spec: ModelSpec, config: EngineConfig, folder: Path, device: st
     if refused is not None:
         asked = f"engine.parallel.{refused.degree} = {getattr(degrees, refused.degree)}"
         raise ConfigError(f"{asked}: {refused.reason}")
+    parts = {name: header.dtype for name, header in headers.items() if name.startswith("lm_head.")}
+    if not parts.keys() <= {HEAD, "lm_head.bias"} or not set(parts.values()) <= FLOAT_TYPES:
+        raise ConfigError(
+            f"{asked}: the head of {folder} is quantized, of which ranks cannot read parts; set it to 1, or "
+            "give a checkpoint with a dense head"
+        )
     threads = config.num_threads or num_threads()
     if threads < degrees.size:
         raise ConfigError(

@@ -228,7 +228,6 @@ def _never_shared(spec: ModelSpec) -> Iterator[str]:
         (spec.state is not None, "layers that carry a state"),
         (spec.pooling is not None or spec.bidirectional, "a pooled output"),
         (spec.per_layer is not None or spec.altup is not None, "a second embedding or several streams"),
-        (spec.quantization is not None, "weights that are quantized in the checkpoint"),
         (bool(spec.factors) or spec.inputs_first, "weights in another order or scale"),
     ):
         if has:
@@ -238,6 +237,7 @@ def _never_shared(spec: ModelSpec) -> Iterator[str]:
 def _never_cut(spec: ModelSpec) -> Iterator[str]:
     """What layers must not have that are cut."""
     for has, what in (
+        (spec.quantization is not None, "weights that are quantized in the checkpoint"),
         (bool(spec.layer_heads or spec.intermediate_sizes or spec.gate_cuts), "layers of different sizes"),
         (spec.attention_layers is not None or spec.feed_forward_layers is not None, "half layers"),
         (spec.fused_qkv != "none" or spec.fused_gate_up, "fused projections"),

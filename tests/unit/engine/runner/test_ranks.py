@@ -22,6 +22,7 @@ import llguidance
 import msgspec
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, PackedWeightsConfig, ParallelConfig, SpeculationConfig
@@ -40,6 +41,7 @@ from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
+from tests.unit.engine.quantization import writers
 from tests.unit.engine.runner.driver import Driver, Job, new_sequence, open_runner, prompt_of
 
 BUNDLED = Path("models/millrace-nano")
@@ -197,6 +199,19 @@ def test_experts_apart_have_the_bits_of_one_process(options: dict[str, Any], tmp
     make_checkpoint(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
     ours = answers(shared(tmp_path, 1, 2, **options))
     assert bits(ours) == bits(answers(open_runner(tmp_path, native="required", **options)))
+
+
+def test_experts_that_are_quantized_are_spread_as_they_are(tmp_path: Path) -> None:
+    """Blocks of MXFP4, all experts' in one tensor; a head of codes is not cut."""
+    model_type, changes = CASES["gpt-oss"]
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    tensors = writers.mxfp4_experts(tmp_path, make_checkpoint(tmp_path, model_type, **changes | sizes))
+    ours = answers(shared(tmp_path, 1, 2))
+    assert bits(ours) == bits(answers(open_runner(tmp_path, native="required")))
+    tensors["lm_head.weight_scale"] = torch.ones(199, 1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"parallel\.expert = 2: the head of .* is quantized"):
+        shared(tmp_path, 1, 2)
 
 
 @pytest.mark.parametrize(
