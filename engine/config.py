@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kernels.config import KernelsConfig
+from kernels.ranks.shares import Degrees
 from runtime.config import load_section, problem_with_adapter_name
 from runtime.errors import ConfigError
 from runtime.models import own_model
@@ -251,6 +252,22 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Ranks that share each layer. Each has its part of the weights, of the heads' keys and values, and of
     # engine.num_threads. It divides the heads and the inner elements of the model.
     tensor: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    # Groups of ranks over which the experts of each layer are spread, whole; it divides their number. There
+    # are as many ranks as the larger of both says, which the other one divides. Equal to `tensor`, the ranks
+    # that share all else have some experts each. Above it, all else is computed by several ranks alike: with
+    # tensor = 1 answers have one process's bits. Below it, the ranks of a group share each of its experts.
+    expert: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+
+    @property
+    def degrees(self) -> Degrees:
+        """How the model is shared."""
+        return Degrees(tensor=self.tensor, expert=self.expert)
+
+    @property
+    def asked(self) -> str:
+        """The setting that asks for ranks."""
+        name = "tensor" if self.tensor > 1 else "expert"
+        return f"engine.parallel.{name} = {getattr(self, name)}"
 
 
 class HandOverConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -320,7 +337,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_counts()
         if self.make == "vllm":
             self._check_vllm()
-        if self.parallel.tensor > 1:
+        if self.parallel.degrees.size > 1:
             self._check_ranks()
         scheduler, cache = self.scheduler, self.cache
         for key, fraction in (
@@ -383,7 +400,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for key, is_set, remedy in (
             ("make", self.make == "vllm", "set engine.vllm.options.kv_transfer_config"),
             ("simulated", self.simulated, "a simulated engine has no keys and values; set it to false"),
-            ("parallel.tensor", self.parallel.tensor > 1, "each rank has a part of a block; set it to 1"),
+            ("parallel", self.parallel.degrees.size > 1, "each rank has a part of a block; leave it out"),
             ("cache.prefix_caching", not self.cache.prefix_caching, "what is handed over are prefixes"),
         ):
             if is_set:
@@ -411,9 +428,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """What is asked for beside ranks works with them, or is refused."""
         device = 'set it to cpu or auto, or make = "vllm" with engine.vllm.tensor_parallel_size'
         drafts = ("off", "ngram", "suffix")
+        degrees = self.parallel.degrees
+        if degrees.size % degrees.tensor or degrees.size % degrees.expert:
+            raise ConfigError(
+                f"engine.parallel.expert = {degrees.expert}: neither divides engine.parallel.tensor = "
+                f"{degrees.tensor} nor is a multiple of it; set it to 1 or {degrees.tensor}"
+            )
         for key, is_set, remedy in (
             ("make", self.make == "vllm", "its ranks are engine.vllm.tensor_parallel_size; set that"),
-            ("simulated", self.simulated, "a simulated engine has no weights; set tensor = 1"),
+            ("simulated", self.simulated, "a simulated engine has no weights; set both degrees to 1"),
             ("device", self.device == "cuda", device),
             ("native", self.native == "off", "ranks compute by the native kernels; set it to auto"),
             ("quantize", self.quantize not in ("off", "int8", "int4"), "set it to int8, int4 or off"),
@@ -428,8 +451,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("cache.forgotten_bytes", bool(self.cache.forgotten_bytes), "set it to 0"),
         ):
             if is_set:
-                asked = f"engine.parallel.tensor = {self.parallel.tensor}"
-                raise ConfigError(f"engine.{key}: does not go with {asked}; {remedy}")
+                raise ConfigError(f"engine.{key}: does not go with {self.parallel.asked}; {remedy}")
 
     def _check_counts(self) -> None:
         for limit, complaint, keys in (
@@ -482,7 +504,7 @@ def load(tables: Mapping[str, Any]) -> EngineConfig:
     config = load_section(tables, "engine", EngineConfig)
     model = own_model(tables)
     found = {name: each.path for name, each in model.adapters.items()}
-    if config.parallel.tensor == 1:
+    if config.parallel.degrees.size == 1:
         # Ranks serve none, and nobody has asked for those.
         found = adapters_beside(model.path) | found
     if found:

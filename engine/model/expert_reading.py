@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.model.experts import experts_together
 from engine.model.layers import read_feed_forward, read_linear
 from engine.model.records import FeedForward, Linear, SparseFeedForward
-from engine.model.spec import ExpertSpec, ModelSpec
+from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec
 from engine.model.weights import WeightReader, unblocked
 from kernels.linear.formats import DenseWeight, PartedWeight, WeightFormat, parts_of, rows_of
 
@@ -46,7 +46,7 @@ def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> Sp
 
 
 def read_experts(weights: WeightReader, router: str, name: str, spec: ModelSpec) -> SparseFeedForward:
-    """The router of that name, and experts."""
+    """The router of that name, and the experts that are held here."""
     experts = spec.experts
     assert experts is not None, "called for sparse layers only"
     count = experts.num_experts
@@ -66,6 +66,10 @@ def read_experts(weights: WeightReader, router: str, name: str, spec: ModelSpec)
     )
 
 
+def _num_held(weights: WeightReader, experts: ExpertSpec) -> int:
+    return len(weights.shard.held(experts.num_experts))
+
+
 def _expert(spec: ModelSpec, gate_up: Weight, down: Weight, *biases: Tensor) -> FeedForward:
     first, second = biases or (None, None)
     return FeedForward(
@@ -82,10 +86,15 @@ def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, Exper
     def read(weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec) -> list[FeedForward]:
         if weights.has(f"{prefix}.gate_up_proj"):
             # Newer checkpoints of the same families.
+            if weights.shard.degrees.expert_parts > 1:
+                raise CheckpointError(
+                    f"{weights.folder}: experts lie in one tensor, of which ranks read no parts; set "
+                    f"engine.parallel.expert = {weights.shard.size}, which gives each rank whole experts"
+                )
             return _stacked_experts(weights, prefix, spec, experts)
         size, hidden = experts.intermediate_size, experts.latent_size or spec.hidden_size
         gate_ups, downs = [], []
-        for index in range(experts.num_experts):
+        for index in weights.shard.held(experts.num_experts):
             *entering, down_name = (f"{prefix}.{index}.{name}" for name in names)
             entering = entering if spec.gated else entering[1:]
             gate_ups.append(weights.linear(entering, [size] * len(entering), hidden))
@@ -118,7 +127,7 @@ def _fused_experts(
 ) -> list[FeedForward]:
     """Experts whose gate and up are one tensor, gates first."""
     size, hidden, found = experts.intermediate_size, spec.hidden_size, []
-    for index in range(experts.num_experts):
+    for index in weights.shard.held(experts.num_experts):
         gate_up = weights.linear([f"{prefix}.{index}.gate_up_proj"], [2 * size], hidden)
         found.append(_expert(spec, gate_up, weights.linear([f"{prefix}.{index}.down_proj"], [hidden], size)))
     return found
@@ -128,7 +137,7 @@ def _gpt_oss_experts(
     weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec
 ) -> list[FeedForward]:
     """All experts in one tensor each, inputs first, gate and up taking turns; biases everywhere."""
-    count, hidden, size = experts.num_experts, spec.hidden_size, experts.intermediate_size
+    count, hidden, size = _num_held(weights, experts), spec.hidden_size, experts.intermediate_size
     gate_up = weights.stacked(f"{prefix}.gate_up_proj", (count, 2 * size, hidden))
     gate_up_bias = weights.take(f"{prefix}.gate_up_proj_bias", (count, 2 * size))
     down = weights.stacked(f"{prefix}.down_proj", (count, hidden, size))
@@ -152,7 +161,7 @@ def _stacked_experts(
     """All experts in one tensor each, gates before the rest. What its family stores with inputs first may
     have been saved the other way, which the shape shows.
     """
-    count, hidden, size = experts.num_experts, spec.hidden_size, experts.intermediate_size
+    count, hidden, size = _num_held(weights, experts), spec.hidden_size, experts.intermediate_size
     is_turned = hidden != 2 * size and weights.shape(f"{prefix}.gate_up_proj") == (count, 2 * size, hidden)
     first = experts.layout == "inputs_first" and not is_turned
     gate_up = weights.stacked(f"{prefix}.gate_up_proj", (count, 2 * size, hidden), inputs_first=first)

@@ -41,6 +41,7 @@ from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
 from engine.model.state_memory import StateRoom, draft_states_bytes, state_room
 from engine.model.weight_memory import (
+    HEAD,
     WeightCount,
     WeightForm,
     count_weights,
@@ -48,6 +49,7 @@ from engine.model.weight_memory import (
     weight_forms,
 )
 from engine.model.window_memory import WindowRoom, window_room
+from engine.quantization.scheme import FLOAT_TYPES
 from engine.types import MemoryPlan
 from kernels.linear.packed import FLOAT12_LEVELS
 from kernels.native.library import likely_level
@@ -102,6 +104,8 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     measured_workspace_bytes: int = 0
     # The first of the ranks that share the model: all else here is one rank's.
     shard: Shard = WHOLE
+    # Elements of the whole model, where that is shared.
+    whole_num_weights: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -121,8 +125,7 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dtype(self) -> str:
         """Element type that the whole model is served in; quantized weights have their own."""
-        repeated = (self.num_ranks - 1) * self.spec.num_embeddings * self.spec.hidden_size
-        whole = self.num_ranks * self.num_weights - repeated
+        whole = self.whole_num_weights or self.num_weights
         return choose_dtype(self.config, self.spec, self.device, whole)
 
     @property
@@ -244,11 +247,19 @@ def workspace_bytes(given: PlanInput) -> int:
 
 
 def _shared_bytes(given: PlanInput) -> int:
-    """A rank's part of the memory that ranks share: parts of sums, and its logits."""
+    """A rank's part of the memory that ranks share: parts of sums, what experts gave, and its logits."""
     if given.num_ranks == 1:
         return 0
     spec, rows = given.spec, num_logit_rows(given.config)
-    sums = 2 * given.config.scheduler.max_num_batched_tokens * spec.hidden_size
+    tokens, experts, degrees = (
+        given.config.scheduler.max_num_batched_tokens,
+        spec.experts,
+        given.shard.degrees,
+    )
+    sums = 2 * tokens * spec.hidden_size
+    if experts is not None:
+        width = experts.latent_size or spec.hidden_size
+        sums += 2 * tokens * experts.num_active * width // degrees.expert
     return 4 * (sums + rows * spec.vocab_size // given.num_ranks)
 
 
@@ -457,15 +468,17 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     if method in ("draft_model", *_HEADS):
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)
-    shard = WHOLE
-    if config.parallel.tensor > 1:
-        _check_ranks(spec, config, folder, device)
-        shard = Shard.of(spec, 0, config.parallel.tensor)
-        spec, headers = shard.model(spec), shard.headers(headers)
+    shard, whole = WHOLE, 0
+    if config.parallel.degrees.size > 1:
+        _check_ranks(spec, config, folder, device, headers)
+        whole = count_weights(spec, headers, config, coded=coded).num_weights
+        shard = Shard.of(spec, 0, config.parallel.degrees)
+        headers, spec = shard.headers(headers, spec), shard.model(spec)
         available_bytes //= shard.size
     return PlanInput(
         draft=draft,
         shard=shard,
+        whole_num_weights=whole,
         spec=spec,
         device=device,
         available_bytes=available_bytes,
@@ -475,9 +488,11 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     )
 
 
-def _check_ranks(spec: ModelSpec, config: EngineConfig, folder: Path, device: str) -> None:
+def _check_ranks(
+    spec: ModelSpec, config: EngineConfig, folder: Path, device: str, headers: dict[str, TensorHeader]
+) -> None:
     """Raises ConfigError where a model cannot be shared among ranks, or not here."""
-    asked = f"engine.parallel.tensor = {config.parallel.tensor}"
+    asked, degrees = config.parallel.asked, config.parallel.degrees
     if device != "cpu":
         raise ConfigError(
             f"{asked}: ranks of this make compute on CPUs, and engine.device is {device}; set it to cpu, or "
@@ -488,11 +503,18 @@ def _check_ranks(spec: ModelSpec, config: EngineConfig, folder: Path, device: st
             f"{asked}: {folder} is a GGUF file, of which ranks cannot read parts; give a checkpoint of "
             "safetensors, or set it to 1"
         )
-    reason = why_not_shared(spec, config.parallel.tensor)
-    if reason:
-        raise ConfigError(f"{asked}: {reason}")
+    refused = why_not_shared(spec, degrees)
+    if refused is not None:
+        asked = f"engine.parallel.{refused.degree} = {getattr(degrees, refused.degree)}"
+        raise ConfigError(f"{asked}: {refused.reason}")
+    parts = {name: header.dtype for name, header in headers.items() if name.startswith("lm_head.")}
+    if not parts.keys() <= {HEAD, "lm_head.bias"} or not set(parts.values()) <= FLOAT_TYPES:
+        raise ConfigError(
+            f"{asked}: the head of {folder} is quantized, of which ranks cannot read parts; set it to 1, or "
+            "give a checkpoint with a dense head"
+        )
     threads = config.num_threads or num_threads()
-    if threads < config.parallel.tensor:
+    if threads < degrees.size:
         raise ConfigError(
             f"{asked}: a rank computes on one core at least, and there are {threads}; lower it, or set "
             "engine.num_threads if ranks are to share cores"

@@ -24,7 +24,7 @@ from engine.model.plan import (
     why_not_kv_dtype,
     window_room_of,
 )
-from engine.model.shards import degrees
+from engine.model.shards import degrees_of
 from engine.types import MemoryPlan
 from kernels.ranks.native import MOST_RANKS
 from runtime.config import ModelConfig, load_section, read_tables
@@ -142,8 +142,9 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
         "architecture": given.spec.architecture,
         "num_weights": given.num_weights,
         "device": given.device,
-        "tensor_ranks": given.num_ranks,
-        "tensor_degrees": _degrees(given, model),
+        "num_ranks": given.num_ranks,
+        "tensor_degrees": _degrees(given, model, "tensor"),
+        "expert_degrees": _degrees(given, model, "expert"),
         "dtype": given.dtype,
         "quantization": quantization_of(given),
         "weight_forms": msgspec.to_builtins(given.forms),
@@ -151,12 +152,31 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
     }
 
 
-def _degrees(given: PlanInput, model: ModelConfig) -> list[int]:
-    """Numbers of ranks that may share the model, of which this plan is one's."""
+def _degrees(given: PlanInput, model: ModelConfig, name: str) -> list[int]:
+    """Values of `engine.parallel.tensor` or `expert` that the model may be shared by."""
     folder = find(model.path)
     if given.device != "cpu" or is_gguf(folder):
         return [1]
-    return degrees(read_spec(folder), MOST_RANKS)
+    return degrees_of(read_spec(folder), name, MOST_RANKS)
+
+
+def _ranks(given: PlanInput, model: ModelConfig) -> str:
+    """What ranks there may be, and what one of them has; empty where there may be none."""
+    said = []
+    for name in ("tensor", "expert"):
+        fitting = _degrees(given, model, name)
+        if len(fitting) > 1:
+            said.append(f"engine.parallel.{name} may be {', '.join(map(str, fitting))}")
+    if given.num_ranks == 1:
+        return "; ".join(said)
+    degrees, experts, has = given.shard.degrees, given.spec.experts, []
+    has.append(f"1/{degrees.tensor} of each layer" if degrees.tensor > 1 else "all of each layer")
+    if experts is not None:
+        held = len(given.shard.held(experts.num_experts))
+        parts = f"1/{degrees.expert_parts} of " if degrees.expert_parts > 1 else ""
+        has.append(f"{parts}{held} of its {experts.num_experts} experts")
+    one = f"all above is one's of {given.num_ranks}, which take so much together; it has {', '.join(has)}"
+    return "; ".join([one, *said])
 
 
 def _in_other_forms(given: PlanInput) -> str:
@@ -293,12 +313,9 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
         table.add_row(name, human(size), what)
     table.add_section()
     table.add_row("available", human(plan.total_bytes), f"free memory of {given.device}")
-    fitting = _degrees(given, model)
-    if len(fitting) > 1:
-        what = f"engine.parallel.tensor may be {', '.join(map(str, fitting))}"
-        if given.num_ranks > 1:
-            what = f"all above is one's of {given.num_ranks}, which take so much together; {what}"
-        table.add_row("ranks", human(used * given.num_ranks), what)
+    ranks = _ranks(given, model)
+    if ranks:
+        table.add_row("ranks", human(used * given.num_ranks), ranks)
     Console().print(table)
 
 

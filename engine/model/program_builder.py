@@ -37,7 +37,7 @@ from kernels.adapters.native import NativeChanges
 from kernels.altup.native import CutOffArgs
 from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
-from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
+from kernels.experts.native import ExpertBuffers, ExpertsApart, SparseLayer, sparse_ops
 from kernels.host import Values, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, StepStruct
@@ -283,7 +283,12 @@ class ProgramBuilder:
     def finish(self) -> None:
         """Lets the last change join the stream, and makes one of several."""
         self.enter(None)
-        assert self._num_sums % 2 == 0, "rooms of sums take turns from step to step"
+        if self.ranks is not None:
+            # Behind the last sum nobody reads the step's arrays any more; and rooms of sums take turns from
+            # step to step.
+            last = int(self.ranks.shape.degrees.tensor == 1)
+            for _ in range(last + (self._num_sums + last) % 2):
+                self.ops.append(self.ranks.meet_op(self.step))
         if self.streams is not None and self.model.stream_ends is not None:
             gather(self, self.model.stream_ends, self.streams)
 
@@ -311,7 +316,7 @@ class ProgramBuilder:
 
     def product_of_parts(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
         """The same where each of several ranks has some of the inputs: what they get is added up."""
-        if self.ranks is None:
+        if self.ranks is None or self.ranks.shape.degrees.tensor == 1:
             self.product(linear, x, out, join)
             return
         self.product(linear, x, self.ranks.part(self._num_sums)[: self.max_tokens], False)
@@ -435,7 +440,7 @@ class ProgramBuilder:
         self.head_product(q, attention.key_up, queries)
         self.attend(attention, cache, 1, queries, mixed)
         self.head_product(mixed, attention.value_up, values)
-        self.product(attention.output, values, out, join)
+        self.product_of_parts(attention.output, values, out, join)
 
     def _query_input(self, attention: LatentAttention, x: Floats) -> Floats:
         """x, or its normed projection to the rank of the queries."""
@@ -495,6 +500,21 @@ class ProgramBuilder:
         self.add("activation", args, gate_up, feed_forward, gates)
         self.product_of_parts(feed_forward.down, gate_up, out, join)
 
+    def _experts_apart(self, num_experts: int) -> ExpertsApart | None:
+        """How several ranks have experts of a layer: each puts what its own gave where all find it."""
+        ranks = self.ranks
+        if ranks is None:
+            return None
+        degrees, turn = ranks.shape.degrees, self._num_sums
+        self._num_sums += 1
+        parts = ranks.parts_of_experts(turn)
+        return ExpertsApart(
+            first=degrees.held_by(ranks.rank, num_experts).start,
+            rows=parts[degrees.expert_part_of(ranks.rank)],
+            parts=parts,
+            meet=ranks.meet_op(self.step),
+        )
+
     def sparse_feed_forward(
         self,
         feed_forward: SparseFeedForward,
@@ -528,7 +548,11 @@ class ProgramBuilder:
             expert_scales=feed_forward.expert_scales,
             plain=feed_forward.experts[0].plain,
         )
-        ops = partial(sparse_ops, self.library, layer, self.expert_buffers, self.step + NUM_TOKENS)
+        ops = partial(
+            sparse_ops,
+            *(self.library, layer, self.expert_buffers, self.step + NUM_TOKENS),
+            apart=self._experts_apart(experts.num_experts),
+        )
         latent_in, latent_out = feed_forward.latent_in, feed_forward.latent_out
         if latent_in is None or latent_out is None:
             self.ops += ops(x, out, accumulate=join, asked=asked)

@@ -1,28 +1,36 @@
-"""A model's part on one rank of several (tensor parallelism after Megatron-LM, arXiv 1909.08053): which rows
-or columns of each tensor it reads, what the model is like there, and which models cannot be shared so.
+"""A model's part on one rank of several: which rows or columns of each tensor it reads, which experts, what
+the model is like there, and which models cannot be shared so.
 
-A rank has some of the heads, some of the inner elements of each feed-forward and some of the vocabulary's
-logits; the embedding, norms and all that is small are the same everywhere. Products that give heads or inner
-elements are cut by outputs, so each output is computed as it is by one process; those that take them are cut
-by inputs, and what the ranks get is added up. No torch.
+Tensor parallelism (after Megatron-LM, arXiv 1909.08053): a rank has some of the heads, some of the inner
+elements of each feed-forward and some of the vocabulary's logits; the embedding, norms and all that is small
+are the same everywhere. Products that give heads or inner elements are cut by outputs, so each output is
+computed as it is by one process; those that take them are cut by inputs, and what the ranks get is added up.
+
+Expert parallelism (after GShard, arXiv 2006.16668): a rank has some of the experts, whole, of every layer
+that has experts. No torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from engine.model.spec import ModelSpec, TensorHeader
-from kernels.ranks.shares import share_of
+from kernels.ranks.shares import Degrees, share_of
 
-_BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
+_BY_OUTPUTS = (
+    *(".q_proj", ".k_proj", ".v_proj", ".q_b_proj", ".kv_b_proj", ".gate_proj", ".up_proj", ".w1", ".w3"),
+)
 _KEYS = (".k_proj.", ".v_proj.")
-_BY_INPUTS = (".o_proj.weight", ".down_proj.weight")
+_BY_INPUTS = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
 # Added once, by the first rank.
 _ADDED_ONCE = (".o_proj.bias", ".down_proj.bias")
 _HEAD = "lm_head.weight"
+# Names of experts' tensors; those of one expert have its number.
+_EXPERTS = re.compile(r"\.experts\.(?:(\d+)\.)?")
 
 
 class TensorPart(NamedTuple):
@@ -34,122 +42,208 @@ class TensorPart(NamedTuple):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """One of `size` ranks, and what of the whole model it must know. Alone it has everything."""
+    """One of several ranks, and what of the whole model it must know. Alone it has everything."""
 
     rank: int = 0
-    size: int = 1
+    degrees: Degrees = Degrees()
     num_kv_heads: int = 0
     vocab_size: int = 0
 
     @classmethod
-    def of(cls, spec: ModelSpec, rank: int, size: int) -> Shard:
+    def of(cls, spec: ModelSpec, rank: int, degrees: Degrees) -> Shard:
         """A rank of a model that `why_not_shared` says nothing against."""
-        return cls(rank=rank, size=size, num_kv_heads=spec.num_kv_heads, vocab_size=spec.vocab_size)
+        return cls(rank=rank, degrees=degrees, num_kv_heads=spec.num_kv_heads, vocab_size=spec.vocab_size)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.degrees.size
 
     def model(self, spec: ModelSpec) -> ModelSpec:
-        """What the whole model `spec` is on one rank; the same on each."""
-        if self.size == 1:
-            return spec
+        """What the whole model `spec` is on one rank; the same on each. It routes among all experts."""
+        tensor, experts = self.degrees.tensor, spec.experts
+        if experts is not None:
+            experts = msgspec.structs.replace(
+                experts,
+                intermediate_size=experts.intermediate_size // self.degrees.expert_parts,
+                shared_intermediate_size=experts.shared_intermediate_size // tensor,
+            )
         return msgspec.structs.replace(
             spec,
-            num_heads=spec.num_heads // self.size,
-            num_kv_heads=max(1, spec.num_kv_heads // self.size),
-            intermediate_size=spec.intermediate_size // self.size,
+            num_heads=spec.num_heads // tensor,
+            num_kv_heads=max(1, spec.num_kv_heads // tensor),
+            intermediate_size=spec.intermediate_size // tensor,
+            experts=experts,
         )
 
     def vocabulary(self, vocab_size: int) -> slice:
         """The ids whose logits the rank computes."""
         return share_of(vocab_size, self.rank, self.size)
 
+    def held(self, num_experts: int) -> range:
+        """The experts that the rank has, or parts of which."""
+        held = self.degrees.held_by(self.rank, num_experts)
+        return range(held.start, held.stop)
+
     def part_of(self, name: str, shape: tuple[int, ...]) -> TensorPart | None:
         """What the rank reads of a tensor of that shape; None where it reads all of it."""
-        if self.size == 1:
-            return None
         if name == _HEAD:
-            return self._part(0, self.vocab_size)
+            return self._part(0, self.vocab_size, self.rank, self.size)
+        experts = _EXPERTS.search(name)
+        if experts is not None and not experts[1]:
+            # All experts in one tensor.
+            return self._part(0, shape[0], self.degrees.group_of(self.rank), self.degrees.expert)
+        rank, count = self.degrees.part_of(self.rank), self.degrees.tensor
+        if experts is not None:
+            rank, count = self.degrees.expert_part_of(self.rank), self.degrees.expert_parts
         if name.endswith(_BY_INPUTS) and len(shape) == 2:
-            return self._part(1, shape[1])
+            return self._part(1, shape[1], rank, count)
         if not name.rpartition(".")[0].endswith(_BY_OUTPUTS):
             return None
-        if any(each in name for each in _KEYS) and self.num_kv_heads < self.size:
+        if any(each in name for each in _KEYS) and count > max(1, self.num_kv_heads):
             # Several ranks have the same head.
-            head, width = self.rank * self.num_kv_heads // self.size, shape[0] // self.num_kv_heads
+            head, width = rank * self.num_kv_heads // count, shape[0] // self.num_kv_heads
             return TensorPart(0, head * width, (head + 1) * width)
-        return self._part(0, shape[0])
+        return self._part(0, shape[0], rank, count)
 
-    def _part(self, axis: int, count: int) -> TensorPart:
-        share = share_of(count, self.rank, self.size)
+    def _part(self, axis: int, size: int, rank: int, count: int) -> TensorPart | None:
+        if count == 1:
+            return None
+        share = share_of(size, rank, count)
         return TensorPart(axis, share.start, share.stop)
 
     def adds(self, name: str) -> bool:
         """Whether the rank adds what is in a tensor: biases of what is summed are added by one of them."""
-        return not self.rank or not name.endswith(_ADDED_ONCE)
+        experts = _EXPERTS.search(name)
+        part = self.degrees.part_of if experts is None else self.degrees.expert_part_of
+        return not part(self.rank) or not name.endswith(_ADDED_ONCE)
 
-    def headers(self, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        """The same tensors as the rank reads them."""
-        found = dict(headers)
+    def headers(self, headers: Mapping[str, TensorHeader], spec: ModelSpec) -> dict[str, TensorHeader]:
+        """The tensors that the rank reads, as it reads them."""
+        found = {}
+        held = range(0) if spec.experts is None else self.held(spec.experts.num_experts)
         for name, header in headers.items():
+            experts = _EXPERTS.search(name)
+            if experts is not None and experts[1] and int(experts[1]) not in held:
+                continue
             part = self.part_of(name, header.shape)
             if part is not None:
                 shape = list(header.shape)
                 shape[part.axis] = part.end - part.begin
-                found[name] = msgspec.structs.replace(header, shape=tuple(shape))
+                header = msgspec.structs.replace(header, shape=tuple(shape))  # noqa: PLW2901
+            found[name] = header
         return found
 
 
 WHOLE = Shard()
 
 
-def why_not_shared(spec: ModelSpec, size: int) -> str:
-    """Why a model cannot be shared among so many ranks; empty when it can. It ends with what helps."""
-    found = next(_not_supported(spec), "")
+class Refusal(NamedTuple):
+    """Why a model cannot be shared so: the degree at fault, and words that end with what helps."""
+
+    degree: str
+    reason: str
+
+
+def why_not_shared(spec: ModelSpec, degrees: Degrees) -> Refusal | None:
+    """Why a model cannot be shared among ranks by these degrees; None when it can."""
+    degree = "tensor" if degrees.tensor > 1 else "expert"
+    vllm = "or engine.make to vllm with engine.vllm.tensor_parallel_size"
+    found = next(_never_shared(spec), "")
     if found:
-        return (
-            f"{spec.architecture} has {found}, which ranks do not share yet; set it to 1, or engine.make to "
-            "vllm with engine.vllm.tensor_parallel_size"
+        return Refusal(
+            degree, f"{spec.architecture} has {found}, which ranks do not share yet; set it to 1, {vllm}"
         )
-    for name, count in (("heads", spec.num_heads), ("inner elements", spec.intermediate_size)):
+    if degrees.expert > 1 and spec.experts is None:
+        return Refusal("expert", f"{spec.architecture} has no experts; set it to 1")
+    if degrees.tensor > 1:
+        found = next(_never_cut(spec), "")
+        if found:
+            help_by = "engine.parallel.expert spreads experts alone" if spec.experts is not None else vllm[3:]
+            reason = f"{spec.architecture} has {found}, which ranks do not share yet; set it to 1 ({help_by})"
+            return Refusal("tensor", reason)
+        reason = _why_not_cut(spec, degrees.tensor)
+        if reason:
+            return Refusal("tensor", f"{reason}; set it to {_one_of(spec, 'tensor', spec.num_heads)}")
+    return None if spec.experts is None else _why_not_spread(spec, degrees)
+
+
+def degrees_of(spec: ModelSpec, name: str, most: int) -> list[int]:
+    """Values up to `most` that one of the degrees, "tensor" or "expert", may have for a model."""
+    found = (Degrees(**{name: size}) for size in range(2, most + 1))
+    return [1, *(each.size for each in found if why_not_shared(spec, each) is None)]
+
+
+def _one_of(spec: ModelSpec, name: str, most: int) -> str:
+    sizes = range(1, most + 1)
+    fit = [size for size in sizes if not (_why_not_cut(spec, size) if name == "tensor" else most % size)]
+    return f"one of {', '.join(map(str, fit))}"
+
+
+def _why_not_cut(spec: ModelSpec, size: int) -> str:
+    """Why layers are not cut into so many parts; empty when they are."""
+    experts, inner = spec.experts, spec.intermediate_size
+    if experts is not None and not experts.joins_dense and len(experts.layers) == spec.num_layers:
+        inner = 0
+    shared = 0 if experts is None else experts.shared_intermediate_size
+    for name, count in (
+        ("heads", spec.num_heads),
+        ("inner elements", inner),
+        ("shared inner elements", shared),
+    ):
         if count % size:
-            return f"it does not divide the {count} {name} of {spec.architecture}; {_divisors(spec)}"
+            return f"it does not divide the {count} {name} of {spec.architecture}"
     kv_heads = spec.num_kv_heads
-    if kv_heads % size and size % kv_heads:
+    if spec.latent is None and kv_heads % size and size % kv_heads:
         return (
             f"it neither divides nor is a multiple of the {kv_heads} heads of keys and values of "
-            f"{spec.architecture}; {_divisors(spec)}"
+            f"{spec.architecture}"
         )
     return ""
 
 
-def degrees(spec: ModelSpec, most: int) -> list[int]:
-    """Numbers of ranks up to `most` that a model can be shared among."""
-    return [size for size in range(1, most + 1) if size == 1 or not why_not_shared(spec, size)]
+def _why_not_spread(spec: ModelSpec, degrees: Degrees) -> Refusal | None:
+    """The same for experts."""
+    experts, parts = spec.experts, degrees.expert_parts
+    assert experts is not None, "called for models with experts"
+    count, inner = experts.num_experts, experts.intermediate_size
+    if count % degrees.expert:
+        remedy = f"set it to {_one_of(spec, 'expert', count)}"
+        return Refusal("expert", f"it does not divide the {count} experts of {spec.architecture}; {remedy}")
+    if parts == 1:
+        return None
+    whole = f"engine.parallel.expert = {degrees.tensor} gives each rank whole experts"
+    if experts.layout not in ("separate", "mixtral"):
+        what = "stores gates with what they gate, so that its experts are not cut"
+        return Refusal("tensor", f"{spec.architecture} {what}; {whole}")
+    if inner % parts:
+        what = f"{parts} ranks do not divide the {inner} inner elements of an expert of {spec.architecture}"
+        return Refusal("tensor", f"{what}; {whole}")
+    return None
 
 
-def _divisors(spec: ModelSpec) -> str:
-    heads, inner, kv_heads = spec.num_heads, spec.intermediate_size, spec.num_kv_heads
-    fitting = [
-        str(size)
-        for size in range(1, heads + 1)
-        if not heads % size and not inner % size and (not kv_heads % size or not size % kv_heads)
-    ]
-    return f"set it to one of {', '.join(fitting)}"
-
-
-def _not_supported(spec: ModelSpec) -> Iterator[str]:
+def _never_shared(spec: ModelSpec) -> Iterator[str]:
+    """What no rank behind the first is told of, or reads."""
     for has, what in (
-        (spec.experts is not None, "experts"),
-        (spec.latent is not None, "latent attention"),
         (spec.state is not None, "layers that carry a state"),
         (spec.pooling is not None or spec.bidirectional, "a pooled output"),
         (spec.per_layer is not None or spec.altup is not None, "a second embedding or several streams"),
+        (bool(spec.factors) or spec.inputs_first, "weights in another order or scale"),
+    ):
+        if has:
+            yield what
+
+
+def _never_cut(spec: ModelSpec) -> Iterator[str]:
+    """What layers must not have that are cut."""
+    for has, what in (
         (spec.quantization is not None, "weights that are quantized in the checkpoint"),
         (bool(spec.layer_heads or spec.intermediate_sizes or spec.gate_cuts), "layers of different sizes"),
         (spec.attention_layers is not None or spec.feed_forward_layers is not None, "half layers"),
-        (bool(spec.sliding_layers), "layers with a window beside layers without one"),
         (spec.fused_qkv != "none" or spec.fused_gate_up, "fused projections"),
         (spec.attention_gate or spec.attention_sinks, "gates or sinks of heads"),
         (spec.norms_all_heads, "norms over all heads together, or of each head's own"),
-        (bool(spec.factors) or spec.inputs_first or spec.up_first, "weights in another order or scale"),
+        (spec.up_first, "weights in another order or scale"),
     ):
         if has:
             yield what

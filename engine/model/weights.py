@@ -105,7 +105,7 @@ class WeightReader:
             _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
         # Layers ask for what is this rank's.
         self.shard = request.shard
-        self._whole, self.headers = self.headers, request.shard.headers(self.headers)
+        self._whole, self.headers = self.headers, request.shard.headers(self.headers, request.spec)
         self._factors = request.spec.factors
         self._inputs_first = request.spec.inputs_first and not is_gguf(folder)
         self._gguf = open_gguf(folder) if is_gguf(folder) else None

@@ -81,6 +81,8 @@ def window_room(
         why_not = "engine.cache.disk_path keeps whole blocks"
     elif config.role != "both":
         why_not = f"engine.role = {config.role!r} hands whole blocks over"
+    elif config.parallel.degrees.size > 1:
+        why_not = "ranks (engine.parallel) are told of one table of blocks"
     elif longest <= each + chunk:
         # Nothing would ever be let go.
         return WindowRoom()

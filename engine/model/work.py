@@ -28,22 +28,25 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
     spec, peak = given.spec, given.config.peak
     flop, read_bytes = _data_sheet(device_name)
     # Counts are the whole model's, whatever a rank has of it.
-    multiplied, ranks = given.num_weights, given.num_ranks
+    multiplied, ranks, degrees = (
+        given.whole_num_weights or given.num_weights,
+        given.num_ranks,
+        given.shard.degrees,
+    )
     if not spec.tied_embeddings or spec.pooling is not None:
         # Looked up, not multiplied; where they are tied the head is multiplied with them.
         multiplied -= spec.num_embeddings * spec.hidden_size
-    elif ranks > 1:
-        multiplied -= spec.num_embeddings * spec.hidden_size * (ranks - 1) // ranks
     if spec.per_layer is not None:
         multiplied -= spec.per_layer.num_embeddings * spec.num_layers * spec.per_layer.width
     if spec.experts is not None:
         idle = spec.experts.num_experts - spec.experts.num_active
         width = spec.experts.latent_size or spec.hidden_size
-        per_expert = (3 if spec.gated else 2) * width * spec.experts.intermediate_size
+        inner = spec.experts.intermediate_size * degrees.expert_parts
+        per_expert = (3 if spec.gated else 2) * width * inner
         multiplied -= len(spec.experts.layers) * idle * per_expert
     return ModelWork(
-        flop_per_token=2.0 * multiplied * ranks,
-        flop_per_position=2.0 * spec.num_heads * ranks * _dims_per_position(spec),
+        flop_per_token=2.0 * multiplied,
+        flop_per_position=2.0 * spec.num_heads * degrees.tensor * _dims_per_position(spec),
         layers=tuple(Counter(map(spec.reach_of, spec.attending)).items()),
         weights_bytes=plan.weights_bytes * ranks,
         kv_bytes_per_token=plan.kv_bytes_per_token * ranks,

@@ -260,7 +260,7 @@ def _load_shared(
     """The first rank's part of a model, when all have theirs."""
     if library is None:
         raise ConfigError(
-            f"engine.parallel.tensor = {request.shard.size}: ranks compute by the native kernels, which do "
+            f"{request.config.parallel.asked}: ranks compute by the native kernels, which do "
             "not serve here (the log says why); set it to 1"
         )
     own, ranks = group.start(request, library)

@@ -7,7 +7,7 @@ namespace {
 
 // Where an expert's converted rows lie: each has its places, and room for a whole tile beyond them.
 Copy copy_of(const ExpertGemmArgs& args, int64_t most_bytes, int64_t expert) {
-  const int64_t before = args.starts[expert] + expert * kTileRows;
+  const int64_t before = args.starts[expert] - args.starts[0] + expert * kTileRows;
   const int64_t offset = (before * most_bytes + 63) / 64 * 64 + expert * 64;
   const int64_t count = args.starts[expert + 1] - args.starts[expert];
   return copy_at(args.weights[expert], static_cast<char*>(args.workspace) + offset, count);
@@ -44,12 +44,13 @@ Cut cut_of(const PackedWeight& weight, int64_t num_rows) {
 using namespace millrace;
 
 extern "C" void expert_rows(const ExpertGemmArgs& args, int thread, int num_threads) {
-  const Range mine = share(args.starts[args.num_experts], thread, num_threads);
+  const int64_t base = args.starts[0];
+  const Range mine = share(args.starts[args.num_experts] - base, thread, num_threads);
   if (mine.begin == mine.end) return;
   const int64_t most_bytes = most_row_bytes(args);
   for (int64_t expert = 0; expert < args.num_experts; ++expert) {
-    const int64_t first = args.starts[expert];
-    const int64_t begin = std::max(first, mine.begin), end = std::min(args.starts[expert + 1], mine.end);
+    const int64_t first = args.starts[expert] - base;
+    const int64_t begin = std::max(first, mine.begin), end = std::min(args.starts[expert + 1] - base, mine.end);
     if (begin >= end) continue;
     const Copy copy = copy_of(args, most_bytes, expert);
     for (int64_t place = begin; place < end; ++place) {
@@ -71,7 +72,8 @@ extern "C" void expert_gemm(const ExpertGemmArgs& args, int, int) {
     if (piece < before + cut.pieces) {
       const int64_t panels = (padded_outputs(weight) + kPanel - 1) / kPanel;
       const Rows rows = rows_of(weight, copy_of(args, most_bytes, expert));
-      const Results results{args.out + first * args.out_stride, args.out_stride, false};
+      const int64_t row = args.among_all ? first : first - args.starts[0];
+      const Results results{args.out + row * args.out_stride, args.out_stride, false};
       for (; piece < before + cut.pieces; piece = op_take()) {
         const int64_t part = piece - before;
         const int64_t from = part / cut.row_pieces * cut.group, begin = part % cut.row_pieces * cut.rows;

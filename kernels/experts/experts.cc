@@ -137,13 +137,15 @@ extern "C" void expert_plan(const ExpertPlanArgs& args, int, int) {
   // By one part: it takes a microsecond for a thousand choices.
   if (op_take() != 0) return;
   const int64_t count = *args.num_rows * args.num_active;
-  *args.num_places = count;
   std::fill(args.starts, args.starts + args.num_experts + 1, 0);
   for (int64_t i = 0; i < count; ++i) ++args.starts[args.ids[i] + 1];
   for (int64_t expert = 0; expert < args.num_experts; ++expert) args.starts[expert + 1] += args.starts[expert];
+  const int64_t held = args.num_held ? args.num_held : args.num_experts;
+  const int64_t begin = args.starts[args.first_held], end = args.starts[args.first_held + held];
+  *args.num_places = end - begin;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t place = args.starts[args.ids[i]]++;
-    args.places[place] = i;
+    if (place >= begin && place < end) args.places[place - begin] = i;
     args.ranks[i] = place;
   }
   // Each start has moved to its expert's end.
@@ -165,8 +167,12 @@ extern "C" void expert_sum(const ExpertSumArgs& args, int thread, int num_thread
     for (int64_t i = begin; i < end; i += kLanes) {
       const Mask m = first(end - i);
       Vec total = zero();
-      for (int64_t a = 0; a < args.num_active; ++a)
-        total = add(total, mul(set1(shares ? shares[a] : 1.0f), load(args.rows + ranks[a] * args.rows_stride + i, m)));
+      for (int64_t a = 0; a < args.num_active; ++a) {
+        const float* given = args.rows + ranks[a] * args.rows_stride + i;
+        Vec row = load(given, m);
+        for (int64_t part = 1; part < args.num_parts; ++part) row = add(row, load(given + part * args.part_stride, m));
+        total = add(total, mul(set1(shares ? shares[a] : 1.0f), row));
+      }
       if (args.accumulate) total = add(load(out + i, m), total);
       store(out + i, m, total);
     }

@@ -6,6 +6,9 @@
 //
 // A token's result is the sum over its own choices in its own order, so it does not depend on the other tokens.
 //
+// Who holds some of the experts, others being elsewhere, has places of its own alone, until the last product puts what they
+// gave where the places of all experts have it: rows of every holder lie there, and are added up as if one had them all.
+//
 // Shape letters: T tokens, X experts, A active experts, P = T A places, K inputs, N outputs.
 #pragma once
 
@@ -35,33 +38,36 @@ struct RouteArgs {
   const float* expert_scales;  // [X], what the shares of the chosen are multiplied by in the end, or null
 };
 
-// Sorts choices by expert; those of one expert stay in the order of tokens.
+// Sorts choices by expert; those of one expert stay in the order of tokens. Places are the held experts'.
 struct ExpertPlanArgs {
   const int64_t* num_rows;  // T
   const int64_t* ids;       // [T, A]
   int64_t* num_places;      // P
-  int64_t* starts;          // [X + 1] first place of each expert, and the end
+  int64_t* starts;          // [X + 1] first place of each expert, and the end, among those of all experts
   int64_t* places;          // [P] index into the choices [T, A]
-  int64_t* ranks;           // [T, A] its inverse
+  int64_t* ranks;           // [T, A] its inverse, among the places of all experts
   int64_t num_experts;
   int64_t num_active;
+  int64_t first_held;  // the first expert that is held here,
+  int64_t num_held;    // and how many are; 0: all
 };
 
 // out[p] = x[row of p] times the weight of p's expert, for every place p.
 struct ExpertGemmArgs {
-  const int64_t* starts;  // [X + 1]
+  const int64_t* starts;  // [X + 1] from the first held expert on; places are counted from its first
   const int64_t* places;  // [P]; rows of x are places[p] / num_active, or p itself where this is null
   const float* x;         // rows x_stride apart
   float* out;             // [P, N], rows out_stride apart
   void* workspace;        // millrace_expert_workspace bytes
   const PackedWeight* weights;  // [X], all of one shape
-  int64_t num_experts;
+  int64_t num_experts;          // that are held
   int64_t num_active;
   int64_t x_stride;
   int64_t out_stride;
+  int64_t among_all;  // rows of out are the places of all experts
 };
 
-// out[t] (+)= sum over a of shares[t, a] * rows[ranks[t, a]]
+// out[t] (+)= sum over a of shares[t, a] * rows[ranks[t, a]], where each row is the sum of its parts
 struct ExpertSumArgs {
   const int64_t* num_rows;  // T
   const float* shares;      // [T, A]; null where all are one
@@ -73,6 +79,8 @@ struct ExpertSumArgs {
   int64_t rows_stride;
   int64_t out_stride;
   int64_t accumulate;  // add to what `out` holds
+  int64_t num_parts;    // of each row, part_stride floats apart; 0 is one
+  int64_t part_stride;
 };
 
 }  // namespace millrace

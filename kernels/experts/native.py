@@ -6,10 +6,10 @@ Shape letters: T tokens, E hidden size, X experts, A active experts, P = T A pla
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -39,12 +39,26 @@ class SparseLayer:
 
     routing: Routing
     router: PackedWeight
+    # Of the experts that are held here.
     gate_up: Sequence[Sequence[PackedWeight]]
     down: Sequence[PackedWeight]
     activation: str
     correction: Values | None = None  # [X] float32, takes part in the choice alone
     expert_scales: Values | None = None  # [X] float32, what their shares are multiplied by
     plain: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsApart:
+    """What a layer's ops do where others hold the rest of the experts, or of what these are made of."""
+
+    # The first expert that is held here.
+    first: int
+    # Where rows [P, E] of the held ones go, among the places of all experts, and those of all parts of them.
+    rows: Values
+    parts: Values  # [parts, P, E]
+    # Waits until all have put theirs there.
+    meet: Op
 
 
 class ExpertBuffers:
@@ -92,24 +106,19 @@ def sparse_ops(
     *,
     accumulate: bool,
     asked: Values | None = None,
+    apart: ExpertsApart | None = None,
 ) -> list[Op]:
     """Ops that compute out [T, E] (+)= the layer of x [T, E]; `num_rows` is the address of T as int64.
 
     Rows of x and out may lie in wider ones; they must not overlap unless `accumulate` is false.
-    The router takes x, or what it is `asked` [T, E].
+    The router takes x, or what it is `asked` [T, E]. `apart`: not all of the experts are held here.
     """
     routing, width = layer.routing, layer.down[0].inputs
-    assert len(layer.gate_up) == len(layer.down) == routing.num_experts, "weights of every expert"
-    asked = x if asked is None else asked
-    logits, gate_up, changes = buffers.logits, buffers.gate_up, buffers.changes
-    router = gemm_args(
-        layer.router,
-        num_rows,
-        address_of(asked),
-        address_of(logits),
-        address_of(buffers.router_workspace),
-        x_stride=row_stride(asked),
-    )
+    first, held = (0, routing.num_experts) if apart is None else (apart.first, len(layer.down))
+    assert len(layer.gate_up) == len(layer.down) == held, "weights of every expert"
+    gate_up = buffers.gate_up
+    rows = buffers.changes if apart is None else apart.rows
+    changes = buffers.changes if apart is None else apart.parts[0]
     plan = structure("ExpertPlanArgs")(
         num_rows,
         address_of(buffers.ids),
@@ -119,6 +128,8 @@ def sparse_ops(
         address_of(buffers.ranks),
         routing.num_experts,
         routing.num_active,
+        first_held=first,
+        num_held=held,
     )
     shares = address_of(buffers.shares)
     activation = ActivationArgs(
@@ -144,21 +155,35 @@ def sparse_ops(
         row_stride(changes),
         row_stride(out),
         int(accumulate),
+        num_parts=1 if apart is None else len(apart.parts),
+        part_stride=changes.size,
     )
+    product = partial(_expert_products, library, buffers, routing, first)
     return [
-        *product_ops(library, router, layer, buffers, asked),
-        Op(library, "route", _route_args(layer, buffers, num_rows), buffers, layer),
+        *_route_ops(library, layer, buffers, num_rows, x if asked is None else asked),
         Op(library, "expert_plan", plan, buffers),
-        *_gate_up_ops(library, layer, buffers, x),
+        *_gate_up_ops(product, layer, buffers, x),
         Op(library, "activation", activation, buffers),
-        *_expert_products(library, layer.down, buffers, gate_up, changes, None, routing),
-        Op(library, "expert_sum", total, buffers, out),
+        *product(layer.down, gate_up, rows, among_all=True),
+        *([] if apart is None else [apart.meet]),
+        Op(library, "expert_sum", total, buffers, out, apart),
     ]
 
 
-def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> Any:
+def _route_ops(
+    library: NativeLibrary, layer: SparseLayer, buffers: ExpertBuffers, num_rows: int, asked: Values
+) -> list[Op]:
+    """The choice of experts."""
     routing, correction = layer.routing, layer.correction
-    return structure("RouteArgs")(
+    router = gemm_args(
+        layer.router,
+        num_rows,
+        address_of(asked),
+        address_of(buffers.logits),
+        address_of(buffers.router_workspace),
+        x_stride=row_stride(asked),
+    )
+    args = structure("RouteArgs")(
         num_rows,
         address_of(buffers.logits),
         None if correction is None else address_of(correction),
@@ -175,39 +200,49 @@ def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> An
         routing.tolerance,
         None if layer.expert_scales is None else address_of(layer.expert_scales),
     )
+    return [
+        *product_ops(library, router, layer, buffers, asked),
+        Op(library, "route", args, buffers, layer),
+    ]
 
 
-def _gate_up_ops(library: NativeLibrary, layer: SparseLayer, buffers: ExpertBuffers, x: Values) -> list[Op]:
+def _gate_up_ops(
+    product: Callable[..., list[Op]], layer: SparseLayer, buffers: ExpertBuffers, x: Values
+) -> list[Op]:
     """What goes into the activation, part by part."""
     ops, begin = [], 0
     for weights in zip(*layer.gate_up, strict=True):
         out = buffers.gate_up[:, begin:]
-        ops += _expert_products(library, weights, buffers, x, out, buffers.places, layer.routing)
+        ops += product(weights, x, out, buffers.places)
         begin += weights[0].outputs
     return ops
 
 
 def _expert_products(
     library: NativeLibrary,
-    weights: Sequence[PackedWeight],
     buffers: ExpertBuffers,
+    routing: Routing,
+    first: int,
+    weights: Sequence[PackedWeight],
     x: Values,
     out: Values,
-    places: Values | None,
-    routing: Routing,
+    places: Values | None = None,
+    *,
+    among_all: bool = False,
 ) -> list[Op]:
     structs = (PackedWeightStruct * len(weights))(*[weight.struct for weight in weights])
     args = structure("ExpertGemmArgs")(
-        address_of(buffers.starts),
+        address_of(buffers.starts[first:]),
         None if places is None else address_of(places),
         address_of(x),
         address_of(out),
         address_of(buffers.workspace),
         ctypes.addressof(structs),
-        routing.num_experts,
+        len(weights),
         routing.num_active,
         row_stride(x),
         row_stride(out),
+        int(among_all),
     )
     keep = (structs, list(weights), buffers, x, out)
     return [Op(library, "expert_rows", args, *keep), Op(library, "expert_gemm", args, *keep)]

@@ -3,12 +3,12 @@
 The memory is a file without a name (memfd_create): whoever starts the ranks makes it and hands it on by its
 descriptor. It is gone with the last process that has it, however that ends.
 
-In it lie words on cache lines of their own; the step that the first rank handed over; parts of sums in two
-rooms that take turns, so that a rank may write its next part while others still read the last one, and none
-needs to wait a second time; and the other ranks' logits.
+In it lie words on cache lines of their own; the step that the first rank handed over; parts of sums, and
+what experts gave, in two rooms each that take turns, so that a rank may write its next part while others
+still read the last one, and none needs to wait a second time; and the other ranks' logits.
 
 Shape letters: N ranks, T tokens, S sequences, C block columns, R rows whose logits are wanted, E hidden size,
-V vocabulary.
+V vocabulary, P places of experts (choices of all tokens), W elements that an expert gives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from kernels.host import address_of
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
-from kernels.ranks.shares import share_of
+from kernels.ranks.shares import Degrees, share_of
 
 RankStepArgs = structure("RankStepArgs")
 RankSumArgs = structure("RankSumArgs")
@@ -44,7 +44,7 @@ _ALIGNMENT = 64
 class RanksShape:
     """How many ranks there are, and the most that a step has."""
 
-    num_ranks: int
+    degrees: Degrees
     max_tokens: int
     max_sequences: int
     # Block columns of a sequence.
@@ -52,6 +52,19 @@ class RanksShape:
     max_rows: int
     hidden_size: int
     vocab_size: int
+    # Experts that a token passes in a layer, and W; zeros where there are none.
+    num_active: int = 0
+    expert_width: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return self.degrees.size
+
+    @property
+    def num_places(self) -> int:
+        """Choices of experts that the tokens of a step make."""
+        return self.max_tokens * self.num_active
 
     def columns(self, rank: int) -> slice:
         """The part of the vocabulary whose logits a rank computes."""
@@ -83,7 +96,10 @@ class _Places:
         self.parts = _aligned(self.rows + 8 * shape.max_rows)
         # Bytes of one rank's part of a sum, and of its logits.
         self.part_bytes = _aligned(4 * shape.max_tokens * shape.hidden_size)
-        self.logits = self.parts + 2 * shape.num_ranks * self.part_bytes
+        # What experts gave, in one room.
+        self.expert_rows = self.parts + 2 * shape.num_ranks * self.part_bytes
+        self.expert_bytes = _aligned(4 * shape.degrees.expert_parts * shape.num_places * shape.expert_width)
+        self.logits = self.expert_rows + 2 * self.expert_bytes
         self.logit_bytes = _aligned(4 * shape.max_rows * shape.most_columns)
         self.end = self.logits + (shape.num_ranks - 1) * self.logit_bytes
 
@@ -209,8 +225,26 @@ class Ranks:
         begin = self._places.parts + self._places.part_bytes * (turn % 2 * self.shape.num_ranks + self.rank)
         return self._view(begin, (self.shape.max_tokens, self.shape.hidden_size), np.float32)
 
+    def parts_of_experts(self, turn: int) -> NDArray[np.float32]:
+        """[expert parts, P, W]: where what experts gave goes in every second turn; the same at all ranks."""
+        shape = self.shape
+        begin = self._places.expert_rows + turn % 2 * self._places.expert_bytes
+        wanted = (shape.degrees.expert_parts, shape.num_places, shape.expert_width)
+        return self._view(begin, wanted, np.float32)
+
+    def meet_op(self, step: int) -> Op:
+        """Waits until all have come here. It counts as a sum."""
+        args = RankSumArgs(
+            step=step,
+            words=self._words,
+            round=address_of(self._round),
+            rank=self.rank,
+            num_ranks=self.shape.num_ranks,
+        )
+        return Op(self.library, "rank_sum", args, self)
+
     def sum_op(self, step: int, turn: int, out: NDArray[np.float32], *, accumulate: bool) -> Op:
-        """out [T, E] (+)= the parts of all. `step` is the Step's address; `turn` counts the sums of a
+        """out [T, E] (+)= the parts of a layer. `step` is the Step's address; `turn` counts the sums of a
         program, which has an even number of them.
         """
         assert out.flags.c_contiguous, "rows lie one behind the other"
@@ -225,6 +259,7 @@ class Ranks:
             width=self.shape.hidden_size,
             rank=self.rank,
             num_ranks=self.shape.num_ranks,
+            num_parts=self.shape.degrees.tensor,
             accumulate=int(accumulate),
         )
         return Op(self.library, "rank_sum", args, self, out)

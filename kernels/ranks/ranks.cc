@@ -116,7 +116,7 @@ extern "C" void rank_sum(const RankSumArgs& args, int thread, int num_threads) {
     for (int64_t begin = range.begin; begin < range.end; begin += kPiece) {
       const int64_t count = std::min(kPiece, range.end - begin);
       std::copy_n(args.parts + begin, count, sums);
-      for (int64_t rank = 1; rank < args.num_ranks; ++rank) {
+      for (int64_t rank = 1; rank < args.num_parts; ++rank) {
         const float* part = args.parts + rank * args.part_stride + begin;
         for (int64_t i = 0; i < count; ++i) sums[i] += part[i];
       }

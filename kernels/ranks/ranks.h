@@ -29,7 +29,8 @@ struct RankStepArgs {
   int64_t most_tokens, most_sequences;
 };
 
-// out (+)= the parts of all ranks, added up from the first rank to the last: every rank gets the same bits.
+// out (+)= the parts of a layer, added up from the first rank's to the last one's: every rank gets the same bits. It begins
+// when all have come here; of no width, it is that alone.
 struct RankSumArgs {
   const Step* step;
   uint32_t* words;
@@ -39,6 +40,7 @@ struct RankSumArgs {
   int64_t part_stride;
   int64_t width;  // E
   int64_t rank, num_ranks;
+  int64_t num_parts;  // of the first ranks; those behind them have the same ones once more
   int64_t accumulate;
 };
 

@@ -61,21 +61,24 @@ class RankTask:
 def ranks_shape(given: PlanInput, plan: MemoryPlan) -> RanksShape:
     """Room for the largest step that the configuration allows."""
     config = given.config
+    experts = given.spec.experts
     longest = plan.max_model_len + config.speculation.num_draft_tokens
     return RanksShape(
-        num_ranks=given.num_ranks,
+        degrees=given.shard.degrees,
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_sequences=config.scheduler.max_num_seqs,
         max_columns=-(-longest // plan.block_size) + SPARE_COLUMNS,
         max_rows=max(num_logit_rows(config), ROWS_AT_ONCE),
         hidden_size=given.spec.hidden_size,
         vocab_size=given.spec.vocab_size,
+        num_active=0 if experts is None else experts.num_active,
+        expert_width=0 if experts is None else experts.latent_size or given.spec.hidden_size,
     )
 
 
 def of_a_rank(config: EngineConfig) -> EngineConfig:
     """What one rank computes with: its part of the threads."""
-    return msgspec.structs.replace(config, num_threads=config.num_threads // config.parallel.tensor)
+    return msgspec.structs.replace(config, num_threads=config.num_threads // config.parallel.degrees.size)
 
 
 class RankGroup:

@@ -77,18 +77,24 @@ class Layer:
             correction=self.correction,
             expert_scales=self.scales,
         )
-        self.buffers = ExpertBuffers(
-            native,
-            routing,
+        self.intermediate = intermediate
+        self.buffers = self.new_buffers(max_tokens)
+
+    def new_buffers(self, max_tokens: int) -> ExpertBuffers:
+        """Buffers that hold no numbers."""
+        buffers = ExpertBuffers(
+            self.native,
+            self.routing,
             max_tokens=max_tokens,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_threads=threads,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_threads=self.threads,
         )
-        for buffer in (self.buffers.logits, self.buffers.shares, self.buffers.gate_up, self.buffers.changes):
+        for buffer in (buffers.logits, buffers.shares, buffers.gate_up, buffers.changes):
             buffer.fill(np.nan)
-        for workspace in (self.buffers.workspace, self.buffers.router_workspace):
+        for workspace in (buffers.workspace, buffers.router_workspace):
             workspace.fill(255)
+        return buffers
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The native result, inside a wider tensor of NaN."""

@@ -8,21 +8,28 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from kernels.experts.native import ExpertsApart, sparse_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.ranks.native import FORWARD, LOGITS, Ranks, RanksShape, shared_memory
 from kernels.ranks.reference import side_by_side, summed
+from kernels.ranks.shares import Degrees
+from tests.kernels.native.test_experts import HIDDEN, Layer
+from tests.kernels.routings import ROUTINGS
 
 LIMIT_S = 60.0
 
 
 def shape_of(num_ranks: int, *, width: int = 33, vocab_size: int = 101) -> RanksShape:
     return RanksShape(
-        num_ranks=num_ranks,
+        degrees=Degrees(tensor=num_ranks),
         max_tokens=70,
         max_sequences=5,
         max_columns=7,
@@ -93,6 +100,48 @@ def test_sums_are_in_the_order_of_ranks(
         for rank in ranks:
             assert (found[rank.rank][turn][:num_tokens] == expected).all()
             assert np.isnan(found[rank.rank][turn][num_tokens]).all()
+
+
+@pytest.mark.parametrize("expert", [2, 4])
+def test_experts_of_several_ranks_are_added_as_by_one(native: NativeLibrary, expert: int) -> None:
+    """Each rank computes what its experts give; sums have the bits of one that has them all."""
+    torch.manual_seed(expert)
+    routing = ROUTINGS["softmax"]
+    whole = Layer(native, routing)
+    num_tokens, num_turns = 37, 3
+    x = [torch.randn(num_tokens, HIDDEN) for _ in range(num_turns)]
+    expected = [whole(each) for each in x]
+    ranks = views(
+        native,
+        replace(
+            shape_of(expert, width=HIDDEN),
+            degrees=Degrees(expert=expert),
+            num_active=routing.num_active,
+            expert_width=HIDDEN,
+        ),
+    )
+    found: dict[int, list[Tensor]] = {}
+
+    def compute(rank: Ranks) -> None:
+        held = rank.shape.degrees.held_by(rank.rank, routing.num_experts)
+        own = replace(whole.layer, gate_up=whole.layer.gate_up[held], down=whole.layer.down[held])
+        step = StepStruct(num_tokens=num_tokens)
+        buffers = whole.new_buffers(70)
+        found[rank.rank] = []
+        for turn, rows in enumerate(x):
+            parts = rank.parts_of_experts(turn)
+            address = ctypes.addressof(step)
+            apart = ExpertsApart(first=held.start, rows=parts[0], parts=parts, meet=rank.meet_op(address))
+            out = torch.full((num_tokens, HIDDEN), float("nan"))
+            count = address + StepStruct.num_tokens.offset
+            ops = sparse_ops(native, own, buffers, count, rows, out, accumulate=False, apart=apart)
+            run(native, rank, ops)
+            found[rank.rank].append(out)
+
+    together(ranks, compute)
+    for outs in found.values():
+        for out, wanted in zip(outs, expected, strict=True):
+            assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("num_rows", [1, 9])

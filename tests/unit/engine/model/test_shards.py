@@ -13,21 +13,25 @@ from engine.config import EngineConfig, ParallelConfig
 from engine.model.checkpoint import LoadRequest
 from engine.model.families import read_spec
 from engine.model.plan import make_plan, plan_input
+from engine.model.plan_command import _ranks
 from engine.model.reading import read_checkpoint
 from engine.model.records import ModelRecord
-from engine.model.shards import Shard, degrees
+from engine.model.shards import Shard, degrees_of
 from engine.model.spec import CheckpointError
+from engine.model.work import work_of
+from kernels.ranks.shares import Degrees
 from kernels.selection import torch_kernels
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.test_families import CASES
 
 BUNDLED = "models/millrace-nano"
 
 
-def read(folder: Path, rank: int = 0, size: int = 1) -> ModelRecord:
+def read(folder: Path, rank: int = 0, size: int = 1, expert: int = 1) -> ModelRecord:
     """The record of a rank, whose products are torch's."""
     spec = read_spec(folder)
-    shard = Shard.of(spec, rank, size)
+    shard = Shard.of(spec, rank, Degrees(tensor=size, expert=expert))
     request = LoadRequest(
         folder=folder, spec=shard.model(spec), dtype="float32", max_model_len=64, shard=shard
     )
@@ -97,6 +101,54 @@ def test_a_rank_looks_at_its_own_part_alone(tmp_path: Path) -> None:
         read(tmp_path, 1, 2)
 
 
+@pytest.mark.parametrize("case", ["mixtral", "granite-moe"])
+def test_a_rank_reads_its_own_experts_alone(case: str, tmp_path: Path) -> None:
+    """Whether experts have tensors of their own, or lie in one; numbers that are not finite in another rank's
+    are never looked at.
+    """
+    model_type, changes = CASES[case]
+    make_checkpoint(tmp_path, model_type, **changes)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    whole = read(tmp_path).layers[1].feed_forward.experts  # type: ignore[union-attr]
+    parts = [
+        expert
+        for rank in range(2)
+        for expert in read(tmp_path, rank, expert=2).layers[1].feed_forward.experts  # type: ignore[union-attr]
+    ]
+    for own, expected in zip(parts, whole, strict=True):
+        assert torch.equal(own.gate_up.weight.values, expected.gate_up.weight.values)
+        assert torch.equal(own.down.weight.values, expected.down.weight.values)
+    name = "model.layers.0.block_sparse_moe." + ("experts.3.w2" if case == "mixtral" else "output_linear")
+    last = tensors[f"{name}.weight"]
+    (last if last.ndim == 2 else last[3])[0, 0] = float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    read(tmp_path, 0, expert=2)
+    with pytest.raises(CheckpointError, match="not finite"):
+        read(tmp_path, 1, expert=2)
+
+
+def test_a_ranks_plan_counts_its_own_experts(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+    def planned(expert: int) -> Any:
+        config = EngineConfig(
+            native="required", num_threads=4, dtype="float32", parallel=ParallelConfig(expert=expert)
+        )
+        return plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 << 30)
+
+    alone, own = planned(1), planned(2)
+    one, layers = 3 * 48 * 88, 2
+    # Half of the experts, and half of the head.
+    assert alone.num_weights - own.num_weights == layers * 2 * one + 199 // 2 * 48 + 48
+    assert own.whole_num_weights == alone.num_weights
+    assert work_of(own, make_plan(own)).flop_per_token == work_of(alone, make_plan(alone)).flop_per_token
+    assert _ranks(own, ModelConfig(path=str(tmp_path))) == (
+        "all above is one's of 2, which take so much together; it has all of each layer, 2 of its 4 experts; "
+        "engine.parallel.tensor may be 1, 2, 4; engine.parallel.expert may be 1, 2, 4"
+    )
+
+
 def test_a_ranks_plan_is_its_share(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
 
@@ -115,7 +167,7 @@ def test_a_ranks_plan_is_its_share(tmp_path: Path) -> None:
     assert 2 * (given.num_weights - embedding - norms) == pytest.approx(
         alone.num_weights - embedding - norms, abs=given.spec.hidden_size
     )
-    assert degrees(alone.spec, 8) == [1, 2, 4]
+    assert degrees_of(alone.spec, "tensor", 8) == [1, 2, 4]
 
 
 def test_the_serving_type_is_that_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,18 +196,7 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     oracle = make_checkpoint(
         tmp_path, "gpt_oss", rope_parameters=rope | {"rope_theta": 1e4}, **SIZES, **sizes
     )
-    tensors = load_file(tmp_path / "model.safetensors")
-    for layer, module in enumerate(oracle.model.layers):
-        for part in ("gate_up_proj", "down_proj"):
-            name = f"model.layers.{layer}.mlp.experts.{part}"
-            dense = tensors.pop(name)  # [X, K, N]
-            made = [writers.mxfp4(expert.T.contiguous()) for expert in dense]
-            tensors[f"{name}_blocks"] = torch.stack([blocks for blocks, _, _ in made])
-            tensors[f"{name}_scales"] = torch.stack([scales for _, scales, _ in made])
-            with torch.no_grad():
-                getattr(module.mlp.experts, part).copy_(torch.stack([m.T for _, _, m in made]))
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["x"]})
+    tensors = writers.mxfp4_experts(tmp_path, oracle)
     assert assert_equals(tmp_path, oracle) is DenseWeight
     with closing(open_runner(tmp_path, native="off")) as runner:
         assert isinstance(runner.model.layers[0].feed_forward.experts[0].gate_up.weight, Int8Weight)

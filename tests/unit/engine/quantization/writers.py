@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.unit.engine.checkpoints import edit_config
+
 Stored = tuple[dict[str, Tensor], Tensor]
 Writer = Callable[[Tensor], Stored]
 Array = NDArray[Any]
@@ -208,6 +210,25 @@ def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     code = code + 8 * (scaled < 0)
     blocks = code[..., 0::2] + 16 * code[..., 1::2]
     return blocks.to(torch.uint8), (exponent + 127).to(torch.uint8), meaning.flatten(1)
+
+
+def mxfp4_experts(folder: Path, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """Stores the experts of a saved gpt-oss so, and gives `model` the weights that this stands for; returns
+    what is stored.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    for layer, module in enumerate(model.model.layers):
+        for part in ("gate_up_proj", "down_proj"):
+            name = f"model.layers.{layer}.mlp.experts.{part}"
+            dense = tensors.pop(name)  # [X, K, N]
+            made = [mxfp4(expert.T.contiguous()) for expert in dense]
+            tensors[f"{name}_blocks"] = torch.stack([blocks for blocks, _, _ in made])
+            tensors[f"{name}_scales"] = torch.stack([scales for _, scales, _ in made])
+            with torch.no_grad():
+                getattr(module.mlp.experts, part).copy_(torch.stack([m.T for _, _, m in made]))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["x"]})
+    return tensors
 
 
 def mxfp4_packed(weight: Tensor) -> Stored:

@@ -1,32 +1,47 @@
-"""Ranks that share a model: the tokens of one process, the same bits every time, and nothing left behind."""
+"""Ranks that share a model: the tokens of one process, the same bits every time, and nothing left behind.
+
+A rank has its part from a process that packs it, or finds it packed. Here the latter, since the former costs
+an import of torch at each start; tests of real engines (`test_lost_ranks`) have the other way.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import llguidance
+import msgspec
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, ParallelConfig, SpeculationConfig
+from engine.config import EngineConfig, PackedWeightsConfig, ParallelConfig, SpeculationConfig
+from engine.model import kept_weights, loader
+from engine.model.checkpoint import LoadRequest
+from engine.model.kept_weights import KeptWeights
 from engine.model.native_decoder import NativeDecoder
 from engine.model.spec import CheckpointError
 from engine.runner.base import RunnerBroken
 from engine.runner.build import build_here
+from engine.runner.ranks.group import RankGroup
 from engine.runner.runner import ModelRunner
 from engine.types import GrammarSpec, SamplingParams, ScheduledSequence, SchedulerOutput
-from kernels.native.library import NativeUnavailableError, load_native
+from kernels.native.library import NativeLibrary, NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
+from tests.unit.engine.quantization import writers
 from tests.unit.engine.runner.driver import Driver, Job, new_sequence, open_runner, prompt_of
 
 BUNDLED = Path("models/millrace-nano")
@@ -67,9 +82,49 @@ def _open_files() -> list[str]:
     return found
 
 
-def shared(folder: Path, size: int = 2, **options: Any) -> ModelRunner:
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> PackedWeightsConfig:
+    """Where the parts of ranks are kept."""
+    return PackedWeightsConfig(path=str(tmp_path_factory.mktemp("packed")), min_bytes=0)
+
+
+@pytest.fixture(autouse=True)
+def _parts_are_kept(monkeypatch: pytest.MonkeyPatch, packed: PackedWeightsConfig) -> None:
+    """Before a rank is told what to load, that is packed in this process, which has torch."""
+    request_of = RankGroup._request
+
+    def received(request: LoadRequest, library: NativeLibrary, progress: Any) -> loader.Received:
+        ours, theirs = Pipe()
+        thread = threading.Thread(target=loader._serve, args=(theirs,), daemon=True)
+        with ours, theirs:
+            thread.start()
+            ours.send((library.level, request))
+            found = loader._receive_model(ours, library, progress)
+            thread.join()
+        return found
+
+    def packed_before(group: RankGroup, request: LoadRequest, rank: int) -> LoadRequest:
+        own = request_of(group, request, rank)
+        if rank:
+            own = msgspec.structs.replace(
+                own, config=msgspec.structs.replace(own.config, packed_weights=packed)
+            )
+            kept = KeptWeights(packed)
+            with contextlib.suppress(CheckpointError):
+                kept.load(own, load_native(), lambda stage, part: None)
+            written = kept.write_later()
+            if written is not None:
+                written.join()
+        return own
+
+    monkeypatch.setattr(kept_weights, "receive_in_subprocess", received)
+    monkeypatch.setattr(RankGroup, "_request", packed_before)
+
+
+def shared(folder: Path, tensor: int = 2, expert: int = 1, **options: Any) -> ModelRunner:
     """A runner of so many ranks, of a thread each unless they are asked for more."""
-    options = {"num_threads": size, "parallel": ParallelConfig(tensor=size)} | options
+    parallel = ParallelConfig(tensor=tensor, expert=expert)
+    options = {"num_threads": parallel.degrees.size, "parallel": parallel} | options
     return open_runner(folder, native="required", **options)
 
 
@@ -96,31 +151,67 @@ def assert_near(ours: list[Job], theirs: list[Job], tolerance: float) -> None:
             assert entry.top_logprobs == pytest.approx(expected.top_logprobs, abs=tolerance)
 
 
-# Shapes, and numbers of ranks: heads of keys and values divided, one for each, and the same on several.
+# Shapes, parts of layers, and groups of experts. Heads of keys and values are divided, one for each rank, or
+# the same on several; experts are whole, in parts, or both.
 SHAPES = [
-    ("llama", 2),
-    ("llama", 4),
-    ("llama-tied", 2),
-    ("llama-biases", 2),
-    ("llama-mqa", 2),
-    ("mistral-window", 2),
-    ("qwen2", 2),
-    ("qwen3", 4),
+    ("llama", 2, 1),
+    ("llama", 4, 1),
+    ("llama-tied", 2, 1),
+    ("llama-biases", 2, 1),
+    ("llama-mqa", 2, 1),
+    ("mistral-window", 2, 1),
+    ("gemma2", 2, 1),
+    ("qwen2", 2, 1),
+    ("qwen3", 4, 1),
+    ("mixtral", 2, 1),
+    ("mixtral", 2, 2),
+    ("mixtral", 4, 2),
+    ("mixtral", 2, 4),
+    ("deepseek-v3", 2, 2),
+    # What is no expert's is computed by all ranks alike.
+    ("qwen3-moe", 1, 3),
+    ("deepseek-v3", 1, 2),
+    ("gpt-oss", 1, 2),
+    ("qwen2-moe", 1, 2),
 ]
 
 
-@pytest.mark.parametrize(("case", "size"), SHAPES)
-def test_ranks_give_the_tokens_of_one_process(case: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "tensor", "expert"), SHAPES)
+def test_ranks_give_the_tokens_of_one_process(case: str, tensor: int, expert: int, tmp_path: Path) -> None:
     model_type, changes = CASES[case]
     make_checkpoint(tmp_path, model_type, **changes)
-    runner = shared(tmp_path, size)
+    runner, alone = shared(tmp_path, tensor, expert), open_runner(tmp_path, native="required")
     assert isinstance(runner.model, NativeDecoder)
-    # A rank holds its heads' keys and values alone.
-    kv_heads = max(1, changes.get("num_key_value_heads", 2) // size)
-    assert {layer.keys.shape[1] for layer in runner.storage.layers} == {kv_heads}
-    ours, theirs = answers(runner), answers(open_runner(tmp_path, native="required"))
+    # A rank holds its heads' keys and values alone; latents belong to all heads.
+    for layer, whole in zip(runner.storage.layers, alone.storage.layers, strict=True):
+        assert layer.keys.shape[1] == max(1, whole.keys.shape[1] // tensor)
+    ours, theirs = answers(runner), answers(alone)
     assert [job.output for job in ours] == [job.output for job in theirs]
-    assert_near(ours, theirs, FLOAT32_TOLERANCE)
+    if tensor == 1:
+        assert bits(ours) == bits(theirs)
+    else:
+        assert_near(ours, theirs, FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantize": "int8"}], ids=["bfloat16", "int8"])
+def test_experts_apart_have_the_bits_of_one_process(options: dict[str, Any], tmp_path: Path) -> None:
+    """A token's experts are added up in its own order, wherever they were computed."""
+    make_checkpoint(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    ours = answers(shared(tmp_path, 1, 2, **options))
+    assert bits(ours) == bits(answers(open_runner(tmp_path, native="required", **options)))
+
+
+def test_experts_that_are_quantized_are_spread_as_they_are(tmp_path: Path) -> None:
+    """Blocks of MXFP4, all experts' in one tensor; a head of codes is not cut."""
+    model_type, changes = CASES["gpt-oss"]
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    tensors = writers.mxfp4_experts(tmp_path, make_checkpoint(tmp_path, model_type, **changes | sizes))
+    ours = answers(shared(tmp_path, 1, 2))
+    assert bits(ours) == bits(answers(open_runner(tmp_path, native="required")))
+    tensors["lm_head.weight_scale"] = torch.ones(199, 1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"parallel\.expert = 2: the head of .* is quantized"):
+        shared(tmp_path, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +249,13 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(dtype: str, tmp_path: P
             assert bits(Driver(runner).run(alone)) == [expected]
 
 
-def test_prefixes_copies_drafts_and_scores(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "tensor", "expert"), [("llama", 2, 1), ("mixtral", 1, 2)])
+def test_prefixes_copies_drafts_and_scores(case: str, tensor: int, expert: int, tmp_path: Path) -> None:
     """Blocks that others computed, blocks that a plan copies, drafts that are looked up, log-probabilities of
     prompts: each as one process has them.
     """
-    make_checkpoint(tmp_path, "llama")
+    model_type, changes = CASES[case]
+    make_checkpoint(tmp_path, model_type, **changes)
 
     def run(runner: ModelRunner) -> list[object]:
         with closing(runner):
@@ -199,10 +292,18 @@ def test_prefixes_copies_drafts_and_scores(tmp_path: Path) -> None:
             return found
 
     drafts = {"speculation": SpeculationConfig(method="ngram", min_acceptance=0.0)}
-    assert run(shared(tmp_path, **drafts)) == run(open_runner(tmp_path, native="required", **drafts))
+    theirs = open_runner(tmp_path, native="required", **drafts)
+    assert run(shared(tmp_path, tensor, expert, **drafts)) == run(theirs)
 
 
-def test_guided_answers_are_those_of_one_process() -> None:
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_guided_answers_are_those_of_one_process(has_experts: bool, tmp_path: Path) -> None:
+    folder, degrees = BUNDLED, (2, 1)
+    if has_experts:
+        folder, degrees = tmp_path, (1, 2)
+        make_checkpoint(tmp_path, "mixtral", vocab_size=2048, num_local_experts=4, num_experts_per_tok=2)
+        for path in BUNDLED.glob("tokenizer*"):
+            shutil.copy(path, tmp_path)
     grammar = GrammarSpec(
         digest="", payload=llguidance.grammar_from("regex", "[a-z]{3,40}").encode(), backend="llguidance/1"
     )
@@ -214,14 +315,16 @@ def test_guided_answers_are_those_of_one_process() -> None:
         with closing(runner):
             return [job.output for job in Driver(runner).run(jobs)]
 
-    assert run(shared(BUNDLED)) == run(open_runner(BUNDLED, native="required"))
+    assert run(shared(folder, *degrees)) == run(open_runner(folder, native="required"))
 
 
-@pytest.mark.parametrize("overlap", ["auto", "on"])
-def test_a_killed_rank_breaks_the_runner(overlap: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
+@pytest.mark.parametrize("case", ["llama", "mixtral"])
+def test_a_killed_rank_breaks_the_runner(case: str, tmp_path: Path) -> None:
+    model_type, changes = CASES[case]
+    make_checkpoint(tmp_path, model_type, **changes)
     lost: list[str] = []
-    config = EngineConfig(native="required", num_threads=2, parallel=ParallelConfig(tensor=2))
+    parallel = ParallelConfig(tensor=2) if case == "llama" else ParallelConfig(expert=2)
+    config = EngineConfig(native="required", num_threads=2, parallel=parallel)
     runner, _, _ = build_here(
         config, ModelConfig(path=str(tmp_path)), lambda stage, part: None, on_lost=lost.append
     )
@@ -246,23 +349,28 @@ def test_what_is_wrong_with_a_ranks_part_arrives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "size", "words"),
+    ("case", "degrees", "words"),
     [
-        ("mixtral", 2, "has experts, which ranks do not share yet; set it to 1"),
-        ("deepseek-v3", 2, "experts"),
-        ("lfm2", 2, "layers that carry a state"),
-        ("phi3", 2, "fused projections"),
-        ("olmo2", 2, "norms over all heads"),
-        ("gemma2", 2, "a window beside layers without one"),
-        ("llama", 3, "does not divide the 4 heads of .*; set it to one of 1, 2, 4"),
-        ("llama", 8, "does not divide the 4 heads"),
+        ("lfm2", {"tensor": 2}, "layers that carry a state, which ranks do not share yet; set it to 1"),
+        ("phi3", {"tensor": 2}, "fused projections"),
+        ("olmo2", {"tensor": 2}, "norms over all heads"),
+        ("gpt-oss", {"tensor": 2}, "sinks of heads, .*engine.parallel.expert spreads experts alone"),
+        ("llama", {"tensor": 3}, "does not divide the 4 heads of .*; set it to one of 1, 2, 4"),
+        ("llama", {"tensor": 8}, "does not divide the 4 heads"),
+        ("llama", {"expert": 2}, "has no experts; set it to 1"),
+        ("mixtral", {"expert": 3}, "does not divide the 4 experts of .*; set it to one of 1, 2, 4"),
+        ("lfm2", {"expert": 2}, "layers that carry a state"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_by_name(case: str, size: int, words: str, tmp_path: Path) -> None:
+def test_what_ranks_cannot_share_is_refused_by_name(
+    case: str, degrees: dict[str, int], words: str, tmp_path: Path
+) -> None:
     model_type, changes = CASES[case]
     make_checkpoint(tmp_path, model_type, **changes)
-    with pytest.raises(ConfigError, match=rf"engine\.parallel\.tensor = {size}: .*{words}"):
-        shared(tmp_path, size)
+    ((name, size),) = degrees.items()
+    parallel = ParallelConfig(**degrees)
+    with pytest.raises(ConfigError, match=rf"engine\.parallel\.{name} = {size}: .*{words}"):
+        shared(tmp_path, parallel=parallel, num_threads=8)
 
 
 def test_more_ranks_than_threads_are_refused(tmp_path: Path) -> None:

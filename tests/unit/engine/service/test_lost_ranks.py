@@ -24,12 +24,22 @@ SETTINGS = {
     "NUM_THREADS": "2",
     "CACHE__KV_CACHE_BYTES": str(32 << 20),
 }
-RANKS = SETTINGS | {"PARALLEL__TENSOR": "2"}
+RANKS = {"PARALLEL__TENSOR": "2"}
 
 try:
     load_native()
 except NativeUnavailableError as reason:
     pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Engines after the first of a kind read what that packed: none of them imports torch."""
+    kept = {
+        "PACKED_WEIGHTS__PATH": str(tmp_path_factory.mktemp("packed")),
+        "PACKED_WEIGHTS__MIN_BYTES": "0",
+    }
+    return SETTINGS | kept
 
 
 def ranks_of(core_pid: int) -> list[psutil.Process]:
@@ -54,14 +64,16 @@ async def greedy(settings: dict[str, str]) -> list[int]:
     return tokens(outputs[1, 0])
 
 
-async def test_an_engine_of_two_ranks_answers_as_one_of_one() -> None:
-    assert await greedy(RANKS) == await greedy(SETTINGS)
+async def test_an_engine_of_two_ranks_answers_as_one_of_one(settings: dict[str, str]) -> None:
+    assert await greedy(settings | RANKS) == await greedy(settings)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_a_lost_rank_ends_every_stream_and_the_process(number: signal.Signals) -> None:
+async def test_a_lost_rank_ends_every_stream_and_the_process(
+    number: signal.Signals, settings: dict[str, str]
+) -> None:
     before = set(os.listdir("/dev/shm"))
-    async with start_engine(str(BUNDLED), **RANKS) as engine:
+    async with start_engine(str(BUNDLED), **settings, **RANKS) as engine:
         gateway = Gateway(engine, checkpoint_fingerprint(str(BUNDLED)))
         await gateway.hello()
         await gateway.submit(1, PROMPT, max_tokens=4000, ignore_eos=True)
@@ -78,8 +90,8 @@ async def test_a_lost_rank_ends_every_stream_and_the_process(number: signal.Sign
     assert set(os.listdir("/dev/shm")) <= before
 
 
-async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_engine() -> None:
-    async with start_engine(str(BUNDLED), **RANKS) as engine:
+async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_engine(settings: dict[str, str]) -> None:
+    async with start_engine(str(BUNDLED), **settings, **RANKS) as engine:
         (rank,) = ranks_of(engine.core_pid)
         rank.kill()
         assert await asyncio.wait_for(engine.process.wait(), 30) == 70
