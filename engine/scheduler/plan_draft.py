@@ -235,6 +235,7 @@ class RowWriter:
             request.tenant,
             request.cache_salt,
             sequence.kept,
+            tuple(sequence.table.fresh),
         )
 
     @staticmethod

@@ -34,7 +34,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     shares_prefixes: bool = True
     # Why no answer may forget keys and values; empty where it may.
     remembers_because: str = ""
-    # Why it cannot be told what that loses; empty where it can.
+    # Why nobody sees queries, by which it is told what that loses and chosen what stays; empty where they are
+    # seen.
     unmeasured_because: str = ""
     # Elements of what it makes of a text; 0 where it generates.
     num_pooled: int = 0
