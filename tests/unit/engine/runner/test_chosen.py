@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,3 +283,51 @@ def test_votes_do_not_depend_on_the_cuts(policy: str) -> None:
             votes.take(queries[start:end], start, lambda count: keys[:, :count], None)
         found.append(votes.sums)
     assert all((each == found[0]).all() for each in found)
+
+
+SHAPES = [(130, 6, 2), (141, 4, 4), (333, 8, 1)]
+
+
+def voted(policy: str, num_prompt: int, num_heads: int, num_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [H, P, P] of queries and keys of chance, and the positions [K, P] that stay by their votes."""
+    asked = Retention(policy=policy, keep=0.4)
+    kept = KeptBlocks.of(asked, num_prompt, BLOCK)
+    assert isinstance(kept, ChosenTokens)
+    generator = np.random.default_rng(num_prompt)
+    queries = generator.standard_normal((num_prompt, num_heads, 8), np.float32)
+    keys = generator.standard_normal((num_kv, num_prompt, 8), np.float32)
+    votes = LayerVotes(kept)
+    votes.take(queries, 0, lambda count: keys[:, :count], None)
+    assert votes.sums is not None
+    stays = torch.zeros(num_kv, num_prompt, dtype=torch.bool)
+    stays[:, kept.num_whole * BLOCK :] = True
+    stays.scatter_(1, torch.from_numpy(chosen_of(votes.sums, kept)), True)
+    by_head = torch.from_numpy(keys).repeat_interleave(num_heads // num_kv, 0)
+    scores = torch.from_numpy(queries).transpose(0, 1) @ by_head.transpose(1, 2)
+    future = torch.ones(num_prompt, num_prompt, dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1), stays
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+@pytest.mark.parametrize(("num_prompt", "num_heads", "num_kv"), SHAPES)
+def test_what_stays_is_what_the_papers_say(policy: str, num_prompt: int, num_heads: int, num_kv: int) -> None:
+    weights, stays = voted(policy, num_prompt, num_heads, num_kv)
+    assert (stays == reference(weights, num_kv, Retention(policy=policy, keep=0.4))).all()
+
+
+@pytest.mark.parametrize(("num_prompt", "num_heads", "num_kv"), SHAPES)
+def test_what_stays_is_what_kvpress_says(num_prompt: int, num_heads: int, num_kv: int) -> None:
+    """Its SnapKVPress; and the sums that its ObservedAttentionPress divides by each key's queries."""
+    kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed")
+    config = SimpleNamespace(num_attention_heads=num_heads, num_key_value_heads=num_kv)
+    keys = torch.zeros(1, num_kv, num_prompt, 8)
+    given = (SimpleNamespace(config=config), torch.zeros(1, num_prompt, 1), keys, keys)
+    weights, stays = voted("snapkv", num_prompt, num_heads, num_kv)
+    count = num_kept(num_prompt, Retention(policy="snapkv", keep=0.4))
+    scores = kvpress.SnapKVPress(window_size=32).score(*given, weights[None], {})[0]
+    assert (torch.zeros_like(stays).scatter(1, scores.topk(count).indices, True) == stays).all()
+    weights, stays = voted("h2o", num_prompt, num_heads, num_kv)
+    scores = kvpress.ObservedAttentionPress().score(*given, weights[None], {})[0]
+    scores *= torch.arange(num_prompt, 0, -1)
+    scores[:, num_prompt - count // 2 :] = float("inf")
+    assert (torch.zeros_like(stays).scatter(1, scores.topk(count).indices, True) == stays).all()
