@@ -61,15 +61,17 @@ class LayerVotes:
         """Queries [T, H, D] of the last positions that keys [K, C, D] are of."""
         count, num_kv, num_seen = len(queries), keys.shape[0], keys.shape[1]
         own = queries.reshape(count, num_kv, -1, queries.shape[2]).transpose(1, 2, 0, 3)  # [K, G, T, D]
-        scores = capped(own @ keys.swapaxes(1, 2)[:, None], cap)  # [K, G, T, C]
         future = np.arange(num_seen) > np.arange(num_seen - count, num_seen)[:, None]
-        scores[:, :, future] = -np.inf
-        weights = np.exp(scores - scores.max(3, keepdims=True))
-        weights /= weights.sum(3, keepdims=True)
         size = self._kept.num_whole * self._kept.block_size
         if self.sums is None:
             self.sums = np.zeros((num_kv, size))
-        self.sums[:, :num_seen] += weights[..., :size].sum((1, 2), dtype=np.float64)
+        # One head after another, because weights of all take hundreds of megabytes at 32,768 tokens.
+        for head in range(num_kv):
+            weights = capped(own[head] @ keys[head].T, cap)  # [G, T, C]
+            weights[:, future] = -np.inf
+            weights = np.exp(weights - weights.max(2, keepdims=True))
+            weights /= weights.sum(2, keepdims=True)
+            self.sums[head, :num_seen] += weights[..., :size].sum((0, 1), dtype=np.float64)
 
 
 class Votes:
