@@ -214,6 +214,20 @@ def test_choices_and_what_another_engine_began_are_the_same_answer(
     assert rest[0] == expected[1][37:]
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8", "bfloat16"])
+def test_other_forms_of_keys_and_values_choose_alike_everywhere(
+    folder: Path, expected: list[list[int]], form: str
+) -> None:
+    assert expected
+    answers = []
+    for native in (native_or_skip(), "off"):
+        options: dict[str, Any] = {"cache": {"kv_dtype": form}, "native": native}
+        with closing(open_runner(folder, kv_cache_bytes=60 * 6144, **options)) as runner:
+            answers.append([answer(runner, prompt, asked)[0][0] for prompt, asked in ASKED])
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][2]
+
+
 def test_what_was_not_chosen_is_measured(
     folder: Path, oracle: transformers.PreTrainedModel, expected: list[list[int]]
 ) -> None:
