@@ -9,10 +9,13 @@ import msgspec
 
 from contract.sampling import Refuse
 
-RetentionPolicy: TypeAlias = Literal["full", "window+sinks"]
+RetentionPolicy: TypeAlias = Literal["full", "window+sinks", "snapkv", "h2o"]
 
 FULL: RetentionPolicy = "full"
 POLICIES: tuple[RetentionPolicy, ...] = get_args(RetentionPolicy)
+# Those that choose among the prompt's tokens by attention, once it is computed (arXiv 2404.14469 and
+# 2306.14048).
+CHOOSING: tuple[RetentionPolicy, ...] = ("snapkv", "h2o")
 # It is computed anew with all of its keys and values, and goes on so; or it ends with an error.
 Beyond: TypeAlias = Literal["recompute", "refuse"]
 RECOMPUTE: Beyond = "recompute"
@@ -52,7 +55,10 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 def check(asked: Retention, refuse: Refuse, field: str = "kv") -> None:
     """Raises `refuse(name, problem)` for the first part of `field` that no engine could follow."""
     if asked.policy not in POLICIES:
-        raise refuse(f"{field}.policy", f"{asked.policy[:80]!r} is not one of {', '.join(POLICIES)}")
+        problem = f"{asked.policy[:80]!r} is not one of {', '.join(POLICIES)}"
+        if asked.policy == "kvzap":
+            problem += ": it scores by a model trained beside each model, which checkpoints do not bring"
+        raise refuse(f"{field}.policy", problem)
     if asked.keep is not None and not 0 < asked.keep <= 1:
         raise refuse(f"{field}.keep", f"{asked.keep} is not above 0 and at most 1: give the part to keep")
     if asked.window_tokens is not None and not 1 <= asked.window_tokens <= MOST_WINDOW_TOKENS:

@@ -367,7 +367,7 @@ class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     # Those that requests may name.
     policies: tuple[RetentionPolicy, ...] = POLICIES
-    # Of requests that name none: "full" forgets nothing, "window+sinks" has one of the numbers below. Models
+    # Of requests that name none: "full" forgets nothing, the others have one of the numbers below. Models
     # that can forget nothing are served as with "full".
     policy: RetentionPolicy = FULL
     # Part of the prompt's tokens that are kept at a time.

@@ -29,6 +29,7 @@ class BlockTable:
         "copies",
         "copy_at",
         "draft_copies",
+        "fresh",
         "kept",
         "num_given_up",
         "num_given_up_sent",
@@ -43,6 +44,8 @@ class BlockTable:
         self.block_ids: list[int] = []
         # Where some are forgotten: those that are not.
         self.kept = kept
+        # Blocks that take the place of the prompt's when that is computed and its tokens are chosen.
+        self.fresh: list[int] = []
         # Leading blocks that were offered to the prefix cache already.
         self.num_registered = 0
         # Leading blocks that the runner knows of.
@@ -68,7 +71,7 @@ class BlockTable:
     @property
     def held(self) -> list[int]:
         """Blocks that the sequence has a reference to."""
-        behind = self.block_ids[self.num_given_up :]
+        behind = self.block_ids[self.num_given_up :] + self.fresh
         return self.block_ids[: self.num_sinks] + behind if self.num_sinks else behind
 
     @property
@@ -79,7 +82,7 @@ class BlockTable:
     @property
     def num_held(self) -> int:
         """Number of these."""
-        return len(self.block_ids) - self.num_given_up + self.num_sinks
+        return len(self.block_ids) - self.num_given_up + self.num_sinks + len(self.fresh)
 
     @property
     def in_window(self) -> list[int]:

@@ -301,12 +301,13 @@ class KvCache:
                 table.window_start = behind
             return
         first, last = table.num_given_up, min(self.num_behind(table, num_tokens), len(table))
-        if table.kept is not None:
+        if table.kept is not None and not table.fresh:
             first = max(first, table.kept.num_sinks)
         if first >= last:
             return
         self._pool.release(reversed(table.block_ids[first:last]))
-        table.block_ids[first:last] = [self.num_blocks] * (last - first)
+        table.block_ids[first:last] = table.fresh + [self.num_blocks] * (last - first - len(table.fresh))
+        table.fresh = []
         table.num_given_up = last
         if table.kept is not None:
             # The runner finds out by the same rule.
@@ -354,6 +355,11 @@ class KvCache:
             assert index >= table.num_sent, "a block that the runner knows of became shared"
         while len(table) < self.blocks_for(end):
             table.block_ids.append(self._pool.allocate())
+
+    def prepare_choice(self, table: BlockTable) -> None:
+        """Gives a table that starts the fresh blocks for what is chosen of its prompt, if that is to be."""
+        num_fresh = 0 if table.kept is None else table.kept.num_fresh
+        table.fresh = [self._pool.allocate() for _ in range(num_fresh)]
 
     def make_room(self, num_blocks: int, num_window_blocks: int) -> bool:
         """Whether so many blocks and window blocks can be had now. Memory that one kind does not need for it
@@ -436,7 +442,7 @@ class KvCache:
         table.window_start = table.window_end = 0
         self._pool.release(reversed(table.held))
         self.states.free(table)
-        table.block_ids = []
+        table.block_ids, table.fresh = [], []
         table.num_registered = 0
         table.num_sent = 0
         table.num_given_up = table.num_given_up_sent = 0

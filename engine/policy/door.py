@@ -86,9 +86,10 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
 def _most_blocks(request: Request, memory: MemoryPlan, num_tokens: int) -> int:
     """Blocks that one sequence of so many tokens may come to hold at a time."""
     kept = KeptBlocks.of(request.retention, len(request.prompt_token_ids), memory.block_size)
-    if kept is None or request.sampling.beam_width or _may_remember(request):
-        return -(-num_tokens // memory.block_size)
-    return kept.most_blocks(num_tokens)
+    whole = -(-num_tokens // memory.block_size)
+    if kept is None or request.sampling.beam_width:
+        return whole
+    return max(kept.most_blocks(num_tokens), whole if _may_remember(request) else 0)
 
 
 def _may_remember(request: Request) -> bool:

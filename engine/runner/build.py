@@ -177,7 +177,8 @@ def _facts(
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
         remembers_because=_remembers_because(spec, has_draft=has_draft),
-        unmeasured_because=_unmeasured_because(given),
+        unmeasured_because="its heads are shared among several ranks" if given.num_ranks > 1 else "",
+        unplanned_because="" if given.config.cache.forgotten_bytes else "engine.cache.forgotten_bytes is 0",
         drafter=given.config.speculation.method,
     )
 
@@ -193,15 +194,6 @@ def _remembers_because(spec: ModelSpec, *, has_draft: bool) -> str:
     if any(spec.windows) or any(spec.chunks):
         return "layers of it have a window of their own"
     return "a draft model reads the same blocks" if has_draft else ""
-
-
-def _unmeasured_because(given: PlanInput) -> str:
-    """Why it cannot be told what forgetting loses; empty where it can."""
-    if given.num_ranks > 1:
-        return "its heads are shared among several ranks"
-    if not given.config.cache.forgotten_bytes:
-        return "engine.cache.forgotten_bytes is 0, so that there is no memory for what is forgotten"
-    return ""
 
 
 def _name_of(device: Any) -> str:

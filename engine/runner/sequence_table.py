@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from contract.pooling import PoolingParams
 from contract.thinking import Thought
 from engine.runner.forgotten.meter import ForgottenKeys
+from engine.runner.forgotten.votes import Votes
 from engine.runner.speculation.economics import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
 from engine.sampling.thinking import ThinkingMatcher
-from engine.types import KeptBlocks, NewSequence, SamplingParams, SequenceResult
+from engine.types import ChosenTokens, KeptBlocks, NewSequence, SamplingParams, SequenceResult
 from kernels.host import Device
 
 
@@ -50,6 +51,8 @@ class SequenceState:
     kept: KeptBlocks | None = None
     # The others' keys, where it is measured what that loses.
     forgotten: ForgottenKeys | None = None
+    # What its prompt's queries vote for, until all of them have.
+    votes: Votes | None = None
     # Why the sequence cannot go on; it takes no further part in forwards.
     failure: str = ""
 
@@ -95,6 +98,7 @@ class SequenceTable:
             pooling=new.pooling,
             kept=new.kept,
             forgotten=ForgottenKeys() if new.kept is not None and new.kept.is_measured else None,
+            votes=Votes(new.kept, new.fresh_block_ids) if isinstance(new.kept, ChosenTokens) else None,
         )
         self.states[new.sequence_id] = state
         self.tokens[slot, : ids.size] = ids

@@ -199,6 +199,8 @@ class Admitter:
         if (
             parent is None
             or self._state.cache.has_states
+            # More than its last token is to be computed again, to choose by.
+            or (sequence.kept is not None and sequence.kept.num_fresh)
             or parent.status is not Status.RUNNING
             or sequence.took.num_preemptions
         ):
@@ -214,10 +216,10 @@ class Admitter:
         cache = self._state.cache
         if sequence.awaits_promise and sequence.is_beam:
             return self._state.promises.reserve_of_beams(sequence.group)
-        most = cache.blocks_for(sequence.num_at_once)
+        kept = sequence.kept
+        most = cache.blocks_for(sequence.num_at_once) + (0 if kept is None else kept.num_fresh)
         if sequence.awaits_promise:
             num_tokens = sequence.max_tokens_total - 1
-            kept = sequence.kept
             most = cache.blocks_for(num_tokens) if kept is None else kept.most_blocks(num_tokens)
         if prefix is None:
             # One copy of the block that holds the last prompt token.
@@ -333,6 +335,7 @@ class Admitter:
                 sequence.restoring = (now, len(prefix.host_hashes) * state.cache.block_size)
         sequence.fork_parent = sequence.awaited = None
         state.cache.prepare_write(sequence.table, start, max(start, sequence.num_at_once))
+        state.cache.prepare_choice(sequence.table)
         state.held_back.books(sequence, now)
         self._waited_behind_the_head(sequence)
         sequence.stops_waiting(now, num_computed=start)

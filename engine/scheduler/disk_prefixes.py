@@ -126,8 +126,8 @@ class DiskPrefixes:
 
     def _missing(self, sequence: Sequence) -> tuple[int, list[BlockHash], int]:
         """(index of the first block that is not on the device, hashes from there on, those on the host)."""
-        found = self._cache.find_prefix(sequence.hasher, sequence.num_known)
-        first, last = len(found.device_blocks), (sequence.num_known - 1) // self._cache.block_size
+        found = self._cache.find_prefix(sequence.hasher, sequence.num_findable)
+        first, last = len(found.device_blocks), (sequence.num_findable - 1) // self._cache.block_size
         return first, sequence.hasher.hashes[first:last], len(found.host_hashes)
 
     def _begin(

@@ -237,6 +237,7 @@ class RowWriter:
             request.tenant,
             request.cache_salt,
             sequence.kept,
+            tuple(sequence.table.fresh),
         )
 
     @staticmethod

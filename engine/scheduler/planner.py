@@ -200,7 +200,8 @@ class Planner:
         if not any(sequence.sequence_id in step.rows for step in in_flight):
             return False
         if kept is not None:
-            return start >= kept.start and table.num_held > kept.num_sinks + kept.num_recent
+            num_seen = start // self._state.cache.block_size + 1 - kept.num_hidden(start)
+            return start >= kept.start and table.num_held > num_seen
         is_full = table.num_in_window >= self._state.cache.most_window_blocks
         return is_full and self._fits_blocks(sequence, start, end)
 

@@ -49,7 +49,7 @@ class BlocksUnderWay:
         Those of a lower rank do not count: they may be held up by what waits behind the sequence. The last
         token is left to compute, as for every cached prefix.
         """
-        first, last = start // self._block_size, (sequence.num_known - 1) // self._block_size
+        first, last = start // self._block_size, (sequence.num_findable - 1) // self._block_size
         rank, own, count = sequence.rank[:2], 0, 0
         head: Sequence | None = None
         owner: Sequence | None = None
@@ -109,7 +109,7 @@ class Prefixes:
         """
         speed = self._speed.prefill_tokens_per_s
         is_cheaper = not speed or self._host_s_per_token < 1 / speed
-        return self._cache.find_prefix(sequence.hasher, sequence.num_known, restore_worth_it=is_cheaper)
+        return self._cache.find_prefix(sequence.hasher, sequence.num_findable, restore_worth_it=is_cheaper)
 
     def num_to_compute(self, sequence: Sequence, running: list[Sequence]) -> int:
         """Tokens that the sequence adds to the work: those that are neither cached nor computed for somebody
@@ -121,9 +121,9 @@ class Prefixes:
         hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
         num_blocks, under_way = self.cached(sequence).num_blocks, BlocksUnderWay(running, cache.block_size)
         num_blocks += self._on_disk.num_found(
-            sequence, hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]
+            sequence, hasher.hashes[num_blocks : (sequence.num_findable - 1) // cache.block_size]
         )
-        for block_hash in hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]:
+        for block_hash in hasher.hashes[num_blocks : (sequence.num_findable - 1) // cache.block_size]:
             if block_hash not in under_way and not self._line.wants(block_hash):
                 break
             num_blocks += 1

@@ -317,6 +317,13 @@ class Sequence:
         """Forgotten blocks of which it may come to have keys, because it says what it lost."""
         return 0 if self.kept is None else self.kept.num_measured(self.max_tokens_total - 1)
 
+    @property
+    def num_findable(self) -> int:
+        """Tokens of which blocks may be found in the cache, as long as one is left to compute: all that are
+        known, or those up to the first whose queries vote.
+        """
+        return self.num_known if self.kept is None else min(self.num_known, self.kept.first_voter + 1)
+
     def end_of_row(self, start: int, end: int) -> int:
         """Where a row of positions from `start` up to `end` ends, whose positions look at the same blocks."""
         return end if self.kept is None else min(end, self.kept.alike_until(start))

@@ -12,7 +12,7 @@ from contract.sampling import SamplingParams
 from engine.types.memory import DiskCounters, MemoryPlan, MemoryUse, SchedulerCounters, SchedulerLoad
 from engine.types.model_facts import NOT_MEASURED, MeasuredSpeed, ModelFacts
 from engine.types.request import Request
-from engine.types.retention import KeptBlocks
+from engine.types.retention import ChosenTokens, KeptBlocks
 from engine.types.step import (
     GRAMMAR_DRAFTS,
     ChoiceHistory,
@@ -32,6 +32,7 @@ __all__ = [
     "BlocksStored",
     "ChoiceHistory",
     "ChoiceStatistics",
+    "ChosenTokens",
     "DiskCounters",
     "EngineTime",
     "FinishReason",

@@ -34,8 +34,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     shares_prefixes: bool = True
     # Why no answer may forget keys and values; empty where it may.
     remembers_because: str = ""
-    # Why it cannot be told what that loses; empty where it can.
+    # Why nobody sees queries, by which it is told what that loses and chosen what stays; empty where they are
+    # seen.
     unmeasured_because: str = ""
+    # Why there is no memory for the keys of what is forgotten, by which it is told; empty where there is.
+    unplanned_because: str = ""
     # Elements of what it makes of a text; 0 where it generates.
     num_pooled: int = 0
     work: ModelWork = UNKNOWN_WORK

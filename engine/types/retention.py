@@ -1,16 +1,18 @@
 """Which blocks the positions of an answer look at that may forget some, in numbers of blocks.
 
-A prompt is computed whole: its positions look at everything before them. A position of the answer looks at
-the first block, whose tokens take what attention has to spare (sinks, arXiv 2309.17453), and at the last
-ones, its own among them. That is a function of the position alone, so an answer is the same however it was
-cut into steps, preempted or continued elsewhere; and keys stay where they were rotated to.
+A prompt is computed whole: its positions look at everything before them. Under `window+sinks` a position of
+the answer looks at the first block, whose tokens take what attention has to spare (sinks, arXiv 2309.17453),
+and at the last ones, its own among them. Under policies that choose, it looks at blocks into which tokens of
+the prompt were copied when that was computed, and at everything behind these. Both are functions of the
+position and the prompt alone, so an answer is the same however it was cut into steps, preempted or continued
+elsewhere; and keys stay where they were rotated to.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from contract.retention import Retention
+from contract.retention import CHOOSING, Retention
 
 _NUM_SINKS = 1
 # The one that is written to, and one that is whole.
@@ -21,6 +23,10 @@ MOST_WHOLE_BLOCKS = 512
 MOST_BOXES = 256
 # Blocks that two steps may take before the first of them gives any back.
 _IN_FLIGHT = 2
+# Behind every position.
+_NEVER = 2**62
+# Under snapkv the last tokens of a prompt, whose queries vote and which stay (the paper's window).
+NUM_SNAPKV_VOTERS = 32
 
 
 class KeptBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -34,15 +40,29 @@ class KeptBlocks(msgspec.Struct, frozen=True, array_like=True):
     # Whether it is said what that loses.
     is_measured: bool = False
 
-    @classmethod
-    def of(cls, asked: Retention | None, num_prompt_tokens: int, block_size: int) -> KeptBlocks | None:
+    @staticmethod
+    def of(asked: Retention | None, num_prompt_tokens: int, block_size: int) -> KeptBlocks | None:
         """What a request's prompt makes of what it asks for; None where nothing is ever forgotten."""
         if asked is None or not asked.forgets:
             return None
+        if asked.policy in CHOOSING:
+            return ChosenTokens.of_prompt(asked, num_prompt_tokens, block_size)
         num_blocks = -(-asked.tokens_of(num_prompt_tokens) // block_size)
         num_recent = max(_LEAST_RECENT, num_blocks - _NUM_SINKS)
         start = max(num_prompt_tokens, (_NUM_SINKS + num_recent) * block_size)
-        return cls(_NUM_SINKS, num_recent, start, block_size, asked.max_lost is not None)
+        return KeptBlocks(_NUM_SINKS, num_recent, start, block_size, asked.max_lost is not None)
+
+    @property
+    def first_voter(self) -> int:
+        """The first position of the prompt whose queries vote for what stays: it and those behind it are
+        computed, whatever is cached.
+        """
+        return _NEVER
+
+    @property
+    def num_fresh(self) -> int:
+        """Blocks that a sequence has beside its table until its prompt is computed."""
+        return 0
 
     def num_hidden(self, position: int) -> int:
         """Blocks behind the sinks that a position does not look at."""
@@ -85,3 +105,66 @@ class KeptBlocks(msgspec.Struct, frozen=True, array_like=True):
         growth = max(0, -(-num_tokens // self.block_size) - num_blocks)
         until_start = max(0, -(-self.start // self.block_size) - num_blocks)
         return min(growth, until_start + max(0, self.num_recent + _IN_FLIGHT - num_own))
+
+
+class ChosenTokens(KeptBlocks, frozen=True, array_like=True):
+    """Of one sequence whose prompt's tokens are chosen by attention, other ones in each layer and kv head,
+    but as many.
+
+    Of the prompt's whole blocks, `num_sinks` blocks of tokens are copied into as many fresh blocks, which
+    come first in the table from then on. What lies behind the prompt's whole blocks stays.
+    """
+
+    policy: str = ""
+
+    @staticmethod
+    def of_prompt(asked: Retention, num_prompt_tokens: int, block_size: int) -> ChosenTokens | None:
+        """See `of`."""
+        num_whole, num_tail = divmod(num_prompt_tokens, block_size)
+        least = (_NUM_SINKS + _LEAST_RECENT) * block_size
+        if asked.policy == "snapkv":
+            least = max(least, NUM_SNAPKV_VOTERS)
+        num_chosen = max(0, max(least, asked.tokens_of(num_prompt_tokens)) - num_tail)
+        num_blocks = -(-num_chosen // block_size)
+        if num_blocks >= num_whole:
+            return None
+        is_measured = asked.max_lost is not None
+        return ChosenTokens(num_blocks, 1, num_prompt_tokens, block_size, is_measured, asked.policy)
+
+    @property
+    def num_whole(self) -> int:
+        """Whole blocks of the prompt, of which tokens are chosen."""
+        return self.start // self.block_size
+
+    @property
+    def num_last(self) -> int:
+        """Last tokens of the prompt that stay, chosen or not; half of what is kept under h2o."""
+        if self.policy == "snapkv":
+            return NUM_SNAPKV_VOTERS
+        return (self.num_sinks * self.block_size + self.start % self.block_size) // 2
+
+    @property
+    def first_voter(self) -> int:
+        """See KeptBlocks: all queries of the prompt vote under h2o."""
+        return self.start - NUM_SNAPKV_VOTERS if self.policy == "snapkv" else 0
+
+    @property
+    def num_fresh(self) -> int:
+        """See KeptBlocks."""
+        return self.num_sinks
+
+    def num_hidden(self, position: int) -> int:
+        """See KeptBlocks."""
+        return 0 if position < self.start else self.num_whole - self.num_sinks
+
+    def alike_until(self, position: int) -> int:
+        """See KeptBlocks."""
+        return self.start if position < self.start else _NEVER
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """See KeptBlocks. Nothing of the prompt is sure to come free, since it may be others' as well."""
+        return -(-num_tokens // self.block_size) + self.num_fresh
+
+    def num_to_come(self, num_blocks: int, num_own: int, num_tokens: int) -> int:
+        """See KeptBlocks; its fresh blocks it has from the beginning."""
+        return max(0, -(-num_tokens // self.block_size) - num_blocks)

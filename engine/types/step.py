@@ -121,6 +121,9 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: bytes = b""
     # The blocks that it looks at, where some are forgotten.
     kept: KeptBlocks | None = None
+    # Into these the runner copies the tokens that are chosen of the prompt, once that is computed; from then
+    # on they come first in the table, in the place of the prompt's whole blocks.
+    fresh_block_ids: tuple[int, ...] = ()
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

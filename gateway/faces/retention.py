@@ -50,8 +50,10 @@ def retention(body: RetentionBody | None) -> Retention | None:
 ACCEPTED: Mapping[str, str] = {
     "kv": "what the answer may forget of its keys and values, within the tier's bounds "
     "(`[tiers.<name>.kv]`); unset: what the tier says, which by itself forgets nothing",
-    "kv.policy": "`full`, or `window+sinks`: the prompt is computed whole, and behind it the answer looks at "
-    "the first block of tokens and the last ones, three blocks at least",
+    "kv.policy": "`full`, or another, under which the prompt is computed whole and the answer looks at a "
+    "part of it, three blocks at least: `window+sinks` at the first block of tokens and at the last ones, "
+    "its own among them; `snapkv` and `h2o` at the tokens that had most of the attention of the prompt's "
+    "last 32 tokens or of all, and at all of the answer",
     "kv.keep": "part of the prompt's tokens that are kept at a time; or `window_tokens`, their number",
     "kv.if_possible": "true: a model that can forget nothing forgets nothing, instead of a refusal",
     "kv.max_lost": "share of its attention that the answer may lose by what it forgets; usage.kv.lost tells "
@@ -59,7 +61,7 @@ ACCEPTED: Mapping[str, str] = {
 }
 # Rules that no schema can state, by the field of the error.
 BEYOND: Mapping[str, str] = {
-    r"kv(\..*)?": "window+sinks has either keep or window_tokens, full none of them; tier, model and engine "
+    r"kv(\..*)?": "full has neither keep nor window_tokens, others one of them; tier, model and engine "
     "let the answer forget so much",
 }
 # Fields that say less by their type than is demanded of them.

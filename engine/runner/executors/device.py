@@ -88,7 +88,7 @@ class DeviceExecutor(Executor):
             asked = state.sampling
             if asked.prompt_logprobs is not None or asked.beam_width or state.slot >= table.num_rows:
                 return False
-            if state.forgotten is not None:
+            if state.forgotten is not None or state.votes is not None:
                 return False
             unread = int(table.unread_drafts[state.slot]) if someone_drafts else 0
             if not unread and not sequence.draft_token_ids:

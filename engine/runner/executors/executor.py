@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.forgotten.meter import WatchedAttention, meter_of, take_forgotten
+from engine.runner.forgotten.votes import choose, counter_of
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import LogitRows, Sampled, logit_rows, no_rows, prompt_logprobs, sampling_rows
@@ -143,8 +144,10 @@ def compute_step(
         inputs.batch,
         storage.layers,
     )
-    if meter is not None:
-        attention = WatchedAttention(attention, meter)
+    counter = counter_of([state.votes for state in inputs.states], inputs.starts, inputs.batch)
+    watchers = [each for each in (meter, counter) if each is not None]
+    if watchers:
+        attention = WatchedAttention(attention, watchers)
     hidden = model.forward(inputs.batch, storage.layers, attention)
     # Before the blocks can be another's.
     _take_forgotten(inputs, table, storage, inputs.ends)
@@ -159,6 +162,8 @@ def compute_step(
     if step.rows.members:
         step.logits = model.logits_of(hidden, step.rows.tokens)
         step.drawn = sample(step.logits, table.sampling, sampling_rows(inputs, step.rows, step.masks))
+    # Last: a step that is computed once more begins with the whole prompt.
+    _choose(inputs, table, storage)
     return step
 
 
@@ -166,9 +171,18 @@ def _take_forgotten(
     inputs: StepInputs, table: SequenceTable, storage: KvStorage, positions: NDArray[np.int64]
 ) -> None:
     for state, position in zip(inputs.states, positions.tolist(), strict=True):
-        if state.kept is not None and state.forgotten is not None:
+        if state.kept is not None and state.forgotten is not None and not state.kept.num_fresh:
             blocks = table.blocks[state.slot]
             take_forgotten(state.forgotten, state.kept, position, blocks, storage.layers, storage.num_blocks)
+
+
+def _choose(inputs: StepInputs, table: SequenceTable, storage: KvStorage) -> None:
+    """Keeps of the prompts that end with the step what their queries voted for."""
+    for state, end in zip(inputs.states, inputs.ends.tolist(), strict=True):
+        if state.votes is not None and end == state.votes.kept.start:
+            blocks = table.blocks[state.slot]
+            choose(state.votes, blocks, storage.layers, storage.num_blocks, state.forgotten)
+            state.votes = None
 
 
 class StepTooLargeError(Exception):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class LossMeter:
             if row.forgotten.is_partial:
                 row.shares += num_heads
                 continue
-            keys = _keys_of(cache, row.blocks)[:, : row.num_seen]  # [K, C, D]
+            keys = keys_of(cache, row.blocks)[:, : row.num_seen]  # [K, C, D]
             own = queries[row.tokens] * np.float32(options.scale)
             num_tokens, num_kv = own.shape[0], keys.shape[0]
             own = own.reshape(num_tokens, num_kv, -1, own.shape[2]).swapaxes(0, 1)
@@ -86,13 +86,25 @@ class LossMeter:
         return {member: tuple(np.minimum(shares, 1.0).tolist()) for member, shares in found.items()}
 
 
+class Watcher(Protocol):
+    """Who sees queries before they attend."""
+
+    def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
+        """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them."""
+
+
 class WatchedAttention:
-    """A back end whose queries are measured before it runs; or, where a native program computes attention,
-    the meter alone.
+    """A back end whose queries are seen by others before it runs; or, where a native program computes
+    attention, these alone.
     """
 
-    def __init__(self, attention: Any, meter: LossMeter) -> None:
-        self._attention, self.watch = attention, meter.watch
+    def __init__(self, attention: Any, watchers: Sequence[Watcher]) -> None:
+        self._attention, self._watchers = attention, watchers
+
+    def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
+        """See Watcher."""
+        for each in self._watchers:
+            each.watch(q, cache, options)
 
     def plan(self, batch: Any, device: Any) -> Any:
         """See AttentionBackend."""
@@ -156,12 +168,12 @@ def take_forgotten(
     for index, cache in enumerate(caches):
         if hasattr(cache, "keys") and id(cache) not in done:
             done.add(id(cache))
-            keys = _keys_of(cache, blocks)
+            keys = keys_of(cache, blocks)
             keys = keys.reshape(keys.shape[0], blocks.size, kept.block_size, -1)
             forgotten.layers.setdefault(index, LayerKeys()).add(keys)
 
 
-def _keys_of(cache: Any, blocks: NDArray[np.int64]) -> Floats:
+def keys_of(cache: Any, blocks: NDArray[np.int64]) -> Floats:
     """Keys [K, C, D] of blocks [B], one after another."""
     if not isinstance(cache, HostCache) or cache.type_name in ("fp8", "int4"):
         return _gathered(cache, blocks)

@@ -16,6 +16,7 @@ import msgspec
 from engine.config import SimulatedConfig
 from engine.runner.simulated import NamesAlone
 from engine.types import (
+    ChosenTokens,
     GrammarSpec,
     KeptBlocks,
     NewSequence,
@@ -57,6 +58,10 @@ class State:
     slot: int = -1
     # The blocks that its positions look at, where some are forgotten.
     kept: KeptBlocks | None = None
+    # Blocks for what is chosen of its prompt, until that is computed.
+    fresh: tuple[int, ...] = ()
+    # Where its first row began.
+    first_start: int = 1 << 30
     # Drafts of its last step that were not accepted.
     num_rejected: int = 0
 
@@ -70,6 +75,8 @@ class State:
         if self.kept is None or not self.kept.num_hidden(start):
             return True
         block = position // self.kept.block_size
+        if isinstance(self.kept, ChosenTokens):
+            return block >= self.kept.num_whole
         return block < self.kept.num_sinks or block > start // self.kept.block_size - self.kept.num_recent
 
 
@@ -171,6 +178,7 @@ class CheckedRunner:
             list(new.block_ids),
             new.state_slot,
             new.kept,
+            new.fresh_block_ids,
         )
 
     def _copy(self, plan: SchedulerOutput) -> None:
@@ -227,6 +235,8 @@ class CheckedRunner:
         end = row.start + row.num_tokens
         assert end <= len(tokens), f"row reaches {end}, only {len(tokens)} tokens exist"
         first_read = 0 if self.window is None else max(0, row.start + 1 - self.window)
+        self._check_choice(state, row)
+        state.first_start = min(state.first_start, row.start)
         if state.kept is not None:
             hidden = [state.kept.num_hidden(position) for position in range(row.start, end)]
             assert len(set(hidden)) == 1, "positions of one row look at different blocks"
@@ -241,12 +251,32 @@ class CheckedRunner:
                 assert kept == found, f"wrong content in the window at position {position}"
         for position in range(row.start, end):
             self._slot(state, position, state.digest(position, tokens))
+        self._choose(state, end)
         self.num_computed_tokens += row.num_tokens
         self._move_state(state, row, tokens, end)
         assert row.samples == (end == len(tokens)), "a row samples exactly when it reaches the last token"
         if not row.samples:
             return SequenceResult(row.sequence_id, ())
         return self._sample(row, state)
+
+    def _check_choice(self, state: State, row: ScheduledSequence) -> None:
+        """What follows the prompt finds what was chosen of it."""
+        kept = state.kept
+        if isinstance(kept, ChosenTokens) and row.start >= kept.start:
+            for index, block in enumerate(state.table[: kept.num_fresh]):
+                assert self.device[block][0] == _choice(state, kept, index), "not what was chosen"
+
+    def _choose(self, state: State, end: int) -> None:
+        """Where the prompt ends, tokens of it go into fresh blocks, if all voters were computed here."""
+        kept = state.kept
+        if not isinstance(kept, ChosenTokens) or end != kept.start:
+            return
+        assert len(state.fresh) == kept.num_fresh, "no room for what is chosen"
+        assert state.first_start <= kept.first_voter, "not all voters are computed"
+        spare = [self.num_blocks] * (kept.num_whole - kept.num_fresh)
+        state.table[: kept.num_whole] = [*state.fresh, *spare]
+        for index, block in enumerate(state.fresh):
+            self.device[block] = [_choice(state, kept, index)] * self.block_size
 
     def _move_state(self, state: State, row: ScheduledSequence, tokens: list[int], end: int) -> None:
         if state.slot < 0:
@@ -292,6 +322,11 @@ class CheckedRunner:
             num_drafted=len(row.draft_token_ids),
             num_accepted=len(sampled) - 1,
         )
+
+
+def _choice(state: State, kept: ChosenTokens, index: int) -> int:
+    """What stands in the block of that number which holds chosen tokens."""
+    return hash((index, state.digest(kept.start, state.tokens[: kept.start])))
 
 
 @dataclass

@@ -5,6 +5,7 @@ of the memory.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,18 @@ def generate(
     num_host_blocks: int = 0,
     max_num_seqs: int = 8,
     overlap: bool = False,
+    asked_of: Sequence[tuple[list[int], Retention | None]] = (),
+    max_num_batched_tokens: int = 48,
     **sampling: Any,
 ) -> tuple[dict[tuple[int, int], list[int]], Counter[str]]:
     """Tokens by (request, choice), and preemptions by cause; NaN in all that nobody holds. The last request
-    comes late and goes first.
+    comes late and goes first. `asked_of`: other prompts than those above, with what may be forgotten of them.
     """
+    asked_of = asked_of or list(zip(prompts(), KEEPS, strict=True))
     scheduler = Scheduler(
-        SchedulerConfig(max_num_batched_tokens=48, long_prefill_tokens=32, max_num_seqs=max_num_seqs),
+        SchedulerConfig(
+            max_num_batched_tokens=max_num_batched_tokens, long_prefill_tokens=32, max_num_seqs=max_num_seqs
+        ),
         CacheConfig(prefix_caching=prefix_caching),
         memory_plan(runner.storage.num_blocks, BLOCK, 256),
         model="m",
@@ -117,10 +123,10 @@ def generate(
             external_id="",
             prompt_token_ids=tuple(prompt),
             sampling=asked,
-            priority=10 * (number == len(LENGTHS) - 1),
+            priority=10 * (number == len(asked_of) - 1),
             retention=keep,
         )
-        for number, (prompt, keep) in enumerate(zip(prompts(), KEEPS, strict=True))
+        for number, (prompt, keep) in enumerate(asked_of)
     ]
     for request in requests[:-1]:
         scheduler.submit(request, 0.0)

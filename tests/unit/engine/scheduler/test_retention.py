@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from contract.retention import Retention
-from engine.types import FinishReason, KeptBlocks
+from contract.retention import POLICIES, Retention
+from engine.types import ChosenTokens, FinishReason, KeptBlocks
 from tests.unit.engine.driver import Driver, memory_plan
 
 BLOCK = 4
@@ -48,6 +48,80 @@ def test_what_is_kept_of_a_prompt(
         assert seen == 1 + num_recent == position // BLOCK + 1 - kept.num_hidden(position)
         assert kept.num_hidden(kept.alike_until(position) - 1) == kept.num_hidden(position)
         assert kept.num_hidden(kept.alike_until(position)) == kept.num_hidden(position) + 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_prompt", "num_chosen", "first_voter"),
+    [
+        # A quarter of 402 tokens are 101: two are the last block's, 25 blocks are chosen.
+        (Retention(policy="snapkv", keep=0.25), 402, 25, 370),
+        (Retention(policy="h2o", keep=0.25), 402, 25, 0),
+        # Never less than voters, and than three blocks.
+        (Retention(policy="snapkv", window_tokens=1), 402, 8, 370),
+        (Retention(policy="h2o", window_tokens=1), 400, 3, 0),
+        # Where all of it is kept, nothing is chosen.
+        (Retention(policy="snapkv", keep=1.0), 402, None, 0),
+        (Retention(policy="h2o", window_tokens=400), 402, None, 0),
+        (Retention(policy="snapkv", window_tokens=1), 33, None, 0),
+    ],
+)
+def test_what_is_chosen_of_a_prompt(
+    asked: Retention, num_prompt: int, num_chosen: int | None, first_voter: int
+) -> None:
+    kept = KeptBlocks.of(asked, num_prompt, BLOCK)
+    if num_chosen is None:
+        assert kept is None
+        return
+    assert isinstance(kept, ChosenTokens)
+    assert (kept.num_fresh, kept.first_voter, kept.start) == (num_chosen, first_voter, num_prompt)
+    assert kept.num_hidden(num_prompt - 1) == 0
+    for position in (num_prompt, num_prompt + 99):
+        assert kept.num_hidden(position) == num_prompt // BLOCK - num_chosen
+        assert kept.first_recent(position) == num_prompt // BLOCK
+    assert kept.alike_until(5) == num_prompt
+
+
+@pytest.mark.parametrize(("policy", "found"), [("snapkv", 28), ("h2o", 0)])
+@pytest.mark.parametrize("first", [True, False])
+def test_chosen_tokens_are_nobody_elses(policy: str, found: int, first: bool) -> None:
+    """The prompt's own blocks stay for all; a chooser begins in time for all voters."""
+    asked = Retention(policy=policy, window_tokens=1)
+    driver = Driver(memory=memory_plan(64, BLOCK, 128))
+    one = driver.submit(range(60), max_tokens=9, retention=asked if first else None)
+    driver.run()
+    chooser = driver.submit(range(60), max_tokens=9, retention=asked)
+    driver.run()
+    # Of what was computed behind the choice nothing is found.
+    whole = driver.submit((*range(60), *driver.tokens(one)), max_tokens=9)
+    driver.run()
+    driver.check_everything()
+    cached = [driver.events[each][0].first_token.cached_prompt_tokens for each in (chooser, whole)]
+    assert cached == [found, 60 if first else 68]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_prompt_goes_back_when_it_is_chosen_from(overlap: bool) -> None:
+    memory = memory_plan(40, BLOCK, 101)
+    driver = Driver(memory=memory, check=False, overlap=overlap, prefix_caching=False)
+    driver.submit(range(62), max_tokens=8, retention=Retention(policy="h2o", window_tokens=20))
+    held = []
+    while driver.scheduler.has_work:
+        driver.step()
+        held.append(memory.num_blocks - driver.scheduler.num_unreferenced_blocks)
+    driver.check_everything()
+    # 16 blocks of the prompt and 5 for 18 tokens that are chosen beside the last two.
+    assert max(held) == 21
+    assert held[-4] == 5 + 2
+
+
+def test_what_is_kept_beside_the_prompt_must_fit() -> None:
+    driver = Driver(memory=memory_plan(20, BLOCK, 128))
+    asked = [Retention(policy="h2o", window_tokens=each) for each in (16, 24)]
+    fits, refused = (driver.submit(range(56), max_tokens=9, retention=each) for each in asked)
+    driver.run()
+    driver.check_everything()
+    assert driver.finish(fits) is FinishReason.LENGTH
+    assert driver.failure(refused) == "NEVER_FITS"
 
 
 def held_by_one(retention: Retention, *, num_tokens: int, overlap: bool) -> list[int]:
@@ -148,13 +222,19 @@ def test_prompts_are_shared_and_answers_that_forget_are_not(first: Retention | N
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_preempted_answers_go_on_as_if_nothing_had_been(overlap: bool, prefix_caching: bool) -> None:
-    """Their slots go to others at several lengths, and they are computed again block by block."""
+@pytest.mark.parametrize(("policy", "num_prompt"), [("window+sinks", 30), ("snapkv", 60), ("h2o", 30)])
+def test_preempted_answers_go_on_as_if_nothing_had_been(
+    overlap: bool, prefix_caching: bool, policy: str, num_prompt: int
+) -> None:
+    """Their slots go to others at several lengths, and they are computed again block by block, or their
+    prompts chosen from again.
+    """
     driver = Driver(
         memory=memory_plan(40, BLOCK, 128), overlap=overlap, prefix_caching=prefix_caching, max_num_seqs=3
     )
     for index in range(3):
-        driver.submit(range(index, index + 30), max_tokens=60, retention=window(12 + 8 * index))
+        asked = Retention(policy=policy, window_tokens=12 + 8 * index)
+        driver.submit(range(index, index + num_prompt), max_tokens=90 - num_prompt, retention=asked)
     for index in range(3):
         for _ in range(14):
             driver.step()
@@ -165,21 +245,24 @@ def test_preempted_answers_go_on_as_if_nothing_had_been(overlap: bool, prefix_ca
     assert all(driver.finish(request) is FinishReason.LENGTH for request in driver.requests)
 
 
-def test_a_continued_answer_is_computed_as_it_was() -> None:
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_a_continued_answer_is_computed_as_it_was(policy: str) -> None:
+    asked = Retention(policy=policy, keep=0.5)
     driver = Driver(memory=memory_plan(64, BLOCK, 256))
-    whole = driver.submit(range(30), max_tokens=60, seed=3, retention=share(0.5))
+    whole = driver.submit(range(70), max_tokens=60, seed=3, retention=asked)
     driver.run()
     output = tuple(driver.tokens(whole)[:41])
-    rest = driver.submit(range(30), max_tokens=60, seed=3, retention=share(0.5), output_token_ids=output)
+    rest = driver.submit(range(70), max_tokens=60, seed=3, retention=asked, output_token_ids=output)
     driver.run()
     driver.check_everything()
     assert driver.tokens(rest) == driver.tokens(whole)[41:]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8])
-def test_choices_begin_with_the_whole_prompt(max_num_seqs: int) -> None:
-    driver = Driver(memory=memory_plan(64, BLOCK, 128), max_num_seqs=max_num_seqs)
-    request = driver.submit(range(50), max_tokens=30, n=3, retention=share(0.25))
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_choices_begin_with_the_whole_prompt(max_num_seqs: int, policy: str) -> None:
+    driver = Driver(memory=memory_plan(80, BLOCK, 128), max_num_seqs=max_num_seqs)
+    request = driver.submit(range(50), max_tokens=30, n=3, retention=Retention(policy=policy, keep=0.25))
     driver.run()
     driver.check_everything()
     assert [driver.finish(request, choice) for choice in range(3)] == [FinishReason.LENGTH] * 3

@@ -113,9 +113,10 @@ class Walk:
     def _retention(self) -> Retention | None:
         if not self.forgets or self.random.random() < 0.5:
             return None
+        policy = self.random.choice(("window+sinks", "snapkv", "h2o"))
         if self.random.random() < 0.5:
-            return Retention(policy="window+sinks", keep=self.random.choice((0.1, 0.5, 1.0)))
-        return Retention(policy="window+sinks", window_tokens=self.random.randrange(1, 40))
+            return Retention(policy=policy, keep=self.random.choice((0.1, 0.5, 1.0)))
+        return Retention(policy=policy, window_tokens=self.random.randrange(1, 40))
 
     def finish(self) -> None:
         self.fail_next = False

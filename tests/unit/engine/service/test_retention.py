@@ -55,6 +55,7 @@ def test_a_model_that_can_forget_nothing_says_why() -> None:
     [
         ({"simulated": True}, "the simulated engine has no attention"),
         ({"unmeasured_because": "of two ranks"}, "of two ranks"),
+        ({"unplanned_because": "there is no memory"}, "there is no memory"),
         ({"beams": 2}, "beams share what they forget"),
     ],
 )
@@ -63,6 +64,22 @@ def test_where_no_bound_can_be_told_it_is_said_why(given: dict[str, Any], becaus
     assert taken(bounded, simulated=False) == bounded
     with pytest.raises(MillraceError, match=rf"^kv\.max_lost: no bound can be told: {because}"):
         taken(bounded, **({"simulated": False} | given))
+
+
+@pytest.mark.parametrize(
+    ("given", "because"), [({"unmeasured_because": "of two ranks"}, "of two ranks"), ({"beams": 2}, "beams")]
+)
+def test_where_no_tokens_can_be_chosen_it_is_said_why(given: dict[str, Any], because: str) -> None:
+    asked = Retention(policy="snapkv", keep=0.5)
+    assert taken(asked) == asked
+    with pytest.raises(MillraceError, match=rf"^kv\.policy: snapkv chooses by attention: {because}"):
+        taken(asked, **given)
+    assert taken(msgspec.structs.replace(asked, if_possible=True), **given) is None
+
+
+def test_a_policy_that_needs_a_model_of_its_own_is_refused() -> None:
+    with pytest.raises(MillraceError, match=r"^kv\.policy: 'kvzap' is not one of .*h2o: it scores by"):
+        taken(Retention(policy="kvzap", keep=0.5))
 
 
 def test_the_engine_checks_for_itself() -> None:
@@ -91,9 +108,15 @@ async def test_an_engine_forgets_for_who_asks_and_goes_on_where_another_one_ende
         assert plain != forgetful
         assert await answer(3) == plain
         assert await answer(4, kv=kv, output=forgetful[:37]) == forgetful[37:]
+        kv.policy = "h2o"
+        chosen = await answer(5, kv=kv)
+        assert chosen[0] == plain[0]
+        assert chosen not in (plain, forgetful)
+        assert await answer(6) == plain
+        assert await answer(7, kv=kv, output=chosen[:37]) == chosen[37:]
         # What would lose next to anything goes on as the plain answer does.
         kv.max_lost = 1e-6
-        assert await answer(5, kv=kv) == plain
+        assert await answer(8, kv=kv) == plain
         books = await engine.wait_until_idle()
         assert books.ok
         assert books.num_unreferenced_blocks == books.num_total_blocks

@@ -82,7 +82,7 @@ async def test_grpc_tells_it_too() -> None:
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"policy": "window+sinks", "keep": 0}, "kv.keep", "above 0 and at most 1"),
     ({"policy": "window+sinks", "keep": 1.5}, "kv.keep", "above 0 and at most 1"),
-    ({"policy": "h2o", "keep": 0.5}, "kv.policy", "not one of full, window+sinks"),
+    ({"policy": "kvzap", "keep": 0.5}, "kv.policy", "not one of full, window+sinks, snapkv, h2o: it scores"),
     ({"policy": "window+sinks"}, "kv.keep", "exactly one of keep and window_tokens"),
     ({**QUARTER, "window_tokens": 9}, "kv.keep", "exactly one of keep and window_tokens"),
     ({"policy": "full", "keep": 0.5}, "kv.keep", "keeps everything; leave it out"),

@@ -19,7 +19,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class Retention(_message.Message):
     """Retention says what an answer may forget of its keys and values. The prompt is computed whole; behind it, the
-    answer looks at the first block of tokens and at the last ones. Whole blocks are kept, three at least.
+    answer looks at a part of what came before. Whole blocks are kept, three at least.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -31,7 +31,10 @@ class Retention(_message.Message):
     MAX_LOST_FIELD_NUMBER: _builtins.int
     BEYOND_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
-    """"full", which forgets nothing, or "window+sinks", with exactly one of the numbers."""
+    """"full", which forgets nothing; or with exactly one of the numbers: "window+sinks", which keeps the first block
+    of tokens and the last ones; "snapkv" and "h2o", which keep the tokens of the prompt that had most of the
+    attention of its last 32 tokens or of all, and all of the answer.
+    """
     keep: _builtins.float
     """Part of the prompt's tokens that are kept at a time, above 0 and at most 1."""
     window_tokens: _builtins.int
