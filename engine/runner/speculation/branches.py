@@ -212,13 +212,15 @@ def _usable(
     branches: Sequence[Branch], sequence: ScheduledSequence, state: SequenceState, last: int, most: int
 ) -> tuple[Branch, ...]:
     """Branches of a row that is a sequence's last token with its drafts: no draft is longer than the plan's,
-    behind which there may be no room, and none lies beyond the model's length.
+    behind which there may be no room, and none lies beyond the model's length. Branches have no masks, so a
+    sequence under a matcher, as a thought near its budget is by now, has guesses alone.
     """
     num_drafts = len(sequence.draft_token_ids)
     if not sequence.samples or sequence.num_tokens != 1 + num_drafts or state.failure:
         return ()
     if last + 1 + max(each.num_shared + len(each.tokens) for each in branches) > most:
         return ()
-    if all(not each.is_draft or each.num_shared + len(each.tokens) <= num_drafts for each in branches):
+    drafted = [each.num_shared + len(each.tokens) for each in branches if each.is_draft]
+    if state.matcher is None and max(drafted, default=0) <= num_drafts:
         return tuple(branches)
     return tuple(each for each in branches if not each.is_draft)
