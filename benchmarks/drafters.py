@@ -1,4 +1,5 @@
-"""What each way to draft gains and costs: no drafts, look-ups, a draft model and trained heads, in turns.
+"""What each way to draft gains and costs: no drafts, look-ups, lookahead, a draft model and trained heads, in
+turns.
 
     python -m benchmarks.drafters --draft-model models/millrace-nano-draft --head FOLDER
     python -m benchmarks.drafters --model smollm2-135m --head FOLDER --streams 1 8
@@ -47,6 +48,7 @@ from services.drafter.lessons import read_lessons
 from services.supervisor.config import BUNDLED_MODEL
 
 OFF = "off"
+_NOTHING_LOADED = ("ngram", "suffix", "lookahead")
 _MOST_PROMPT_TOKENS = 512
 _CACHE_BYTES = 256 << 20
 
@@ -85,10 +87,9 @@ def methods_of(arguments: argparse.Namespace) -> dict[str, SpeculationConfig]:
     """Those that can be had, no drafts first."""
     num_drafts = arguments.drafts
     found = {OFF: SpeculationConfig()}
-    folders = {"ngram": "", "suffix": "", "draft_model": arguments.draft_model, "eagle3": arguments.head}
-    folders["medusa"] = arguments.medusa
-    for name, folder in folders.items():
-        if folder or name in ("ngram", "suffix"):
+    folders = {"draft_model": arguments.draft_model, "eagle3": arguments.head, "medusa": arguments.medusa}
+    for name, folder in (*dict.fromkeys(_NOTHING_LOADED, "").items(), *folders.items()):
+        if folder or name in _NOTHING_LOADED:
             values = {"method": name, "draft_model": folder, "num_draft_tokens": num_drafts}
             values |= {"min_acceptance": 0.0} if arguments.always else {}
             found[name] = msgspec.convert(values, SpeculationConfig)

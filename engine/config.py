@@ -119,8 +119,9 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     # ngram looks a sequence's end up in its own text; suffix also in the tenant's own recent answers.
     # draft_model runs a small model ahead; eagle3 a trained head over hidden states of the model itself;
-    # medusa has a head for each draft, all over the last hidden state.
-    method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "medusa"] = "off"
+    # medusa has a head for each draft, all over the last hidden state. lookahead has the model guess many
+    # tokens ahead of each text at once, and verifies n-grams that come of it.
+    method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "medusa", "lookahead"] = "off"
     # Directory of the draft model, of the same vocabulary; of the heads where the method is eagle3 or medusa.
     draft_model: str = ""
     num_draft_tokens: int = 4
@@ -131,6 +132,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     min_ngram: int = 2
     # Tokens of recent answers that suffix keeps, of all tenants together: about 125 bytes of memory each.
     answer_tokens: int = 131_072
+    # Columns of lookahead's window: each has num_draft_tokens guesses, and with the token behind them is an
+    # n-gram. So many of those that begin with a text's last token are verified at once.
+    lookahead_window: int = 3
+    lookahead_candidates: int = 3
     # A sequence gets as many drafts as pay in measured time (at most num_draft_tokens), and none while fewer
     # than this share of them would be accepted. 0 always drafts, whatever it costs.
     min_acceptance: float = 0.1
@@ -481,6 +486,8 @@ _AT_LEAST_ONE = (
     "speculation.num_draft_tokens",
     "speculation.head_context_tokens",
     "speculation.answer_tokens",
+    "speculation.lookahead_window",
+    "speculation.lookahead_candidates",
     "max_stream_backlog",
 )
 _NOT_NEGATIVE = (

@@ -42,3 +42,6 @@ class ForwardBatch:
     adapters: NDArray[np.int64] | None = None  # [T]
     # Where the sequences' states lie; None where the model has none.
     states: StateRows | None = None
+    # Slots [M, 2] whose keys and values are copied, source to destination, in each layer between the write of
+    # the step's own and attention; None where there are none.
+    slot_copies: NDArray[np.int64] | None = None

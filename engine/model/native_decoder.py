@@ -57,6 +57,8 @@ class NativeDecoder:
 
     # Rows of a step are padded to a multiple of this.
     row_multiple = 1
+    # Whether steps may copy slots of the cache, set before the first one.
+    copies_slots = False
     # A body, and the same in pieces.
     _pieces: tuple[Program, list[Program]] | None = None
 
@@ -86,7 +88,7 @@ class NativeDecoder:
         self._caches: Sequence[Storage] | None = None
         self._max_tokens = max_tokens
         self._body: Program | None = None
-        # The same with what adapters add.
+        # The same with what adapters add, and copies of slots.
         self._adapted: Program | None = None
         self._adapter_rows: AdapterRows | None = None
         # The batch that the step points to; its arrays may change in place from one step to the next.
@@ -138,8 +140,8 @@ class NativeDecoder:
             piece.run(self.pool)
 
     def _body_of_step(self) -> Program:
-        """The body for the step's rows: adapters cost those nothing that have none."""
-        body = self._adapted if self._step.num_adapter_blocks else self._body
+        """The body for the step's rows: adapters and copies cost those nothing that have none."""
+        body = self._adapted if self._step.num_adapter_blocks or self._step.num_slot_copies else self._body
         assert body is not None, "forward comes first"
         return body
 
@@ -167,6 +169,10 @@ class NativeDecoder:
         if rows is not None:
             step.num_adapter_blocks = len(rows.blocks)
             step.adapter_rows, step.adapter_blocks = _address(rows.rows), _address(rows.blocks)
+        step.num_slot_copies = 0
+        if batch.slot_copies is not None:
+            assert self.copies_slots, "said before the first step"
+            step.num_slot_copies, step.slot_copies = len(batch.slot_copies), _address(batch.slot_copies)
         if batch.windows is not None:
             kept = self._window_step
             ctypes.memmove(ctypes.addressof(kept), ctypes.addressof(step), ctypes.sizeof(step))
@@ -261,6 +267,7 @@ class NativeDecoder:
             *(self.model, self.library, self._step, max_tokens, self.num_threads),
             window_step=self._window_step,
             ranks=self.ranks,
+            copies_slots=self.copies_slots,
         )
         builder.ops += self._handed_over(self._step, FORWARD)
         num_layers = len(self.model.layers)
@@ -282,8 +289,8 @@ class NativeDecoder:
         builder.finish()
         if self.spec.pooling is not None and self.model.norm is not None:
             builder.norm_stream(self.model.norm)
-        # Steps without adapters run a program that leaves their operations out, as the head's does.
-        plain = [op for op in builder.ops if not op.name.startswith("adapter_")]
+        # Steps without adapters or copies run a program that leaves their operations out, as the head's does.
+        plain = [op for op in builder.ops if not op.name.startswith(("adapter_", "copy_slots"))]
         self._body, self._hidden = Program(self.library, plain), builder.stream
         self._adapted = Program(self.library, builder.ops)
         self._pieces = None

@@ -36,6 +36,7 @@ from engine.model.checkpoint import read_headers
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
 from engine.model.layer_spec import MedusaSpec
+from engine.model.lookahead import LOOKAHEAD, LookaheadShape, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
 from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
@@ -243,7 +244,17 @@ def workspace_bytes(given: PlanInput) -> int:
     rows = max(16, num_logit_rows(given.config))
     # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
     sampling = 0 if spec.pooling is not None else rows * spec.vocab_size * (4 + 4 + 8 + 4)
-    return max(dense + attention, sampling) + tokens * spec.hidden_size * 4 + _shared_bytes(given)
+    beside = _shared_bytes(given) + _scratch_bytes(given)
+    return max(dense + attention, sampling) + tokens * spec.hidden_size * 4 + beside
+
+
+def _scratch_bytes(given: PlanInput) -> int:
+    """Blocks in which lookahead computes branches of texts."""
+    ahead = LookaheadShape.where_asked(given.config)
+    if ahead is None:
+        return 0
+    per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, given.kv_dtype)
+    return ahead.num_scratch_blocks * per_block
 
 
 def _shared_bytes(given: PlanInput) -> int:
@@ -278,6 +289,8 @@ def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:
 def num_logit_rows(config: EngineConfig) -> int:
     """Rows of one step whose logits are wanted at most: each sequence's last, and those of its drafts."""
     wanted = config.scheduler.max_num_seqs * (1 + config.speculation.num_draft_tokens)
+    if (ahead := LookaheadShape.where_asked(config)) is not None:
+        wanted += ahead.num_logit_rows
     return min(wanted, config.scheduler.max_num_batched_tokens)
 
 
@@ -465,6 +478,8 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     draft, method = None, config.speculation.method
     if method != "off":
         _check_states(f"engine.speculation.method = {method!r}", spec, device, "set it to off")
+    if method == LOOKAHEAD:
+        check_lookahead(spec, config, device)
     if method in ("draft_model", *_HEADS):
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)

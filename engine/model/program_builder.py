@@ -42,7 +42,7 @@ from kernels.host import Values, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.norm.native import NormArgs, norm_op
-from kernels.paged_cache.native import Storage, describe
+from kernels.paged_cache.native import CopySlotsArgs, Storage, describe
 from kernels.ranks.native import Ranks
 from kernels.rope.native import QK_NORMS, VALUE_KINDS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 
@@ -62,15 +62,17 @@ class ProgramBuilder:
         *,
         window_step: ctypes.Structure | None = None,
         ranks: Ranks | None = None,
+        copies_slots: bool = False,
     ) -> None:
         """`window_step` is `step` for layers with a window, where these keep blocks of their own. `ranks`:
-        those that the model is shared among.
+        those that the model is shared among. `copies_slots`: steps may copy slots of the cache.
         """
         self.model, self.spec, self.library = model, model.spec, library
         self.step = ctypes.addressof(step)
         self._window_step = self.step if window_step is None else ctypes.addressof(window_step)
         self.ops: list[Op] = []
         self.ranks = ranks
+        self._copies_slots = copies_slots
         # Sums over all ranks so far.
         self._num_sums = 0
         self.max_tokens = max_tokens
@@ -330,6 +332,7 @@ class ProgramBuilder:
         mixed = self.buffer("mixed", attention.sizes[0])
         self.product(attention.qkv, x, qkv, False)
         self.rotate(attention, cache, qkv)
+        self._copy_slots(cache)
         self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks)
         if attention.gated:
             add_gate(self, mixed, qkv[:, width:])
@@ -375,6 +378,11 @@ class ProgramBuilder:
             ahead=options.ahead,
         )
         self.add("attention", args, attention, cache, q, mixed)
+
+    def _copy_slots(self, cache: Storage) -> None:
+        """Copies the step's slots, where a step may have such, behind what it writes itself."""
+        if self._copies_slots:
+            self.add("copy_slots", CopySlotsArgs(self._step_of(cache), describe(cache)), cache)
 
     def _step_of(self, cache: Storage) -> int:
         """Where the step lies that says where a layer's blocks are."""
@@ -437,6 +445,7 @@ class ProgramBuilder:
             eps=INNER_NORM_EPS,
         )
         self.add("latent_cache", args, attention, cos, sin)
+        self._copy_slots(cache)
         self.head_product(q, attention.key_up, queries)
         self.attend(attention, cache, 1, queries, mixed)
         self.head_product(mixed, attention.value_up, values)

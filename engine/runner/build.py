@@ -24,6 +24,7 @@ from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
 from engine.model.layer_spec import MedusaSpec
 from engine.model.loader import load_here, load_in_subprocess
+from engine.model.lookahead import LOOKAHEAD, LookaheadShape
 from engine.model.medusa_native import NativeMedusaHeads
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import DraftInput, PlanInput, make_plan, num_scratch_blocks, plan_input
@@ -37,9 +38,11 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.ranks.group import RankedStorage, RankGroup, of_a_rank
 from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceTable
+from engine.runner.speculation.branches import BranchRoom
 from engine.runner.speculation.draft_model import DraftModel
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.head import HeadDrafter
+from engine.runner.speculation.lookahead import LookaheadDrafter
 from engine.runner.speculation.medusa import MedusaDrafter
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
@@ -142,6 +145,7 @@ def _storage(
     given: PlanInput, plan: MemoryPlan, options: dict[str, Any], group: RankGroup | None
 ) -> KvStorage:
     """The cache of the plan; blocks of several ranks move together."""
+    ahead = LookaheadShape.where_asked(given.config)
     make_storage = KvStorage if group is None else functools.partial(RankedStorage, group)
     return make_storage(
         given.spec,
@@ -149,6 +153,7 @@ def _storage(
         ahead_blocks=_AHEAD_STEPS * given.config.scheduler.max_num_batched_tokens // plan.block_size,
         num_states=plan.num_states,
         num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
+        num_scratch_blocks=0 if ahead is None else ahead.num_scratch_blocks,
         host_states=plan.num_host_states(options["host_blocks"]),
         present=(plan.num_blocks, plan.num_window_blocks),
         **options,
@@ -221,9 +226,10 @@ def _load(
     """
     spec, threads = request.spec, request.config.num_threads
     library = native_library(given.config, spec, given.device)
-    if library is None and given.head is not None:
+    method = given.config.speculation.method
+    if library is None and (given.head is not None or method == LOOKAHEAD):
         raise ConfigError(
-            f"engine.speculation.method = {given.config.speculation.method!r}: hidden states are captured by "
+            f"engine.speculation.method = {method!r}: hidden states are captured, and branches computed, by "
             "the native kernels of CPUs, and torch serves this model here; set engine.native to required to "
             "be told why, or the method to ngram, suffix or draft_model"
         )
@@ -281,6 +287,7 @@ def _host_runner(
         grammar=grammar,
     )
     table.sampling.native = config.native != "off"
+    table.branch_room = _branch_room(config, storage)
     executor: Executor
     if isinstance(model, NativeDecoder):
         executor = NativeExecutor(model, storage, table)
@@ -304,6 +311,19 @@ def _host_runner(
     )
 
 
+def _branch_room(config: EngineConfig, storage: KvStorage) -> BranchRoom | None:
+    """The scratch blocks behind the spare one, by slot."""
+    ahead = LookaheadShape.where_asked(config)
+    if ahead is None:
+        return None
+    return BranchRoom(
+        first_block=storage.num_blocks + 1,
+        blocks_each=ahead.num_blocks,
+        num_slots=ahead.num_sequences,
+        most_rows=config.scheduler.max_num_batched_tokens,
+    )
+
+
 def _draft_request(given: PlanInput, draft: DraftInput, plan: MemoryPlan) -> LoadRequest:
     """What drafts, which is small and not quantized."""
     return LoadRequest(
@@ -323,7 +343,11 @@ def _drafter(
     storage_options: dict[str, Any],
     progress: Progress,
 ) -> Drafter | None:
-    """What has to be loaded for drafts, which the plan counts in."""
+    """What drafts that are not looked up come from, which the plan counts in."""
+    if (ahead := LookaheadShape.where_asked(given.config)) is not None:
+        assert isinstance(target, NativeDecoder), "refused otherwise"
+        target.copies_slots = True
+        return LookaheadDrafter(ahead)
     if given.draft is None:
         return None
     if given.head is None:

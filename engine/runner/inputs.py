@@ -15,6 +15,7 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch, WindowBlocks
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
+from engine.runner.speculation.branches import BranchRows, take_branches
 from engine.sampling.grammar import GrammarMasks
 from engine.types import ScheduledSequence
 from kernels.adapters.rows import NO_ADAPTER
@@ -49,6 +50,8 @@ class StepInputs:
     guided: frozenset[int] = frozenset()
     # Waits for these masks.
     masks: Callable[[], GrammarMasks | None] = no_masks
+    # What is computed beside the rows of the plan.
+    branches: BranchRows | None = None
 
     def is_alive(self, member: int, table: SequenceTable) -> bool:
         """Whether a sequence of the step still has its slot."""
@@ -93,6 +96,7 @@ def prepare_inputs(
     """
     inputs = gather_rows(scheduled, table)
     inputs.num_captured = num_captured
+    inputs.branches = take_branches(inputs, table, storage.block_size)
     table.ensure_columns(int(inputs.ends.max()))
     if num_captured < len(scheduled):
         inputs.batch = _batch_of(inputs, table, storage, model)
@@ -117,8 +121,9 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         order = np.repeat(order, ends - starts)
         owners, positions = slots[order], np.arange(total) - query_starts[order] + starts[order]
     # Rows: token ids, positions; then slots, in window blocks as well where there are such.
-    kept = storage.window_blocks
-    rows = np.zeros((3 if kept is None else 4, total + -total % model.row_multiple), np.int64)
+    kept, branches = storage.window_blocks, inputs.branches
+    num_rows = total if branches is None else total + branches.num_rows
+    rows = np.zeros((3 if kept is None else 4, num_rows + -num_rows % model.row_multiple), np.int64)
     rows[0, :total] = table.tokens[owners, positions]
     rows[1, :total] = positions
     if model.spec.num_segments and model.spec.learned_positions:
@@ -128,17 +133,23 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
     columns = np.arange(int(num_blocks.max()))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
     tables, context_lens = _without_hidden(inputs.states[first:], starts, ends, tables, block_size)
+    ragged = RaggedBatch(
+        query_starts=query_starts, context_lens=context_lens, block_tables=tables, block_size=block_size
+    )
+    if branches is not None:
+        branches.fill(rows[:, total:])
+        ragged = branches.behind(ragged)
+        owners = np.concatenate((owners, np.repeat(slots[branches.members], branches.lens)))
     token_ids, padded_positions, cache_slots, *window_slots = on_device(rows, model.device)
     return ForwardBatch(
         token_ids=token_ids,
         positions=padded_positions,
         slots=cache_slots,
-        ragged=RaggedBatch(
-            query_starts=query_starts, context_lens=context_lens, block_tables=tables, block_size=block_size
-        ),
+        ragged=ragged,
         windows=None if kept is None else WindowBlocks(slots=window_slots[0], block_tables=kept[tables]),
         adapters=_adapters_of(table, owners, rows.shape[1]),
         states=_states_of(scheduled, table, slots, starts, query_starts) if model.spec.state else None,
+        slot_copies=None if branches is None else branches.slot_copies,
     )
 
 

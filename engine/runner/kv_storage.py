@@ -145,13 +145,16 @@ class KvStorage:
         ahead_blocks: int = 0,
         num_states: int = 0,
         num_window_blocks: int = 0,
+        num_scratch_blocks: int = 0,
         present: tuple[int | None, int | None] = (None, None),
     ) -> None:
         """`num_states`: slots of the layers that have states. `num_window_blocks`: blocks of those that have
-        a window, where others have none; 0 where all keep the same. `present`: how many of both kinds there
+        a window, where others have none; 0 where all keep the same. `num_scratch_blocks`: blocks behind the
+        spare one, which no plan knows. `present`: how many of both kinds there
         is memory for at first, where that follows the load.
         """
         self.num_blocks = num_blocks
+        self.num_scratch_blocks = num_scratch_blocks
         self.block_size = block_size
         self.num_states = num_states
         self.num_window_blocks = num_window_blocks
@@ -185,7 +188,7 @@ class KvStorage:
         stored = spec.cache_shape(index)
         if stored is not None:
             in_windows = self.num_window_blocks > 0 and index in spec.sliding_layers
-            num_blocks = self.num_window_blocks if in_windows else self.num_blocks
+            num_blocks = self.num_window_blocks if in_windows else self.num_blocks + self.num_scratch_blocks
             shape = {"num_blocks": num_blocks, "block_size": self.block_size}
             shape |= msgspec.structs.asdict(stored)
             layer = (
@@ -248,6 +251,12 @@ class KvStorage:
     def copy_blocks(self, pairs: _Pairs) -> None:
         """Blocks (source, destination), none of which is both."""
         _copy(self._tensors, pairs)
+
+    def copy_slots(self, pairs: NDArray[np.int64]) -> None:
+        """Keys and values of slots [M, 2] (source, destination), none of which is both, in main memory."""
+        (sources, targets), size = pairs.T, self.block_size
+        for tensor in self._tensors:
+            tensor[targets // size, :, targets % size] = tensor[sources // size, :, sources % size]
 
     def copy_states(self, pairs: _Pairs) -> None:
         """Slots of states (source, destination); all sources are read first."""

@@ -123,12 +123,12 @@ def sampling_rows(inputs: StepInputs, rows: LogitRows, masks: GrammarMasks | Non
     )
 
 
-def confirmed(drafts: tuple[int, ...], drawn: list[int]) -> tuple[int, ...]:
-    """The tokens that a member emits: drafts that the draws confirm, then the next draw."""
+def num_confirmed(drafts: tuple[int, ...], drawn: list[int]) -> int:
+    """Drafts that the draws confirm: a member emits these, then the next draw."""
     accepted = 0
     while accepted < len(drafts) and drawn[accepted] == drafts[accepted]:
         accepted += 1
-    return tuple(drawn[: accepted + 1])
+    return accepted
 
 
 # Log-probabilities of prompt tokens, chunk by chunk as the prompt is computed.
@@ -253,8 +253,9 @@ def _conclude_one(
     step: Sampled, drawn: Drawn, member: int, rows: slice, problem: str, grammar_s: float
 ) -> SequenceResult:
     state, sequence = step.inputs.states[member], step.inputs.scheduled[member]
-    tokens = confirmed(sequence.draft_token_ids, drawn.tokens[rows].tolist())
-    num_confirmed = len(tokens) - 1
+    said = drawn.tokens[rows].tolist()
+    num_accepted = num_confirmed(sequence.draft_token_ids, said)
+    tokens = tuple(said[: num_accepted + 1])
     used = slice(rows.start, rows.start + len(tokens))
     option, matcher = "", state.matcher
     # A step that was launched before the failure was known.
@@ -280,7 +281,7 @@ def _conclude_one(
         tokens,
         grammar_finished=state.matcher is not None and state.matcher.finished,
         num_drafted=len(sequence.draft_token_ids),
-        num_accepted=min(num_confirmed, len(tokens)),
+        num_accepted=min(num_accepted, len(tokens)),
         grammar_s=grammar_s if state.matcher is not None else 0.0,
     )
 

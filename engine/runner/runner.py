@@ -364,8 +364,9 @@ class ModelRunner:
         now = time.monotonic()
         # While the step before it ran, a device had not begun.
         seconds = now - max(sampled.began_s, self._finished_s)
-        is_plain = int(inputs.query_starts[-1]) == count == rows.tokens.size
-        rests = economics.rests(count, seconds, is_plain=is_plain, has_drafts=not rows.one_each)
+        has_drafts = inputs.branches is not None or not rows.one_each
+        is_plain = not has_drafts and int(inputs.query_starts[-1]) == count == rows.tokens.size
+        rests = economics.rests(count, seconds, is_plain=is_plain, has_drafts=has_drafts)
         if rests and not economics.is_waking:
             return self._propose(sampled, outcomes, None)
         proposer.saw(inputs, self.table)
@@ -384,7 +385,12 @@ class ModelRunner:
         for member, outcome in zip(sampled.rows.members, outcomes, strict=True):
             state = inputs.states[member]
             if not outcome.failure and not outcome.grammar_finished:
-                self.proposer.judge(state, outcome.num_drafted, outcome.num_accepted)
+                self.proposer.judge(
+                    state,
+                    outcome.num_drafted,
+                    outcome.num_accepted,
+                    has_branches=inputs.branches is not None and member in inputs.branches.members,
+                )
                 alive.append((outcome.sequence_id, state))
         if not alive:
             return {}
@@ -395,6 +401,9 @@ class ModelRunner:
             None if seconds is None else _cost(sampled, outcomes, seconds),
             num_in_flight=[in_flight.get(sequence_id, 0) for sequence_id, _ in alive],
         )
+        if any(state.draft.branches for _, state in alive):
+            # Such a step is put together as a whole.
+            self.executor.forget()
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
 
     def _in_flight(self) -> dict[int, int]:
@@ -409,11 +418,11 @@ class ModelRunner:
 def _cost(sampled: Sampled, outcomes: list[SequenceResult], seconds: float) -> StepCost:
     """What a step took, as those see it who decide about drafts."""
     scheduled = sampled.inputs.scheduled
-    drafts = [len(each.draft_token_ids) for each in scheduled]
+    drafts, branches = [len(each.draft_token_ids) for each in scheduled], sampled.inputs.branches
     return StepCost(
         seconds=seconds,
         num_sequences=len(drafts),
-        num_drafts=sum(drafts),
+        num_drafts=sum(drafts) + (0 if branches is None else branches.num_rows),
         num_accepted=sum(outcome.num_accepted for outcome in outcomes),
         decodes_only=all(
             each.samples and each.num_tokens == 1 + count

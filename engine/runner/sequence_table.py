@@ -22,7 +22,8 @@ from contract.pooling import PoolingParams
 from contract.thinking import Thought
 from engine.runner.forgotten.meter import ForgottenKeys
 from engine.runner.forgotten.votes import Votes
-from engine.runner.speculation.economics import DraftProgress
+from engine.runner.speculation.branches import BranchRoom
+from engine.runner.speculation.progress import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
 from engine.sampling.thinking import ThinkingMatcher
@@ -69,6 +70,8 @@ class SequenceTable:
         self.sampling = SamplingTable(vocab_size, device)
         # From a step and its hidden states to outputs, of a model that pools.
         self.pool: Callable[[Any, Any], list[SequenceResult]] | None = None
+        # Where branches of sequences may be computed; None: nowhere.
+        self.branch_room: BranchRoom | None = None
         self.states: dict[int, SequenceState] = {}
         # Those of them that think on a budget.
         self.thinking: dict[int, SequenceState] = {}

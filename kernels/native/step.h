@@ -1,7 +1,7 @@
 // Values that change from step to step. One Step lives as long as its program; ops hold a pointer to it.
 //
 // Shape letters: T tokens of all sequences on one axis (no padding), S sequences, C block columns, R rows
-// whose logits are wanted, A rows of adapters, B blocks of these, P snapshots of states.
+// whose logits are wanted, A rows of adapters, B blocks of these, P snapshots of states, M copies.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,8 @@ struct Step {
   const int64_t* snapshot_starts;  // [S + 1] first snapshot of each sequence, and the end
   const int64_t* snapshot_rows;   // [P] index on the token axis of the last token that is in it, ascending
   const int64_t* snapshot_slots;  // [P] where it goes
+  int64_t num_slot_copies;        // M
+  const int64_t* slot_copies;     // [M, 2] slots whose keys and values are read and written, behind the step's own
 };
 
 }  // namespace millrace

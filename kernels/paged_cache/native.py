@@ -38,6 +38,7 @@ class Storage(Protocol):
 
 
 KvCacheStruct = structure("KvCache")
+CopySlotsArgs = structure("CopySlotsArgs")
 
 
 def describe(cache: Any) -> Any:

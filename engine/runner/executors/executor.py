@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
+from engine.runner.branch_draws import draw_with_branches
 from engine.runner.forgotten.meter import WatchedAttention, meter_of, take_forgotten
 from engine.runner.forgotten.votes import choose, counter_of
 from engine.runner.inputs import StepInputs
@@ -68,7 +69,9 @@ class FollowingSteps:
         """Takes note of a step that was put together as a whole, and whose draws succeeded."""
         count, batch = len(inputs.scheduled), inputs.batch
         self.last = None
-        if batch is None or inputs.query_starts[-1] != count or not _is_plain(inputs.scheduled):
+        if batch is None or inputs.branches is not None or inputs.query_starts[-1] != count:
+            return
+        if not _is_plain(inputs.scheduled):
             return
         if any(state.matcher is not None or state.kept is not None for state in inputs.states):
             # Of the latter, block tables change otherwise than by what is appended.
@@ -159,7 +162,10 @@ def compute_step(
     step.lost = {} if meter is None else meter.shares()
     step.scores = prompt_logprobs(inputs, hidden, model, table)
     step.masks = inputs.masks()
-    if step.rows.members:
+    branches = inputs.branches
+    if branches is not None:
+        draw_with_branches(step, branches, hidden, model, table, storage)
+    elif step.rows.members:
         step.logits = model.logits_of(hidden, step.rows.tokens)
         step.drawn = sample(step.logits, table.sampling, sampling_rows(inputs, step.rows, step.masks))
     # Last: a step that is computed once more begins with the whole prompt.

@@ -22,6 +22,8 @@ class Drafter(Protocol):
     looks_up: bool
     # Whether it has to see steps before it is asked.
     keeps_steps: bool = False
+    # Rows that a sequence's step computes beside its drafts.
+    rows_beside: int = 0
 
     def propose(
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable

@@ -30,18 +30,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.runner.speculation.acceptance import Acceptance
-from engine.runner.speculation.answers import AnswerMatch
+from engine.runner.speculation.progress import DraftProgress
 from engine.runner.speculation.step_times import FEW, Recent, StepTimes, size_class
 
 # A draft must gain so much more than it costs: at least, as costs are measured with noise, and at most. In
 # between decides what steps with drafts really gained.
 LEAST_MARGIN, MOST_MARGIN = 1.15, 4.0
 _MARGIN_UP, _MARGIN_DOWN, _BALANCE_FADING = 1.1, 0.9, 0.9
-# How fast the experience with an owner's sequences fades, and where it begins; and with one sequence, and how
-# many drafts the experience with others counts for beside it. Owners whose experience is kept.
+# How fast the experience with an owner's sequences fades, and where it begins; and how many drafts the
+# experience with others counts for beside that with one sequence. Owners whose experience is kept.
 _FADING, _FIRST_SHARE, _FIRST_WEIGHT = 0.98, 0.5, 4.0
 _MOST_OWNERS = 1024
-_OWN_FADING, _PRIOR = 0.9, 2.0
+_PRIOR = 2.0
 # Steps with drafts after which plain ones are measured again.
 _REFRESH_STEPS = 64
 # Part of the time of steps that goes into trials; and plain steps that they may cost before they earned it.
@@ -68,46 +68,13 @@ _READ_ROUNDS, _FEW_TOKENS = 8, 8
 _FOUND_FADING = 0.8
 
 
-@dataclass(kw_only=True)
-class DraftProgress:
-    """How its drafts fared, and how far the draft model has read."""
-
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(_OWN_FADING))
-    # Share of lookups that found something.
-    found: float = 0.5
-    # The latest proposal was forced by the grammar, and says nothing of speculation.
-    forced: bool = False
-    # Drafts that were not verified, and how many tokens were known when they were made.
-    unverified: tuple[int, ...] = ()
-    num_known_then: int = 0
-    # Leading tokens whose keys and values the draft model has under the sequence's own blocks.
-    num_read: int = 0
-    # Leading tokens behind which it has a state, where its layers carry one.
-    num_in_state: int = 0
-    # Tokens that it, or a head, would have to read first.
-    num_unread: int = 0
-    # Tokens that were known when the latest drafts were made, and the position up to which blocks were its
-    # own.
-    num_known: int = 0
-    num_owned: int = 0
-    num_proposed: int = 0
-    # Where its text stands in its owner's recent answers.
-    match: AnswerMatch | None = None
-
-    def verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Takes in how the latest drafts fared."""
-        self.acceptance.saw(num_drafted, num_accepted)
-        # The draft model has read every draft but its last; what lies in scratch blocks is lost.
-        read = self.num_known + min(num_accepted, self.num_proposed - 1)
-        self.num_read = max(self.num_read, min(read, self.num_owned))
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
     """A step that was computed: forward, logits and sampling, without what a drafter did."""
 
     seconds: float
     num_sequences: int
+    # Rows beside the last token of each, those of branches included.
     num_drafts: int
     num_accepted: int = 0
     # Whether every sequence decoded.
@@ -143,8 +110,13 @@ class _Costs:
 class Economics:
     """Decides how many drafts each sequence gets."""
 
-    def __init__(self, max_drafts: int, min_acceptance: float, *, wakes_early: bool = False) -> None:
-        """`wakes_early`: some steps are seen before an attempt."""
+    def __init__(
+        self, max_drafts: int, min_acceptance: float, *, wakes_early: bool = False, rows_beside: int = 0
+    ) -> None:
+        """`wakes_early`: some steps are seen before an attempt. `rows_beside`: what a sequence that drafts
+        computes beside its drafts.
+        """
+        self._rows_beside = rows_beside
         self._waking_steps = _WAKING_STEPS if wakes_early else 0
         self.max_drafts = max_drafts
         self.min_acceptance = min_acceptance
@@ -383,6 +355,8 @@ class Economics:
         cheapest = min(asked, key=lambda row: sequences[row].num_unread)
         few = min(_TRIAL_ROUNDS, self.max_drafts)
         trial_s = few * costs.per_draft.value + self.extra_tokens(sequences[cheapest]) * costs.per_read.value
+        if self._rows_beside:
+            trial_s += float(self.times.factors(num, few + self._rows_beside)[-1] - 1) * plain_s
         if self._may_try(costs, plain_s, trial_s):
             counts[cheapest] = few
         return counts
@@ -466,7 +440,8 @@ class Economics:
             return [0] * num, 0.0
         tokens = reach.ravel()[order]  # [N]
         whose, places = np.divmod(order, most)
-        extra_s: NDArray[np.float64] = (self.times.factors(num, order.size)[1:] - 1) * plain_s
+        rows = np.arange(1, order.size + 1) + self._rows_beside * np.cumsum(places == 0)
+        extra_s: NDArray[np.float64] = (self.times.factors(num, int(rows[-1]))[rows] - 1) * plain_s
         if by_forwards:
             extra_s = extra_s + self._forwards_s(costs, sequences, whose, places)
         sums = np.cumsum(tokens)
@@ -487,7 +462,8 @@ class Economics:
         costs, plain_s, prior = self._costs(1), self.times.plain_s(1), self._prior(owner)
         each_s = costs.per_draft.value if by_forwards else 0.0
         reading_s = self.extra_tokens(progress) * costs.per_read.value / _READ_ROUNDS if by_forwards else 0.0
-        factors = self.times.factors_of_one(most)
+        beside = self._rows_beside
+        factors = self.times.factors_of_one(most + beside)
         reach, total, best, highest, gained_s = 1.0, 0.0, 0, 1.0, 0.0
         tokens: list[float] = []
         extra_s: list[float] = []
@@ -498,7 +474,7 @@ class Economics:
             reach *= share
             total += reach
             tokens.append(reach)
-            extra_s.append((factors[place + 1] - 1) * plain_s + (place + 1) * each_s + reading_s)
+            extra_s.append((factors[place + 1 + beside] - 1) * plain_s + (place + 1) * each_s + reading_s)
             yields = (1 + total) * plain_s / (plain_s + costs.margin * extra_s[-1])
             if yields > highest:
                 best, highest, gained_s = place + 1, yields, total * plain_s - extra_s[-1]

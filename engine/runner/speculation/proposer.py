@@ -46,6 +46,7 @@ class Proposer:
             config.num_draft_tokens,
             config.min_acceptance,
             wakes_early=drafter is not None and drafter.keeps_steps,
+            rows_beside=0 if drafter is None else drafter.rows_beside,
         )
 
     def propose(
@@ -90,8 +91,14 @@ class Proposer:
         if self.drafter is not None:
             self.drafter.saw(inputs, table)
 
-    def judge(self, state: SequenceState, num_drafted: int, num_accepted: int) -> None:
-        """Takes in how a sequence's drafts fared; forced tokens say nothing of speculation."""
+    def judge(
+        self, state: SequenceState, num_drafted: int, num_accepted: int, *, has_branches: bool = False
+    ) -> None:
+        """Takes in how a sequence's drafts fared; forced tokens say nothing of speculation. Branches cost the
+        same where no draft was found, which is as good as one that did not hold.
+        """
+        if has_branches:
+            num_drafted = max(num_drafted, 1)
         if num_drafted and not state.draft.forced:
             self.economics.verified(state.draft, state.owner[0], num_drafted, num_accepted)
 

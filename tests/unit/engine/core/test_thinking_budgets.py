@@ -192,7 +192,7 @@ def test_another_engine_goes_on_from_every_place(runner: ModelRunner, plain: Out
         assert again[number, 0] == whole
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "lookahead"])
 def test_drafts_do_not_pass_a_budget(method: str, plain: Outputs) -> None:
     speculation = SpeculationConfig(method=method, draft_model=str(BUNDLED), min_ngram=1, min_acceptance=0.0)
     with closing(open_runner(BUNDLED, speculation=speculation, kv_cache_bytes=64 << 20)) as runner:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.speculation.economics import LEAST_MARGIN, DraftProgress, Economics, StepCost
+from engine.runner.speculation.economics import LEAST_MARGIN, Economics, StepCost
+from engine.runner.speculation.progress import DraftProgress
 from engine.runner.speculation.step_times import StepTimes
 from tests.unit.engine.runner.virtual_drafts import Machine, Run, run
 
@@ -324,3 +325,16 @@ def test_lookups_that_find_nothing_cost_next_to_nothing() -> None:
     without = run(MACHINES["fast"], {"a": 0.9}, 8, method="off", num_tokens=250)
     with_drafts = run(MACHINES["fast"], {"a": 0.9}, 8, num_tokens=250, found=0.0)
     assert min(kept(with_drafts, without).values()) >= KEPT
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_rows_beside_drafts_have_their_price(num_sequences: int) -> None:
+    """Drafts that hold nearly always pay for themselves, and for some rows more, but not for many."""
+    sequences = [with_acceptance(0.9)] * num_sequences
+    owners, most = ["a"] * num_sequences, [4] * num_sequences
+    economics = measured(plain_s=1.0, per_row_s=0.1, per_draft_s=0.0, num_sequences=num_sequences)
+    found = {}
+    for beside in (0, 5, 40):
+        economics._rows_beside = beside
+        found[beside] = economics.rounds(sequences, owners, most)
+    assert found == {0: most, 5: most, 40: [0] * num_sequences}

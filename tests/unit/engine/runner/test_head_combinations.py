@@ -1,5 +1,5 @@
-"""Answers with a head's drafts are those without, bit by bit, whatever else is asked of them: by the real
-scheduler and runner, in one batch of greedy and sampled requests.
+"""Answers with drafts of a head, or of lookahead, are those without, bit by bit, whatever else is asked of
+them: by the real scheduler and runner, in one batch of greedy and sampled requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from contract.retention import Retention
-from engine.config import AdaptersConfig, CacheConfig, SchedulerConfig
+from engine.config import AdaptersConfig, CacheConfig, SchedulerConfig, SpeculationConfig
 from engine.runner.base import PendingStep
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -150,20 +150,29 @@ def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> 
     return target_folder
 
 
-METHODS = ["eagle3", "medusa"]
+METHODS = ["eagle3", "medusa", "lookahead"]
+
+
+def speculation_of(method: str, head: Callable[[str], Path]) -> SpeculationConfig:
+    """Drafts of a method whether they pay or not; only heads have a folder."""
+    if method == "lookahead":
+        return SpeculationConfig(method="lookahead", min_acceptance=0.0, num_draft_tokens=3)
+    return speculating(head(method))
 
 
 @pytest.fixture(scope="module", params=METHODS)
-def head(request: Any, trained_head: Callable[..., Path]) -> Path:
-    return trained_head(request.param)
+def head(request: Any, trained_head: Callable[..., Path]) -> SpeculationConfig:
+    return speculation_of(request.param, trained_head)
 
 
-def opened(folder: Path, head: Path | None, *, cache: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A runner with or without a head, closed behind its block."""
+def opened(
+    folder: Path, head: SpeculationConfig | None, *, cache: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """A runner with or without drafts, closed behind its block."""
     if head is not None:
-        options["speculation"] = speculating(head)
+        options["speculation"] = head
     runner = open_runner(folder, cache={"block_size": BLOCK} | (cache or {}), **options)
-    if head is not None:
+    if head is not None and head.draft_model:
         poison_head(runner)
     return closing(runner)
 
@@ -175,7 +184,7 @@ def plain(folder: Path) -> Iterator[ModelRunner]:
 
 
 @pytest.fixture(scope="module")
-def drafting(folder: Path, head: Path) -> Iterator[ModelRunner]:
+def drafting(folder: Path, head: SpeculationConfig) -> Iterator[ModelRunner]:
     with opened(folder, head) as runner:
         yield runner
 
@@ -331,15 +340,17 @@ def test_answers_that_forget_look_at_the_same_blocks(
 def test_keys_and_values_of_few_bits_are_those_without_drafts(
     folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson], kind: str
 ) -> None:
-    """Also those of a head itself."""
-    cache, head = {"kv_dtype": kind}, trained_head("eagle3")
-    with opened(folder, None, cache=cache) as plain, opened(folder, head, cache=cache) as drafting:
-        assert_equal(drafting, plain, requests_of(lessons))
+    """Also those of a head itself, and of branches."""
+    cache = {"kv_dtype": kind}
+    with opened(folder, None, cache=cache) as plain:
+        for method in ("eagle3", "lookahead"):
+            with opened(folder, speculation_of(method, trained_head), cache=cache) as drafting:
+                assert_equal(drafting, plain, requests_of(lessons))
 
 
 def test_rows_with_adapters_draft_beside_those_without(
     folder: Path,
-    head: Path,
+    head: SpeculationConfig,
     target_oracle: transformers.PreTrainedModel,
     lessons: list[Lesson],
     tmp_path: Path,
@@ -394,7 +405,7 @@ def test_drafts_of_a_head_and_tokens_that_a_grammar_forces_take_turns(method: st
             for number, prompt in enumerate(prompts)
         ]
 
-    head = BUNDLED.with_name(f"millrace-nano-{method}")
+    head = speculation_of(method, lambda method: BUNDLED.with_name(f"millrace-nano-{method}"))
     with (
         opened(BUNDLED, None, max_model_len=1024) as plain,
         opened(BUNDLED, head, max_model_len=1024) as drafting,

@@ -137,7 +137,7 @@ def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> 
     return target_folder
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "lookahead", "eagle3", "medusa"])
 def test_while_nobody_looks_steps_follow_each_other_and_no_drafter_is_asked(
     method: str, folder: Path, trained_head: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> 
     return target_folder
 
 
-@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model"])
+@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model", "lookahead"])
 def runner(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ModelRunner]:

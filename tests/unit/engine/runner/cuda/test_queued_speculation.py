@@ -22,7 +22,7 @@ from engine.core import messages
 from engine.core.loop import EngineLoop
 from engine.runner.cuda.acceptance import accept
 from engine.runner.inputs import StepInputs
-from engine.runner.outcomes import LogitRows, confirmed
+from engine.runner.outcomes import LogitRows, num_confirmed
 from engine.runner.runner import LaunchedStep, ModelRunner
 from engine.runner.simulated import NamesAlone
 from engine.scheduler import Scheduler
@@ -299,7 +299,7 @@ def test_the_device_accepts_what_the_host_accepts(data: st.DataObject) -> None:
     found = accept(torch.tensor(tokens), cast(StepInputs, SimpleNamespace(scheduled=scheduled)), rows)
     for member, each in enumerate(drafts):
         start, end = starts[member], starts[member + 1]
-        emitted = confirmed(tuple(each), tokens[start:end])
+        emitted = tokens[start : start + 1 + num_confirmed(tuple(each), tokens[start:end])]
         assert found.num_rejected[member] == len(each) + 1 - len(emitted)
         assert tokens[found.last_rows[member]] == emitted[-1]
         assert found.last_rows[member] - found.first_rows[member] == len(emitted) - 1

@@ -1,0 +1,226 @@
+"""Rows that a step computes beside a sequence's own: further drafts, and guesses that nobody verifies.
+
+A branch is a chain of tokens behind a sequence's last one, or behind the first of another branch's; together
+they are a tree. Attention visits a row's history in the order of its positions, and its sums depend on that
+order. So a branch is a sequence of its own for the model: it shares the blocks of what is behind it, and has
+the block in which it begins for itself, into which each layer copies what others wrote there
+(`ForwardBatch.slot_copies`). Its rows have the bits that they had if its tokens were the sequence's.
+
+Blocks that branches write are scratch blocks, of which each slot of the table has its own. What holds of a
+branch is moved to the sequence's blocks when its draws are known (`branch_draws`).
+
+Shape letters: B branches, T their tokens, M copies, C blocks of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.attention.ragged import RaggedBatch
+
+if TYPE_CHECKING:
+    from engine.runner.inputs import StepInputs
+    from engine.runner.sequence_table import SequenceState, SequenceTable
+    from engine.types import ScheduledSequence
+
+# The parent of a branch that begins at the sequence's last token or at a draft of the plan.
+DRAFTS = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Tokens behind a sequence's last one, of which the first few are another branch's."""
+
+    # Those that are its own.
+    tokens: tuple[int, ...]
+    # An earlier branch of the same sequence, and how many tokens behind the last one are as there.
+    parent: int = DRAFTS
+    num_shared: int = 0
+    # Whether it is verified; of others only the likeliest token behind the end is told.
+    is_draft: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchRoom:
+    """Where branches may be written: the first of the scratch blocks, and how many each of the first slots of
+    the table has; and the most rows of a step, all of them together.
+    """
+
+    first_block: int
+    blocks_each: int
+    num_slots: int
+    most_rows: int
+
+    def of(self, slot: int) -> Iterator[int]:
+        """A slot's blocks."""
+        first = self.first_block + slot * self.blocks_each
+        return iter(range(first, first + self.blocks_each))
+
+
+class _Path:
+    """Where a history lies: its blocks, and from where on it is not its parent's."""
+
+    def __init__(
+        self, table: NDArray[np.int64], size: int, begin: int = 0, parent: _Path | None = None
+    ) -> None:
+        self.table, self.size, self.begin, self.parent = table, size, begin, parent
+
+    def slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots of positions in these blocks."""
+        found: NDArray[np.int64] = self.table[positions // self.size] * self.size + positions % self.size
+        return found
+
+    def origins(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots into which the rows of positions write themselves."""
+        if self.parent is None or not positions.size or positions[0] >= self.begin:
+            return self.slots(positions)
+        is_own = positions >= self.begin
+        return np.concatenate((self.parent.origins(positions[~is_own]), self.slots(positions[is_own])))
+
+
+@dataclass(kw_only=True)
+class BranchRows:
+    """Branches of a step, in the order of its sequences; their rows lie behind those of the plan."""
+
+    # [B] index of the sequence in the step, that of the parent among these branches, position of the first
+    # token, and the text behind the last token, what is shared included.
+    members: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    texts: list[tuple[int, ...]] = field(default_factory=list)
+    paths: list[_Path] = field(default_factory=list)
+    # (source, destination) slots, in parts.
+    copies: list[NDArray[np.int64]] = field(default_factory=list)
+    num_rows: int = 0
+    # Likeliest token behind each branch that is no draft, in their order; known once the step is computed.
+    guessed: list[int] = field(default_factory=list)
+
+    def add(
+        self,
+        member: int,
+        branches: Sequence[Branch],
+        drafts: tuple[int, ...],
+        last: int,
+        root: _Path,
+        blocks: Iterator[int],
+    ) -> None:
+        """Branches of a sequence whose last token is at the position `last`, with the plan's drafts behind
+        it.
+        """
+        first = len(self.branches)
+        for branch in branches:
+            parent, text, index = root, drafts, DRAFTS
+            if branch.parent != DRAFTS:
+                index = first + branch.parent
+                parent, text = self.paths[index], self.texts[index]
+            begin = last + 1 + branch.num_shared
+            end = begin + len(branch.tokens)
+            first_block = begin // root.size
+            own = [next(blocks) for _ in range(first_block, -(-end // root.size))]
+            path = _Path(np.concatenate((parent.table[:first_block], own)), root.size, begin, parent)
+            others = np.arange(first_block * root.size, begin)
+            self.copies.append(np.stack((parent.origins(others), path.slots(others)), axis=1))
+            self.members.append(member)
+            self.parents.append(index)
+            self.branches.append(branch)
+            self.begins.append(begin)
+            self.texts.append((*text[: branch.num_shared], *branch.tokens))
+            self.paths.append(path)
+            self.num_rows += len(branch.tokens)
+
+    @property
+    def lens(self) -> NDArray[np.int64]:
+        """[B] own tokens."""
+        return np.array([len(each.tokens) for each in self.branches], np.int64)
+
+    def fill(self, rows: NDArray[np.int64]) -> None:
+        """Writes token ids, positions and slots [3, T] of all rows."""
+        at = 0
+        for branch, begin, path in zip(self.branches, self.begins, self.paths, strict=True):
+            end = at + len(branch.tokens)
+            rows[0, at:end] = branch.tokens
+            rows[1, at:end] = positions = np.arange(begin, begin + len(branch.tokens))
+            rows[2, at:end] = path.slots(positions)
+            at = end
+
+    def behind(self, ragged: RaggedBatch) -> RaggedBatch:
+        """The step as attention sees it, with a sequence more for each branch."""
+        ends = np.array(self.begins, np.int64) + self.lens
+        width = max(ragged.block_tables.shape[1], *(path.table.size for path in self.paths))
+        num_sequences = ragged.context_lens.size
+        tables = np.zeros((num_sequences + len(self.paths), width), np.int64)
+        tables[:num_sequences, : ragged.block_tables.shape[1]] = ragged.block_tables
+        for row, path in enumerate(self.paths, num_sequences):
+            tables[row, : path.table.size] = path.table
+        starts = ragged.query_starts
+        return RaggedBatch(
+            query_starts=np.concatenate((starts, starts[-1] + np.cumsum(self.lens))),
+            context_lens=np.concatenate((ragged.context_lens, ends)),
+            block_tables=tables,
+            block_size=ragged.block_size,
+        )
+
+    def moves(self, index: int, num_tokens: int) -> NDArray[np.int64]:
+        """[M, 2] slots from which so many tokens behind the last one, as a branch has them, move to where
+        they are the sequence's own.
+        """
+        path = root = self.paths[index]
+        while root.parent is not None:
+            root = root.parent
+        first = self.begins[index] - self.branches[index].num_shared
+        positions = np.arange(first, first + num_tokens)
+        pairs = np.stack((path.origins(positions), root.slots(positions)), axis=1)
+        is_elsewhere = pairs[:, 0] != pairs[:, 1]
+        return np.asarray(pairs[is_elsewhere])
+
+    @property
+    def slot_copies(self) -> NDArray[np.int64]:
+        """[M, 2] source and destination."""
+        return np.ascontiguousarray(np.concatenate(self.copies))
+
+
+def take_branches(inputs: StepInputs, table: SequenceTable, block_size: int) -> BranchRows | None:
+    """The branches that sequences of a step have, as far as it may compute them; None where there are none.
+    Whatever becomes of them, they are not those of a later step.
+    """
+    room, found = table.branch_room, BranchRows()
+    if room is None:
+        return None
+    num_rows = int(inputs.query_starts[-1])
+    for member, (sequence, state) in enumerate(zip(inputs.scheduled, inputs.states, strict=True)):
+        branches, state.draft.branches = state.draft.branches, ()
+        if not branches:
+            continue
+        last = int(inputs.ends[member]) - 1 - len(sequence.draft_token_ids)
+        branches = _usable(branches, sequence, state, last, table.max_model_len)
+        wanted = sum(len(each.tokens) for each in branches)
+        if not branches or num_rows + wanted > room.most_rows:
+            continue
+        num_rows += wanted
+        root = _Path(table.blocks[state.slot], block_size)
+        found.add(member, branches, sequence.draft_token_ids, last, root, room.of(state.slot))
+    return found if found.branches else None
+
+
+def _usable(
+    branches: Sequence[Branch], sequence: ScheduledSequence, state: SequenceState, last: int, most: int
+) -> tuple[Branch, ...]:
+    """Branches of a row that is a sequence's last token with its drafts: no draft is longer than the plan's,
+    behind which there may be no room, and none lies beyond the model's length. Branches have no masks, so a
+    sequence under a matcher, as a thought near its budget is by now, has guesses alone.
+    """
+    num_drafts = len(sequence.draft_token_ids)
+    if not sequence.samples or sequence.num_tokens != 1 + num_drafts or state.failure:
+        return ()
+    if last + 1 + max(each.num_shared + len(each.tokens) for each in branches) > most:
+        return ()
+    drafted = [each.num_shared + len(each.tokens) for each in branches if each.is_draft]
+    if state.matcher is None and max(drafted, default=0) <= num_drafts:
+        return tuple(branches)
+    return tuple(each for each in branches if not each.is_draft)
