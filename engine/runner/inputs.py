@@ -15,7 +15,7 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch, WindowBlocks
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.runner.speculation.branches import BranchRows, take_branches
+from engine.runner.speculation.branches import Branch, BranchRows, SlotPath
 from engine.sampling.grammar import GrammarMasks
 from engine.types import ScheduledSequence
 from kernels.adapters.rows import NO_ADAPTER
@@ -96,7 +96,7 @@ def prepare_inputs(
     """
     inputs = gather_rows(scheduled, table)
     inputs.num_captured = num_captured
-    inputs.branches = take_branches(inputs, table, storage.block_size)
+    inputs.branches = _branches(inputs, table, storage.block_size)
     table.ensure_columns(int(inputs.ends.max()))
     if num_captured < len(scheduled):
         inputs.batch = _batch_of(inputs, table, storage, model)
@@ -227,3 +227,44 @@ def _adapters_of(table: SequenceTable, owners: NDArray[np.int64], num_rows: int)
     if (adapters < 0).all():
         return None
     return np.pad(adapters, (0, num_rows - owners.size), constant_values=NO_ADAPTER)
+
+
+def _branches(inputs: StepInputs, table: SequenceTable, block_size: int) -> BranchRows | None:
+    """The branches that sequences of a step have, as far as it may compute them; None where there are none.
+    Whatever becomes of them, they are not those of a later step.
+    """
+    room, found = table.branch_room, BranchRows()
+    if room is None:
+        return None
+    num_rows = int(inputs.query_starts[-1])
+    for member, (sequence, state) in enumerate(zip(inputs.scheduled, inputs.states, strict=True)):
+        branches, state.draft.branches = state.draft.branches, ()
+        if not branches:
+            continue
+        last = int(inputs.ends[member]) - 1 - len(sequence.draft_token_ids)
+        branches = _usable(branches, sequence, state, last, table.max_model_len)
+        wanted = sum(len(each.tokens) for each in branches)
+        if not branches or num_rows + wanted > room.most_rows:
+            continue
+        num_rows += wanted
+        root = SlotPath(table.blocks[state.slot], block_size)
+        found.add(member, branches, sequence.draft_token_ids, last, root, room.of(state.slot))
+    return found if found.branches else None
+
+
+def _usable(
+    branches: Sequence[Branch], sequence: ScheduledSequence, state: SequenceState, last: int, most: int
+) -> tuple[Branch, ...]:
+    """Branches of a row that is a sequence's last token with its drafts: no draft is longer than the plan's,
+    behind which there may be no room, and none lies beyond the model's length. Branches have no masks, so a
+    sequence under a matcher, as a thought near its budget is by now, has guesses alone.
+    """
+    num_drafts = len(sequence.draft_token_ids)
+    if not sequence.samples or sequence.num_tokens != 1 + num_drafts or state.failure:
+        return ()
+    if last + 1 + max(each.num_shared + len(each.tokens) for each in branches) > most:
+        return ()
+    drafted = [each.num_shared + len(each.tokens) for each in branches if each.is_draft]
+    if state.matcher is None and max(drafted, default=0) <= num_drafts:
+        return tuple(branches)
+    return tuple(each for each in branches if not each.is_draft)

@@ -16,17 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.attention.ragged import RaggedBatch
-
-if TYPE_CHECKING:
-    from engine.runner.inputs import StepInputs
-    from engine.runner.sequence_table import SequenceState, SequenceTable
-    from engine.types import ScheduledSequence
 
 # The parent of a branch that begins at the sequence's last token or at a draft of the plan.
 DRAFTS = -1
@@ -62,11 +56,11 @@ class BranchRoom:
         return iter(range(first, first + self.blocks_each))
 
 
-class _Path:
+class SlotPath:
     """Where a history lies: its blocks, and from where on it is not its parent's."""
 
     def __init__(
-        self, table: NDArray[np.int64], size: int, begin: int = 0, parent: _Path | None = None
+        self, table: NDArray[np.int64], size: int, begin: int = 0, parent: SlotPath | None = None
     ) -> None:
         self.table, self.size, self.begin, self.parent = table, size, begin, parent
 
@@ -94,7 +88,7 @@ class BranchRows:
     branches: list[Branch] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     texts: list[tuple[int, ...]] = field(default_factory=list)
-    paths: list[_Path] = field(default_factory=list)
+    paths: list[SlotPath] = field(default_factory=list)
     # (source, destination) slots, in parts.
     copies: list[NDArray[np.int64]] = field(default_factory=list)
     num_rows: int = 0
@@ -107,7 +101,7 @@ class BranchRows:
         branches: Sequence[Branch],
         drafts: tuple[int, ...],
         last: int,
-        root: _Path,
+        root: SlotPath,
         blocks: Iterator[int],
     ) -> None:
         """Branches of a sequence whose last token is at the position `last`, with the plan's drafts behind
@@ -123,7 +117,7 @@ class BranchRows:
             end = begin + len(branch.tokens)
             first_block = begin // root.size
             own = [next(blocks) for _ in range(first_block, -(-end // root.size))]
-            path = _Path(np.concatenate((parent.table[:first_block], own)), root.size, begin, parent)
+            path = SlotPath(np.concatenate((parent.table[:first_block], own)), root.size, begin, parent)
             others = np.arange(first_block * root.size, begin)
             self.copies.append(np.stack((parent.origins(others), path.slots(others)), axis=1))
             self.members.append(member)
@@ -183,44 +177,3 @@ class BranchRows:
     def slot_copies(self) -> NDArray[np.int64]:
         """[M, 2] source and destination."""
         return np.ascontiguousarray(np.concatenate(self.copies))
-
-
-def take_branches(inputs: StepInputs, table: SequenceTable, block_size: int) -> BranchRows | None:
-    """The branches that sequences of a step have, as far as it may compute them; None where there are none.
-    Whatever becomes of them, they are not those of a later step.
-    """
-    room, found = table.branch_room, BranchRows()
-    if room is None:
-        return None
-    num_rows = int(inputs.query_starts[-1])
-    for member, (sequence, state) in enumerate(zip(inputs.scheduled, inputs.states, strict=True)):
-        branches, state.draft.branches = state.draft.branches, ()
-        if not branches:
-            continue
-        last = int(inputs.ends[member]) - 1 - len(sequence.draft_token_ids)
-        branches = _usable(branches, sequence, state, last, table.max_model_len)
-        wanted = sum(len(each.tokens) for each in branches)
-        if not branches or num_rows + wanted > room.most_rows:
-            continue
-        num_rows += wanted
-        root = _Path(table.blocks[state.slot], block_size)
-        found.add(member, branches, sequence.draft_token_ids, last, root, room.of(state.slot))
-    return found if found.branches else None
-
-
-def _usable(
-    branches: Sequence[Branch], sequence: ScheduledSequence, state: SequenceState, last: int, most: int
-) -> tuple[Branch, ...]:
-    """Branches of a row that is a sequence's last token with its drafts: no draft is longer than the plan's,
-    behind which there may be no room, and none lies beyond the model's length. Branches have no masks, so a
-    sequence under a matcher, as a thought near its budget is by now, has guesses alone.
-    """
-    num_drafts = len(sequence.draft_token_ids)
-    if not sequence.samples or sequence.num_tokens != 1 + num_drafts or state.failure:
-        return ()
-    if last + 1 + max(each.num_shared + len(each.tokens) for each in branches) > most:
-        return ()
-    drafted = [each.num_shared + len(each.tokens) for each in branches if each.is_draft]
-    if state.matcher is None and max(drafted, default=0) <= num_drafts:
-        return tuple(branches)
-    return tuple(each for each in branches if not each.is_draft)
