@@ -15,7 +15,7 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch, WindowBlocks
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.runner.speculation.branches import Branch, BranchRows, SlotPath
+from engine.runner.speculation.branches import BranchRows, DraftBranch, SlotPath
 from engine.sampling.grammar import GrammarMasks
 from engine.types import ScheduledSequence
 from kernels.adapters.rows import NO_ADAPTER
@@ -253,8 +253,8 @@ def _branches(inputs: StepInputs, table: SequenceTable, block_size: int) -> Bran
 
 
 def _usable(
-    branches: Sequence[Branch], sequence: ScheduledSequence, state: SequenceState, last: int, most: int
-) -> tuple[Branch, ...]:
+    branches: Sequence[DraftBranch], sequence: ScheduledSequence, state: SequenceState, last: int, most: int
+) -> tuple[DraftBranch, ...]:
     """Branches of a row that is a sequence's last token with its drafts: no draft is longer than the plan's,
     behind which there may be no room, and none lies beyond the model's length. Branches have no masks, so a
     sequence under a matcher, as a thought near its budget is by now, has guesses alone.

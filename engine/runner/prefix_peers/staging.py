@@ -42,7 +42,7 @@ class _Ring:
         self._map.close()
 
 
-class Staging(_Ring):
+class BlockStaging(_Ring):
     """The receiver's side, of one pull. It reads slots only that the sender has filled."""
 
     def __init__(self, fd: int, path: Path, num_slots: int, num_bytes: int) -> None:
@@ -51,7 +51,7 @@ class Staging(_Ring):
         self.total_bytes = num_slots * num_bytes
 
     @classmethod
-    def make(cls, num_blocks: int, num_bytes: int) -> Staging | None:
+    def make(cls, num_blocks: int, num_bytes: int) -> BlockStaging | None:
         """For blocks of so many bytes; None where there is no such memory, or not enough."""
         num_slots = min(num_blocks, MOST_BYTES // num_bytes)
         if not num_slots:

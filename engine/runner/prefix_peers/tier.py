@@ -27,8 +27,8 @@ from engine.runner.prefix_peers.books import Blocks, Held, Pulls
 from engine.runner.prefix_peers.staging import (
     MOST_BYTES,
     MOST_BYTES_TOGETHER,
+    BlockStaging,
     StagedBlocks,
-    Staging,
     remove_leftovers,
 )
 from engine.types.hand_over import (
@@ -83,7 +83,7 @@ class PeerTier:
         self._counters = HandOverCounters()
         # Memory in common with other engines of this machine: of pulls by token, with `_lock`, and of reads
         # that the thread alone knows.
-        self._stagings: dict[int, Staging] = {}
+        self._stagings: dict[int, BlockStaging] = {}
         self._staged: dict[int, StagedBlocks | None] = {}
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         ways = blocks()
@@ -115,7 +115,7 @@ class PeerTier:
     def _make_staging(self, token: int, num_blocks: int) -> str:
         if sum(each.total_bytes for each in self._stagings.values()) + MOST_BYTES > MOST_BYTES_TOGETHER:
             return ""
-        made = Staging.make(num_blocks, self._block_bytes)
+        made = BlockStaging.make(num_blocks, self._block_bytes)
         if made is None:
             return ""
         self._stagings[token] = made

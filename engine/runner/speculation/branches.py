@@ -27,7 +27,7 @@ DRAFTS = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branch:
+class DraftBranch:
     """Tokens behind a sequence's last one, of which the first few are another branch's."""
 
     # Those that are its own.
@@ -85,7 +85,7 @@ class BranchRows:
     # token, and the text behind the last token, what is shared included.
     members: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[DraftBranch] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     texts: list[tuple[int, ...]] = field(default_factory=list)
     paths: list[SlotPath] = field(default_factory=list)
@@ -98,7 +98,7 @@ class BranchRows:
     def add(
         self,
         member: int,
-        branches: Sequence[Branch],
+        branches: Sequence[DraftBranch],
         drafts: tuple[int, ...],
         last: int,
         root: SlotPath,

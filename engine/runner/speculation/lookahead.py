@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.model.lookahead import LookaheadShape
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.runner.speculation.branches import Branch
+from engine.runner.speculation.branches import DraftBranch
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.ngram_pool import LookaheadText
 
@@ -71,18 +71,18 @@ class LookaheadDrafter(Drafter):
             # Branches have no masks.
             held = [each[: state.matcher.valid_prefix(each)] for each in found]
             found = [max(held, key=len)] if held else []
-        others = [Branch(tokens=each, is_draft=True) for each in found[1:]]
+        others = [DraftBranch(tokens=each, is_draft=True) for each in found[1:]]
         state.draft.branches = (*window_branches(ahead.window(text)), *others)
         return found[0] if found else ()
 
 
-def window_branches(window: NDArray[np.int64]) -> list[Branch]:
+def window_branches(window: NDArray[np.int64]) -> list[DraftBranch]:
     """The first level of a window [L, W] with its last column, and the other columns, which leave that level
     behind their first token.
     """
     columns = window.T.tolist()
     level = tuple(column[0] for column in columns)
-    branches = [Branch(tokens=(*level, *columns[-1][1:]))]
+    branches = [DraftBranch(tokens=(*level, *columns[-1][1:]))]
     for index, column in enumerate(columns[:-1]):
-        branches.append(Branch(tokens=tuple(column[1:]), parent=0, num_shared=index + 1))
+        branches.append(DraftBranch(tokens=tuple(column[1:]), parent=0, num_shared=index + 1))
     return branches

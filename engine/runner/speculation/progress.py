@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.runner.speculation.acceptance import Acceptance
 from engine.runner.speculation.answers import AnswerMatch
-from engine.runner.speculation.branches import Branch
+from engine.runner.speculation.branches import DraftBranch
 from engine.runner.speculation.ngram_pool import LookaheadText
 
 # How fast the experience with one sequence fades.
@@ -40,7 +40,7 @@ class DraftProgress:
     match: AnswerMatch | None = None
     # What lookahead knows of its text, and what its next step computes beside its drafts.
     lookahead: LookaheadText | None = None
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[DraftBranch, ...] = ()
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Takes in how the latest drafts fared."""

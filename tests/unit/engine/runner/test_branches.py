@@ -16,7 +16,7 @@ from engine.config import SpeculationConfig
 from engine.runner.inputs import StepInputs
 from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.runner.speculation.branches import Branch
+from engine.runner.speculation.branches import DraftBranch
 from engine.runner.speculation.drafter import Drafter
 from tests.unit.engine.runner.drafting import SAMPLINGS, totals
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
@@ -64,21 +64,21 @@ class KnowingDrafter(Drafter):
         drafts, *others = [(rest[:each] + wrong[each:])[:NUM_DRAFTS] for each in held]
         if state.sampling.temperature == 0.0:
             guesses = [
-                Branch(tokens=rest[:3]),
-                Branch(tokens=rest[1:5], parent=0, num_shared=1),
-                Branch(tokens=rest[4:6], parent=1, num_shared=4),
-                Branch(tokens=wrong[2:4], parent=1, num_shared=2),
+                DraftBranch(tokens=rest[:3]),
+                DraftBranch(tokens=rest[1:5], parent=0, num_shared=1),
+                DraftBranch(tokens=rest[4:6], parent=1, num_shared=4),
+                DraftBranch(tokens=wrong[2:4], parent=1, num_shared=2),
             ]
             self.expected[state.slot] = [rest[3], rest[5], rest[6]]
         else:
             guesses = []
         first = len(guesses)
         drafted = [
-            Branch(tokens=others[0], is_draft=True),
-            Branch(tokens=others[1][:3], is_draft=True),
+            DraftBranch(tokens=others[0], is_draft=True),
+            DraftBranch(tokens=others[1][:3], is_draft=True),
             # They leave the plan's drafts, and a branch that left these.
-            Branch(tokens=(rest if beyond else wrong)[1:3], num_shared=1, is_draft=True),
-            Branch(tokens=rest[3:4], parent=first + 2, num_shared=3, is_draft=True),
+            DraftBranch(tokens=(rest if beyond else wrong)[1:3], num_shared=1, is_draft=True),
+            DraftBranch(tokens=rest[3:4], parent=first + 2, num_shared=3, is_draft=True),
         ]
         state.draft.branches = (*guesses, *drafted)
         return drafts

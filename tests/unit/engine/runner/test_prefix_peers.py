@@ -14,7 +14,7 @@ from contract.frames import framed, read_frame
 from engine.config import HandOverConfig
 from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.runner.prefix_peers import staging
-from engine.runner.prefix_peers.staging import StagedBlocks, Staging, remove_leftovers
+from engine.runner.prefix_peers.staging import BlockStaging, StagedBlocks, remove_leftovers
 from engine.runner.prefix_peers.tier import PeerTier
 from engine.types.hand_over import (
     BlockSource,
@@ -152,7 +152,7 @@ def test_what_has_no_free_slot_comes_in_a_message(
 
 
 def test_slots_are_used_again_once_they_were_taken() -> None:
-    ours = Staging.make(3, 8)
+    ours = BlockStaging.make(3, 8)
     assert ours is not None
     theirs = StagedBlocks.open(ours.name, 8)
     assert theirs is not None
@@ -169,7 +169,7 @@ def test_slots_are_used_again_once_they_were_taken() -> None:
 
 def test_memory_of_others_is_not_touched(folder: Path) -> None:
     (folder / "passwords").write_bytes(bytes(8192))
-    ours = Staging.make(3, 8)
+    ours = BlockStaging.make(3, 8)
     assert ours is not None
     (folder / f"millrace-blocks-{'0' * 32}").symlink_to(folder / ours.name)
     for name in ("", "passwords", "../passwords", f"millrace-blocks-{'0' * 32}", f"{ours.name}/"):
@@ -190,7 +190,7 @@ def test_without_memory_in_common_blocks_come_in_messages(
     sender: Side, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "FOLDER", folder / "absent")
-    assert Staging.make(3, 8) is None
+    assert BlockStaging.make(3, 8) is None
     assert [len(data) for _, data in held(sender, f"millrace-blocks-{'0' * 32}")] == [8, 8, 8]
 
 
