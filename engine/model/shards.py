@@ -87,6 +87,9 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
     def part_of(self, name: str, shape: tuple[int, ...]) -> TensorPart | None:
         """What the rank reads of a tensor of that shape; None where it reads all of it."""
+        return None if self.size == 1 or not shape else self._cut(name, shape)
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> TensorPart | None:
         if name == _HEAD:
             return self._part(0, self.vocab_size, self.rank, self.size)
         experts = _EXPERTS.search(name)

@@ -228,10 +228,11 @@ def _load(
     library = native_library(given.config, spec, given.device)
     method = given.config.speculation.method
     if library is None and (given.head is not None or method == LOOKAHEAD):
+        done = "branches are computed" if method == LOOKAHEAD else "hidden states are captured"
         raise ConfigError(
-            f"engine.speculation.method = {method!r}: hidden states are captured, and branches computed, by "
-            "the native kernels of CPUs, and torch serves this model here; set engine.native to required to "
-            "be told why, or the method to ngram, suffix or draft_model"
+            f"engine.speculation.method = {method!r}: {done} by the native kernels of CPUs, and torch "
+            "serves this model here; set engine.native to required to be told why, or the method to ngram, "
+            "suffix or draft_model"
         )
     attention: AttentionBackend | None = None
     device: Device = HOST

@@ -138,7 +138,7 @@ def test_latent_keys_and_windows_of_all_layers_branch(
     [
         ("qwen3-next", {}, "Qwen3NextForCausalLM has layers that carry a state"),
         ("gemma3", {}, "Gemma3ForCausalLM has layers with a window among others"),
-        ("llama", {"native": "off"}, "branches computed, by the native kernels of CPUs, and torch serves"),
+        ("llama", {"native": "off"}, "branches are computed by the native kernels of CPUs, and torch serves"),
         ("llama", {"num_draft_tokens": 1}, "num_draft_tokens = 1: n-grams of lookahead .* raise it to 2"),
     ],
 )
