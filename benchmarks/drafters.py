@@ -40,6 +40,7 @@ from checkpoint.files import find
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from engine.core.__main__ import make_scheduler
 from engine.core.loop import EngineLoop
+from engine.core.warm_up import TOGETHER, WarmUp
 from engine.runner.build import build_here
 from engine.types import TokenEvent
 from models.corpus import documents
@@ -97,15 +98,18 @@ def methods_of(arguments: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 
 def opened(model: Path, speculation: SpeculationConfig, streams: int, stack: ExitStack) -> InProcessEngine:
-    """An engine that is closed with the stack."""
+    """An engine that is closed with the stack, after the first steps that every engine takes: it knows how
+    long they are by their rows.
+    """
     config = EngineConfig(
         cache=CacheConfig(kv_cache_bytes=_CACHE_BYTES),
-        scheduler=SchedulerConfig(max_num_seqs=streams),
+        scheduler=SchedulerConfig(max_num_seqs=max(streams, TOGETHER)),
         speculation=speculation,
     )
     given = ModelConfig(path=str(model))
     runner, memory, facts = build_here(config, given, lambda stage, part: None)
     stack.callback(runner.close)
+    WarmUp(runner, make_scheduler(config, given, memory, facts), config, memory, facts, overlap=False).run()
     mailbox = Mailbox()
     loop = EngineLoop(make_scheduler(config, given, memory, facts), runner, mailbox)
     return InProcessEngine(loop, mailbox, memory, facts)

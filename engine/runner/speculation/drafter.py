@@ -40,6 +40,12 @@ class Drafter(Protocol):
         """Tokens that are read before the first draft; 0 where nothing can be drafted."""
         return 1
 
+    def drafts_after(self, state: SequenceState, text: NDArray[np.int64], count: int) -> tuple[int, ...]:
+        """What would have been looked up at the end of the first part of a sequence's text [L], which is no
+        shorter than the last time.
+        """
+        return ()
+
     def ended(self, state: SequenceState, output: NDArray[np.int64]) -> None:
         """A sequence leaves the batch, with so much of its output [L]."""
         return

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.runner.speculation.acceptance import Acceptance
+from engine.runner.speculation.owners import Owners, num_held
 from engine.runner.speculation.progress import DraftProgress
 from engine.runner.speculation.step_times import FEW, Recent, StepTimes, size_class
 
@@ -37,10 +38,7 @@ from engine.runner.speculation.step_times import FEW, Recent, StepTimes, size_cl
 # between decides what steps with drafts really gained.
 LEAST_MARGIN, MOST_MARGIN = 1.15, 4.0
 _MARGIN_UP, _MARGIN_DOWN, _BALANCE_FADING = 1.1, 0.9, 0.9
-# How fast the experience with an owner's sequences fades, and where it begins; and how many drafts the
-# experience with others counts for beside that with one sequence. Owners whose experience is kept.
-_FADING, _FIRST_SHARE, _FIRST_WEIGHT = 0.98, 0.5, 4.0
-_MOST_OWNERS = 1024
+# How many drafts the experience with an owner's others counts for beside that with one sequence.
 _PRIOR = 2.0
 # Steps with drafts after which plain ones are measured again.
 _REFRESH_STEPS = 64
@@ -64,8 +62,11 @@ _MOST_IN_VAIN = 0.1
 _SLACK = 0.01
 # Rounds over which what a draft model reads first must pay, and tokens that a round adds anyway.
 _READ_ROUNDS, _FEW_TOKENS = 8, 8
-# How fast the memory of what lookups brought fades.
+# How fast the memory of what a sequence's lookups brought fades.
 _FOUND_FADING = 0.8
+# Of the time that an answer took, what looking back at it may take; and of a step, so that nobody waits.
+# Each rest that was ended in vain doubles the answers that are not heard, up to this power.
+_LOOK_BACK_SHARE, _MOST_LOOK_BACK, _MOST_UNHEARD = 0.0025, 0.5, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,9 @@ class _Costs:
     # Steps left in which nobody looks; and those since the latest gain that were longer for it.
     num_resting: int = 0
     num_felt: int = 0
+    # Rests that looking back ended since the latest gain, and answers that end before the next one may.
+    num_woken: int = 0
+    num_unheard: int = 0
     # Whose turn it is to be looked up in a trial, and how often drafts were verified in one.
     turn: int = 0
     num_trials: int = 0
@@ -130,8 +134,9 @@ class Economics:
         self.is_resting = self.is_waking = False
         # Steps that pass next, of so many sequences each.
         self._num_passing = self._passing = 0
-        # By owner, the least recently served first.
-        self._priors: dict[str, Acceptance] = {}
+        self.owners = Owners()
+        # Sequences in the latest step that was booked.
+        self._latest_size = 0
         # Of the latest step: seconds of plain steps that accepted drafts stood for, and what drafts took.
         self._saved_s = self._spent_s = 0.0
 
@@ -162,6 +167,7 @@ class Economics:
             self.times.add(num_sequences, 0, seconds)
             costs.steps_since_plain = 0
         self._had_drafts = False
+        self._latest_size = num_sequences
         costs.num_resting -= 1
         self.is_waking = costs.num_resting < self._waking_steps
         self._passing = num_sequences
@@ -182,6 +188,7 @@ class Economics:
         had_drafts, self._had_drafts = self._had_drafts, step.num_drafts > 0
         proposing_s, deciding_s = self._proposing_s, max(0.0, self._took_s - self._proposing_s)
         self._proposing_s = self._took_s = 0.0
+        self._latest_size = step.num_sequences
         costs = self._costs(step.num_sequences)
         plain_s = self.times.plain_s(step.num_sequences)
         extra_s = self._extra_s(step, plain_s)
@@ -227,7 +234,7 @@ class Economics:
         """Settles a step with the purse; nobody looks any more once it is empty."""
         costs.credit_s = min(costs.credit_s + gained_s + earned_s, _MOST_CREDIT * plain_s)
         if gained_s > 0:
-            costs.num_felt = 0
+            costs.num_felt = costs.num_woken = 0
         elif -gained_s > _SHORT_TRIAL * plain_s:
             costs.num_felt = min(costs.num_felt + 1, _MOST_FELT)
         if costs.credit_s >= 0 or costs.num_resting or not self.min_acceptance:
@@ -273,25 +280,53 @@ class Economics:
     def verified(self, progress: DraftProgress, owner: str, num_drafted: int, num_accepted: int) -> None:
         """Books how drafts fared."""
         progress.verified(num_drafted, num_accepted)
-        self._prior(owner).saw(num_drafted, num_accepted)
+        self.owners.of(owner).acceptance.saw(num_drafted, num_accepted)
 
     def compared(self, progress: DraftProgress, owner: str, text: NDArray[np.int64]) -> None:
         """Books how drafts would have fared that were not verified, by the sequence's tokens [L]."""
         drafts = progress.unverified
         drawn = text[progress.num_known_then :][: len(drafts)].tolist()
-        held = 0
-        while held < len(drawn) and drawn[held] == drafts[held]:
-            held += 1
+        held = num_held(drafts, drawn)
         if held == len(drawn) < len(drafts):
             return
         progress.unverified = ()
         progress.acceptance.saw(len(drafts), held)
-        self._prior(owner).saw(len(drafts), held)
+        self.owners.of(owner).acceptance.saw(len(drafts), held)
 
-    @staticmethod
-    def looked_up(progress: DraftProgress, *, found: bool) -> None:
+    def looked_up(self, progress: DraftProgress, owner: str, *, found: bool) -> None:
         """Books a lookup."""
-        progress.found = _FOUND_FADING * progress.found + (1 - _FOUND_FADING) * found
+        known = self.owners.of(owner)
+        before = known.found if progress.found is None else progress.found
+        progress.found = _FOUND_FADING * before + (1 - _FOUND_FADING) * found
+        known.looked_up(found=found)
+
+    def look_back_s(self, num_tokens: int) -> float:
+        """How long looking back at an answer of so many tokens may take: nothing where lookups say it
+        themselves.
+        """
+        if not self._costs(self._latest_size).num_resting:
+            return 0.0
+        plain_s = self.times.plain_s(self._latest_size)
+        return plain_s * min(_LOOK_BACK_SHARE * num_tokens / max(1, self._latest_size), _MOST_LOOK_BACK)
+
+    def may_wake(self, num_lookups: int, num_held: int) -> None:
+        """Ends the rest of the latest size of batch where looking back says that drafts pay: so many would
+        have held. After a rest that was ended in vain twice as many answers end before the next one is.
+        """
+        costs, plain_s = self._costs(self._latest_size), self.times.plain_s(self._latest_size)
+        if not num_lookups or not plain_s or not costs.num_resting:
+            return
+        extra_s = (self.times.factors(self._latest_size, self.max_drafts)[-1] - 1) * plain_s
+        cost_s = self._latest_size * costs.margin * (extra_s + costs.looking.value)
+        if num_held / num_lookups * plain_s < cost_s:
+            return
+        if costs.num_unheard:
+            costs.num_unheard -= 1
+            return
+        costs.num_unheard = (1 << min(costs.num_woken, _MOST_UNHEARD)) - 1
+        costs.num_woken += 1
+        costs.num_resting = self._num_passing = 0
+        costs.credit_s = max(costs.credit_s, _FIRST_CREDIT * plain_s)
 
     @staticmethod
     def extra_tokens(progress: DraftProgress) -> int:
@@ -317,7 +352,7 @@ class Economics:
         asked = [] if in_vain else [row for row, chance in enumerate(chances) if chance >= least]
         few = max(1, int(_SHORT_TRIAL * plain_s / each_s)) if each_s else num
         if len(asked) > few:
-            sure = [each.found * each.acceptance.share(0, _PRIOR) for each in sequences]
+            sure = [(each.found or 0.0) * each.acceptance.share(0, _PRIOR) for each in sequences]
             if not _bear(owners, sure, len(asked) * each_s / plain_s):
                 asked = asked[:few]
         others = sorted(set(range(num)) - set(asked))
@@ -392,16 +427,9 @@ class Economics:
         return True
 
     def _chance(self, progress: DraftProgress, owner: str) -> float:
-        return progress.found * progress.acceptance.share(0, _PRIOR, self._prior(owner))
-
-    def _prior(self, owner: str) -> Acceptance:
-        found = self._priors.pop(owner, None)
-        if found is None:
-            found = Acceptance(_FADING, share=_FIRST_SHARE, weight=_FIRST_WEIGHT)
-            if len(self._priors) >= _MOST_OWNERS:
-                del self._priors[next(iter(self._priors))]
-        self._priors[owner] = found
-        return found
+        known = self.owners.of(owner)
+        found = known.found if progress.found is None else progress.found
+        return found * progress.acceptance.share(0, _PRIOR, known.acceptance)
 
     def _best(
         self,
@@ -432,7 +460,7 @@ class Economics:
         """The same of sequences that share a step."""
         num, most = len(sequences), max(lengths)
         costs, plain_s = self._costs(num), self.times.plain_s(num)
-        priors = [self._prior(owner) for owner in owners]
+        priors = [self.owners.of(owner).acceptance for owner in owners]
         reach = np.cumprod(self._shares(sequences, priors, lengths, most), axis=1)  # [S, P]
         # Likeliest first; of one sequence these are in their order.
         order = np.argsort(-reach, axis=None, kind="stable")[: np.count_nonzero(reach)]
@@ -459,7 +487,7 @@ class Economics:
         self, progress: DraftProgress, owner: str, most: int, *, by_forwards: bool
     ) -> tuple[list[int], float]:
         """The same of a sequence alone, whose steps are the shortest: without arrays it takes a tenth."""
-        costs, plain_s, prior = self._costs(1), self.times.plain_s(1), self._prior(owner)
+        costs, plain_s, prior = self._costs(1), self.times.plain_s(1), self.owners.of(owner).acceptance
         each_s = costs.per_draft.value if by_forwards else 0.0
         reading_s = self.extra_tokens(progress) * costs.per_read.value / _READ_ROUNDS if by_forwards else 0.0
         beside = self._rows_beside

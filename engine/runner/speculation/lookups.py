@@ -31,6 +31,10 @@ class PromptLookup(Drafter):
             for state, count in zip(states, counts, strict=True)
         ]
 
+    def drafts_after(self, state: SequenceState, text: NDArray[np.int64], count: int) -> tuple[int, ...]:
+        """See Drafter."""
+        return self.continued(text, count)
+
     def continued(self, text: NDArray[np.int64], count: int) -> tuple[int, ...]:
         """Up to `count` tokens after a text [L]."""
         return continuation(text, longest=self._longest, shortest=self._shortest, num_drafts=count)
@@ -52,10 +56,13 @@ class AnswerLookup(Drafter):
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable
     ) -> list[tuple[int, ...]]:
         """See Drafter."""
-        return [self._continued(state, count, table) for state, count in zip(states, counts, strict=True)]
+        return [
+            self.drafts_after(state, table.tokens[state.slot, : int(table.num_tokens[state.slot])], count)
+            for state, count in zip(states, counts, strict=True)
+        ]
 
-    def _continued(self, state: SequenceState, count: int, table: SequenceTable) -> tuple[int, ...]:
-        text = table.tokens[state.slot, : int(table.num_tokens[state.slot])]
+    def drafts_after(self, state: SequenceState, text: NDArray[np.int64], count: int) -> tuple[int, ...]:
+        """See Drafter."""
         state.draft.match, length, found = self.answers.continuation(
             state.owner, state.draft.match, text, count
         )

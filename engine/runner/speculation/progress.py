@@ -18,8 +18,8 @@ class DraftProgress:
     """How its drafts fared, and how far the draft model has read."""
 
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(_OWN_FADING))
-    # Share of lookups that found something.
-    found: float = 0.5
+    # Share of lookups that found something; None before the first.
+    found: float | None = None
     # The latest proposal was forced by the grammar, and says nothing of speculation.
     forced: bool = False
     # Drafts that were not verified, and how many tokens were known when they were made.

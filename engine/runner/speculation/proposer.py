@@ -10,6 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.config import SpeculationConfig
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceState, SequenceTable
@@ -20,6 +23,8 @@ from engine.types import GRAMMAR_DRAFTS
 
 # Forced tokens that are verified in one step.
 MAX_FORCED_TOKENS = 32
+# Where looking back begins in an answer moves on by so much of it each time: the golden ratio's part.
+_TURN = 0.618
 # Part of a step's time that a drafter may take to learn.
 _LEARNING_SHARE = 0.005
 # Drafters that nothing has to be loaded for, by the method's name.
@@ -42,6 +47,7 @@ class Proposer:
         if drafter is None and config.method in _LOOKUPS:
             drafter = _LOOKUPS[config.method](config)
         self.drafter = drafter
+        self._turn = 0.0
         self.economics = Economics(
             config.num_draft_tokens,
             config.min_acceptance,
@@ -104,10 +110,35 @@ class Proposer:
 
     def ended(self, state: SequenceState, table: SequenceTable) -> None:
         """A sequence is about to leave the table."""
+        drafter = self.drafter
         # Beams are guesses at one answer, and what failed is none.
-        if self.drafter is not None and not state.failure and not state.sampling.beam_width:
-            end = int(table.num_tokens[state.slot])
-            self.drafter.ended(state, table.tokens[state.slot, state.num_prompt : end])
+        if drafter is None or state.failure or state.sampling.beam_width:
+            return
+        text = table.tokens[state.slot, : int(table.num_tokens[state.slot])]
+        seconds = self.economics.look_back_s(text.size - state.num_prompt)
+        if seconds and drafter.looks_up:
+            self._look_back(drafter, state, text, seconds)
+        drafter.ended(state, text[state.num_prompt :])
+        drafter.learn(2 * seconds)
+
+    def _look_back(
+        self, drafter: Drafter, state: SequenceState, text: NDArray[np.int64], seconds: float
+    ) -> None:
+        """Finds out what lookups would have brought in a text [L] that is known meanwhile: many at a time,
+        with all that they need in the processor's caches, which a step between two of them empties.
+        """
+        self._turn = (self._turn + _TURN) % 1.0
+        known = state.num_prompt + 1 + int(self._turn * (text.size - state.num_prompt))
+        state.draft.match = None
+        experience = self.economics.owners.of(state.owner[0])
+        until, num_lookups, num_held = self._clock() + seconds, 0, 0
+        while known < text.size and self._clock() < until:
+            drafts = drafter.drafts_after(state, text[:known], self.config.num_draft_tokens)
+            drawn = text[known : known + len(drafts)].tolist()
+            held = experience.looked_back(drafts, drawn)
+            known += 1 + held
+            num_lookups, num_held = num_lookups + 1, num_held + held
+        self.economics.may_wake(num_lookups, num_held)
 
     def _looked_up(
         self,
@@ -134,7 +165,7 @@ class Proposer:
             if counts[index]:
                 matcher, tokens = state.matcher, found[index]
                 found[index] = tokens if matcher is None else tokens[: matcher.valid_prefix(tokens)]
-                economics.looked_up(state.draft, found=bool(found[index]))
+                economics.looked_up(state.draft, owners[index], found=bool(found[index]))
         economics.proposed(len(states), sum(map(bool, counts)), self._clock() - started)
         lengths = [max(0, len(tokens) - ahead[index]) for index, tokens in enumerate(found)]
         for index, count in enumerate(economics.verifiable(progress, owners, lengths)):

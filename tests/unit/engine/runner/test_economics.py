@@ -301,7 +301,7 @@ def test_nobody_is_slower_with_speculation(
     device = MACHINES[machine]
     if not looks_up:
         device = device.with_draft_s(0.15 * device.plain_s)
-    num_tokens = {1: 600, 8: 200, 32: 80, 64: 60}[num_streams]
+    num_tokens = {1: 600, 8: 200, 32: 80, 64: 80}[num_streams]
     without = run(device, accuracy, num_streams, method="off", num_tokens=num_tokens)
     with_drafts = run(device, accuracy, num_streams, num_tokens=num_tokens, looks_up=looks_up)
     shares = kept(with_drafts, without)

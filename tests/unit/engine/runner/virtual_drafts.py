@@ -71,7 +71,10 @@ class Guesses:
     ) -> list[tuple[int, ...]]:
         rounds = len(states) if self.looks_up else max(counts)
         self.clock.now += rounds * self.machine.draft_s
-        return [self._guess(state, count, table) for state, count in zip(states, counts, strict=True)]
+        return [
+            self.drafts_after(state, table.tokens[state.slot, : table.num_tokens[state.slot]], count)
+            for state, count in zip(states, counts, strict=True)
+        ]
 
     def saw(self, inputs: object, table: SequenceTable) -> None:
         """Steps have no hidden states."""
@@ -79,13 +82,13 @@ class Guesses:
     def num_unread(self, state: SequenceState, table: SequenceTable) -> int:
         return int(table.num_tokens[state.slot]) - state.draft.num_read
 
-    def _guess(self, state: SequenceState, count: int, table: SequenceTable) -> tuple[int, ...]:
+    def drafts_after(self, state: SequenceState, text: NDArray[np.int64], count: int) -> tuple[int, ...]:
+        # Looking back, it is quick.
+        self.clock.now += self.machine.draft_s / 4
         if self.random.random() >= self.found:
             return ()
-        known = int(table.num_tokens[state.slot])
-        last = int(table.tokens[state.slot, known - 1])
         accuracy = self.accuracy[state.owner[0]]
-        right = [token_after(last, 1 + index) for index in range(count)]
+        right = [token_after(int(text[-1]), 1 + index) for index in range(count)]
         return tuple(token if self.random.random() < accuracy else 1 for token in right)
 
     def ended(self, state: SequenceState, output: NDArray[np.int64]) -> None:
@@ -208,6 +211,8 @@ def _step(
     machine: Machine,
 ) -> StepResult:
     for each in plan.released:
+        if each in table.states:
+            proposer.ended(table.states[each], table)
         table.release(each)
     for new in plan.new_sequences:
         table.add(new)
