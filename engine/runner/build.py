@@ -22,10 +22,11 @@ from engine.model.checkpoint import LoadRequest
 from engine.model.device import choose_device
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
-from engine.model.layer_spec import MedusaSpec
+from engine.model.layer_spec import MedusaSpec, PredictionSpec
 from engine.model.loader import load_here, load_in_subprocess
 from engine.model.lookahead import LOOKAHEAD, LookaheadShape
 from engine.model.medusa_native import NativeMedusaHeads
+from engine.model.mtp_native import NativePredictor
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import DraftInput, PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.model.spec import ModelSpec
@@ -378,12 +379,11 @@ def _head(
         heads = NativeMedusaHeads(load_record(), target, max_rows=num_rooms)
         return MedusaDrafter(heads, target, num_rooms=num_rooms)
     rooms = HeadRooms.of(draft.spec, given.config)
-    head = NativeDraftHead(
-        load_record(),
-        target.library,
-        num_threads=given.config.num_threads,
-        max_tokens=MAX_READ_TOKENS,
-        max_rows=num_rooms,
+    sizes = {"max_tokens": MAX_READ_TOKENS, "max_rows": num_rooms}
+    head = (
+        NativePredictor(load_record(), target, **sizes)
+        if isinstance(spec, PredictionSpec)
+        else NativeDraftHead(load_record(), target.library, num_threads=target.num_threads, **sizes)
     )
     head.share_embedding(target.record)
     options = {**storage_options, "host_blocks": 0}
