@@ -6,6 +6,8 @@ kind is.
 
 from __future__ import annotations
 
+import msgspec
+
 from engine.config import EngineConfig
 from engine.model.layer_spec import PredictionSpec
 from engine.model.spec import ModelSpec
@@ -31,6 +33,17 @@ def why_no_head(target: ModelSpec, *, is_own: bool = False) -> str:
         if is_so:
             return why
     return ""
+
+
+def draft_config(config: EngineConfig, draft: ModelSpec) -> EngineConfig:
+    """By what the weights of what drafts are read: as they are stored, since they are few; but a layer of the
+    model's own checkpoint, which may have all its experts, as the model, only that no run finds ranges of its
+    inputs.
+    """
+    replace = msgspec.structs.replace
+    if isinstance(draft.draft_head, PredictionSpec):
+        return replace(config, quantization=replace(config.quantization, smoothing="off"))
+    return replace(config, quantize="off")
 
 
 def check_target(head: ModelSpec, target: ModelSpec, config: EngineConfig, device: str) -> None:

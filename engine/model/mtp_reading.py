@@ -22,10 +22,10 @@ def read_predictor(weights: WeightReader, spec: ModelSpec, *, max_model_len: int
     """The layer, whose products are not packed yet; embedding and head are left to its target."""
     assert isinstance(spec.draft_head, PredictionSpec), "read as such"
     size, embedding = spec.hidden_size, torch.empty((0, spec.hidden_size), dtype=weights.dtype)
-    # Its halves are multiplied each for itself, so it is dense, whatever it is stored in.
+    # Its halves are multiplied each for itself, so it is taken apart, whatever it is stored in.
     joined = weights.dense(PRODUCT, (size, 2 * size), dtype=weights.dtype)
     parts = [
-        Linear(weight=DenseWeight(values=part.contiguous()), inputs=size)
+        Linear(weight=weights.quantized(DenseWeight(values=part.contiguous())), inputs=size)
         for part in torch.split(joined, size, dim=1)
     ]
     hidden, token = parts if spec.draft_head.hidden_first else reversed(parts)

@@ -33,6 +33,7 @@ from checkpoint.files import find, is_gguf
 from engine.config import EngineConfig, num_threads
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
+from engine.model.draft_heads import draft_config
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
 from engine.model.layer_spec import MedusaSpec
@@ -572,9 +573,9 @@ def _prediction_input(config: EngineConfig, spec: ModelSpec, device: str, folder
 def _counted(
     config: EngineConfig, spec: ModelSpec, headers: dict[str, TensorHeader], device: str, folder: Path
 ) -> DraftInput:
-    """What drafts, which is small and not quantized."""
-    plain = msgspec.structs.replace(config, quantize="off")
-    weights = count_weights(spec, headers, plain, coded=packs_codes(config, device))
+    """What drafts."""
+    asked = draft_config(config, spec)
+    weights = count_weights(spec, headers, asked, coded=packs_codes(config, device))
     return DraftInput(folder=str(folder), spec=spec, weights=weights)
 
 

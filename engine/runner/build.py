@@ -20,6 +20,7 @@ from engine.config import EngineConfig, num_threads
 from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import LoadRequest
 from engine.model.device import choose_device
+from engine.model.draft_heads import draft_config
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
 from engine.model.layer_spec import MedusaSpec, PredictionSpec
@@ -327,13 +328,13 @@ def _branch_room(config: EngineConfig, storage: KvStorage) -> BranchRoom | None:
 
 
 def _draft_request(given: PlanInput, draft: DraftInput, plan: MemoryPlan) -> LoadRequest:
-    """What drafts, which is small and not quantized."""
+    """What drafts."""
     return LoadRequest(
         folder=Path(draft.folder),
         spec=draft.spec,
         dtype=given.dtype,
         max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
-        config=msgspec.structs.replace(given.config, quantize="off"),
+        config=draft_config(given.config, draft.spec),
     )
 
 

@@ -4,6 +4,8 @@ they are right, and what has none. (That no output changes by their drafts is in
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -65,7 +67,8 @@ def test_the_layer_computes_what_the_formula_says(
     assert "eh_proj" not in caplog.text
 
 
-def test_a_layer_that_is_right_has_its_drafts_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["off", "int4", "w8a8"])
+def test_a_layer_that_is_right_has_its_drafts_accepted(quantize: str, tmp_path: Path) -> None:
     """Where the next token follows from the one before it alone, which the layer knows."""
     model_type, changes = MIMO
     make_predicting(tmp_path, model_type, echo=0.0, **changes)
@@ -73,12 +76,35 @@ def test_a_layer_that_is_right_has_its_drafts_accepted(tmp_path: Path) -> None:
         Job(prompt_of(9, 199, seed=seed), num_tokens=25, sampling=SAMPLINGS[seed % 3], speculate=True)
         for seed in range(6)
     ]
-    with closing(open_runner(tmp_path, speculation=predicting_speculation())) as runner:
+    with closing(open_runner(tmp_path, speculation=predicting_speculation(), quantize=quantize)) as runner:
         poison_head(runner)
         Driver(runner).run(jobs)
     num_drafted, num_accepted = totals(jobs)
     assert num_accepted > 0.95 * num_drafted > 6 * 15
     assert all(job.num_steps < 10 for job in jobs)
+
+
+@pytest.mark.parametrize("form", ["glm4-moe", "deepseek-v3"])
+def test_output_of_models_with_experts_is_the_same_with_and_without(form: str, tmp_path: Path) -> None:
+    """Also with latent attention, of which the layer has its own; in chunks, too."""
+    model_type, changes = FORMS[form]
+    make_predicting(tmp_path, model_type, echo=0.3, **changes)
+
+    def jobs(*, speculate: bool) -> list[Job]:
+        return [
+            Job(prompt_of(9, 199, seed=seed), 20, SAMPLINGS[seed % 3], chunk=4, speculate=speculate)
+            for seed in range(6)
+        ]
+
+    with closing(open_runner(tmp_path, speculation=predicting_speculation())) as runner:
+        poison_head(runner)
+        plain = Driver(runner, seed=1).run(jobs(speculate=False))
+        drafted = Driver(runner, seed=2).run(jobs(speculate=True))
+    for one, other in zip(plain, drafted, strict=True):
+        assert other.output[:20] == one.output
+        assert other.logprobs[: len(one.logprobs)] == one.logprobs
+    num_drafted, num_accepted = totals(drafted)
+    assert num_drafted > num_accepted > 0
 
 
 def test_answers_of_models_with_states_are_those_without(tmp_path: Path) -> None:
@@ -95,6 +121,28 @@ def test_answers_of_models_with_states_are_those_without(tmp_path: Path) -> None
     answers, num_drafted, num_preempted = grown(tmp_path, speculation, kv_cache_bytes=size)
     assert answers == kept
     assert min(num_drafted, num_preempted) > 0
+
+
+def test_a_model_that_sees_drafts_by_the_layer_of_its_text_model(tmp_path: Path) -> None:
+    """Whose tensors are named one level further in, but for those of the layer."""
+    model_type, changes = FORMS["qwen3.5"]
+    text, whole = tmp_path / "text", tmp_path / "whole"
+    make_predicting(text, model_type, echo=0.3, **changes)
+    whole.mkdir()
+    tensors = load_file(text / "model.safetensors")
+    renamed = {re.sub(r"^model\.", "model.language_model.", name): each for name, each in tensors.items()}
+    save_file(renamed, whole / "model.safetensors")
+    config = json.loads((text / "config.json").read_text())
+    nested = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    (whole / "config.json").write_text(json.dumps(nested | {"tie_word_embeddings": True}))
+    found = []
+    for folder in (text, whole):
+        jobs = [Job(prompt_of(9, 199, seed=seed), num_tokens=20, speculate=True) for seed in range(3)]
+        with closing(open_runner(folder, speculation=predicting_speculation())) as runner:
+            Driver(runner).run(jobs)
+        found.append(([job.output for job in jobs], totals(jobs)))
+    assert found[0] == found[1]
+    assert found[0][1][0] > found[0][1][1] > 0
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +212,8 @@ def test_the_plan_counts_the_layer_and_its_rooms(folder: Path) -> None:
     extra = rooms.num_bytes(spec, config, kv_bytes_per_token(spec, given.kv_dtype))
     assert plan.workspace_bytes >= without.workspace_bytes + extra
     assert (plan.kv_bytes_per_token, plan.num_blocks) == (without.kv_bytes_per_token, without.num_blocks)
+    smaller = EngineConfig(speculation=predicting_speculation(), quantize="int8")
+    draft = plan_input(smaller, model, device="cpu", available_bytes=available).draft
+    assert draft is not None
+    # Norms and biases are left.
+    assert draft.weights.num_plain == 5 * 48 + 64 + 2 * 32
