@@ -83,5 +83,5 @@ def check_predictor(
 def _none_there(target: ModelSpec, folder: Path) -> ConfigError:
     return ConfigError(
         f"engine.speculation.method = {MTP!r}: {folder} ({target.architecture}) has no layer that predicts "
-        f"further tokens, {_FAMILIES}; set it to off, ngram, suffix or lookahead"
+        f"further tokens, or none that is read: {_FAMILIES}; set it to off, ngram, suffix or lookahead"
     )

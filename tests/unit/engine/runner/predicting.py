@@ -29,6 +29,8 @@ class Naming:
     product: str
     norm: str
     hidden_first: bool = False
+    # What comes with them and is not read: copies of the model's own, and a second layer's.
+    unread: tuple[str, ...] = ()
 
 
 _BEHIND = Naming(
@@ -37,6 +39,7 @@ _BEHIND = Naming(
     hidden_norm="model.layers.{}.hnorm",
     product="model.layers.{}.eh_proj",
     norm="model.layers.{}.shared_head.norm",
+    unread=("model.layers.{}.embed_tokens.weight", "model.layers.{}.shared_head.head.weight"),
 )
 _MIMO = Naming(
     layer="model.mtp_layers.0.",
@@ -45,6 +48,7 @@ _MIMO = Naming(
     product="model.mtp_layers.0.input_proj",
     norm="model.mtp_layers.0.final_layernorm",
     hidden_first=True,
+    unread=("model.mtp_layers.1.self_attn.o_proj.weight",),
 )
 _QWEN = Naming(
     layer="mtp.layers.0.",
@@ -53,8 +57,6 @@ _QWEN = Naming(
     product="mtp.fc",
     norm="mtp.norm",
 )
-# Copies of the model's own that come with them.
-_COPIES = ("model.layers.{}.embed_tokens.weight", "model.layers.{}.shared_head.head.weight")
 _NAMINGS = {"qwen2": _MIMO, "deepseek_v3": _BEHIND, "glm4_moe": _BEHIND, "glm4_moe_lite": _BEHIND}
 
 
@@ -107,7 +109,8 @@ def make_predicting(
         if echo is not None:
             _tame(model, echo)
             product, norms = torch.eye(size, 2 * size), [copy.deepcopy(model.model.norm) for _ in range(3)]
-            norms[0].weight.copy_(norms[0].weight * 0 + float("Qwen3" not in type(model).__name__))
+            # Qwen3-Next's and later norms are stored as their distance from one.
+            norms[0].weight.fill_(0.0 if model_type.startswith("qwen3") else 1.0)
     model.save_pretrained(folder)
     body = copy.deepcopy(model.model)
     body.layers, body.norm = nn.ModuleList([body.layers[-1]]), norms[2]
@@ -129,8 +132,7 @@ def _write(folder: Path, model_type: str, count: int, product: Tensor, norms: li
     tensors = {
         name.replace(front, naming.layer.format(count)): each for name, each in load_file(path).items()
     }
-    if naming is _BEHIND:
-        tensors |= {name.format(count): torch.full((3, 2), torch.nan) for name in _COPIES}
+    tensors |= {name.format(count): torch.full((3, 2), torch.nan) for name in naming.unread}
     names = (naming.token_norm, naming.hidden_norm, naming.norm)
     for name, norm in zip(names, norms, strict=True):
         tensors[f"{name.format(count)}.weight"] = norm.weight.detach().clone()
