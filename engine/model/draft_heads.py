@@ -1,11 +1,15 @@
 """What heads that draft have in common: the models that they go with. No torch.
 
-The engine's plan and the training of heads ask here; `eagle3` and `medusa` say what a head of each kind is.
+The engine's plan and the training of heads ask here; `eagle3`, `medusa` and `mtp` say what a head of each
+kind is.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from engine.config import EngineConfig
+from engine.model.layer_spec import PredictionSpec
 from engine.model.spec import ModelSpec
 from runtime.errors import ConfigError
 
@@ -14,16 +18,32 @@ REMEDY = "take the head that was trained with this model, or train one (millrace
 FLOAT_BYTES = 4
 
 
-def why_no_head(target: ModelSpec) -> str:
-    """Why nothing can be drafted from a model's hidden states; empty where it can."""
+def why_no_head(target: ModelSpec, *, is_own: bool = False) -> str:
+    """Why nothing can be drafted from a model's hidden states; empty where it can. `is_own`: by a layer of
+    its own checkpoint, which was trained with states where there are such.
+    """
     for is_so, why in (
-        (target.state is not None, "has layers that carry a state, which no head's drafts go back behind"),
+        (
+            target.state is not None and not is_own,
+            "has layers that carry a state, which no head's drafts go back behind",
+        ),
         (target.pooling is not None, "pools what it reads, and draws no tokens"),
         (target.altup is not None, "has several streams"),
     ):
         if is_so:
             return why
     return ""
+
+
+def draft_config(config: EngineConfig, draft: ModelSpec) -> EngineConfig:
+    """By what the weights of what drafts are read: as they are stored, since they are few; but a layer of the
+    model's own checkpoint, which may have all its experts, as the model, only that no run finds ranges of its
+    inputs.
+    """
+    replace = msgspec.structs.replace
+    if isinstance(draft.draft_head, PredictionSpec):
+        return replace(config, quantization=replace(config.quantization, smoothing="off"))
+    return replace(config, quantize="off")
 
 
 def check_target(head: ModelSpec, target: ModelSpec, config: EngineConfig, device: str) -> None:
@@ -34,7 +54,7 @@ def check_target(head: ModelSpec, target: ModelSpec, config: EngineConfig, devic
             f"{method}: hidden states are captured on CPUs alone, and the steps of {device} are recorded "
             "without them; set it to ngram, suffix or draft_model, or engine.device to cpu"
         )
-    if because := why_no_head(target):
+    if because := why_no_head(target, is_own=isinstance(head.draft_head, PredictionSpec)):
         raise ConfigError(f"{method}: {target.architecture} {because}; set it to off")
     spec, given = head.draft_head, f"{KEY} = {config.speculation.draft_model!r}"
     assert spec is not None, "read as a head"

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.model.config_reader import ConfigReader
 from engine.model.draft_heads import FLOAT_BYTES, KEY, REMEDY, check_target
 from engine.model.families.base import attention_biases, decoder_spec
-from engine.model.layer_spec import DraftHeadSpec
+from engine.model.layer_spec import DraftHeadSpec, MedusaSpec, PredictionSpec
 from engine.model.spec import CheckpointError, ModelSpec, TensorHeader, TensorNames
 from runtime.errors import ConfigError
 
@@ -133,7 +133,7 @@ class HeadRooms(msgspec.Struct, frozen=True, kw_only=True):
         """The rooms that the configuration leaves a head."""
         assert head.draft_head is not None, "read as a head"
         speculation, num_rooms = config.speculation, config.scheduler.max_num_seqs
-        each = num_rooms * NUM_STATES * head.draft_head.target_size * FLOAT_BYTES
+        each = num_rooms * _feature_bytes(head.draft_head)
         num_features = max(_FEWEST_FEATURES, min(_FEATURE_BYTES // each, speculation.head_context_tokens))
         held = max(num_features, speculation.head_context_tokens) + speculation.num_draft_tokens
         return cls(
@@ -146,5 +146,10 @@ class HeadRooms(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of the rooms, and of the features of a step on their way there and of those that are read."""
         assert head.draft_head is not None, "read as a head"
         rows = self.num_rooms * self.num_features + config.scheduler.max_num_batched_tokens + MAX_READ_TOKENS
-        features = rows * NUM_STATES * head.draft_head.target_size * FLOAT_BYTES
+        features = rows * _feature_bytes(head.draft_head)
         return features + self.num_rooms * self.num_blocks * config.cache.block_size * kv_bytes_per_token
+
+
+def _feature_bytes(spec: DraftHeadSpec | MedusaSpec | PredictionSpec) -> int:
+    """What is kept of a token."""
+    return len(spec.layers_of(0)) * spec.target_size * FLOAT_BYTES

@@ -13,7 +13,7 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.layer_spec import DraftHeadSpec
 from engine.model.native_decoder import NativeDecoder
 from engine.model.program_builder import ProgramBuilder
-from engine.model.records import Attention, DraftHead, FeedForward, Floats, ModelRecord
+from engine.model.records import Attention, DraftHead, FeedForward, Floats, ModelRecord, Norm
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from kernels.host import address_of, empty
 from kernels.native.library import NativeLibrary, Program
@@ -33,9 +33,10 @@ class NativeDraftHead(NativeDecoder):
         max_rows: int,
     ) -> None:
         super().__init__(model, library, num_threads=num_threads, max_tokens=max_tokens, max_rows=max_rows)
-        assert isinstance(model.draft_head, DraftHead), "read as a head"
+        spec = model.spec.draft_head
+        assert spec is not None, "read as a head"
         # What `read` begins with, [T, F] of each layer that is read.
-        self.features = [empty((max_tokens, linear.inputs)) for linear in model.draft_head.fusion]
+        self.features = [empty((max_tokens, spec.target_size)) for _ in spec.layers_of(0)]
         self._reading = Program(library, [])
 
     def share_embedding(self, target: ModelRecord) -> None:
@@ -85,7 +86,7 @@ class NativeDraftHead(NativeDecoder):
         attention, fed = layer.attention, layer.feed_forward
         assert isinstance(attention, Attention), "of a decoder's layer"
         assert isinstance(fed, FeedForward), "as above"
-        tokens = self._embed(builder)
+        tokens = self._embed(builder, layer.before[0])
         if spec.draft_head.norm_before_residual:
             builder.norm_stream(head.hidden_norm)
             x = builder.stream
@@ -101,9 +102,9 @@ class NativeDraftHead(NativeDecoder):
         builder.half(layer.before[1], None, lambda x, out, join: builder.feed_forward(fed, x, out, join))
         builder.finish()
 
-    def _embed(self, builder: ProgramBuilder) -> Floats:
+    def _embed(self, builder: ProgramBuilder, norm: Norm | None) -> Floats:
         """The tokens' normed embeddings [T, E]."""
-        model, width, norm = self.model, self.spec.hidden_size, self.model.layers[0].before[0]
+        model, width = self.model, self.spec.hidden_size
         assert norm is not None, "every head has it"
         tokens = builder.buffer("tokens", width)
         args = EmbeddingArgs(

@@ -76,6 +76,24 @@ class MedusaSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (num_layers,)
 
 
+class PredictionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer of a model's own checkpoint that predicts the token behind the next one (MTP: DeepSeek-V3,
+    arXiv 2412.19437): of the model, how its tensors are found; of the head that it is read as, what it is.
+    """
+
+    # Hidden size of the model.
+    target_size: int
+    # Pattern of the beginning of their names, and what these become (as in TensorNames); see `mtp`.
+    own: str
+    renamed: tuple[tuple[str, str], ...]
+    # Whether the product takes the hidden state first, and then the embedding.
+    hidden_first: bool = False
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """As of DraftHeadSpec: what the last layer leaves."""
+        return (num_layers,)
+
+
 # What a layer reads of a token is the sum of two numbers of the same spread.
 SUM_SCALE = 2.0**-0.5
 

@@ -33,11 +33,13 @@ from checkpoint.files import find, is_gguf
 from engine.config import EngineConfig, num_threads
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
+from engine.model.draft_heads import draft_config
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
 from engine.model.layer_spec import MedusaSpec
 from engine.model.lookahead import LOOKAHEAD, LookaheadShape, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
+from engine.model.mtp import MTP, check_predictor, read_predictor_spec
 from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
 from engine.model.state_memory import StateRoom, draft_states_bytes, state_room
@@ -480,7 +482,9 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         _check_states(f"engine.speculation.method = {method!r}", spec, device, "set it to off")
     if method == LOOKAHEAD:
         check_lookahead(spec, config, device)
-    if method in ("draft_model", *_HEADS):
+    if method == MTP:
+        draft = _prediction_input(config, spec, device, folder)
+    elif method in ("draft_model", *_HEADS):
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)
     shard, whole = WHOLE, 0
@@ -541,15 +545,12 @@ def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInp
     if not path:
         raise ConfigError(f"engine.speculation.method = {method!r} needs engine.speculation.draft_model")
     folder = find(path, "engine.speculation.draft_model")
-    # What drafts is small, and is not quantized.
-    plain = msgspec.structs.replace(config, quantize="off")
     if method in _HEADS:
         read, check = _HEADS[method]
         head = read(folder)
         headers = _headers(head, folder)
         check(head, headers, spec, config, device)
-        counted = count_weights(head, headers, plain, coded=packs_codes(config, device))
-        return DraftInput(folder=str(folder), spec=head, weights=counted)
+        return _counted(config, head, headers, device, folder)
     draft = read_spec(folder)
     field = f"engine.speculation.draft_model = {path!r}"
     _check_states(field, draft, device, "take one that only attends")
@@ -558,11 +559,24 @@ def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInp
             f"engine.speculation.draft_model = {path!r} has {draft.vocab_size} tokens, but the model has "
             f"{spec.vocab_size}; take a draft of the same vocabulary"
         )
-    return DraftInput(
-        folder=str(folder),
-        spec=draft,
-        weights=count_weights(draft, _headers(draft, folder), plain, coded=packs_codes(config, device)),
-    )
+    return _counted(config, draft, _headers(draft, folder), device, folder)
+
+
+def _prediction_input(config: EngineConfig, spec: ModelSpec, device: str, folder: Path) -> DraftInput:
+    """The layer of the model's own checkpoint that predicts further tokens."""
+    head = read_predictor_spec(spec, folder)
+    headers = _headers(head, folder)
+    check_predictor(head, headers, spec, config, device, folder)
+    return _counted(config, head, headers, device, folder)
+
+
+def _counted(
+    config: EngineConfig, spec: ModelSpec, headers: dict[str, TensorHeader], device: str, folder: Path
+) -> DraftInput:
+    """What drafts."""
+    asked = draft_config(config, spec)
+    weights = count_weights(spec, headers, asked, coded=packs_codes(config, device))
+    return DraftInput(folder=str(folder), spec=spec, weights=weights)
 
 
 def _headers(spec: ModelSpec, folder: Path) -> dict[str, TensorHeader]:

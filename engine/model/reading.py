@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -13,9 +14,10 @@ from engine.model.calibration import Calibration
 from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder, read_layer
 from engine.model.eagle3_reading import read_draft_head
-from engine.model.layer_spec import MedusaSpec
+from engine.model.layer_spec import DraftHeadSpec, MedusaSpec, PredictionSpec
 from engine.model.layers import embedding_scale, read_norm
 from engine.model.medusa_reading import read_medusa
+from engine.model.mtp_reading import read_predictor
 from engine.model.per_layer import read_table
 from engine.model.pooled_heads import read_heads
 from engine.model.records import Linear, ModelRecord, Norm
@@ -25,6 +27,13 @@ from engine.model.weights import Progress, WeightReader
 from kernels.linear.native import NativePacker, packed_by
 from kernels.linear.parts import pack_any
 from kernels.selection import Kernels, torch_kernels
+
+# What reads heads of a kind.
+_HEADS: dict[type, Callable[..., ModelRecord]] = {
+    DraftHeadSpec: read_draft_head,
+    MedusaSpec: read_medusa,
+    PredictionSpec: read_predictor,
+}
 
 
 class Packing(Protocol):
@@ -63,9 +72,9 @@ def _read_head_model(
     weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing | None
 ) -> ModelRecord:
     """A head that drafts, or heads."""
-    read = read_medusa if isinstance(spec.draft_head, MedusaSpec) else read_draft_head
-    record = read(weights, spec, max_model_len=max_model_len)
-    for linear in record.linears():
+    record = _HEADS[type(spec.draft_head)](weights, spec, max_model_len=max_model_len)
+    routed = (linear for layer in record.layers for linear in layer.routed_linears())
+    for linear in (*record.linears(), *routed):
         _pack(linear, weights=weights, packing=packing)
     if record.head is not None:
         _pack(record.head, weights=weights, packing=packing)

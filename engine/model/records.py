@@ -421,6 +421,23 @@ class DraftHead:
 
 
 @dataclass(kw_only=True)
+class Predictor:
+    """What a layer that predicts further tokens has in front of it; see `mtp`."""
+
+    token_norm: Norm
+    hidden_norm: Norm
+    # Products of both, whose sum the layer takes [E].
+    token: Linear
+    hidden: Linear
+    # As in DraftHead: it draws what its target does.
+    target_ids: None = None
+
+    def linears(self) -> Iterator[Linear]:
+        """All products."""
+        yield from (self.token, self.hidden)
+
+
+@dataclass(kw_only=True)
 class MedusaHeads:
     """Heads that draft, and have no layers; see `medusa`."""
 
@@ -462,7 +479,7 @@ class ModelRecord:
     embedding_norm: Norm | None = None
     heads: Sequence[PooledHead] = ()
     # Where it is a head that drafts: its embedding is empty where it reads the target's, or none.
-    draft_head: DraftHead | MedusaHeads | None = None
+    draft_head: DraftHead | MedusaHeads | Predictor | None = None
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer that all tokens pass, the head of logits left out."""
@@ -475,7 +492,7 @@ class ModelRecord:
 _RECORDS = (
     *(Linear, Norm, Attention, LatentAttention, ShortConvolution, Recurrence, RecurrentUnit, JointMixer),
     *(FeedForward, SparseFeedForward, JoinedFeedForward, Indexer, PerLayerInput, PerLayerTable),
-    *(AltUp, StreamEnds, Layer, PooledHead, DraftHead, MedusaHeads, ModelRecord),
+    *(AltUp, StreamEnds, Layer, PooledHead, DraftHead, MedusaHeads, Predictor, ModelRecord),
 )
 
 

@@ -23,6 +23,7 @@ from engine.model.layer_spec import (
     LayerHeads,
     MedusaSpec,
     PerLayerSpec,
+    PredictionSpec,
 )
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
@@ -350,8 +351,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # "modernbert" (see
     # `pooled_heads`) or "score".
     classifier: Literal["bert", "roberta", "modernbert", "score"] = "score"
+    # Where its checkpoints may have a layer that drafts for it.
+    prediction: PredictionSpec | None = None
     # Where it is no model but a head, or some, that draft for one.
-    draft_head: DraftHeadSpec | MedusaSpec | None = None
+    draft_head: DraftHeadSpec | MedusaSpec | PredictionSpec | None = None
 
     @property
     def norms_all_heads(self) -> bool:

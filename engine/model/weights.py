@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from torch import Tensor
 from checkpoint.files import folder_of, is_gguf
 from engine.model.checkpoint import LoadRequest, read_headers
 from engine.model.gguf_file import open_gguf
+from engine.model.layer_spec import PredictionSpec
 from engine.model.mapped_pages import MappedPages
+from engine.model.mtp import MTP
 from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.four_bit_floats import MXFP4_GROUP, MXFP4_NAN, mxfp4_weight
@@ -101,8 +104,8 @@ class WeightReader:
         self.headers = stored if is_gguf(folder) else request.spec.names.of(stored)
         if len(self.headers) < len(stored):
             kept = {header.stored_name or name for name, header in self.headers.items()}
-            skipped = set(stored) - kept
-            _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
+            if skipped := set(stored) - kept - _read_apart(stored, request):
+                _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
         # Layers ask for what is this rank's.
         self.shard = request.shard
         self._whole, self.headers = self.headers, request.shard.headers(self.headers, request.spec)
@@ -406,6 +409,14 @@ class WeightReader:
                 raise CheckpointError(f"{self.folder / file} cannot be opened: {error}") from error
             self._files[file] = self._stack.enter_context(handle)
         return self._files[file]
+
+
+def _read_apart(stored: Iterable[str], request: LoadRequest) -> set[str]:
+    """Names of tensors that belong to the layer that drafts, or, if that is what is read, to its model."""
+    own = request.spec.prediction
+    if own is None or request.config.speculation.method != MTP:
+        return set(stored) if isinstance(request.spec.draft_head, PredictionSpec) else set()
+    return {name for name in stored if re.match(own.own, name)}
 
 
 def unblocked(weight: WeightFormat, dtype: torch.dtype) -> WeightFormat:

@@ -20,12 +20,14 @@ from engine.config import EngineConfig, num_threads
 from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import LoadRequest
 from engine.model.device import choose_device
+from engine.model.draft_heads import draft_config
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
-from engine.model.layer_spec import MedusaSpec
+from engine.model.layer_spec import MedusaSpec, PredictionSpec
 from engine.model.loader import load_here, load_in_subprocess
 from engine.model.lookahead import LOOKAHEAD, LookaheadShape
 from engine.model.medusa_native import NativeMedusaHeads
+from engine.model.mtp_native import NativePredictor
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import DraftInput, PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.model.spec import ModelSpec
@@ -326,13 +328,13 @@ def _branch_room(config: EngineConfig, storage: KvStorage) -> BranchRoom | None:
 
 
 def _draft_request(given: PlanInput, draft: DraftInput, plan: MemoryPlan) -> LoadRequest:
-    """What drafts, which is small and not quantized."""
+    """What drafts."""
     return LoadRequest(
         folder=Path(draft.folder),
         spec=draft.spec,
         dtype=given.dtype,
         max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
-        config=msgspec.structs.replace(given.config, quantize="off"),
+        config=draft_config(given.config, draft.spec),
     )
 
 
@@ -378,12 +380,11 @@ def _head(
         heads = NativeMedusaHeads(load_record(), target, max_rows=num_rooms)
         return MedusaDrafter(heads, target, num_rooms=num_rooms)
     rooms = HeadRooms.of(draft.spec, given.config)
-    head = NativeDraftHead(
-        load_record(),
-        target.library,
-        num_threads=given.config.num_threads,
-        max_tokens=MAX_READ_TOKENS,
-        max_rows=num_rooms,
+    sizes = {"max_tokens": MAX_READ_TOKENS, "max_rows": num_rooms}
+    head = (
+        NativePredictor(load_record(), target, **sizes)
+        if isinstance(spec, PredictionSpec)
+        else NativeDraftHead(load_record(), target.library, num_threads=target.num_threads, **sizes)
     )
     head.share_embedding(target.record)
     options = {**storage_options, "host_blocks": 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from observability.emit.names import Attribute, attribute
 
 # Tokens that a grammar forces, and the methods of speculation.
-PROPOSERS = ("grammar", "ngram", "suffix", "draft_model", "eagle3", "medusa", "lookahead")
+PROPOSERS = ("grammar", "ngram", "suffix", "draft_model", "eagle3", "medusa", "mtp", "lookahead")
 
 DRAFTERS = attribute("millrace.drafters", "", "Who proposed drafts; absent where nobody did.")
 DRAFTED_BY: dict[str, Attribute] = {

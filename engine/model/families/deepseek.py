@@ -8,7 +8,7 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import attention_biases, decoder_spec, family
-from engine.model.layer_spec import IndexerSpec
+from engine.model.layer_spec import IndexerSpec, PredictionSpec
 from engine.model.spec import (
     CheckpointError,
     ExpertSpec,
@@ -106,11 +106,26 @@ def routed_experts(config: ConfigReader, routing: dict[str, Any], *, default_den
     )
 
 
-def without_prediction(config: ConfigReader) -> TensorNames:
-    """Leaves out the layers behind the last one, which predict several tokens at once."""
+def prediction(config: ConfigReader) -> dict[str, Any]:
+    """Layers behind the last one, which predict several tokens at once, and are no layers of the model."""
     first, count = config.count("num_hidden_layers"), config.integer("num_nextn_predict_layers", 0)
     behind = "|".join(str(layer) for layer in range(first, first + min(count, 64)))
-    return TensorNames(skipped=rf"model\.layers\.({behind})\." if behind else "")
+    if not behind:
+        return {}
+    own = rf"model\.layers\.{first}\."
+    return {
+        "names": TensorNames(skipped=rf"model\.layers\.({behind})\."),
+        "prediction": PredictionSpec(
+            target_size=config.count("hidden_size"),
+            # They come with copies of the model's embedding and head.
+            own=own + r"(?!embed_tokens\.|shared_head\.head\.)",
+            renamed=(
+                (rf"^{own}(?=enorm\.|hnorm\.|eh_proj\.)", "model."),
+                (rf"^{own}shared_head\.", "model."),
+                (rf"^{own}", "model.layers.0."),
+            ),
+        ),
+    }
 
 
 def read_latent(
@@ -135,7 +150,7 @@ def read_latent(
         **attention_biases(config),
         latent=latent,
         experts=experts,
-        names=without_prediction(config),
+        **prediction(config),
     )
 
 

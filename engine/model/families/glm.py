@@ -11,9 +11,9 @@ from engine.model.families.base import decoder_spec, family, head_size
 from engine.model.families.deepseek import (
     corrected_routing,
     listed_sparse,
+    prediction,
     read_latent,
     routed_experts,
-    without_prediction,
 )
 from engine.model.spec import ModelSpec, TensorNames
 
@@ -48,7 +48,7 @@ def read_experts(config: ConfigReader) -> ModelSpec:
         qkv_bias=config.flag("attention_bias", False),
         qk_norm="head" if config.flag("use_qk_norm", False) else "none",
         experts=routed_experts(config, corrected_routing(config, num_groups=1, num_active_groups=1)),
-        names=without_prediction(config),
+        **prediction(config),
     )
 
 

@@ -1,11 +1,14 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; optional sliding windows in the upper layers; dense, and with
-experts beside a shared one that has a gate.
+"""Qwen2 and Qwen2.5, and MiMo: biases on q, k and v; optional sliding windows in the upper layers; dense, and
+with experts beside a shared one that has a gate.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import decoder_spec, family, windows_of
+from engine.model.layer_spec import PredictionSpec
 from engine.model.spec import ExpertSpec, ModelSpec, TensorNames
 
 _NAMES = TensorNames(renamed=((r"\.mlp\.shared_expert(?=\.|_gate\.)", ".mlp.shared_experts"),))
@@ -15,6 +18,28 @@ _NAMES = TensorNames(renamed=((r"\.mlp\.shared_expert(?=\.|_gate\.)", ".mlp.shar
 def read(config: ConfigReader) -> ModelSpec:
     """Qwen2 and Qwen2.5."""
     return decoder_spec(config, qkv_bias=True, windows=upper_windows(config))
+
+
+@family("MiMoForCausalLM")
+def read_mimo(config: ConfigReader) -> ModelSpec:
+    """MiMo-7B: Qwen2 with layers that predict further tokens."""
+    own = r"model\.mtp_layers\.0\."
+    return msgspec.structs.replace(
+        read(config),
+        names=TensorNames(skipped=r"model\.mtp_layers\."),
+        prediction=PredictionSpec(
+            target_size=config.count("hidden_size"),
+            own=own,
+            renamed=(
+                (rf"^{own}token_layernorm\.", "model.enorm."),
+                (rf"^{own}hidden_layernorm\.", "model.hnorm."),
+                (rf"^{own}input_proj\.", "model.eh_proj."),
+                (rf"^{own}final_layernorm\.", "model.norm."),
+                (rf"^{own}", "model.layers.0."),
+            ),
+            hidden_first=True,
+        ),
+    )
 
 
 @family("Qwen2MoeForCausalLM")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import attention_biases, decoder_spec, family, mixed_layers, norm_eps
 from engine.model.families.qwen2 import sparse_layers
+from engine.model.layer_spec import PredictionSpec
 from engine.model.spec import ExpertSpec, ModelSpec, StateSpec, TensorNames
 
 _NAMES = TensorNames(
@@ -92,5 +93,15 @@ def _read(config: ConfigReader, layout: Literal["by_group", "separate"], **field
         state=state,
         attention_layers=attending,
         names=_NAMES,
+        prediction=PredictionSpec(
+            target_size=config.count("hidden_size"),
+            own=r"mtp\.(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden|layers\.0)\.",
+            renamed=(
+                (r"^mtp\.fc\.", "model.eh_proj."),
+                (r"^mtp\.pre_fc_norm_embedding\.", "model.enorm."),
+                (r"^mtp\.pre_fc_norm_hidden\.", "model.hnorm."),
+                (r"^mtp\.", "model."),
+            ),
+        ),
         **fields,
     )

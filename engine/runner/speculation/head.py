@@ -1,4 +1,5 @@
-"""A trained head proposes from hidden states of the model itself (EAGLE-3; see `engine/model/eagle3`).
+"""A trained head proposes from hidden states of the model itself (EAGLE-3 and MTP; see `engine/model`,
+`eagle3` and `mtp`).
 
 Features are kept (see `features`) until the sequence is asked for drafts, and then read: all that have come
 since the last time. Their keys and values stay in the room's blocks, the oldest of which make place for the

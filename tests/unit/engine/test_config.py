@@ -42,6 +42,7 @@ def test_mistakes_are_named(table: dict[str, object], words: str) -> None:
         ({"native": "off"}, r"engine\.native: .*native kernels; set it to auto"),
         ({"quantize": "w8a8"}, r"engine\.quantize: .*int8, int4 or off"),
         ({"speculation": {"method": "draft_model"}}, r"engine\.speculation\.method: .*ngram"),
+        ({"speculation": {"method": "mtp"}}, r"engine\.speculation\.method: .*ngram"),
         ({"adapters": {"slots": 1}}, r"engine\.adapters: .*without ranks"),
         ({"cache": {"host_bytes": 1 << 20}}, r"engine\.cache\.host_bytes: .*set it to 0"),
         ({"cache": {"disk_path": "/tmp/kept"}}, r"engine\.cache\.disk_path: "),

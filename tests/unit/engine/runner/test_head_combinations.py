@@ -29,6 +29,8 @@ from tests.unit.engine.driver import memory_plan
 from tests.unit.engine.runner.drafting import (
     BUNDLED,
     GRAMMAR,
+    HEAD_DIM,
+    NUM_LAYERS,
     SAMPLINGS,
     guided_by,
     poison_head,
@@ -36,6 +38,7 @@ from tests.unit.engine.runner.drafting import (
     totals,
 )
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.predicting import make_predicting, predicting_speculation
 from tests.unit.engine.service.test_spans import spans_of
 
 BLOCK = 4
@@ -145,11 +148,6 @@ def requests_of(lessons: list[Lesson], *, first: int = 0, **options: Any) -> lis
     ]
 
 
-@pytest.fixture(scope="module")
-def folder(target_folder: Path, target_oracle: transformers.PreTrainedModel) -> Path:
-    return target_folder
-
-
 METHODS = ["eagle3", "medusa", "lookahead"]
 
 
@@ -157,12 +155,27 @@ def speculation_of(method: str, head: Callable[[str], Path]) -> SpeculationConfi
     """Drafts of a method whether they pay or not; only heads have a folder."""
     if method == "lookahead":
         return SpeculationConfig(method="lookahead", min_acceptance=0.0, num_draft_tokens=3)
-    return speculating(head(method))
+    return predicting_speculation() if method == "mtp" else speculating(head(method))
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[*METHODS, "mtp"])
 def head(request: Any, trained_head: Callable[..., Path]) -> SpeculationConfig:
     return speculation_of(request.param, trained_head)
+
+
+@pytest.fixture(scope="module")
+def folder(
+    head: SpeculationConfig,
+    target_folder: Path,
+    target_oracle: transformers.PreTrainedModel,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The model that drafts are for; where they are those of a layer of its own, one of the same sizes."""
+    if head.method != "mtp":
+        return target_folder
+    made = tmp_path_factory.mktemp("predicting")
+    make_predicting(made, "qwen2", echo=0.3, num_hidden_layers=NUM_LAYERS, head_dim=HEAD_DIM)
+    return made
 
 
 def opened(
@@ -172,7 +185,7 @@ def opened(
     if head is not None:
         options["speculation"] = head
     runner = open_runner(folder, cache={"block_size": BLOCK} | (cache or {}), **options)
-    if head is not None and head.draft_model:
+    if head is not None and head.method != "lookahead":
         poison_head(runner)
     return closing(runner)
 
@@ -338,13 +351,13 @@ def test_answers_that_forget_look_at_the_same_blocks(
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_keys_and_values_of_few_bits_are_those_without_drafts(
-    folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson], kind: str
+    target_folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson], kind: str
 ) -> None:
     """Also those of a head itself, and of branches."""
     cache = {"kv_dtype": kind}
-    with opened(folder, None, cache=cache) as plain:
+    with opened(target_folder, None, cache=cache) as plain:
         for method in ("eagle3", "lookahead"):
-            with opened(folder, speculation_of(method, trained_head), cache=cache) as drafting:
+            with opened(target_folder, speculation_of(method, trained_head), cache=cache) as drafting:
                 assert_equal(drafting, plain, requests_of(lessons))
 
 
