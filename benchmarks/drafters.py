@@ -6,10 +6,11 @@ turns.
 
 One engine for each method, all in this process: loop, scheduler and runner as they serve, the price of drafts
 included. In each round every method answers the same held-out conversations (the bundled model's evaluation
-split: chat, JSON, tool calls, recall), with so many streams at a time, in an order that changes from round to
-round. Beside the rates of no drafts in the same round stand the medians over the rounds, with bootstrapped
-95 % intervals. The accept length is tokens per step of a stream; gaps are times between a stream's events,
-and "same" is the share of answers that are those without drafts, token for token. Methods whose folder is not
+split, or with --tasks those of one kind at a time), with so many streams at a time, in an order that changes
+from round to round; the next round has other conversations, and answers end where the model ends them.
+Beside the rates of no drafts in the same round stand the medians over the rounds, with bootstrapped 95 %
+intervals. The accept length is tokens per step of a stream; gaps are times between a stream's events, and
+"same" is the share of answers that are those without drafts, token for token. Methods whose folder is not
 given are left out.
 
 A quiet machine is needed; on two cores the bundled model takes about four minutes.
@@ -51,6 +52,7 @@ from services.supervisor.config import BUNDLED_MODEL
 OFF = "off"
 _NOTHING_LOADED = ("ngram", "suffix", "lookahead")
 _MOST_PROMPT_TOKENS = 512
+_ANY = "any"
 _CACHE_BYTES = 256 << 20
 
 
@@ -131,17 +133,18 @@ def answered(
     began = time.perf_counter()
     while waiting or running:
         while waiting and running < streams:
-            engine.submit(0, num_tokens, draw, prompt=waiting.pop())
+            engine.submit(0, num_tokens, draw, prompt=waiting.pop(), ends=True)
             running += 1
         engine.loop.step()
     answers.seconds = time.perf_counter() - began
     return answers
 
 
-def prompts_of(model: Path, number: int) -> list[tuple[int, ...]]:
+def prompts_of(model: Path, number: int, task: str) -> list[tuple[int, ...]]:
     """Held-out conversations that end with an answer, without it, by the model's own template."""
     source = documents(MIXTURE, SEED, "eval")
-    ended = (each for each in source if each.messages and each.messages[-1]["role"] == "assistant")
+    asked = (each for each in source if task in (_ANY, each.task))
+    ended = (each for each in asked if each.messages and each.messages[-1]["role"] == "assistant")
     rows = (
         {"messages": list(each.messages), "tools": list(each.tools)} for each in islice(ended, 4 * number)
     )
@@ -152,9 +155,11 @@ def prompts_of(model: Path, number: int) -> list[tuple[int, ...]]:
     return [tuple(each.ids[: each.num_given]) for each in lessons if each.num_given][:number]
 
 
-def measured(arguments: argparse.Namespace, model: Path, streams: int) -> Iterator[dict[str, Any]]:
+def measured(arguments: argparse.Namespace, model: Path, streams: int, task: str) -> Iterator[dict[str, Any]]:
     """A row for each method at so many streams."""
-    prompts = prompts_of(model, max(arguments.answers, streams))
+    each_round = max(arguments.answers, streams)
+    prompts = prompts_of(model, each_round * (arguments.rounds + 1), task)
+    rounds = [prompts[at : at + each_round] for at in range(0, len(prompts), each_round)]
     found: dict[str, list[MethodAnswers]] = {}
     with ExitStack() as stack:
         engines = {
@@ -162,9 +167,9 @@ def measured(arguments: argparse.Namespace, model: Path, streams: int) -> Iterat
             for name, speculation in methods_of(arguments).items()
         }
         # The first round is not counted: prices are learned in it.
-        for number in range(arguments.rounds + 1):
+        for number, asked in enumerate(rounds):
             for name in random.Random(number).sample(list(engines), len(engines)):
-                done = answered(engines[name], prompts, arguments.tokens, streams, arguments.draw)
+                done = answered(engines[name], asked, arguments.tokens, streams, arguments.draw)
                 if number:
                     found.setdefault(name, []).append(done)
     plain = found[OFF]
@@ -179,6 +184,7 @@ def measured(arguments: argparse.Namespace, model: Path, streams: int) -> Iterat
         (ratio, *ratio_range), (gap, *gap_range) = interval(ratios), interval(gaps)
         yield {
             "method": name,
+            "task": task,
             "streams": streams,
             "accept length": sum(each.accept_length for each in found[name]) / len(plain),
             "tokens/s": interval([each.tokens_per_s for each in found[name]])[0],
@@ -200,16 +206,21 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--rounds", type=int, default=5, help="that are counted")
     parser.add_argument("--answers", type=int, default=16, help="of a round; at least one for each stream")
-    parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer, at most")
+    parser.add_argument("--tasks", nargs="+", default=[_ANY], help="such as chat extraction tools story")
     parser.add_argument("--drafts", type=int, default=4, help="of a step at most")
     parser.add_argument("--always", action="store_true", help="draft whatever it costs: what a way can bring")
     parser.add_argument("--draw", choices=["greedy", "sampled"], default="greedy")
     arguments = parser.parse_args()
     model = find(str(BUNDLED_MODEL) if arguments.model == "bundled" else arguments.model)
-    rows = [row for streams in arguments.streams for row in measured(arguments, model, streams)]
-    notes = (
-        f"{model.name}; {arguments.rounds} rounds in turns, {arguments.draw}, {arguments.tokens} tokens each."
-    )
+    rows = [
+        row
+        for task in arguments.tasks
+        for streams in arguments.streams
+        for row in measured(arguments, model, streams, task)
+    ]
+    notes = f"{model.name}; {arguments.rounds} rounds in turns, {arguments.draw}, at most {arguments.tokens} "
+    notes += "tokens each."
     publish("Ways to draft beside none", rows, arguments.json, notes)
 
 

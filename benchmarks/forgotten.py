@@ -2,20 +2,29 @@
 
     python -m benchmarks.forgotten [--models bundled smollm2-135m] [--keeps 0.5 0.25 0.1] [--tokens 1024]
         [--answers 4] [--output 64] [--json OUT]
+    python -m benchmarks.forgotten --stream 100000
 
 A prompt is a text that the model wrote itself, at temperature 1, of so many tokens, to which it answers
 greedily. What is lost is measured over the same answers: as it is served, from keys in eight bits
 (`engine/runner/forgotten`); and from the keys as they were, in float64, which nobody could keep. Beside
 them is what the boxes of blocks alone would say, a third of the memory. A share is that of all attention of
-an answer, on average over its tokens, layers and heads. Nothing here is a time.
+an answer, on average over its tokens, layers and heads.
+
+`--stream` is about memory instead: the bundled model, whose configuration gets a longer context, goes on for
+so many tokens with a window of 512, and what the process and the answer hold is printed on the way. Nothing
+here is a time.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from resource import getpagesize
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import numpy as np
@@ -33,6 +42,8 @@ from services.supervisor.config import BUNDLED_MODEL
 
 Texts = list[tuple[int, ...]]
 _START_TOKENS = 8
+# Of the answer that goes on and on.
+_PROMPT_TOKENS, _WINDOW_TOKENS = 512, 512
 
 
 class KeysAsTheyWere(LayerKeys):
@@ -105,6 +116,39 @@ def compared(name: str, keep: float, prompts: Texts, num_tokens: int) -> Row:
     }
 
 
+def streamed(num_tokens: int) -> list[Row]:
+    """What an answer of so many tokens holds at each tenth of it."""
+    rows: list[Row] = []
+    with TemporaryDirectory() as place:
+        folder = Path(place) / BUNDLED_MODEL.name
+        shutil.copytree(BUNDLED_MODEL, folder)
+        settings = json.loads((folder / "config.json").read_text())
+        settings["max_position_embeddings"] = _PROMPT_TOKENS + num_tokens
+        (folder / "config.json").write_text(json.dumps(settings))
+        config = EngineConfig(num_threads=2, cache=CacheConfig(kv_cache_bytes=1 << 30))
+        runner, memory, _ = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
+        scheduler = Scheduler(config.scheduler, config.cache, memory, model="m")
+        request = Request(
+            request_id=0,
+            external_id="",
+            prompt_token_ids=tuple(range(300, 300 + _PROMPT_TOKENS)),
+            sampling=SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.7, seed=0),
+            retention=Retention(policy="window+sinks", window_tokens=_WINDOW_TOKENS),
+        )
+        with closing(runner):
+            num_blocks = scheduler.load(0.0).num_free_blocks
+            scheduler.submit(request, 0.0)
+            num_drawn = 0
+            while scheduler.has_work:
+                scheduler.update(runner.launch(scheduler.schedule(1.0)).wait(), 1.0)
+                num_drawn += sum(len(event.token_ids) for event in scheduler.drain_events())
+                if num_drawn > len(rows) * num_tokens // 10:
+                    held = num_blocks - scheduler.load(1.0).num_free_blocks
+                    resident = int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
+                    rows.append({"tokens": num_drawn, "blocks held": held, "resident MiB": resident // 2**20})
+    return rows
+
+
 def _folder(name: str) -> Path:
     return BUNDLED_MODEL if name == "bundled" else find(name)
 
@@ -125,7 +169,12 @@ def main() -> None:
     parser.add_argument("--keeps", type=float, nargs="+", default=(0.5, 0.25, 0.1))
     for name, value in (("tokens", 1024), ("answers", 4), ("output", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--stream", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.stream:
+        notes = f"A window of {_WINDOW_TOKENS} tokens behind a prompt of {_PROMPT_TOKENS}."
+        publish("What an endless answer holds", streamed(arguments.stream), arguments.json, notes)
+        return
     rows = []
     for name in arguments.models:
         prompts = written(name, arguments.answers, arguments.tokens)

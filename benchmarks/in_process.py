@@ -63,8 +63,12 @@ class InProcessEngine:
         max_tokens: int,
         sampling: str = "greedy",
         prompt: tuple[int, ...] | None = None,
+        *,
+        ends: bool = False,
     ) -> int:
-        """A request of so many random tokens, or of `prompt`; returns its id, which is also its seed."""
+        """A request of so many random tokens, or of `prompt`; returns its id, which is also its seed. `ends`:
+        the answer is over where the model ends it.
+        """
         request_id, self._next_id = self._next_id, self._next_id + 1
         vocabulary = self.facts.vocab_size
         prompt = prompt or tuple(self._random.randrange(vocabulary) for _ in range(num_prompt_tokens))
@@ -75,7 +79,11 @@ class InProcessEngine:
                     external_id=str(request_id),
                     prompt_token_ids=prompt,
                     sampling=SamplingParams(
-                        max_tokens=max_tokens, ignore_eos=True, seed=request_id, **DRAWS[sampling]
+                        max_tokens=max_tokens,
+                        ignore_eos=not ends,
+                        stop_token_ids=self.facts.eos_token_ids if ends else (),
+                        seed=request_id,
+                        **DRAWS[sampling],
                     ),
                     arrival_s=time.monotonic(),
                 )

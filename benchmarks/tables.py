@@ -36,6 +36,7 @@ COMMANDS = {
     "first_paint": "first_paint --loads 15",
     "fleet": "fleet --model smollm2-135m --requests 40",
     "forgotten": "forgotten",
+    "forgotten_stream": "forgotten --stream 100000",
     "full_disk": "full_disk",
     "gateway": "gateway_overhead",
     "gate": "gate",

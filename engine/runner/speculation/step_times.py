@@ -62,14 +62,14 @@ class StepTimes:
     def __init__(self) -> None:
         self._plain: dict[int, Recent] = {}
         self._factors: dict[int, dict[int, Recent]] = {}
-        # Those of one sequence, until another step with drafts, or so many others, were measured.
+        # Those of one sequence, until a step of a kind that is hardly known, or so many others, came.
         self._of_one: list[float] = []
-        self._num_plain = 0
+        self._num_added = 0
 
     def add(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Takes in a step in which every sequence decoded."""
-        self._num_plain += 1
-        if num_drafts or self._num_plain % _LATEST == 0:
+        self._num_added += 1
+        if self._num_added % _LATEST == 0:
             self._of_one = []
         if not num_drafts:
             found = self._plain.get(num_sequences)
@@ -78,7 +78,10 @@ class StepTimes:
             found.add(seconds)
         elif plain_s := self.plain_s(num_sequences):
             factors = self._factors.setdefault(size_class(num_sequences), {})
-            factors.setdefault(_rounded(num_drafts), Recent()).add(seconds / plain_s)
+            known = factors.setdefault(_rounded(num_drafts), Recent())
+            known.add(seconds / plain_s)
+            if known.is_rough:
+                self._of_one = []
 
     def plain_s(self, num_sequences: int) -> float:
         """Seconds of a plain step: measured, or between those of the next smaller and larger batch; 0 where
