@@ -1,4 +1,4 @@
-"""Whether ranks can share a checkpoint here, before anything is planned or loaded. No torch."""
+"""Whether ranks can share a checkpoint here, which `plan_input` asks before anything is planned. No torch."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         part = self.degrees.part_of if experts is None else self.degrees.expert_part_of
         return not part(self.rank) or not name.endswith(_ADDED_ONCE)
 
-    def found(self, headers: Mapping[str, TensorHeader], spec: ModelSpec) -> dict[str, TensorHeader]:
+    def tensors(self, headers: Mapping[str, TensorHeader], spec: ModelSpec) -> dict[str, TensorHeader]:
         """The tensors of which the rank reads all or a part, by the names of its own layers."""
         found = {}
         held = range(0) if spec.experts is None else self.held(spec.experts.num_experts)
@@ -176,7 +176,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
     def headers(self, headers: Mapping[str, TensorHeader], spec: ModelSpec) -> dict[str, TensorHeader]:
         """The tensors that the rank reads, as it reads them."""
-        found = self.found(headers, spec)
+        found = self.tensors(headers, spec)
         for name, header in found.items():
             part = self.part_of(name, header.shape)
             if part is not None:

@@ -105,7 +105,7 @@ class WeightReader:
             _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
         # Layers ask for what is this rank's.
         self.shard = request.shard
-        self._whole = request.shard.found(self.headers, request.spec)
+        self._whole = request.shard.tensors(self.headers, request.spec)
         self.headers = request.shard.headers(self.headers, request.spec)
         self._factors = request.spec.factors
         self._inputs_first = request.spec.inputs_first and not is_gguf(folder)
