@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kernels.config import KernelsConfig
-from kernels.ranks.shares import Degrees
+from kernels.ranks.shares import MOST_RANKS, Degrees
 from runtime.config import load_section, problem_with_adapter_name
 from runtime.errors import ConfigError
 from runtime.models import own_model
@@ -263,16 +263,19 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # that share all else have some experts each. Above it, all else is computed by several ranks alike: with
     # tensor = 1 answers have one process's bits. Below it, the ranks of a group share each of its experts.
     expert: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    # Stages one behind another, each with a run of the layers and as many ranks as both above say. Answers
+    # have the bits that these alone give.
+    pipeline: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
 
     @property
     def degrees(self) -> Degrees:
         """How the model is shared."""
-        return Degrees(tensor=self.tensor, expert=self.expert)
+        return Degrees(tensor=self.tensor, expert=self.expert, pipeline=self.pipeline)
 
     @property
     def asked(self) -> str:
         """The setting that asks for ranks."""
-        name = "tensor" if self.tensor > 1 else "expert"
+        name = self.degrees.first_above_one
         return f"engine.parallel.{name} = {getattr(self, name)}"
 
 
@@ -435,14 +438,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         device = 'set it to cpu or auto, or make = "vllm" with engine.vllm.tensor_parallel_size'
         drafts = ("off", "ngram", "suffix")
         degrees = self.parallel.degrees
-        if degrees.size % degrees.tensor or degrees.size % degrees.expert:
+        if degrees.stage_size % degrees.tensor or degrees.stage_size % degrees.expert:
             raise ConfigError(
                 f"engine.parallel.expert = {degrees.expert}: neither divides engine.parallel.tensor = "
                 f"{degrees.tensor} nor is a multiple of it; set it to 1 or {degrees.tensor}"
             )
+        if degrees.size > MOST_RANKS:
+            raise ConfigError(
+                f"engine.parallel.pipeline = {degrees.pipeline}: its stages of {degrees.stage_size} are "
+                f"{degrees.size} ranks, and there are {MOST_RANKS} at most; lower it"
+            )
         for key, is_set, remedy in (
             ("make", self.make == "vllm", "its ranks are engine.vllm.tensor_parallel_size; set that"),
-            ("simulated", self.simulated, "a simulated engine has no weights; set both degrees to 1"),
+            ("simulated", self.simulated, "a simulated engine has no weights; set all degrees to 1"),
             ("device", self.device == "cuda", device),
             ("native", self.native == "off", "ranks compute by the native kernels; set it to auto"),
             ("quantize", self.quantize not in ("off", "int8", "int4"), "set it to int8, int4 or off"),

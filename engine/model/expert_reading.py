@@ -89,7 +89,8 @@ def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, Exper
             if weights.shard.degrees.expert_parts > 1:
                 raise CheckpointError(
                     f"{weights.folder}: experts lie in one tensor, of which ranks read no parts; set "
-                    f"engine.parallel.expert = {weights.shard.size}, which gives each rank whole experts"
+                    f"engine.parallel.expert = {weights.shard.degrees.stage_size}, which gives each rank "
+                    "whole experts"
                 )
             return _stacked_experts(weights, prefix, spec, experts)
         size, hidden = experts.intermediate_size, experts.latent_size or spec.hidden_size

@@ -20,6 +20,7 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.program_builder import ProgramBuilder
 from engine.model.records import Attention, Floats, Linear, ModelRecord
 from engine.model.spec import ModelSpec
+from engine.model.stage_ops import add_forward
 from kernels.activation.native import SoftCapArgs
 from kernels.adapters.rows import AdapterRows
 from kernels.altup.native import LARGEST_STREAMS
@@ -88,8 +89,9 @@ class NativeDecoder:
         self._caches: Sequence[Storage] | None = None
         self._max_tokens = max_tokens
         self._body: Program | None = None
-        # The same with what adapters add, and copies of slots.
+        # The same with what adapters add, and copies of slots; and in micro-batches, for stages.
         self._adapted: Program | None = None
+        self._in_micro_batches: Program | None = None
         self._adapter_rows: AdapterRows | None = None
         # The batch that the step points to; its arrays may change in place from one step to the next.
         self._batch: ForwardBatch | None = None
@@ -142,6 +144,8 @@ class NativeDecoder:
     def _body_of_step(self) -> Program:
         """The body for the step's rows: adapters and copies cost those nothing that have none."""
         body = self._adapted if self._step.num_adapter_blocks or self._step.num_slot_copies else self._body
+        if self.ranks is not None and self.ranks.shape.num_micro_batches(self._step.num_tokens) > 1:
+            body = self._in_micro_batches
         assert body is not None, "forward comes first"
         return body
 
@@ -269,7 +273,6 @@ class NativeDecoder:
             ranks=self.ranks,
             copies_slots=self.copies_slots,
         )
-        builder.ops += self._handed_over(self._step, FORWARD)
         num_layers = len(self.model.layers)
         # What the last layer leaves stays in the stream.
         captured = [
@@ -282,18 +285,29 @@ class NativeDecoder:
                 if wanted == index:
                     builder.copy_stream(out)
 
-        builder.embed()
-        for index, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
-            capture(index)
-            builder.layer(layer, cache)
-        builder.finish()
+        def add_layers() -> None:
+            for index, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
+                capture(index)
+                builder.layer(layer, cache)
+
+        def add_body(num_micro_batches: int) -> None:
+            builder.ops = self._handed_over(self._step, FORWARD)
+            add_forward(builder, self._step, num_micro_batches, add_layers)
+
+        ranks, in_micro_batches = self.ranks, None
+        if ranks is not None and ranks.last_stage:
+            add_body(ranks.last_stage + 1)
+            in_micro_batches = Program(self.library, builder.ops)
+        add_body(1)
         if self.spec.pooling is not None and self.model.norm is not None:
             builder.norm_stream(self.model.norm)
         # Steps without adapters or copies run a program that leaves their operations out, as the head's does.
         plain = [op for op in builder.ops if not op.name.startswith(("adapter_", "copy_slots"))]
         self._body, self._hidden = Program(self.library, plain), builder.stream
+        if ranks is not None and ranks.last_stage:
+            self._hidden = ranks.hidden(ranks.last_stage)
         self._adapted = Program(self.library, builder.ops)
-        self._pieces = None
+        self._in_micro_batches, self._pieces = in_micro_batches, None
         self._caches, self._max_tokens, self.captured = caches, max_tokens, captured
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from checkpoint.files import find, is_gguf
-from engine.config import EngineConfig, num_threads
+from engine.config import EngineConfig
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.draft_heads import draft_config
@@ -40,19 +40,19 @@ from engine.model.layer_spec import MedusaSpec
 from engine.model.lookahead import LOOKAHEAD, LookaheadShape, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
 from engine.model.mtp import MTP, check_predictor, read_predictor_spec
-from engine.model.shards import WHOLE, Shard, why_not_shared
+from engine.model.rank_checks import check_ranks
+from engine.model.shards import WHOLE, Shard
 from engine.model.spec import ModelSpec, TensorHeader
 from engine.model.state_memory import StateRoom, draft_states_bytes, state_room
 from engine.model.weight_memory import (
-    HEAD,
     WeightCount,
     WeightForm,
     count_weights,
+    layer_bytes,
     quantizes_head,
     weight_forms,
 )
 from engine.model.window_memory import WindowRoom, window_room
-from engine.quantization.scheme import FLOAT_TYPES
 from engine.types import MemoryPlan
 from kernels.linear.packed import FLOAT12_LEVELS
 from kernels.native.library import likely_level
@@ -107,8 +107,16 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     measured_workspace_bytes: int = 0
     # The first of the ranks that share the model: all else here is one rank's.
     shard: Shard = WHOLE
-    # Elements of the whole model, where that is shared.
+    # The whole model, where that is shared, and its elements.
+    whole_spec: ModelSpec | None = None
     whole_num_weights: int = 0
+    # The same for the first rank of each stage of a pipeline.
+    stages: tuple[PlanInput, ...] = ()
+
+    @property
+    def whole(self) -> ModelSpec:
+        """The model, of which `spec` may be a part."""
+        return self.whole_spec or self.spec
 
     @property
     def num_ranks(self) -> int:
@@ -269,7 +277,8 @@ def _shared_bytes(given: PlanInput) -> int:
         spec.experts,
         given.shard.degrees,
     )
-    sums = 2 * tokens * spec.hidden_size
+    # And what a stage sends.
+    sums = (3 if degrees.pipeline > 1 else 2) * tokens * spec.hidden_size
     if experts is not None:
         width = experts.latent_size or spec.hidden_size
         sums += 2 * tokens * experts.num_active * width // degrees.expert
@@ -296,8 +305,20 @@ def num_logit_rows(config: EngineConfig) -> int:
     return min(wanted, config.scheduler.max_num_batched_tokens)
 
 
+def fullest(given: PlanInput) -> PlanInput:
+    """The rank that has room for the fewest blocks. Raises ConfigError as `make_plan`."""
+    return min(given.stages or (given,), key=lambda stage: _plan_of_rank(stage).num_blocks)
+
+
 def make_plan(given: PlanInput) -> MemoryPlan:
-    """The plan. Raises ConfigError with the numbers when not even one sequence of max_model_len fits."""
+    """The plan; where stages share the model, that of the fullest, since all have as many blocks. Raises
+    ConfigError with the numbers when not even one sequence of max_model_len fits.
+    """
+    return _plan_of_rank(fullest(given) if given.stages else given)
+
+
+def _plan_of_rank(given: PlanInput) -> MemoryPlan:
+    """The plan of one rank, or of all that there is."""
     cache, spec = given.config.cache, given.spec
     _check_cache(given)
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
@@ -487,17 +508,8 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     elif method in ("draft_model", *_HEADS):
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)
-    shard, whole = WHOLE, 0
-    if config.parallel.degrees.size > 1:
-        _check_ranks(spec, config, folder, device, headers)
-        whole = count_weights(spec, headers, config, coded=coded).num_weights
-        shard = Shard.of(spec, 0, config.parallel.degrees)
-        headers, spec = shard.headers(headers, spec), shard.model(spec)
-        available_bytes //= shard.size
-    return PlanInput(
+    given = PlanInput(
         draft=draft,
-        shard=shard,
-        whole_num_weights=whole,
         spec=spec,
         device=device,
         available_bytes=available_bytes,
@@ -505,39 +517,32 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         forms=weight_forms(spec, headers, config, coded=coded),
         config=config,
     )
+    if config.parallel.degrees.size == 1:
+        return given
+    check_ranks(spec, config, folder, device, headers)
+    return _of_ranks(given, headers, coded=coded)
 
 
-def _check_ranks(
-    spec: ModelSpec, config: EngineConfig, folder: Path, device: str, headers: dict[str, TensorHeader]
-) -> None:
-    """Raises ConfigError where a model cannot be shared among ranks, or not here."""
-    asked, degrees = config.parallel.asked, config.parallel.degrees
-    if device != "cpu":
-        raise ConfigError(
-            f"{asked}: ranks of this make compute on CPUs, and engine.device is {device}; set it to cpu, or "
-            "engine.make to vllm with engine.vllm.tensor_parallel_size"
+def _of_ranks(given: PlanInput, headers: dict[str, TensorHeader], *, coded: bool) -> PlanInput:
+    """What the plan of a model is made for, as it is for the first of the ranks that share it."""
+    whole, config, degrees = given.spec, given.config, given.config.parallel.degrees
+    sizes = layer_bytes(headers, whole.num_layers)
+    stages = []
+    for stage in range(degrees.pipeline):
+        shard = Shard.of(whole, degrees.first_of(stage), degrees, sizes)
+        spec, own = shard.model(whole), shard.headers(headers, whole)
+        rank = msgspec.structs.replace(
+            given,
+            shard=shard,
+            whole_spec=whole,
+            whole_num_weights=given.num_weights,
+            spec=spec,
+            available_bytes=given.available_bytes // degrees.size,
+            weights=count_weights(spec, own, config, coded=coded),
+            forms=weight_forms(spec, own, config, coded=coded),
         )
-    if is_gguf(folder):
-        raise ConfigError(
-            f"{asked}: {folder} is a GGUF file, of which ranks cannot read parts; give a checkpoint of "
-            "safetensors, or set it to 1"
-        )
-    refused = why_not_shared(spec, degrees)
-    if refused is not None:
-        asked = f"engine.parallel.{refused.degree} = {getattr(degrees, refused.degree)}"
-        raise ConfigError(f"{asked}: {refused.reason}")
-    parts = {name: header.dtype for name, header in headers.items() if name.startswith("lm_head.")}
-    if not parts.keys() <= {HEAD, "lm_head.bias"} or not set(parts.values()) <= FLOAT_TYPES:
-        raise ConfigError(
-            f"{asked}: the head of {folder} is quantized, of which ranks cannot read parts; set it to 1, or "
-            "give a checkpoint with a dense head"
-        )
-    threads = config.num_threads or num_threads()
-    if threads < degrees.size:
-        raise ConfigError(
-            f"{asked}: a rank computes on one core at least, and there are {threads}; lower it, or set "
-            "engine.num_threads if ranks are to share cores"
-        )
+        stages.append(rank)
+    return msgspec.structs.replace(stages[0], stages=tuple(stages) if len(stages) > 1 else ())
 
 
 def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInput:

@@ -17,6 +17,7 @@ from engine.model.device import choose_device
 from engine.model.families import read_spec
 from engine.model.plan import (
     PlanInput,
+    fullest,
     human,
     kv_bytes_per_token,
     make_plan,
@@ -26,7 +27,7 @@ from engine.model.plan import (
 )
 from engine.model.shards import degrees_of
 from engine.types import MemoryPlan
-from kernels.ranks.native import MOST_RANKS
+from kernels.ranks.shares import MOST_RANKS, Degrees
 from runtime.config import ModelConfig, load_section, read_tables
 from runtime.errors import ConfigError
 
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load(tables)
         device, available = choose_device(config)
         model = load_section(tables, "model", ModelConfig)
-        given = plan_input(config, model, device=device, available_bytes=available)
+        given = fullest(plan_input(config, model, device=device, available_bytes=available))
         plan = make_plan(given)
     except ConfigError as error:
         print(f"millrace plan: {error}", file=sys.stderr)
@@ -143,8 +144,7 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
         "num_weights": given.num_weights,
         "device": given.device,
         "num_ranks": given.num_ranks,
-        "tensor_degrees": _degrees(given, model, "tensor"),
-        "expert_degrees": _degrees(given, model, "expert"),
+        **{f"{name}_degrees": _degrees(given, model, name) for name in Degrees.__struct_fields__},
         "dtype": given.dtype,
         "quantization": quantization_of(given),
         "weight_forms": msgspec.to_builtins(given.forms),
@@ -153,7 +153,7 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
 
 
 def _degrees(given: PlanInput, model: ModelConfig, name: str) -> list[int]:
-    """Values of `engine.parallel.tensor` or `expert` that the model may be shared by."""
+    """Values of one key of `engine.parallel` that the model may be shared by."""
     folder = find(model.path)
     if given.device != "cpu" or is_gguf(folder):
         return [1]
@@ -163,19 +163,26 @@ def _degrees(given: PlanInput, model: ModelConfig, name: str) -> list[int]:
 def _ranks(given: PlanInput, model: ModelConfig) -> str:
     """What ranks there may be, and what one of them has; empty where there may be none."""
     said = []
-    for name in ("tensor", "expert"):
+    for name in Degrees.__struct_fields__:
         fitting = _degrees(given, model, name)
         if len(fitting) > 1:
-            said.append(f"engine.parallel.{name} may be {', '.join(map(str, fitting))}")
+            all_up_to = len(fitting) > 2 and fitting[-1] == len(fitting)
+            values = f"1 to {fitting[-1]}" if all_up_to else ", ".join(map(str, fitting))
+            said.append(f"engine.parallel.{name} may be {values}")
     if given.num_ranks == 1:
         return "; ".join(said)
     degrees, experts, has = given.shard.degrees, given.spec.experts, []
     has.append(f"1/{degrees.tensor} of each layer" if degrees.tensor > 1 else "all of each layer")
+    most = ""
+    if given.shard.layers is not None:
+        has.insert(0, f"{given.spec.num_layers} of {given.whole.num_layers} layers")
+        most = " at most"
     if experts is not None:
         held = len(given.shard.held(experts.num_experts))
         parts = f"1/{degrees.expert_parts} of " if degrees.expert_parts > 1 else ""
         has.append(f"{parts}{held} of its {experts.num_experts} experts")
-    one = f"all above is one's of {given.num_ranks}, which take so much together; it has {', '.join(has)}"
+    together = f"which take so much together{most}"
+    one = f"all above is one's of {given.num_ranks}, {together}; it has {', '.join(has)}"
     return "; ".join([one, *said])
 
 
@@ -196,9 +203,9 @@ def decoding_blocks(given: PlanInput, plan: MemoryPlan) -> int:
     """
     whole = -(-plan.max_model_len // plan.block_size)
     # A draft model reads the same blocks, as far back as it likes.
-    if given.spec.window is None or given.draft is not None:
+    if given.whole.window is None or given.draft is not None:
         return whole
-    return min(whole, -(-given.spec.window // plan.block_size) + 2)
+    return min(whole, -(-given.whole.window // plan.block_size) + 2)
 
 
 def num_sequences(plan: MemoryPlan) -> float:
@@ -226,7 +233,7 @@ def _behind_window(given: PlanInput, plan: MemoryPlan) -> str:
         return ""
     return (
         f", admitted with all blocks of their prompts; {plan.num_blocks / held:.1f} once they decode "
-        f"and hold {held} blocks for a window of {given.spec.window}"
+        f"and hold {held} blocks for a window of {given.whole.window}"
     )
 
 

@@ -93,9 +93,15 @@ class ProgramBuilder:
         self.num_threads = num_threads
         changes = [linear.changes for linear in model.linears()]
         self.adapter_width = max((each.inner_width for each in changes if each is not None), default=0)
-        # By kv heads and size of values.
+        # By kv heads and size of values; and those that are made for the step.
         self._plans: dict[tuple[int, int], NativeAttentionPlan] = {}
+        self._planned: set[tuple[int, int]] = set()
         self.expert_buffers: ExpertBuffers | None = None
+
+    def turn_to(self, step: ctypes.Structure) -> None:
+        """Further ops compute this step, which has no window blocks, with the same buffers."""
+        self.step = self._window_step = ctypes.addressof(step)
+        self._planned.clear()
 
     def buffer(self, name: str, width: int) -> Floats:
         """[max_tokens, width] float32, the same for all layers that ask for that width."""
@@ -285,12 +291,6 @@ class ProgramBuilder:
     def finish(self) -> None:
         """Lets the last change join the stream, and makes one of several."""
         self.enter(None)
-        if self.ranks is not None:
-            # Behind the last sum nobody reads the step's arrays any more; and rooms of sums take turns from
-            # step to step.
-            last = int(self.ranks.shape.degrees.tensor == 1)
-            for _ in range(last + (self._num_sums + last) % 2):
-                self.ops.append(self.ranks.meet_op(self.step))
         if self.streams is not None and self.model.stream_ends is not None:
             gather(self, self.model.stream_ends, self.streams)
 
@@ -358,6 +358,8 @@ class ProgramBuilder:
                 value_dim=kind[1],
                 block_size=cache.block_size,
             )
+        if kind not in self._planned:
+            self._planned.add(kind)
             ahead = max(map(self.spec.ahead, range(self.spec.num_layers)))
             self.add("attention_plan", AttentionPlanArgs(self.step, plan.address, ahead), plan)
         options = attention.options

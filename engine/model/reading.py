@@ -87,11 +87,7 @@ def read_model(
     """The whole model, layer by layer."""
     pack = partial(_pack, weights=weights, packing=packing)
     shape = (spec.num_embeddings, spec.hidden_size)
-    embedding = weights.keep("model.embed_tokens.weight", shape)
-    if spec.num_segments and not spec.learned_positions:
-        # Where positions turn heads there is no table to tell texts apart by: all are the first.
-        types = weights.take("model.embed_types.weight", (spec.num_segments, spec.hidden_size))
-        embedding = embedding + types[0]
+    embedding = _read_embedding(weights, spec, shape)
     positions = _read_positions(weights, spec, max_model_len) if spec.learned_positions else None
     per_layer = None if spec.per_layer is None else read_table(weights, spec)
     ends = None if spec.altup is None else read_ends(weights, spec)
@@ -147,6 +143,18 @@ def read_model(
         for linear in (*ends.outward, *ends.inward):
             pack(linear)
     return record
+
+
+def _read_embedding(weights: WeightReader, spec: ModelSpec, shape: tuple[int, int]) -> Tensor:
+    """[V, E]; empty for a rank that neither embeds nor has a part of it as its head."""
+    if not weights.shard.embeds(spec):
+        return torch.empty((0, spec.hidden_size), dtype=weights.dtype, device=weights.device)
+    embedding = weights.keep("model.embed_tokens.weight", shape)
+    if spec.num_segments and not spec.learned_positions:
+        # Where positions turn heads there is no table to tell texts apart by: all are the first.
+        types = weights.take("model.embed_types.weight", (spec.num_segments, spec.hidden_size))
+        embedding = embedding + types[0]
+    return embedding
 
 
 def _read_positions(weights: WeightReader, spec: ModelSpec, max_model_len: int) -> Tensor:

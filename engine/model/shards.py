@@ -7,13 +7,17 @@ are the same everywhere. Products that give heads or inner elements are cut by o
 computed as it is by one process; those that take them are cut by inputs, and what the ranks get is added up.
 
 Expert parallelism (after GShard, arXiv 2006.16668): a rank has some of the experts, whole, of every layer
-that has experts. No torch.
+that has experts.
+
+Pipeline parallelism (after GPipe, arXiv 1811.06965): the ranks of a stage have a run of the layers, which are
+numbered from 0 on in each stage; the first one has the embedding, too. No torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +35,8 @@ _ADDED_ONCE = (".o_proj.bias", ".down_proj.bias")
 _HEAD = "lm_head.weight"
 # Names of experts' tensors; those of one expert have its number.
 _EXPERTS = re.compile(r"\.experts\.(?:(\d+)\.)?")
+_LAYERS = re.compile(r"^model\.layers\.(\d+)(?=\.)")
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 class TensorPart(NamedTuple):
@@ -48,11 +54,28 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     degrees: Degrees = Degrees()
     num_kv_heads: int = 0
     vocab_size: int = 0
+    # The first layer of each stage, and the number of layers; empty where all have all.
+    cuts: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, spec: ModelSpec, rank: int, degrees: Degrees) -> Shard:
-        """A rank of a model that `why_not_shared` says nothing against."""
-        return cls(rank=rank, degrees=degrees, num_kv_heads=spec.num_kv_heads, vocab_size=spec.vocab_size)
+    def of(cls, spec: ModelSpec, rank: int, degrees: Degrees, layer_bytes: Sequence[int] = ()) -> Shard:
+        """A rank of a model that `why_not_shared` says nothing against. Stages have layers of about as many
+        bytes; of the same number where those are not given.
+        """
+        sizes = layer_bytes or (1,) * spec.num_layers
+        return cls(
+            rank=rank,
+            degrees=degrees,
+            num_kv_heads=spec.num_kv_heads,
+            vocab_size=spec.vocab_size,
+            cuts=_cuts(sizes, degrees.pipeline) if degrees.pipeline > 1 else (),
+        )
+
+    @property
+    def layers(self) -> range | None:
+        """The layers of the whole model that the rank has, or parts of which; None where that is all."""
+        stage = self.degrees.stage_of(self.rank)
+        return range(*self.cuts[stage : stage + 2]) if self.cuts else None
 
     @property
     def size(self) -> int:
@@ -60,7 +83,11 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         return self.degrees.size
 
     def model(self, spec: ModelSpec) -> ModelSpec:
-        """What the whole model `spec` is on one rank; the same on each. It routes among all experts."""
+        """What the whole model `spec` is on one rank; the same on each of a stage. It routes among all
+        experts.
+        """
+        if self.layers is not None:
+            spec = _only(spec, self.layers)
         tensor, experts = self.degrees.tensor, spec.experts
         if experts is not None:
             experts = msgspec.structs.replace(
@@ -121,21 +148,82 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         part = self.degrees.part_of if experts is None else self.degrees.expert_part_of
         return not part(self.rank) or not name.endswith(_ADDED_ONCE)
 
-    def headers(self, headers: Mapping[str, TensorHeader], spec: ModelSpec) -> dict[str, TensorHeader]:
-        """The tensors that the rank reads, as it reads them."""
+    def tensors(self, headers: Mapping[str, TensorHeader], spec: ModelSpec) -> dict[str, TensorHeader]:
+        """The tensors of which the rank reads all or a part, by the names of its own layers."""
         found = {}
         held = range(0) if spec.experts is None else self.held(spec.experts.num_experts)
         for name, header in headers.items():
             experts = _EXPERTS.search(name)
             if experts is not None and experts[1] and int(experts[1]) not in held:
                 continue
+            own = self._own_name(name, spec)
+            if own:
+                renamed = msgspec.structs.replace(header, stored_name=header.stored_name or name)
+                found[own] = header if own == name else renamed
+        return found
+
+    def _own_name(self, name: str, spec: ModelSpec) -> str:
+        """What the rank calls a tensor; empty where another stage has it."""
+        layers, numbered = self.layers, _LAYERS.match(name)
+        if layers is None:
+            return name
+        if numbered is not None:
+            index = int(numbered[1])
+            # What is behind the last layer belongs to nobody, which reading says.
+            is_own = index in layers or (not layers.start and index >= self.cuts[-1])
+            return f"model.layers.{index - layers.start}{name[numbered.end() :]}" if is_own else ""
+        return name if name != _EMBEDDING or self.embeds(spec) else ""
+
+    def headers(self, headers: Mapping[str, TensorHeader], spec: ModelSpec) -> dict[str, TensorHeader]:
+        """The tensors that the rank reads, as it reads them."""
+        found = self.tensors(headers, spec)
+        for name, header in found.items():
             part = self.part_of(name, header.shape)
             if part is not None:
                 shape = list(header.shape)
                 shape[part.axis] = part.end - part.begin
-                header = msgspec.structs.replace(header, shape=tuple(shape))  # noqa: PLW2901
-            found[name] = header
+                found[name] = msgspec.structs.replace(header, shape=tuple(shape))
         return found
+
+    def embeds(self, spec: ModelSpec) -> bool:
+        """Whether the rank reads the embedding: to begin with it, or for a head that is a part of it."""
+        return spec.tied_embeddings or not self.layers or not self.layers.start
+
+
+def _cuts(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Where stages begin, and the end: next to where equal shares of all sizes would, none of them empty."""
+    sums, cuts = [0, *accumulate(sizes)], [0]
+    for stage in range(1, stages):
+        share = sums[-1] * stage / stages
+        possible = range(cuts[-1] + 1, len(sizes) - (stages - stage) + 1)
+        cuts.append(min((abs(sums[layer] - share), layer) for layer in possible)[1])
+    return (*cuts, len(sizes))
+
+
+def _only(spec: ModelSpec, layers: range) -> ModelSpec:
+    """A model of these layers alone; the others are before and behind it."""
+    run = slice(layers.start, layers.stop)
+    experts = spec.experts
+    if experts is not None:
+        own = tuple(layer - layers.start for layer in experts.layers if layer in layers)
+        experts = msgspec.structs.replace(experts, layers=own)
+    return msgspec.structs.replace(
+        spec,
+        num_layers=len(layers),
+        layer_heads=spec.layer_heads[run],
+        intermediate_sizes=spec.intermediate_sizes[run],
+        gate_cuts=spec.gate_cuts[run],
+        rope_of_layer=spec.rope_of_layer[run],
+        windows=spec.windows[run],
+        chunks=spec.chunks[run],
+        experts=experts,
+    )
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to, if it does to one."""
+    numbered = _LAYERS.match(name)
+    return None if numbered is None else int(numbered[1])
 
 
 WHOLE = Shard()
@@ -150,7 +238,7 @@ class Refusal(NamedTuple):
 
 def why_not_shared(spec: ModelSpec, degrees: Degrees) -> Refusal | None:
     """Why a model cannot be shared among ranks by these degrees; None when it can."""
-    degree = "tensor" if degrees.tensor > 1 else "expert"
+    degree = degrees.first_above_one
     vllm = "or engine.make to vllm with engine.vllm.tensor_parallel_size"
     found = next(_never_shared(spec), "")
     if found:
@@ -168,11 +256,12 @@ def why_not_shared(spec: ModelSpec, degrees: Degrees) -> Refusal | None:
         reason = _why_not_cut(spec, degrees.tensor)
         if reason:
             return Refusal("tensor", f"{reason}; set it to {_one_of(spec, 'tensor', spec.num_heads)}")
-    return None if spec.experts is None else _why_not_spread(spec, degrees)
+    refused = None if spec.experts is None else _why_not_spread(spec, degrees)
+    return refused or _why_not_staged(spec, degrees.pipeline)
 
 
 def degrees_of(spec: ModelSpec, name: str, most: int) -> list[int]:
-    """Values up to `most` that one of the degrees, "tensor" or "expert", may have for a model."""
+    """Values up to `most` that one of the degrees, named as in Degrees, may have for a model."""
     found = (Degrees(**{name: size}) for size in range(2, most + 1))
     return [1, *(each.size for each in found if why_not_shared(spec, each) is None)]
 
@@ -225,6 +314,17 @@ def _why_not_spread(spec: ModelSpec, degrees: Degrees) -> Refusal | None:
     return None
 
 
+def _why_not_staged(spec: ModelSpec, stages: int) -> Refusal | None:
+    """The same for runs of layers."""
+    found = next(_never_staged(spec), "") if stages > 1 else ""
+    if found:
+        return Refusal("pipeline", f"{spec.architecture} has {found}, which stages have not yet; set it to 1")
+    if stages > spec.num_layers:
+        what = f"each stage has a layer at least, and {spec.architecture} has {spec.num_layers}"
+        return Refusal("pipeline", f"{what}; set it to {spec.num_layers} or less")
+    return None
+
+
 def _never_shared(spec: ModelSpec) -> Iterator[str]:
     """What no rank behind the first is told of, or reads."""
     for has, what in (
@@ -247,6 +347,16 @@ def _never_cut(spec: ModelSpec) -> Iterator[str]:
         (spec.attention_gate or spec.attention_sinks, "gates or sinks of heads"),
         (spec.norms_all_heads, "norms over all heads together, or of each head's own"),
         (spec.up_first, "weights in another order or scale"),
+    ):
+        if has:
+            yield what
+
+
+def _never_staged(spec: ModelSpec) -> Iterator[str]:
+    """What layers must not have of which a stage has some."""
+    for has, what in (
+        (any(each.cache_of is not None for each in spec.layer_heads), "layers that read others' keys"),
+        (spec.attention_layers is not None or spec.feed_forward_layers is not None, "half layers"),
     ):
         if has:
             yield what

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.model.checkpoint import ELEMENT_BYTES
+from engine.model.shards import layer_of
 from engine.model.spec import ModelSpec, TensorHeader
 from engine.quantization.scheme import FLOAT_TYPES, Scheme, group_size_for
 
@@ -84,6 +85,16 @@ def count_weights(
         # The embedding stays, and the head is an int8 copy of it.
         total += WeightCount(fixed_bytes=_int8_bytes(spec.vocab_size, spec.hidden_size))
     return total
+
+
+def layer_bytes(headers: dict[str, TensorHeader], num_layers: int) -> list[int]:
+    """Bytes of each layer as the checkpoint stores it."""
+    found = [0] * num_layers
+    for name, header in headers.items():
+        layer = layer_of(name)
+        if layer is not None and layer < num_layers:
+            found[layer] += header.num_elements * ELEMENT_BYTES.get(header.dtype, 1)
+    return found
 
 
 class WeightForm(msgspec.Struct, frozen=True, kw_only=True):

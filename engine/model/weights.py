@@ -108,7 +108,8 @@ class WeightReader:
                 _log.warning("%s: %d tensors are not served: %s", folder, len(skipped), _shown(skipped))
         # Layers ask for what is this rank's.
         self.shard = request.shard
-        self._whole, self.headers = self.headers, request.shard.headers(self.headers, request.spec)
+        self._whole = request.shard.tensors(self.headers, request.spec)
+        self.headers = request.shard.headers(self.headers, request.spec)
         self._factors = request.spec.factors
         self._inputs_first = request.spec.inputs_first and not is_gguf(folder)
         self._gguf = open_gguf(folder) if is_gguf(folder) else None
@@ -321,9 +322,10 @@ class WeightReader:
         return folder_of(self.folder) / header.file
 
     def _not_finite(self, name: str) -> CheckpointError:
+        header = self.headers[name]
         return CheckpointError(
-            f"{self._file(self.headers[name])}: tensor {name} holds numbers that are not finite; copy or "
-            "download the file again, or repeat the conversion that wrote it"
+            f"{self._file(header)}: tensor {header.stored_name or name} holds numbers that are not finite; "
+            "copy or download the file again, or repeat the conversion that wrote it"
         )
 
     def _header(self, name: str, shape: tuple[int, ...] | None) -> TensorHeader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.model.plan import PlanInput
+from engine.model.plan import PlanInput, make_plan
 from engine.model.spec import ModelSpec
 from engine.types import MemoryPlan
 from engine.types.step import ModelWork
@@ -25,14 +25,12 @@ _TERA, _GIGA = 1e12, 1e9
 
 def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelWork:
     """Of a model under its plan, on a device that calls itself so."""
-    spec, peak = given.spec, given.config.peak
+    spec, peak = given.whole, given.config.peak
     flop, read_bytes = _data_sheet(device_name)
     # Counts are the whole model's, whatever a rank has of it.
-    multiplied, ranks, degrees = (
-        given.whole_num_weights or given.num_weights,
-        given.num_ranks,
-        given.shard.degrees,
-    )
+    multiplied = given.whole_num_weights or given.num_weights
+    plans = [make_plan(stage) for stage in given.stages] or [plan]
+    ranks = given.shard.degrees.stage_size
     if not spec.tied_embeddings or spec.pooling is not None:
         # Looked up, not multiplied; where they are tied the head is multiplied with them.
         multiplied -= spec.num_embeddings * spec.hidden_size
@@ -41,15 +39,14 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
     if spec.experts is not None:
         idle = spec.experts.num_experts - spec.experts.num_active
         width = spec.experts.latent_size or spec.hidden_size
-        inner = spec.experts.intermediate_size * degrees.expert_parts
-        per_expert = (3 if spec.gated else 2) * width * inner
+        per_expert = (3 if spec.gated else 2) * width * spec.experts.intermediate_size
         multiplied -= len(spec.experts.layers) * idle * per_expert
     return ModelWork(
         flop_per_token=2.0 * multiplied,
-        flop_per_position=2.0 * spec.num_heads * degrees.tensor * _dims_per_position(spec),
+        flop_per_position=2.0 * spec.num_heads * _dims_per_position(spec),
         layers=tuple(Counter(map(spec.reach_of, spec.attending)).items()),
-        weights_bytes=plan.weights_bytes * ranks,
-        kv_bytes_per_token=plan.kv_bytes_per_token * ranks,
+        weights_bytes=sum(each.weights_bytes for each in plans) * ranks,
+        kv_bytes_per_token=sum(each.kv_bytes_per_token for each in plans) * ranks,
         peak_flop=peak.tflops * _TERA or flop,
         peak_read_bytes=peak.gbytes_per_s * _GIGA or read_bytes,
     )

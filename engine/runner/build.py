@@ -165,7 +165,7 @@ def _storage(
 def _facts(
     given: PlanInput, plan: MemoryPlan, attention: AttentionBackend | None, device: Device, *, has_draft: bool
 ) -> ModelFacts:
-    spec = given.spec
+    spec = given.whole
     return ModelFacts(
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,
@@ -184,7 +184,7 @@ def _facts(
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
         remembers_because=_remembers_because(spec, has_draft=has_draft),
-        unmeasured_because="its heads are shared among several ranks" if given.num_ranks > 1 else "",
+        unmeasured_because="its layers are shared among several ranks" if given.num_ranks > 1 else "",
         unplanned_because="" if given.config.cache.forgotten_bytes else "engine.cache.forgotten_bytes is 0",
         drafter=given.config.speculation.method,
     )

@@ -5,7 +5,8 @@ descriptor. It is gone with the last process that has it, however that ends.
 
 In it lie words on cache lines of their own; the step that the first rank handed over; parts of sums, and
 what experts gave, in two rooms each that take turns, so that a rank may write its next part while others
-still read the last one, and none needs to wait a second time; and the other ranks' logits.
+still read the last one, and none needs to wait a second time; hidden states, in a room for each stage of a
+pipeline; and the other ranks' logits.
 
 Shape letters: N ranks, T tokens, S sequences, C block columns, R rows whose logits are wanted, E hidden size,
 V vocabulary, P places of experts (choices of all tokens), W elements that an expert gives.
@@ -29,12 +30,16 @@ from kernels.native.mirror import structure
 from kernels.ranks.shares import Degrees, share_of
 
 RankStepArgs = structure("RankStepArgs")
+RankDoneArgs = structure("RankDoneArgs")
+RankMicroBatchArgs = structure("RankMicroBatchArgs")
+RankRowsArgs = structure("RankRowsArgs")
 RankSumArgs = structure("RankSumArgs")
 RankLogitsArgs = structure("RankLogitsArgs")
 # Kinds of a step in ranks.h.
 FORWARD, LOGITS = 0, 1
-# Ranks of one machine; the words of all lie on the first page.
-MOST_RANKS = 16
+# Rows of a micro-batch, at least: each reads all weights of a stage, which products of fewer rows wait for.
+LEAST_ROWS = 32
+# All words lie on the first page.
 _WORDS_BYTES = 4096
 _NUM_NUMBERS = 8
 _ALIGNMENT = 64
@@ -60,6 +65,13 @@ class RanksShape:
     def num_ranks(self) -> int:
         """Ranks that share the model."""
         return self.degrees.size
+
+    def num_micro_batches(self, num_tokens: int) -> int:
+        """How many parts a step of so many rows is cut into: as many as there are stages, so that all compute
+        at a time; or one, where these would be small.
+        """
+        stages = self.degrees.pipeline
+        return stages if num_tokens >= stages * LEAST_ROWS else 1
 
     @property
     def num_places(self) -> int:
@@ -99,7 +111,9 @@ class _Places:
         # What experts gave, in one room.
         self.expert_rows = self.parts + 2 * shape.num_ranks * self.part_bytes
         self.expert_bytes = _aligned(4 * shape.degrees.expert_parts * shape.num_places * shape.expert_width)
-        self.logits = self.expert_rows + 2 * self.expert_bytes
+        # Hidden states that a stage sends.
+        self.hidden = self.expert_rows + 2 * shape.degrees.pipeline * self.expert_bytes
+        self.logits = self.hidden + shape.degrees.pipeline * self.part_bytes
         self.logit_bytes = _aligned(4 * shape.max_rows * shape.most_columns)
         self.end = self.logits + (shape.num_ranks - 1) * self.logit_bytes
 
@@ -116,6 +130,7 @@ class Ranks:
     def __init__(self, library: NativeLibrary, shape: RanksShape, rank: int, fd: int) -> None:
         """`fd` is the memory's descriptor, of which a copy is kept while this lives."""
         self.library, self.shape, self.rank = library, shape, rank
+        self.stage = shape.degrees.stage_of(rank)
         self._map = mmap.mmap(fd, shape.num_bytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._places = _Places(shape)
@@ -127,7 +142,9 @@ class Ranks:
         self.num_messages = np.zeros(1, np.int64)
         self._num_steps = 0
         self._wait = library.function("millrace_rank_wait", c_int64, (c_void_p, c_int64, c_int64))
-        self._end = library.function("millrace_rank_end", None, (c_void_p, c_int64))
+        self._end = library.function("millrace_rank_end", None, (c_void_p,))
+        # Threads that have sent their rows of the present micro-batch.
+        self._through = np.zeros(1, np.int64)
 
     def _view(self, begin: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -140,6 +157,16 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def last_stage(self) -> int:
+        """Of the pipeline; 0 where there is none."""
+        return self.shape.degrees.pipeline - 1
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank sends its stage's hidden states, which all ranks of the stage have alike."""
+        return self.last_stage > 0 and self.rank == self.shape.degrees.first_of(self.stage)
+
+    @property
     def is_over(self) -> bool:
         """Whether a rank was lost, or told to end: then what was computed since is nothing."""
         over = self._view(2 * _ALIGNMENT, (1,), np.uint32)
@@ -147,7 +174,7 @@ class Ranks:
 
     def end(self) -> None:
         """Whoever waits goes on at once, for good."""
-        self._end(self._words, self.shape.num_ranks)
+        self._end(self._words)
 
     # --- what the leader hands over ---
 
@@ -163,6 +190,7 @@ class Ranks:
             kind=kind,
             most_tokens=self.shape.max_tokens,
             most_sequences=self.shape.max_sequences,
+            num_ranks=self.shape.num_ranks,
         )
         return Op(self.library, "rank_step", args, self, step)
 
@@ -218,7 +246,58 @@ class Ranks:
         """The rows [R] whose logits are wanted."""
         return self._view(self._places.rows, (int(self._numbers[4]),), np.int64)
 
-    # --- what all do ---
+    def done_op(self) -> Op:
+        """Says that this rank, behind the first, is through with a forward."""
+        return Op(self.library, "rank_done", RankDoneArgs(words=self._words, rank=self.rank), self)
+
+    # --- stages of a pipeline ---
+
+    def micro_batch_op(self, step: int, micro_batch: ctypes.Structure, index: int, count: int) -> Op:
+        """Fills in the Step `micro_batch`: some rows of the one at the address `step`."""
+        starts, lengths = np.zeros((2, self.shape.max_sequences + 1), np.int64)
+        args = RankMicroBatchArgs(
+            step=step,
+            micro_batch=ctypes.addressof(micro_batch),
+            query_starts=address_of(starts),
+            context_lens=address_of(lengths),
+            index=index,
+            count=count,
+        )
+        return Op(self.library, "rank_micro_batch", args, micro_batch, starts, lengths)
+
+    def hidden(self, stage: int) -> NDArray[np.float32]:
+        """[T, E]: where a stage's hidden states go. Those of the last one hold until the next forward."""
+        begin = self._places.hidden + stage * self._places.part_bytes
+        return self._view(begin, (self.shape.max_tokens, self.shape.hidden_size), np.float32)
+
+    def send_op(self, step: int, rows: NDArray[np.float32], index: int, count: int) -> Op:
+        """Sends this stage's hidden states [T, E] of a micro-batch of the step at that address."""
+        args = self._rows_args(step, self.stage, rows, index, count)
+        return Op(self.library, "rank_send", args, self, rows)
+
+    def receive_op(
+        self, step: int, stage: int, rows: NDArray[np.float32] | None, index: int, count: int
+    ) -> Op:
+        """Waits for what a stage sends of a micro-batch, and copies it to `rows` [T, E] where given."""
+        return Op(self.library, "rank_receive", self._rows_args(step, stage, rows, index, count), self, rows)
+
+    def _rows_args(
+        self, step: int, stage: int, rows: NDArray[np.float32] | None, index: int, count: int
+    ) -> ctypes.Structure:
+        args: ctypes.Structure = RankRowsArgs(
+            step=step,
+            words=self._words,
+            num_threads_through=address_of(self._through),
+            room=address_of(self.hidden(stage)),
+            rows=None if rows is None else address_of(rows),
+            width=self.shape.hidden_size,
+            stage=stage,
+            index=index,
+            count=count,
+        )
+        return args
+
+    # --- what the ranks of a stage do together ---
 
     def part(self, turn: int) -> NDArray[np.float32]:
         """Where this rank's part [T, E] of every second sum goes."""
@@ -226,41 +305,45 @@ class Ranks:
         return self._view(begin, (self.shape.max_tokens, self.shape.hidden_size), np.float32)
 
     def parts_of_experts(self, turn: int) -> NDArray[np.float32]:
-        """[expert parts, P, W]: where what experts gave goes in every second turn; the same at all ranks."""
+        """[expert parts, P, W]: where what experts gave goes in every second turn; the same at all ranks of a
+        stage.
+        """
         shape = self.shape
-        begin = self._places.expert_rows + turn % 2 * self._places.expert_bytes
+        begin = self._places.expert_rows + (2 * self.stage + turn % 2) * self._places.expert_bytes
         wanted = (shape.degrees.expert_parts, shape.num_places, shape.expert_width)
         return self._view(begin, wanted, np.float32)
 
     def meet_op(self, step: int) -> Op:
-        """Waits until all have come here. It counts as a sum."""
-        args = RankSumArgs(
-            step=step,
-            words=self._words,
-            round=address_of(self._round),
-            rank=self.rank,
-            num_ranks=self.shape.num_ranks,
-        )
-        return Op(self.library, "rank_sum", args, self)
+        """Waits until all of the stage have come here. It counts as a sum."""
+        return Op(self.library, "rank_sum", RankSumArgs(step=step, **self._meeting()), self)
+
+    def _meeting(self) -> dict[str, int]:
+        """Who meets, as fields of the op's args."""
+        degrees = self.shape.degrees
+        return {
+            "words": self._words,
+            "round": address_of(self._round),
+            "rank": self.rank,
+            "first_rank": degrees.first_of(self.stage),
+            "num_ranks": degrees.stage_size,
+        }
 
     def sum_op(self, step: int, turn: int, out: NDArray[np.float32], *, accumulate: bool) -> Op:
         """out [T, E] (+)= the parts of a layer. `step` is the Step's address; `turn` counts the sums of a
-        program, which has an even number of them.
+        program.
         """
         assert out.flags.c_contiguous, "rows lie one behind the other"
-        first = self._places.parts + self._places.part_bytes * (turn % 2 * self.shape.num_ranks)
+        room = turn % 2 * self.shape.num_ranks + self.shape.degrees.first_of(self.stage)
+        first = self._places.parts + self._places.part_bytes * room
         args = RankSumArgs(
             step=step,
-            words=self._words,
-            round=address_of(self._round),
             parts=self._words + first,
             out=address_of(out),
             part_stride=self._places.part_bytes // 4,
             width=self.shape.hidden_size,
-            rank=self.rank,
-            num_ranks=self.shape.num_ranks,
             num_parts=self.shape.degrees.tensor,
             accumulate=int(accumulate),
+            **self._meeting(),
         )
         return Op(self.library, "rank_sum", args, self, out)
 
@@ -277,7 +360,6 @@ class Ranks:
         args = RankLogitsArgs(
             step=step,
             words=self._words,
-            round=address_of(self._round),
             parts=self._words + self._places.logits,
             out=None if out is None else address_of(out),
             part_stride=self._places.logit_bytes // 4,

@@ -23,6 +23,8 @@ constexpr uint64_t kIdleSpinUs = 160;
 // A sleep is at most so long, in milliseconds: then it is looked whether all is over.
 constexpr int64_t kSleepMs = 20;
 constexpr int64_t kForward = 0;
+// Numbers of a step's micro-batches are below this.
+constexpr uint32_t kMicroBatches = 32;
 // Floats that are summed at a time, in the first cache.
 constexpr int64_t kPiece = 1024;
 
@@ -70,10 +72,34 @@ uint32_t enter(uint32_t* words, const int64_t* round, int64_t rank) {
   return number;
 }
 
-bool others_are_there(uint32_t* words, uint32_t number, int64_t num_ranks) {
-  for (int64_t rank = 0; rank < num_ranks; ++rank)
-    if (!wait_for(words, kFirstRankWord + rank, number, kSpinUs, kSleepMs, INT64_MAX - kSleepMs)) return false;
+// Until each of so many words has come to the number, or beyond; false where all is over.
+bool all_reach(uint32_t* words, int64_t first, int64_t count, uint32_t number) {
+  for (int64_t index = first; index < first + count; ++index)
+    if (!wait_for(words, index, number, kSpinUs, kSleepMs, INT64_MAX - kSleepMs)) return false;
   return true;
+}
+
+// The ranks behind the first are through with the step that was handed over last: it stays that until they are.
+bool others_are_done(uint32_t* words, int64_t num_ranks) {
+  return all_reach(words, kFirstDoneWord + 1, num_ranks - 1, look(words, kStepWord));
+}
+
+void say_done(uint32_t* words, int64_t rank) { put(words, kFirstDoneWord + rank, look(words, kStepWord)); }
+
+// What a stage says when it has sent that micro-batch of the present step.
+uint32_t sent_number(const RankRowsArgs& args) {
+  return look(args.words, kStepWord) * kMicroBatches + static_cast<uint32_t>(args.index) + 1;
+}
+
+// The floats of a micro-batch that this thread copies: where they begin among its own, and how many; and where the micro-batch
+// begins among those of the step.
+struct Piece {
+  int64_t first, begin, count;
+};
+Piece piece_of(const RankRowsArgs& args, int thread, int num_threads) {
+  const Range rows = share(args.step->num_tokens, static_cast<int>(args.index), static_cast<int>(args.count));
+  const Range own = share((rows.end - rows.begin) * args.width, thread, num_threads);
+  return {rows.begin * args.width, own.begin, own.end - own.begin};
 }
 
 // The last thread ends the round; nobody looks at its number after that, in this op.
@@ -93,6 +119,7 @@ int64_t* copy(const int64_t* from, int64_t count, int64_t room, int64_t* to) {
 extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
   if (thread != 0) return;
   const Step& step = *args.step;
+  others_are_done(args.words, args.num_ranks);
   const int64_t numbers[] = {args.kind,       step.num_tokens,     step.num_sequences,
                              step.max_blocks, step.num_logit_rows, *args.messages};
   std::memcpy(args.numbers, numbers, sizeof(numbers));
@@ -109,8 +136,52 @@ extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
   put(args.words, kStepWord, look(args.words, kStepWord) + 1);
 }
 
+extern "C" void rank_done(const RankDoneArgs& args, int thread, int) {
+  if (thread == 0) say_done(args.words, args.rank);
+}
+
+extern "C" void rank_micro_batch(const RankMicroBatchArgs& args, int thread, int) {
+  if (thread != 0) return;
+  const Step& step = *args.step;
+  const Range rows = share(step.num_tokens, static_cast<int>(args.index), static_cast<int>(args.count));
+  const int64_t* starts = step.query_starts;
+  const int64_t first = std::upper_bound(starts + 1, starts + step.num_sequences + 1, rows.begin) - (starts + 1);
+  int64_t count = 0;
+  args.query_starts[0] = 0;
+  for (int64_t sequence = first; sequence < step.num_sequences && starts[sequence] < rows.end; ++sequence, ++count) {
+    const int64_t end = std::min(starts[sequence + 1], rows.end);
+    args.context_lens[count] = step.context_lens[sequence] - (starts[sequence + 1] - end);
+    args.query_starts[count + 1] = end - rows.begin;
+  }
+  Step& own = *args.micro_batch;
+  own.num_tokens = rows.end - rows.begin;
+  own.num_sequences = count;
+  own.max_blocks = step.max_blocks;
+  own.token_ids = step.token_ids + rows.begin;
+  own.positions = step.positions + rows.begin;
+  own.slots = step.slots + rows.begin;
+  own.query_starts = args.query_starts;
+  own.context_lens = args.context_lens;
+  own.block_tables = step.block_tables + first * step.max_blocks;
+}
+
+extern "C" void rank_send(const RankRowsArgs& args, int thread, int num_threads) {
+  const Piece piece = piece_of(args, thread, num_threads);
+  std::copy_n(args.rows + piece.begin, piece.count, args.room + piece.first + piece.begin);
+  if (__atomic_add_fetch(args.num_threads_through, 1, __ATOMIC_ACQ_REL) != num_threads) return;
+  *args.num_threads_through = 0;
+  put(args.words, kFirstSentWord + args.stage, sent_number(args));
+}
+
+extern "C" void rank_receive(const RankRowsArgs& args, int thread, int num_threads) {
+  if (!all_reach(args.words, kFirstSentWord + args.stage, 1, sent_number(args)) || !args.rows) return;
+  const Piece piece = piece_of(args, thread, num_threads);
+  std::copy_n(args.room + piece.first + piece.begin, piece.count, args.rows + piece.begin);
+}
+
 extern "C" void rank_sum(const RankSumArgs& args, int thread, int num_threads) {
-  if (others_are_there(args.words, enter(args.words, args.round, args.rank), args.num_ranks)) {
+  const uint32_t number = enter(args.words, args.round, args.rank);
+  if (all_reach(args.words, kFirstRankWord + args.first_rank, args.num_ranks, number)) {
     const Range range = share(args.step->num_tokens * args.width, thread, num_threads);
     float sums[kPiece];
     for (int64_t begin = range.begin; begin < range.end; begin += kPiece) {
@@ -131,8 +202,11 @@ extern "C" void rank_sum(const RankSumArgs& args, int thread, int num_threads) {
 }
 
 extern "C" void rank_logits(const RankLogitsArgs& args, int thread, int num_threads) {
-  const uint32_t number = enter(args.words, args.round, args.rank);
-  if (args.out && others_are_there(args.words, number, args.num_ranks)) {
+  if (!args.out) {
+    if (thread == 0) say_done(args.words, args.rank);
+    return;
+  }
+  if (others_are_done(args.words, args.num_ranks)) {
     const Range rows = share(args.step->num_logit_rows, thread, num_threads);
     for (int64_t rank = 1; rank < args.num_ranks; ++rank) {
       const Range columns = share(args.width, static_cast<int>(rank), static_cast<int>(args.num_ranks));
@@ -142,10 +216,13 @@ extern "C" void rank_logits(const RankLogitsArgs& args, int thread, int num_thre
         std::copy_n(part + row * count, count, args.out + row * args.width + columns.begin);
     }
   }
-  leave(args.round, num_threads);
 }
 
 MILLRACE_OP(rank_step, RankStepArgs)
+MILLRACE_OP(rank_done, RankDoneArgs)
+MILLRACE_OP(rank_micro_batch, RankMicroBatchArgs)
+MILLRACE_OP(rank_send, RankRowsArgs)
+MILLRACE_OP(rank_receive, RankRowsArgs)
 MILLRACE_OP(rank_sum, RankSumArgs)
 MILLRACE_OP(rank_logits, RankLogitsArgs)
 
@@ -158,8 +235,8 @@ int64_t millrace_rank_wait(uint32_t* words, int64_t step, int64_t limit_ms) {
 }
 
 // All is over: whoever waits goes on at once, and finds that out.
-void millrace_rank_end(uint32_t* words, int64_t num_ranks) {
+void millrace_rank_end(uint32_t* words) {
   put(words, kOverWord, 1);
-  for (int64_t index = 0; index < kFirstRankWord + num_ranks; ++index) wake_sleepers(words, index);
+  for (int64_t index = 0; index < kNumWords; ++index) wake_sleepers(words, index);
 }
 }

@@ -1,7 +1,9 @@
 // What the ranks of one model do together, over memory that they share (native.py says how it is divided): a step that the
-// first rank hands to the others, sums of what each has of a product, and logits side by side.
+// first rank hands to the others, sums of what each rank of a stage has of a product, hidden states from one stage of the
+// pipeline to the next, and logits side by side.
 //
-// Shape letters: T tokens, S sequences, C block columns, R rows whose logits are wanted, E width, V vocabulary, N ranks.
+// Shape letters: T tokens, S sequences, C block columns, R rows whose logits are wanted, E width, V vocabulary, N ranks, G ranks
+// of a stage.
 #pragma once
 
 #include "native/op.h"
@@ -9,12 +11,15 @@
 namespace millrace {
 
 // Words of 32 bits that several processes look at, each on a cache line of its own: the number of the step that was handed
-// over last; how many sleep until some word changes; whether all is over; and from there on, by rank, the round that a rank
-// has come to. Numbers wrap around.
-constexpr int64_t kWordStride = 16;
+// over last; how many sleep until some word changes; whether all is over; then by rank the round that a rank has come to, and
+// the step that it is through with; then by stage the micro-batch that it has sent last. Numbers wrap around.
+constexpr int64_t kWordStride = 16, kMostRanks = 16;
 constexpr int64_t kStepWord = 0, kSleepersWord = 1, kOverWord = 2, kFirstRankWord = 3;
+constexpr int64_t kFirstDoneWord = kFirstRankWord + kMostRanks, kFirstSentWord = kFirstDoneWord + kMostRanks;
+constexpr int64_t kNumWords = kFirstSentWord + kMostRanks;
 
-// Of the first rank, before it computes: the step's numbers and arrays for the others, who then begin.
+// Of the first rank, before it computes: the step's numbers and arrays for the others, who then begin. It waits until these
+// are through with the step before, so that nobody reads any more what belongs to that.
 struct RankStepArgs {
   const Step* step;
   uint32_t* words;
@@ -27,20 +32,51 @@ struct RankStepArgs {
   const int64_t* messages;  // sent so far
   int64_t kind;  // 0 is a forward, 1 are logits of some of its rows
   int64_t most_tokens, most_sequences;
+  int64_t num_ranks;  // N
 };
 
-// out (+)= the parts of a layer, added up from the first rank's to the last one's: every rank gets the same bits. It begins
-// when all have come here; of no width, it is that alone.
+// Of each rank behind the first, when it is through with a forward.
+struct RankDoneArgs {
+  uint32_t* words;
+  int64_t rank;
+};
+
+// The rows of a step that are one of its micro-batches, as a step of their own: rows are divided evenly, also those of one
+// sequence, whose earlier rows are then its history.
+struct RankMicroBatchArgs {
+  const Step* step;
+  Step* micro_batch;
+  int64_t* query_starts;  // [S + 1], [S]: room for the micro-batch's
+  int64_t* context_lens;
+  int64_t index, count;  // of the micro-batches
+};
+
+// Hidden states of a micro-batch between two stages. To send is to write them to the stage's room and to say so; to receive is to
+// wait for that and to read them, or only to wait.
+struct RankRowsArgs {
+  const Step* step;  // the whole one
+  uint32_t* words;
+  int64_t* num_threads_through;  // of the sending op
+  float* room;                   // [T, E] of the sending stage
+  float* rows;                   // of the micro-batch; null: nothing is read
+  int64_t width;                 // E
+  int64_t stage;                 // the sending one
+  int64_t index, count;          // of the micro-batches
+};
+
+// out (+)= the parts of a layer, added up from the first rank's to the last one's: every rank of the stage gets the same bits.
+// It begins when all of them have come here; of no width, it is that alone.
 struct RankSumArgs {
   const Step* step;
   uint32_t* words;
   int64_t* round;      // [2] rounds of this rank that are over, and threads that are through with the present one
-  const float* parts;  // [N, T, E], a rank's part_stride floats behind the one before
+  const float* parts;  // [G, T, E], a rank's part_stride floats behind the one before
   float* out;          // [T, E]
   int64_t part_stride;
   int64_t width;  // E
-  int64_t rank, num_ranks;
-  int64_t num_parts;  // of the first ranks; those behind them have the same ones once more
+  int64_t rank;
+  int64_t first_rank, num_ranks;  // of the stage: G
+  int64_t num_parts;              // of the first ranks; those behind them have the same ones once more
   int64_t accumulate;
 };
 
@@ -48,7 +84,6 @@ struct RankSumArgs {
 struct RankLogitsArgs {
   const Step* step;
   uint32_t* words;
-  int64_t* round;      // as above
   const float* parts;  // of the ranks behind the first: [N - 1, R, columns of the rank], dense rows
   float* out;          // [R, V], of which the first rank has its own; null in the others, which do not wait
   int64_t part_stride;

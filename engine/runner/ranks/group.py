@@ -86,7 +86,7 @@ class RankGroup:
 
     def __init__(self, given: PlanInput, plan: MemoryPlan, on_lost: Callable[[str], None]) -> None:
         self._shape = ranks_shape(given, plan)
-        self._spec = given.spec
+        self._whole = given.whole
         self._storage = {
             "num_blocks": plan.num_blocks,
             "block_size": plan.block_size,
@@ -101,7 +101,7 @@ class RankGroup:
 
     def start(self, request: LoadRequest, library: NativeLibrary) -> tuple[LoadRequest, Ranks]:
         """Starts the others, who begin to load their parts; returns what the leader's part of the load is,
-        and its view of the shared memory. `request` is any rank's, but for the shard.
+        and its view of the shared memory. `request` is any rank's, but for the shard and its layers.
         """
         memory = shared_memory(self._shape)
         try:
@@ -123,7 +123,7 @@ class RankGroup:
 
     def _request(self, request: LoadRequest, rank: int) -> LoadRequest:
         shard = msgspec.structs.replace(request.shard, rank=rank)
-        return msgspec.structs.replace(request, shard=shard)
+        return msgspec.structs.replace(request, shard=shard, spec=shard.model(self._whole))
 
     def _spawn(self, memory: int) -> Connection:
         ours, theirs = Pipe()

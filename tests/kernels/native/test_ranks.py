@@ -19,8 +19,8 @@ from torch import Tensor
 from kernels.experts.native import ExpertsApart, sparse_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.ranks.native import FORWARD, LOGITS, Ranks, RanksShape, shared_memory
-from kernels.ranks.reference import side_by_side, summed
-from kernels.ranks.shares import Degrees
+from kernels.ranks.reference import micro_batch, side_by_side, summed
+from kernels.ranks.shares import Degrees, share_of
 from tests.kernels.native.test_experts import HIDDEN, Layer
 from tests.kernels.routings import ROUTINGS
 
@@ -154,12 +154,18 @@ def test_logits_lie_side_by_side(native: NativeLibrary, num_ranks: int, num_rows
     ]
     ranks = views(native, shape)
     out = np.full((shape.max_rows, shape.vocab_size), np.nan, np.float32)
+    wanted = np.zeros(num_rows, np.int64)
 
     def compute(rank: Ranks) -> None:
-        step = StepStruct(num_logit_rows=num_rows)
+        step = StepStruct(num_logit_rows=num_rows, logit_rows=wanted.ctypes.data)
         whole = out if rank.leads else None
+        ops = [rank.logits_op(ctypes.addressof(step), whole)]
+        if rank.leads:
+            ops = [rank.step_op(step, LOGITS), *ops]
+        else:
+            assert rank.wait(LIMIT_S)
         rank.logits(whole)[:num_rows] = parts[rank.rank]
-        run(native, rank, [rank.logits_op(ctypes.addressof(step), whole)])
+        run(native, rank, ops)
 
     together(ranks, compute)
     assert (out[:num_rows] == side_by_side(parts)).all()
@@ -187,11 +193,104 @@ def test_a_step_arrives_as_it_was_handed_over(native: NativeLibrary) -> None:
         assert follower.num_messages_before == leader.num_messages[0]
         for ours, theirs in zip(follower.arrays(), arrays, strict=True):
             assert (ours.ravel() == theirs).all()
-        run(native, leader, [logits])
+        # Until a rank is through with a step nothing of that is written to.
+        leading = threading.Thread(target=run, args=(native, leader, [logits]), daemon=True)
+        leading.start()
+        assert not follower.wait(0.001)
+        run(native, follower, [follower.done_op()])
+        leading.join(LIMIT_S)
         assert follower.wait(LIMIT_S)
         assert follower.kind == LOGITS
         assert (follower.rows() == rows).all()
+        run(native, follower, [follower.logits_op(ctypes.addressof(head), None)])
     assert not follower.wait(0.001)
+
+
+@pytest.mark.parametrize("lengths", [(70,), (1, 5, 40, 3), (30, 34, 1, 1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("count", [2, 3])
+def test_micro_batches_are_runs_of_rows(native: NativeLibrary, lengths: tuple[int, ...], count: int) -> None:
+    leader, *_ = views(native, shape_of(2))
+    starts = np.cumsum([0, *lengths])
+    contexts = np.array(lengths) + np.arange(len(lengths)) * 7
+    rows, tables = np.arange(3 * starts[-1]).reshape(3, -1), np.arange(len(lengths) * 4).reshape(-1, 4)
+    step = StepStruct(
+        num_tokens=int(starts[-1]),
+        num_sequences=len(lengths),
+        max_blocks=4,
+        token_ids=rows[0].ctypes.data,
+        positions=rows[1].ctypes.data,
+        slots=rows[2].ctypes.data,
+        query_starts=starts.ctypes.data,
+        context_lens=contexts.ctypes.data,
+        block_tables=tables.ctypes.data,
+    )
+
+    def numbers(address: int, size: int) -> list[int]:
+        return list((ctypes.c_int64 * size).from_address(address))
+
+    for index in range(count):
+        own = StepStruct()
+        op = leader.micro_batch_op(ctypes.addressof(step), own, index, count)
+        run(native, leader, [op])
+        expected = micro_batch(starts, contexts, index, count)
+        size, sequences = expected.query_starts[-1], len(expected.context_lens)
+        assert (own.num_tokens, own.num_sequences, own.max_blocks) == (size, sequences, 4)
+        for ours, whole in zip((own.token_ids, own.positions, own.slots), rows, strict=True):
+            assert numbers(ours, size) == list(whole[expected.begin : expected.begin + size])
+        assert numbers(own.query_starts, sequences + 1) == expected.query_starts
+        assert numbers(own.context_lens, sequences) == expected.context_lens
+        assert numbers(own.block_tables, 4) == list(tables[expected.first_sequence])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_stages_compute_one_behind_the_other(native: NativeLibrary, count: int) -> None:
+    """Three stages of two ranks, which meet so many times more in each than in the one before. The first one
+    has sent all but its last micro-batch when it waits until the last stage has got the first: so all compute
+    at a time.
+    """
+    shape, num_tokens = replace(shape_of(2), degrees=Degrees(tensor=2, pipeline=3)), 67
+    given = np.random.default_rng(0).standard_normal((num_tokens, shape.hidden_size), np.float32)
+    zeros = [np.zeros(size, np.int64) for size in (num_tokens,) * 3 + (2, 1)]
+    arrays = dict(
+        zip(("token_ids", "positions", "slots", "query_starts", "context_lens"), zeros, strict=True)
+    )
+    ranks, arrived = views(native, shape), threading.Event()
+    hidden: dict[int, NDArray[np.float32]] = {}
+
+    def compute(rank: Ranks) -> None:
+        step = StepStruct(num_tokens=num_tokens, num_sequences=1)
+        for name, array in arrays.items():
+            setattr(step, name, array.ctypes.data)
+        address = ctypes.addressof(step)
+        for forward in range(2):
+            if rank.leads:
+                run(native, rank, [rank.step_op(step, FORWARD)])
+            else:
+                assert rank.wait(LIMIT_S)
+            for index in range(count):
+                own = share_of(num_tokens, index, count)
+                rows = np.full((own.stop - own.start, shape.hidden_size), np.nan, np.float32)
+                if rank.stage:
+                    run(native, rank, [rank.receive_op(address, rank.stage - 1, rows, index, count)])
+                else:
+                    rows[:] = given[own] + forward
+                if rank.stage == 2 and not index:
+                    arrived.set()
+                if not rank.stage and index == count - 1 and count > 1:
+                    assert arrived.wait(LIMIT_S)
+                run(native, rank, [rank.meet_op(address)] * (1 + rank.stage))
+                rows += 1
+                if rank.sends:
+                    run(native, rank, [rank.send_op(address, rows, index, count)])
+            if rank.leads:
+                run(native, rank, [rank.receive_op(address, 2, None, count - 1, count)])
+                hidden[forward] = rank.hidden(2)[:num_tokens].copy()
+            else:
+                run(native, rank, [rank.done_op()])
+
+    together(ranks, compute)
+    for forward in range(2):
+        assert (hidden[forward] == given + forward + 1 + 1 + 1).all()
 
 
 @pytest.mark.parametrize("size", [(71, 5, 7), (70, 6, 7), (70, 5, 8)])

@@ -37,7 +37,7 @@ def test_mistakes_are_named(table: dict[str, object], words: str) -> None:
     ("table", "words"),
     [
         ({"make": "vllm"}, r"engine\.make: .*engine\.vllm\.tensor_parallel_size"),
-        ({"simulated": True}, r"engine\.simulated: .*set both degrees to 1"),
+        ({"simulated": True}, r"engine\.simulated: .*set all degrees to 1"),
         ({"device": "cuda"}, r"engine\.device: .*set it to cpu or auto"),
         ({"native": "off"}, r"engine\.native: .*native kernels; set it to auto"),
         ({"quantize": "w8a8"}, r"engine\.quantize: .*int8, int4 or off"),
@@ -49,6 +49,10 @@ def test_mistakes_are_named(table: dict[str, object], words: str) -> None:
         ({"parallel": {"tensor": 0}}, "parallel.tensor"),
         ({"parallel": {"tensor": 17}}, "parallel.tensor"),
         ({"parallel": {"expert": 17}}, "parallel.expert"),
+        (
+            {"parallel": {"tensor": 4, "pipeline": 8}},
+            r"engine\.parallel\.pipeline = 8: .*32 ranks.* 16 at most",
+        ),
         (
             {"parallel": {"tensor": 2, "expert": 3}},
             r"engine\.parallel\.expert = 3: neither .*; set it to 1 or 2",

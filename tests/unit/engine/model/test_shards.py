@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig, ParallelConfig
 from engine.model.checkpoint import LoadRequest
 from engine.model.families import read_spec
-from engine.model.plan import make_plan, plan_input
+from engine.model.plan import fullest, make_plan, plan_input
 from engine.model.plan_command import _ranks
 from engine.model.reading import read_checkpoint
 from engine.model.records import ModelRecord
@@ -28,10 +28,10 @@ from tests.unit.engine.model.test_families import CASES
 BUNDLED = "models/millrace-nano"
 
 
-def read(folder: Path, rank: int = 0, size: int = 1, expert: int = 1) -> ModelRecord:
+def read(folder: Path, rank: int = 0, size: int = 1, expert: int = 1, pipeline: int = 1) -> ModelRecord:
     """The record of a rank, whose products are torch's."""
     spec = read_spec(folder)
-    shard = Shard.of(spec, rank, Degrees(tensor=size, expert=expert))
+    shard = Shard.of(spec, rank, Degrees(tensor=size, expert=expert, pipeline=pipeline))
     request = LoadRequest(
         folder=folder, spec=shard.model(spec), dtype="float32", max_model_len=64, shard=shard
     )
@@ -128,6 +128,71 @@ def test_a_rank_reads_its_own_experts_alone(case: str, tmp_path: Path) -> None:
         read(tmp_path, 1, expert=2)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_reads_its_own_layers_alone(tied: bool, tmp_path: Path) -> None:
+    """Layers one behind another are the whole's; only the first stage embeds."""
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=3, tie_word_embeddings=tied)
+    whole, stages = read(tmp_path), [read(tmp_path, rank, pipeline=2) for rank in range(2)]
+    assert [len(stage.layers) for stage in stages] == [1, 2]
+
+    def down(layer: Any) -> torch.Tensor:
+        values: torch.Tensor = layer.feed_forward.down.weight.values
+        return values
+
+    own = [layer for stage in stages for layer in stage.layers]
+    for layer, expected in zip(own, whole.layers, strict=True):
+        assert torch.equal(down(layer), down(expected))
+    assert [len(stage.embedding) > 0 for stage in stages] == [True, tied]
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    read(tmp_path, 0, pipeline=2)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn.* not finite"):
+        read(tmp_path, 1, pipeline=2)
+
+
+def test_a_plan_is_that_of_the_fullest_stage(tmp_path: Path) -> None:
+    """Layers are divided by their bytes, and all stages have as many blocks."""
+    make_checkpoint(tmp_path, "mixtral", num_hidden_layers=5, num_local_experts=4, num_experts_per_tok=2)
+    model = ModelConfig(path=str(tmp_path))
+
+    def planned(**degrees: int) -> Any:
+        config = EngineConfig(
+            native="required", num_threads=8, dtype="float32", parallel=ParallelConfig(**degrees)
+        )
+        return plan_input(config, model, device="cpu", available_bytes=8 << 30)
+
+    alone, staged, both = planned(), planned(pipeline=2), planned(pipeline=2, tensor=2)
+    assert [stage.spec.num_layers for stage in staged.stages] == [2, 3]
+    full, plan = fullest(staged), make_plan(staged)
+    assert full is staged.stages[1]
+    assert plan.kv_bytes_per_token == make_plan(alone).kv_bytes_per_token * 3 // 5
+    assert plan.num_blocks == min(make_plan(stage).num_blocks for stage in staged.stages)
+    work, whole = work_of(staged, plan), work_of(alone, make_plan(alone))
+    assert (work.flop_per_token, work.flop_per_position) == (whole.flop_per_token, whole.flop_per_position)
+    assert (work.layers, work.kv_bytes_per_token) == (whole.layers, whole.kv_bytes_per_token)
+    assert _ranks(fullest(both), model) == (
+        "all above is one's of 4, which take so much together at most; it has 3 of 5 layers, 1/2 of each "
+        "layer, 1/2 of 4 of its 4 experts; engine.parallel.tensor may be 1, 2, 4; "
+        "engine.parallel.expert may be 1, 2, 4; engine.parallel.pipeline may be 1 to 5"
+    )
+
+
+def test_layers_are_divided_by_their_bytes(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=5)
+    spec = read_spec(tmp_path)
+
+    def cuts(pipeline: int, *sizes: int) -> tuple[int, ...]:
+        return Shard.of(spec, 0, Degrees(pipeline=pipeline), sizes).cuts
+
+    assert cuts(2, 1, 1, 1, 1, 4) == (0, 4, 5)
+    assert cuts(3, 1, 1, 1, 1, 1) == (0, 2, 3, 5)
+    # No stage is empty.
+    assert cuts(4, 90, 1, 1, 1, 90) == (0, 1, 2, 4, 5)
+    assert cuts(5, 90, 1, 1, 1, 1) == (0, 1, 2, 3, 4, 5)
+
+
 def test_a_ranks_plan_counts_its_own_experts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
 
@@ -145,7 +210,8 @@ def test_a_ranks_plan_counts_its_own_experts(tmp_path: Path) -> None:
     assert work_of(own, make_plan(own)).flop_per_token == work_of(alone, make_plan(alone)).flop_per_token
     assert _ranks(own, ModelConfig(path=str(tmp_path))) == (
         "all above is one's of 2, which take so much together; it has all of each layer, 2 of its 4 experts; "
-        "engine.parallel.tensor may be 1, 2, 4; engine.parallel.expert may be 1, 2, 4"
+        "engine.parallel.tensor may be 1, 2, 4; engine.parallel.expert may be 1, 2, 4; "
+        "engine.parallel.pipeline may be 1, 2"
     )
 
 

@@ -126,17 +126,17 @@ def _parts_are_kept(monkeypatch: pytest.MonkeyPatch, packed: PackedWeightsConfig
     monkeypatch.setattr(RankGroup, "_request", packed_before)
 
 
-def shared(folder: Path, tensor: int = 2, expert: int = 1, **options: Any) -> ModelRunner:
+def shared(folder: Path, tensor: int = 2, expert: int = 1, pipeline: int = 1, **options: Any) -> ModelRunner:
     """A runner of so many ranks, of a thread each unless they are asked for more."""
-    parallel = ParallelConfig(tensor=tensor, expert=expert)
+    parallel = ParallelConfig(tensor=tensor, expert=expert, pipeline=pipeline)
     options = {"num_threads": parallel.degrees.size, "parallel": parallel} | options
     return open_runner(folder, native="required", **options)
 
 
-def answers(runner: ModelRunner, vocab_size: int = 199, num_tokens: int = 16) -> list[Job]:
+def answers(runner: ModelRunner, vocab_size: int = 199, num_tokens: int = 16, chunk: int = 29) -> list[Job]:
     """Greedy answers to prompts of many lengths, together and in chunks."""
     jobs = [
-        Job(prompt_of(length, vocab_size, seed=length), num_tokens=num_tokens, sampling=GREEDY, chunk=29)
+        Job(prompt_of(length, vocab_size, seed=length), num_tokens=num_tokens, sampling=GREEDY, chunk=chunk)
         for length in LENGTHS
     ]
     with closing(runner):
@@ -198,6 +198,38 @@ def test_ranks_give_the_tokens_of_one_process(case: str, tensor: int, expert: in
         assert_near(ours, theirs, FLOAT32_TOLERANCE)
 
 
+# Shapes, changes of them, and degrees. Layers are no multiple of the stages; some are dense, have a window,
+# or a norm behind what they add; the embedding is the head; parts, groups and stages go together.
+STAGES = [
+    ("llama", {"num_hidden_layers": 5}, (1, 1, 3)),
+    ("llama", {"num_hidden_layers": 3, "dtype": "bfloat16"}, (1, 1, 2)),
+    ("llama-tied", {"num_hidden_layers": 3}, (2, 1, 2)),
+    ("gemma2", {"num_hidden_layers": 3}, (1, 1, 2)),
+    ("deepseek-v3", {}, (1, 1, 3)),
+    ("mixtral", {"num_hidden_layers": 3}, (1, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("case", "changes", "degrees"), STAGES)
+def test_stages_give_the_bits_of_one_process(
+    case: str, changes: dict[str, Any], degrees: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Of steps of many rows, in micro-batches, and of few."""
+    model_type, others = CASES[case]
+    options = {"dtype": changes.get("dtype", "float32")}
+    make_checkpoint(tmp_path, model_type, **{**others, **changes, "dtype": "float32"})
+    runner = shared(tmp_path, *degrees, **options)
+    alone = open_runner(tmp_path, native="required", **options)
+    assert len(runner.storage.layers) < len(alone.storage.layers)
+    # All but the longest prompt begin together.
+    ours, theirs = answers(runner, chunk=61), answers(alone, chunk=61)
+    assert [job.output for job in ours] == [job.output for job in theirs]
+    if degrees[0] == 1:
+        assert bits(ours) == bits(theirs)
+    else:
+        assert_near(ours, theirs, FLOAT32_TOLERANCE)
+
+
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantize": "int8"}], ids=["bfloat16", "int8"])
 def test_experts_apart_have_the_bits_of_one_process(options: dict[str, Any], tmp_path: Path) -> None:
     """A token's experts are added up in its own order, wherever they were computed."""
@@ -254,8 +286,10 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(dtype: str, tmp_path: P
             assert bits(Driver(runner).run(alone)) == [expected]
 
 
-@pytest.mark.parametrize(("case", "tensor", "expert"), [("llama", 2, 1), ("mixtral", 1, 2)])
-def test_prefixes_copies_drafts_and_scores(case: str, tensor: int, expert: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "degrees"), [("llama", (2, 1, 1)), ("mixtral", (1, 2, 1)), ("llama", (1, 1, 2))]
+)
+def test_prefixes_copies_drafts_and_scores(case: str, degrees: tuple[int, int, int], tmp_path: Path) -> None:
     """Blocks that others computed, blocks that a plan copies, drafts that are looked up, log-probabilities of
     prompts: each as one process has them.
     """
@@ -290,22 +324,28 @@ def test_prefixes_copies_drafts_and_scores(case: str, tensor: int, expert: int, 
             driver.step(SchedulerOutput(3, released=(8,)))
             loops = Job(prompt_of(6, 199) * 4, num_tokens=24, speculate=True)
             scored = Job(prompt_of(200, 199), sampling=SamplingParams(temperature=0.0, prompt_logprobs=1))
-            driver.run([loops, scored])
+            beams = Job(prompt, num_tokens=1, sampling=SamplingParams(logprobs=8, beam_width=4))
+            driver.run([loops, scored, beams])
             assert loops.num_drafted
             assert len(scored.prompt_logprobs) == 199
-            found += [loops.output, scored.output, [entry.top_ids[0] for entry in scored.prompt_logprobs]]
+            found += [
+                beams.logprobs[0].top_ids,
+                loops.output,
+                scored.output,
+                [entry.top_ids[0] for entry in scored.prompt_logprobs],
+            ]
             return found
 
     drafts = {"speculation": SpeculationConfig(method="ngram", min_acceptance=0.0)}
     theirs = open_runner(tmp_path, native="required", **drafts)
-    assert run(shared(tmp_path, tensor, expert, **drafts)) == run(theirs)
+    assert run(shared(tmp_path, *degrees, **drafts)) == run(theirs)
 
 
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_guided_answers_are_those_of_one_process(has_experts: bool, tmp_path: Path) -> None:
-    folder, degrees = BUNDLED, (2, 1)
-    if has_experts:
-        folder, degrees = tmp_path, (1, 2)
+@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
+def test_guided_answers_are_those_of_one_process(degrees: tuple[int, int, int], tmp_path: Path) -> None:
+    folder = BUNDLED
+    if degrees[1] > 1:
+        folder = tmp_path
         make_checkpoint(tmp_path, "mixtral", vocab_size=2048, num_local_experts=4, num_experts_per_tok=2)
         for path in BUNDLED.glob("tokenizer*"):
             shutil.copy(path, tmp_path)
@@ -323,13 +363,12 @@ def test_guided_answers_are_those_of_one_process(has_experts: bool, tmp_path: Pa
     assert run(shared(folder, *degrees)) == run(open_runner(folder, native="required"))
 
 
-@pytest.mark.parametrize("case", ["llama", "mixtral"])
-def test_a_killed_rank_breaks_the_runner(case: str, tmp_path: Path) -> None:
-    model_type, changes = CASES[case]
+@pytest.mark.parametrize("name", ["tensor", "expert", "pipeline"])
+def test_a_killed_rank_breaks_the_runner(name: str, tmp_path: Path) -> None:
+    model_type, changes = CASES["mixtral" if name == "expert" else "llama"]
     make_checkpoint(tmp_path, model_type, **changes)
     lost: list[str] = []
-    parallel = ParallelConfig(tensor=2) if case == "llama" else ParallelConfig(expert=2)
-    config = EngineConfig(native="required", num_threads=2, parallel=parallel)
+    config = EngineConfig(native="required", num_threads=2, parallel=ParallelConfig(**{name: 2}))
     runner, _, _ = build_here(
         config, ModelConfig(path=str(tmp_path)), lambda stage, part: None, on_lost=lost.append
     )
@@ -342,15 +381,18 @@ def test_a_killed_rank_breaks_the_runner(case: str, tmp_path: Path) -> None:
     assert lost == ["rank 1 of 2 ended (killed by SIGKILL)"]
 
 
-def test_what_is_wrong_with_a_ranks_part_arrives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 1, 2)])
+def test_what_is_wrong_with_a_ranks_part_arrives(degrees: tuple[int, int, int], tmp_path: Path) -> None:
     """Numbers that only the second rank reads."""
     make_checkpoint(tmp_path, "llama")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.mlp.down_proj.weight"][:, -1] = float("nan")
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"down_proj\.weight holds numbers that are not finite"):
-        shared(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight holds numbers that are not"
+    ):
+        shared(tmp_path, *degrees)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +407,8 @@ def test_what_is_wrong_with_a_ranks_part_arrives(tmp_path: Path) -> None:
         ("llama", {"expert": 2}, "has no experts; set it to 1"),
         ("mixtral", {"expert": 3}, "does not divide the 4 experts of .*; set it to one of 1, 2, 4"),
         ("lfm2", {"expert": 2}, "layers that carry a state"),
+        ("lfm2", {"pipeline": 2}, "layers that carry a state"),
+        ("llama", {"pipeline": 3}, "a layer at least, and .* has 2; set it to 2 or less"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_by_name(

@@ -25,6 +25,7 @@ SETTINGS = {
     "CACHE__KV_CACHE_BYTES": str(32 << 20),
 }
 RANKS = {"PARALLEL__TENSOR": "2"}
+STAGES = {"PARALLEL__PIPELINE": "2"}
 
 try:
     load_native()
@@ -68,12 +69,14 @@ async def test_an_engine_of_two_ranks_answers_as_one_of_one(settings: dict[str, 
     assert await greedy(settings | RANKS) == await greedy(settings)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGKILL, RANKS), (signal.SIGSTOP, STAGES)], ids=["killed", "stopped"]
+)
 async def test_a_lost_rank_ends_every_stream_and_the_process(
-    number: signal.Signals, settings: dict[str, str]
+    number: signal.Signals, ranks: dict[str, str], settings: dict[str, str]
 ) -> None:
     before = set(os.listdir("/dev/shm"))
-    async with start_engine(str(BUNDLED), **settings, **RANKS) as engine:
+    async with start_engine(str(BUNDLED), **settings, **ranks) as engine:
         gateway = Gateway(engine, checkpoint_fingerprint(str(BUNDLED)))
         await gateway.hello()
         await gateway.submit(1, PROMPT, max_tokens=4000, ignore_eos=True)
