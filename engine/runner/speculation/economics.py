@@ -101,9 +101,11 @@ class _Costs:
     # Steps left in which nobody looks; and those since the latest gain that were longer for it.
     num_resting: int = 0
     num_felt: int = 0
-    # Rests that looking back ended since the latest gain, and answers that end before the next one may.
+    # Rests that looking back ended, since one after which more was gained than lost; answers that end before
+    # the next may; and what was gained since the latest.
     num_woken: int = 0
     num_unheard: int = 0
+    since_woken_s: float = 0.0
     # Whose turn it is to be looked up in a trial, and how often drafts were verified in one.
     turn: int = 0
     num_trials: int = 0
@@ -234,11 +236,14 @@ class Economics:
         """Settles a step with the purse; nobody looks any more once it is empty."""
         costs.credit_s = min(costs.credit_s + gained_s + earned_s, _MOST_CREDIT * plain_s)
         if gained_s > 0:
-            costs.num_felt = costs.num_woken = 0
+            costs.num_felt = 0
         elif -gained_s > _SHORT_TRIAL * plain_s:
             costs.num_felt = min(costs.num_felt + 1, _MOST_FELT)
+        costs.since_woken_s += gained_s
         if costs.credit_s >= 0 or costs.num_resting or not self.min_acceptance:
             return
+        if costs.since_woken_s > 0:
+            costs.num_woken = costs.num_unheard = 0
         wanted_s = _ATTEMPT_STEPS * costs.looking.value + costs.trial_s
         missing_s = min(wanted_s, _LARGEST_TRIAL * _MOST_CREDIT * plain_s) - costs.credit_s
         costs.num_resting = max(
@@ -325,6 +330,7 @@ class Economics:
             return
         costs.num_unheard = (1 << min(costs.num_woken, _MOST_UNHEARD)) - 1
         costs.num_woken += 1
+        costs.since_woken_s = 0.0
         costs.num_resting = self._num_passing = 0
         costs.credit_s = max(costs.credit_s, _FIRST_CREDIT * plain_s)
 

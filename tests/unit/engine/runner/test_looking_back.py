@@ -78,10 +78,17 @@ def test_rests_that_are_ended_in_vain_are_ended_ever_more_rarely_until_one_pays(
     assert 3 <= num_woken <= 8
     while not step(economics):
         pass
-    step(economics, num_accepted=4)
+    # A single step that gains makes no difference, while most lose.
+    step(economics, num_accepted=1)
     while not _rest_of(economics):
         step(economics)
+    assert economics._sizes[1].num_unheard > 0
     economics._sizes[1].num_unheard = 0
+    economics.may_wake(num_lookups=10, num_held=25)
+    for _ in range(10):
+        step(economics, num_accepted=4)
+    while not _rest_of(economics):
+        step(economics)
     economics.may_wake(num_lookups=10, num_held=25)
     # As after the first one: the next is not put off.
     assert not _rest_of(economics)
