@@ -57,6 +57,8 @@ COMMANDS = {
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
     "quality_forms": "quality_forms",
     "test_time": "test_time",
+    "test_time_smollm2": "test_time --model smollm2-135m --temperature 0.7 --questions 200 "
+    "--ways 0.9 deepconf search",
     "test_time_judge": 'test_time --ways judge "stop (0.9)"',
     "test_time_ways": "test_time --questions 250 --ways search verifier critiques draft",
     "tracing_overhead": "tracing_overhead",
