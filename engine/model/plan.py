@@ -33,10 +33,11 @@ from checkpoint.files import find, is_gguf
 from engine.config import EngineConfig, num_threads
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
+from engine.model.draft_tree import branch_shape, check_tree
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
 from engine.model.layer_spec import MedusaSpec
-from engine.model.lookahead import LOOKAHEAD, LookaheadShape, check_lookahead
+from engine.model.lookahead import LOOKAHEAD, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
 from engine.model.shards import WHOLE, Shard, why_not_shared
 from engine.model.spec import ModelSpec, TensorHeader
@@ -249,12 +250,12 @@ def workspace_bytes(given: PlanInput) -> int:
 
 
 def _scratch_bytes(given: PlanInput) -> int:
-    """Blocks in which lookahead computes branches of texts."""
-    ahead = LookaheadShape.where_asked(given.config)
-    if ahead is None:
+    """Blocks in which branches of texts are computed."""
+    branches = branch_shape(given.config)
+    if branches is None:
         return 0
     per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, given.kv_dtype)
-    return ahead.num_scratch_blocks * per_block
+    return branches.num_scratch_blocks * per_block
 
 
 def _shared_bytes(given: PlanInput) -> int:
@@ -289,8 +290,8 @@ def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:
 def num_logit_rows(config: EngineConfig) -> int:
     """Rows of one step whose logits are wanted at most: each sequence's last, and those of its drafts."""
     wanted = config.scheduler.max_num_seqs * (1 + config.speculation.num_draft_tokens)
-    if (ahead := LookaheadShape.where_asked(config)) is not None:
-        wanted += ahead.num_logit_rows
+    if (branches := branch_shape(config)) is not None:
+        wanted += branches.num_logit_rows
     return min(wanted, config.scheduler.max_num_batched_tokens)
 
 
@@ -480,6 +481,8 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         _check_states(f"engine.speculation.method = {method!r}", spec, device, "set it to off")
     if method == LOOKAHEAD:
         check_lookahead(spec, config, device)
+    if config.speculation.tree:
+        check_tree(spec, config, device)
     if method in ("draft_model", *_HEADS):
         draft = _draft_input(config, spec, device)
     headers, coded = _headers(spec, folder), packs_codes(config, device)

@@ -111,12 +111,19 @@ class Economics:
     """Decides how many drafts each sequence gets."""
 
     def __init__(
-        self, max_drafts: int, min_acceptance: float, *, wakes_early: bool = False, rows_beside: int = 0
+        self,
+        max_drafts: int,
+        min_acceptance: float,
+        *,
+        wakes_early: bool = False,
+        rows_beside: Sequence[int] = (),
     ) -> None:
         """`wakes_early`: some steps are seen before an attempt. `rows_beside`: what a sequence that drafts
-        computes beside its drafts.
+        computes beside each of its drafts, in their order.
         """
-        self._rows_beside = rows_beside
+        # [P + 1] a draft's own row and those beside it; further drafts have none beside.
+        self._rows_each = np.ones(max_drafts + 1, np.int64)
+        self._rows_each[: len(rows_beside)] += np.array(rows_beside, np.int64)
         self._waking_steps = _WAKING_STEPS if wakes_early else 0
         self.max_drafts = max_drafts
         self.min_acceptance = min_acceptance
@@ -355,8 +362,9 @@ class Economics:
         cheapest = min(asked, key=lambda row: sequences[row].num_unread)
         few = min(_TRIAL_ROUNDS, self.max_drafts)
         trial_s = few * costs.per_draft.value + self.extra_tokens(sequences[cheapest]) * costs.per_read.value
-        if self._rows_beside:
-            trial_s += float(self.times.factors(num, few + self._rows_beside)[-1] - 1) * plain_s
+        num_rows = int(self._rows_each[:few].sum())
+        if num_rows > few:
+            trial_s += float(self.times.factors(num, num_rows)[-1] - 1) * plain_s
         if self._may_try(costs, plain_s, trial_s):
             counts[cheapest] = few
         return counts
@@ -440,7 +448,7 @@ class Economics:
             return [0] * num, 0.0
         tokens = reach.ravel()[order]  # [N]
         whose, places = np.divmod(order, most)
-        rows = np.arange(1, order.size + 1) + self._rows_beside * np.cumsum(places == 0)
+        rows = np.cumsum(np.take(self._rows_each, places, mode="clip"))
         extra_s: NDArray[np.float64] = (self.times.factors(num, int(rows[-1]))[rows] - 1) * plain_s
         if by_forwards:
             extra_s = extra_s + self._forwards_s(costs, sequences, whose, places)
@@ -462,8 +470,8 @@ class Economics:
         costs, plain_s, prior = self._costs(1), self.times.plain_s(1), self._prior(owner)
         each_s = costs.per_draft.value if by_forwards else 0.0
         reading_s = self.extra_tokens(progress) * costs.per_read.value / _READ_ROUNDS if by_forwards else 0.0
-        beside = self._rows_beside
-        factors = self.times.factors_of_one(most + beside)
+        rows = np.cumsum(np.take(self._rows_each, range(most), mode="clip")).tolist()
+        factors = self.times.factors_of_one(rows[-1])
         reach, total, best, highest, gained_s = 1.0, 0.0, 0, 1.0, 0.0
         tokens: list[float] = []
         extra_s: list[float] = []
@@ -474,7 +482,7 @@ class Economics:
             reach *= share
             total += reach
             tokens.append(reach)
-            extra_s.append((factors[place + 1 + beside] - 1) * plain_s + (place + 1) * each_s + reading_s)
+            extra_s.append((factors[rows[place]] - 1) * plain_s + (place + 1) * each_s + reading_s)
             yields = (1 + total) * plain_s / (plain_s + costs.margin * extra_s[-1])
             if yields > highest:
                 best, highest, gained_s = place + 1, yields, total * plain_s - extra_s[-1]
